@@ -1,0 +1,124 @@
+"""The machine that a figure was measured on. Introduced in phase 3.
+
+A number without its machine says nothing, so every report carries this description. Invariant: it tells what the
+machine is, never which one: no host name, no user, no path.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors")
+
+# What a processor's name can do without: marks, and in a file name also the maker and what follows from the model.
+_MARKS = re.compile(r"\((r|tm|c)\)|\b(cpu|processor)\b|@", re.IGNORECASE)
+_MAKER = re.compile(r"\b(intel|amd|\d+(st|nd|rd|th) gen|\d+-core|with .*)(?=\s|$)", re.IGNORECASE)
+_CLOCK = re.compile(r"\b(\d+)\.(\d*?)0+(?=\s?ghz\b)", re.IGNORECASE)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, GPUs (``gpu`` is None without one), system, and ``versions`` of what computes."""
+    gpus = _num_gpus(None)
+    return {
+        "cpu": cpu_model(),
+        "cores": num_cores(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": torch.cuda.get_device_name(0) if gpus else None,
+        "num_gpus": gpus,
+        "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if gpus else None,
+        "os": f"{_system()}, {platform.machine()}",
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python, CUDA if torch was built with it, and every package of ``PACKAGES`` that is installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def machine_name(device: str | None = None) -> str:
+    """A short slug for file names, such as ``cpu-2x-xeon-2.5ghz`` or ``nvidia-h100-80gb-hbm3``.
+
+    Args:
+        device: what computed, ``cpu`` or ``cuda``; by default the GPU where there is one. A CPU's count is the number
+            of threads that torch computes with, a GPU's the number of GPUs when there are several.
+    """
+    if gpus := _num_gpus(device):
+        return (f"{gpus}x-" if gpus > 1 else "") + slug(torch.cuda.get_device_name(0))
+    return f"cpu-{_threads()}x-{slug(_MAKER.sub(' ', _plain_cpu_model()))}"
+
+
+def machine_title(device: str | None = None) -> str:
+    """The machine for a figure's title: the GPU, or the processor and the threads that compute."""
+    if gpus := _num_gpus(device):
+        return (f"{gpus} × " if gpus > 1 else "") + torch.cuda.get_device_name(0)
+    threads = _threads()
+    return f"{_plain_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def num_cores() -> int:
+    """Cores that this process may run on, which in a container can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The processor as its maker calls it; the architecture's name where the system does not tell."""
+    if sys.platform == "darwin":
+        found = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
+        )
+        return found.stdout.strip() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def slug(text: str) -> str:
+    """Lower-case letters, digits and points, everything else one hyphen: safe in a file name on any system."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "unknown"
+
+
+def _num_gpus(device: str | None) -> int:
+    """GPUs of the machine, none if what computes is the CPU."""
+    if (device or "cuda").startswith("cpu") or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count()
+
+
+def _threads() -> int:
+    return min(num_cores(), torch.get_num_threads())
+
+
+def _plain_cpu_model() -> str:
+    """``Intel(R) Xeon(R) Processor @ 2.50GHz`` as ``Intel Xeon 2.5GHz``."""
+    words = " ".join(_MARKS.sub(" ", cpu_model()).split())
+    return _CLOCK.sub(lambda clock: clock[1] + (f".{clock[2]}" if clock[2] else ""), words)
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return f"{platform.system()} {platform.release()}"

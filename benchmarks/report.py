@@ -1,0 +1,164 @@
+"""A measurement as a file: one JSON report, and what is drawn from it. Introduced in phase 3.
+
+Documents cite reports by key (``{{report:file.json#results.02.decode_tokens_per_second}}``), so prose cannot go stale.
+Invariant: a report alone tells what was measured and on what: machine, versions, every engine's whole configuration,
+the model's shape and revision, seed and flags; it holds no path and no host name.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine, machine_name, machine_title, slug
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError
+from shared.loading.resolve import resolve_model
+
+SCHEMA = 1
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one benchmark found.
+
+    ``results`` holds plain JSON values; by convention its first keys are phase numbers, and a key ends in its unit.
+    ``engines`` maps the same keys to whole engine configurations (`engine_settings`), ``model`` comes from
+    `describe_model`, ``flags`` are the options of the run as a reader would type them. The machine is described when
+    the report is made, so make it while the threads of the measurement are set.
+    """
+
+    name: str
+    model: dict[str, Any]
+    engines: dict[str, dict[str, Any]]
+    seed: int
+    flags: dict[str, Any]
+    results: dict[str, Any]
+    device: str = "cpu"
+    date: str = field(default_factory=_now)
+    machine: dict[str, Any] = field(default_factory=describe_machine)
+    machine_name: str = field(init=False)  # for file names
+    machine_title: str = field(init=False)  # for people
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "machine_name", machine_name(self.device))
+        object.__setattr__(self, "machine_title", machine_title(self.device))
+
+    @property
+    def file_stem(self) -> str:
+        """Name of the report's files without their ends: benchmark, model, machine."""
+        return f"{slug(self.name)}-{slug(self.model['name'])}-{self.machine_name}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as the JSON file has it."""
+        content = {"schema": SCHEMA} | dataclasses.asdict(self)
+        machine = dict(content.pop("machine"))
+        return content | {"versions": machine.pop("versions"), "machine": machine}
+
+    def line(self) -> str:
+        """The one JSON line that a benchmark prints last: what was run, where, and the results."""
+        head = {"benchmark": self.name, "model": self.model["name"], "machine": self.machine_name, "date": self.date}
+        return json.dumps(head | {"flags": self.flags, "results": self.results}, ensure_ascii=False, allow_nan=False)
+
+
+def write_report(
+    report: Report, folder: str | Path, *, table: str | None = None, figure: Callable[[Path], None] | None = None
+) -> list[Path]:
+    """Write the JSON report, with ``table`` (Markdown) and ``figure`` (called with a PNG's path) beside it if given.
+
+    Returns the paths, JSON first. Raises ConfigError if the folder cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{report.file_stem}.json"]
+        text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        paths[0].write_text(text + "\n", encoding="utf-8")
+        if table is not None:
+            paths.append(folder / f"{report.file_stem}.md")
+            paths[-1].write_text(table.rstrip("\n") + "\n", encoding="utf-8")
+        if figure is not None:
+            paths.append(folder / f"{report.file_stem}.png")
+            figure(paths[-1])
+    except OSError as error:
+        raise ConfigError(
+            f"The report cannot be written into {folder} ({error.strerror or error}); name a folder that can be made."
+        ) from error
+    return paths
+
+
+def read_value(path: str | Path, key: str) -> Any:
+    """The value at a dotted key of a report, such as ``results.02.decode_tokens_per_second`` or ``flags.contexts.0``.
+
+    A key of the file may itself hold points (phase 03.1); a number picks an element of a list. Raises ConfigError where
+    there is no such file or key, naming the keys that there are.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"The report {path} cannot be read ({error.strerror or error}); check its name.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a JSON report ({error}); measure it again.") from error
+    found, where = _walk(content, key.split("."), [])
+    if where is not None:
+        raise ConfigError(f"{path.name} has no key {key!r}; {where}")
+    return found
+
+
+def describe_model(model: str) -> dict[str, Any]:
+    """Name, revision, shape and checksum of a model's ``config.json``; resolves ``model`` as the engine does.
+
+    The revision is the hub's commit where the folder is a snapshot of it, otherwise None.
+    """
+    folder = resolve_model(model).resolve()
+    is_snapshot = folder.parent.name == "snapshots"
+    raw = (folder / "config.json").read_bytes()
+    config = {key: value for key, value in json.loads(raw).items() if key != "_name_or_path"}
+    return {
+        "name": folder.parent.parent.name.removeprefix("models--").replace("--", "/") if is_snapshot else folder.name,
+        "revision": folder.name if is_snapshot else None,
+        "config_sha256": hashlib.sha256(raw).hexdigest(),
+        "config": config,
+    }
+
+
+def engine_settings(config: EngineConfig, model_name: str) -> dict[str, Any]:
+    """Every field of an engine's configuration, the model by its name instead of its folder."""
+    return dataclasses.asdict(config) | {"model": model_name}
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """To significant digits: what a measurement is worth, and what a reader can take in."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+
+
+def _walk(node: Any, parts: list[str], passed: list[str]) -> tuple[Any, str | None]:
+    """The value below ``node``, or None and what there is at the last place that the key reached."""
+    if not parts:
+        return node, None
+    if isinstance(node, list):
+        if parts[0].isdecimal() and int(parts[0]) < len(node):
+            return _walk(node[int(parts[0])], parts[1:], [*passed, parts[0]])
+        return None, f"{'.'.join(passed)} is a list of {len(node)}, counted from 0."
+    if not isinstance(node, dict):
+        return None, f"{'.'.join(passed)} is a plain value."
+    deepest: str | None = None
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        if name in node:
+            found, deepest = _walk(node[name], parts[length:], [*passed, name])
+            if deepest is None:
+                return found, None
+    return None, deepest or f"{'.'.join(passed) or 'its top level'} has {', '.join(node)}."

@@ -1,0 +1,1 @@
+"""What was measured: reports as JSON, each with its table and picture, cited by the docs."""

@@ -1,0 +1,1 @@
+"""What benchmarks ask of an engine: prompts and arrival times as data."""

@@ -1,0 +1,44 @@
+"""Fixtures for every test of the repository: small checkpoints as a user would find them, and the demo model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
+FAMILIES = tuple(TINY_SHAPES)
+
+# Tiny tensors gain nothing from a second thread and lose much where other processes want the cores too. Tests that
+# measure time choose their own count.
+torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and this machine has none")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random checkpoint of each family, by family."""
+    from shared.checkpoints.make import make_checkpoint
+
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_checkpoint(shape, root / shape, seed=1) for family, shape in TINY_SHAPES.items()}
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def tiny_checkpoint(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Path:
+    """Each family's random checkpoint in turn."""
+    return tiny_checkpoints[request.param]
+
+
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    """The demo model's folder; skips where it has not been fetched."""
+    from shared.checkpoints.demo import local_model_folder
+
+    folder = local_model_folder("smollm2-135m")
+    if folder is None:
+        pytest.skip("the demo model is not fetched; run `infer model pull smollm2-135m` once")
+    return folder

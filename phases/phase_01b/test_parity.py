@@ -1,0 +1,234 @@
+"""Logits against transformers: every family and variant on tiny random checkpoints, and the demo model's weights."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from phases.phase_01b.engine import Engine
+from shared.cache.uncached import UncachedView
+from shared.checkpoints.byte_tokenizer import save_byte_tokenizer
+from shared.checkpoints.make import checkpoint_tensors, random_tensor
+from shared.checkpoints.shapes import SHAPES
+from shared.errors import RequestError
+from shared.loading.loader import load_model
+from shared.models.tokens import Tokens
+from shared.parity.reference import load_reference
+from shared.parity.thresholds import THRESHOLDS, allowed_error, argmax_shortfall, distance
+
+BACKENDS = ("naive", "sdpa")
+HALF = (torch.bfloat16, torch.float16)
+IDS = torch.randint(0, 512, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("tiny-llama", {}),  # tied, RoPE scaled as in Llama 3
+    "llama-untied-biases": (
+        "tiny-llama",
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "rope_scaling": None},
+    ),
+    "llama-linear": ("tiny-llama", {"rope_scaling": LINEAR}),
+    "qwen3": ("tiny-qwen3", {}),  # untied
+    "qwen3-tied-biases": ("tiny-qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-sliding": ("tiny-qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "gemma3": ("tiny-gemma3", {}),  # tied
+    "gemma3-untied-biases": ("tiny-gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3-softcap": ("tiny-gemma3", {"final_logit_softcapping": 2.5}),
+    "gemma3-linear": ("tiny-gemma3", {"rope_scaling": LINEAR}),  # as the larger Gemmas, on full layers alone
+}
+
+
+def write_checkpoint(folder: Path, shape: str, changes: dict[str, Any]) -> Path:
+    """A random checkpoint of a shape with some of its settings changed, biases included."""
+    config = SHAPES[shape] | changes
+    shapes = dict(checkpoint_tensors(config))
+    tensors = {name: random_tensor(name, s, family=config["model_type"]) for name, s in shapes.items()}
+    generator = torch.Generator().manual_seed(1)
+    for part, setting in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
+        for name in shapes if config.get(setting) else ():
+            if f".{part}." in name and name.endswith("_proj.weight"):
+                bias = torch.randn(shapes[name][0], generator=generator)
+                tensors[name.replace(".weight", ".bias")] = 0.5 * bias
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    save_byte_tokenizer(config, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("variants")
+    return functools.cache(lambda name: write_checkpoint(root / name, *VARIANTS[name]))
+
+
+@torch.inference_mode()
+def expected_logits(
+    folder: Path, ids: list[int], dtype: torch.dtype, backend: str = "naive", round_to: torch.dtype | None = None
+) -> torch.Tensor:
+    """transformers' logits ``[T, V]``."""
+    return load_reference(folder, dtype, backend, round_to)(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def check_half(folder: Path, ids: list[int], dtype: torch.dtype) -> None:
+    """Ours and transformers' in ``dtype``, each by its distance from fp32 on the same rounded weights."""
+    truth, threshold = expected_logits(folder, ids, torch.float32, round_to=dtype), THRESHOLDS[dtype]
+    for backend in BACKENDS:
+        ours = Engine(str(folder), dtype=dtype, attention_backend=backend).forward(ids)
+        peer = distance(expected_logits(folder, ids, dtype, backend), truth).typical
+        assert ours.dtype == dtype
+        assert distance(ours, truth).typical <= allowed_error(threshold.logits, peer), backend
+        assert argmax_shortfall(ours, truth).max() <= threshold.argmax, backend
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fp32(variants: Callable[[str], Path], variant: str, backend: str) -> None:
+    folder = variants(variant)
+    ours = Engine(str(folder), attention_backend=backend).forward(IDS)
+    expected = expected_logits(folder, IDS, torch.float32, backend)
+    assert ours.dtype == torch.float32
+    assert distance(ours, expected).relative <= THRESHOLDS[torch.float32].logits
+    assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma3", "gemma3-softcap"])
+def test_half_precision(variants: Callable[[str], Path], variant: str, dtype: torch.dtype) -> None:
+    check_half(variants(variant), IDS, dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_setting_of_a_variant_matters(variants: Callable[[str], Path], variant: str, tmp_path: Path) -> None:
+    """Without its changed settings the same weights give other logits, so the tests above do see them."""
+    shape, changes = VARIANTS[variant]
+    folder = variants(variant)
+    ours = Engine(str(folder)).forward(IDS)
+    for setting in changes.keys() - {"tie_word_embeddings", "attention_bias", "mlp_bias", "max_window_layers"}:
+        config = SHAPES[shape] | changes | {setting: SHAPES[shape][setting]}
+        if setting == "sliding_window":
+            config["sliding_window"] = changes["sliding_window"] + 1
+        other = tmp_path / setting
+        other.mkdir()
+        (other / "config.json").write_text(json.dumps(config))
+        for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            (other / name).hardlink_to(folder / name)
+        error = distance(Engine(str(other)).forward(IDS), ours).relative
+        assert error > 10 * THRESHOLDS[torch.float32].logits, setting
+
+
+def test_attention_softcap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads Gemma 3's ``attn_logit_softcapping`` and passes it to no attention: no released Gemma 3 sets
+    it. Its formula is there, as an argument of the eager attention, and is what ours is compared with."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    capped = write_checkpoint(tmp_path / "capped", "tiny-gemma3", {"attn_logit_softcapping": 0.5})
+    plain = write_checkpoint(tmp_path / "plain", "tiny-gemma3", {})
+    ignored = torch.equal(*(expected_logits(folder, IDS, torch.float32) for folder in (capped, plain)))
+    if ignored:
+        formula = functools.partial(modeling_gemma3.eager_attention_forward, softcap=0.5)
+        monkeypatch.setattr(modeling_gemma3, "eager_attention_forward", formula)
+    expected = expected_logits(capped, IDS, torch.float32)
+    uncapped = Engine(str(plain)).forward(IDS)
+    assert distance(uncapped, expected).relative > 100 * THRESHOLDS[torch.float32].logits
+    for backend in BACKENDS:
+        ours = Engine(str(capped), attention_backend=backend).forward(IDS)
+        assert distance(ours, expected).relative <= THRESHOLDS[torch.float32].logits
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_ragged_batch_gives_each_sequence_its_own_logits(tiny_checkpoint: Path, backend: str) -> None:
+    """Lengths below, at and above Gemma's window of 16, one of a single token."""
+    model = load_model(tiny_checkpoint)
+    sequences = [IDS[:5], IDS[5:6], IDS[6:22], IDS[22:48]]
+    ids = [token for sequence in sequences for token in sequence]
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    with torch.inference_mode():
+        view = UncachedView([len(sequence) for sequence in sequences], backend)
+        together = model.logits(model(Tokens(torch.tensor(ids), positions), view))
+    alone = torch.cat([Engine(str(tiny_checkpoint), attention_backend=backend).forward(s) for s in sequences])
+    assert distance(together, alone).relative <= THRESHOLDS[torch.float32].logits
+    assert torch.equal(together.argmax(-1), alone.argmax(-1))
+
+
+def test_a_prompt_reads_no_later_token(tiny_checkpoint: Path) -> None:
+    engine = Engine(str(tiny_checkpoint))
+    whole, part = engine.forward(IDS), engine.forward(IDS[:20])
+    assert distance(part, whole[:20]).relative <= THRESHOLDS[torch.float32].logits
+
+
+@pytest.mark.parametrize("ids", [[], [512], [-1], [True], [1.0], [0] * 2048], ids=lambda ids: f"{ids[:1]}x{len(ids)}")
+def test_prompts_that_are_refused(tiny_checkpoints: dict[str, Path], ids: list[Any]) -> None:
+    with pytest.raises(RequestError):
+        Engine(str(tiny_checkpoints["llama"])).forward(ids)
+
+
+# The demo model.
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n        return",
+    "Water boils at a temperature of",
+    "Once upon a time, in a village by the sea, there lived",
+    "Les élèves ont lu un livre de Jules",
+)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The demo model on both sides, in fp32."""
+
+    folder: Path
+    engine: Engine
+    reference: Any
+    tokenizer: Any
+
+    @torch.inference_mode()
+    def expected(self, prompt: str) -> tuple[list[int], torch.Tensor]:
+        ids = self.tokenizer(prompt)["input_ids"]
+        return ids, self.reference(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="module")
+def demo(demo_folder: Path) -> Demo:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder, local_files_only=True)
+    return Demo(demo_folder, Engine(str(demo_folder)), load_reference(demo_folder, torch.float32), tokenizer)
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_demo_logits_at_every_position(demo: Demo, prompt: str) -> None:
+    ids, expected = demo.expected(prompt)
+    ours = demo.engine.forward(ids)
+    error = distance(ours, expected)
+    assert ours.shape == (len(ids), 49152)
+    assert error.relative <= THRESHOLDS[torch.float32].logits
+    assert error.maximum <= 1e-3
+    assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_demo_from_text_to_the_top_five(demo: Demo, prompt: str) -> None:
+    _, expected = demo.expected(prompt)
+    best = expected[-1].softmax(-1).topk(5)
+    texts, probabilities = zip(*demo.engine.top_tokens(prompt), strict=True)
+    assert list(texts) == [demo.tokenizer.decode([i]) for i in best.indices.tolist()]
+    assert list(probabilities) == pytest.approx(best.values.tolist(), rel=1e-4)
+
+
+@pytest.mark.demo
+def test_demo_knows_the_capital_of_france(demo: Demo) -> None:
+    assert demo.engine.top_tokens("The capital of France is", 1)[0][0] == " Paris"
+
+
+@pytest.mark.demo
+def test_demo_in_bf16(demo: Demo) -> None:
+    check_half(demo.folder, demo.expected(" ".join(PROMPTS))[0], torch.bfloat16)

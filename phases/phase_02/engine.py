@@ -1,0 +1,75 @@
+"""The plain loop: every token recomputes everything."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shared.cache.uncached import UncachedView
+from shared.engine.config import EngineConfig
+from shared.engine.output import OutputStream, StepOutput
+from shared.engine.prompt import check_prompt
+from shared.engine.request import Request
+from shared.loading.loader import load_model
+from shared.loading.resolve import resolve_model
+from shared.models.tokens import Tokens
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch, sample
+from shared.text.tokenizer import Tokenizer
+
+SUPPORTED = {"model", "dtype", "device", "max_seq_len", "seed", "attention_backend"}
+
+
+class Engine:
+    """Answers one request at a time, keeping nothing between its tokens."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.check(SUPPORTED)
+        folder = resolve_model(config.model)
+        self.config = config
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        self.tokenizer = Tokenizer.load(folder)
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        self.seeds = random.Random(config.seed)
+        self.request_ids = itertools.count()
+        self.num_tokens_computed = 0
+
+    @torch.inference_mode()
+    def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
+        """Yield one output a token until the answer ends; raises RequestError before anything is computed."""
+        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
+        seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
+        request = Request(str(next(self.request_ids)), prompt_ids, params, seed)
+        stream = OutputStream(request, self.tokenizer, self.max_seq_len)
+
+        logits = self.prefill(request)
+        while True:
+            token_id = sample(logits, SamplingBatch.of([request.sampling_row()], device=logits.device))
+            output = stream.push(int(token_id))
+            yield output
+            if output.finish_reason is not None:
+                return
+            logits = self.decode(request)
+
+    def prefill(self, request: Request) -> torch.Tensor:
+        """Run the prompt; logits ``[1, V]`` of the token that follows it."""
+        return self.forward(request)
+
+    def decode(self, request: Request) -> torch.Tensor:
+        """Run the prompt and the whole answer so far; logits ``[1, V]`` of the next token."""
+        return self.forward(request)
+
+    def forward(self, request: Request) -> torch.Tensor:
+        """Logits ``[1, V]`` after the request's last token, computing all of it."""
+        ids = torch.tensor(request.token_ids, device=self.model.device)
+        positions = torch.arange(request.num_tokens, device=self.model.device)
+        view = UncachedView([request.num_tokens], self.config.attention_backend)
+        hidden = self.model(Tokens(ids, positions), view)
+        self.num_tokens_computed += request.num_tokens
+        return self.model.logits(hidden[-1:])
+
+    def stats(self) -> dict[str, int]:
+        """Figures for ``infer generate --stats``."""
+        return {"tokens computed": self.num_tokens_computed}

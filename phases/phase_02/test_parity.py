@@ -1,0 +1,174 @@
+"""Phase 2 answers as transformers does, stops where it should, and refuses what it cannot answer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phases.phase_02.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.errors import CapacityError, ConfigError, RequestError
+from shared.parity.reference import greedy_tokens, load_reference
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+
+PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def answer(engine: Engine, prompt: str | list[int], **params: object) -> list[StepOutput]:
+    return list(engine.generate(prompt, SamplingParams(**params)))  # type: ignore[arg-type]
+
+
+def ids(outputs: list[StepOutput]) -> list[int]:
+    return [output.token_id for output in outputs]
+
+
+def text(outputs: list[StepOutput]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_checkpoints: dict[str, Path]) -> Engine:
+    return Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+
+
+def test_greedy_tokens_equal_those_of_transformers(tiny_checkpoint: Path) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoint)))
+    reference = load_reference(tiny_checkpoint, torch.float32)
+    for prompt in PROMPTS:
+        prompt_ids = engine.tokenizer.encode(prompt)
+        ours = ids(answer(engine, prompt, max_new_tokens=200, **GREEDY))
+        assert ours == greedy_tokens(reference, prompt_ids, 200), prompt
+
+
+@pytest.mark.demo
+def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(demo_folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(demo_folder)))
+    outputs = answer(engine, "The capital of France is", max_new_tokens=24, **GREEDY)
+    assert text(outputs).startswith(" Paris")
+    reference = load_reference(demo_folder, torch.float32)
+    assert ids(outputs) == greedy_tokens(reference, engine.tokenizer.encode("The capital of France is"), 24)
+
+
+def test_the_attention_backends_give_the_same_tokens(tiny_checkpoint: Path) -> None:
+    answers = [
+        ids(
+            answer(
+                Engine(EngineConfig(model=str(tiny_checkpoint), attention_backend=name)),
+                PROMPTS[0],
+                max_new_tokens=40,
+                **GREEDY,
+            )
+        )
+        for name in ("naive", "sdpa")
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_the_streamed_text_is_the_decoded_answer(llama: Engine) -> None:
+    outputs = answer(llama, PROMPTS[0], max_new_tokens=60, **GREEDY)
+    assert text(outputs) == llama.tokenizer.decode(ids(outputs))
+
+
+def test_the_same_seed_gives_the_same_answer_and_another_seed_another(llama: Engine) -> None:
+    first = ids(answer(llama, "x", seed=7, max_new_tokens=40, ignore_eos=True))
+    answer(llama, "something else in between", seed=1, max_new_tokens=3)
+    assert ids(answer(llama, "x", seed=7, max_new_tokens=40, ignore_eos=True)) == first
+    assert ids(answer(llama, "x", seed=8, max_new_tokens=40, ignore_eos=True)) != first
+
+
+def test_requests_without_a_seed_differ_unless_the_engine_has_one(tiny_checkpoints: dict[str, Path]) -> None:
+    def twice(seed: int | None) -> list[list[int]]:
+        engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), seed=seed))
+        return [ids(answer(engine, "x", max_new_tokens=20, ignore_eos=True)) for _ in range(2)]
+
+    assert twice(3) == twice(3)
+    assert twice(3)[0] != twice(3)[1]
+    assert twice(None) != twice(None)
+
+
+def test_an_answer_ends_at_its_length(llama: Engine) -> None:
+    outputs = answer(llama, "x", max_new_tokens=5, **GREEDY)
+    assert len(outputs) == 5
+    assert [output.finish_reason for output in outputs] == [None] * 4 + [FinishReason.LENGTH]
+
+
+def test_an_answer_ends_at_any_end_id_and_its_text_is_left_out(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = answer(llama, "x", max_new_tokens=12, **GREEDY)
+    end = next(output for i, output in enumerate(plain) if output.text and output.token_id not in ids(plain[:i]) and i)
+    monkeypatch.setattr(llama.tokenizer, "eos_ids", frozenset({10**6, end.token_id}))
+    outputs = answer(llama, "x", max_new_tokens=12, temperature=0.0)
+    at = ids(plain).index(end.token_id)
+    assert ids(outputs) == ids(plain[: at + 1])
+    assert outputs[-1].finish_reason is FinishReason.EOS
+    assert text(outputs) == text(plain[:at])
+
+
+def test_a_stop_string_that_spans_tokens_ends_the_answer_and_is_never_shown(llama: Engine) -> None:
+    plain = answer(llama, "x", max_new_tokens=20, **GREEDY)
+    whole = text(plain)
+    cut = len(text(plain[:8]))
+    stop = whole[cut - 2 : cut + 2]  # begins in one token and ends in the next
+    outputs = answer(llama, "x", max_new_tokens=20, stop=(stop,), **GREEDY)
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert outputs[-1].stop == stop
+    assert text(outputs) == whole[: whole.index(stop)]
+    assert all(output.finish_reason is None for output in outputs[:-1])
+
+
+def test_text_held_back_for_a_stop_that_does_not_come_is_released_at_the_end(llama: Engine) -> None:
+    plain = answer(llama, "x", max_new_tokens=6, **GREEDY)
+    stop = text(plain)[-2:] + "never"
+    outputs = answer(llama, "x", max_new_tokens=6, stop=(stop,), **GREEDY)
+    assert text(outputs) == text(plain)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_every_token_recomputes_the_sequence(llama: Engine) -> None:
+    before = llama.num_tokens_computed
+    answer(llama, [5, 6, 7], max_new_tokens=4, **GREEDY)
+    assert llama.num_tokens_computed - before == 3 + 4 + 5 + 6
+
+
+def test_an_answer_ends_by_length_when_the_sequence_is_full(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=8))
+    outputs = answer(engine, [5, 6, 7], max_new_tokens=100, **GREEDY)
+    assert len(outputs) == 5
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ("", "prompt is empty"),
+        ([10**9], "token id 1000000000; this model's ids are whole numbers from 0 to"),
+        ([-1], "token id -1"),
+        ([True], "token id True"),
+        ([5] * 5000, r"5000 tokens and a sequence may have \d+"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_is_computed(
+    tiny_checkpoints: dict[str, Path], prompt: str | list[int], message: str
+) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["qwen3"])))
+    with pytest.raises(RequestError, match=message):
+        answer(engine, prompt)
+    assert engine.num_tokens_computed == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_seq_len": 1}, "max_seq_len is 1"),
+        ({"max_seq_len": 10**6}, "max_seq_len is 1000000 and the model was made for"),
+        ({"dtype": "int4"}, "dtype is 'int4'"),
+        ({"attention_backend": "magic"}, "attention_backend is 'magic'"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_settings_are_refused(tiny_checkpoints: dict[str, Path], settings: dict, message: str) -> None:
+    with pytest.raises((ConfigError, CapacityError), match=message):
+        Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), **settings))

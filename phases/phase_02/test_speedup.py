@@ -1,0 +1,17 @@
+"""What phase 2 costs: the count that every later phase is measured against."""
+
+from pathlib import Path
+
+import pytest
+
+from phases.phase_02.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.sampling.params import SamplingParams
+
+
+@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
+def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+    params = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
+    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+    assert engine.num_tokens_computed == 6 * sum(range(32, 48)), "each of the six answers computes every prefix anew"

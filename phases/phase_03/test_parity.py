@@ -1,0 +1,219 @@
+"""Phase 3 answers as phase 2 and transformers do, however the tokens reach the cache, and keeps what it should."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phases.phase_02.engine import Engine as Uncached
+from phases.phase_03.engine import Engine
+from shared.cache.contiguous import ContiguousCache, ContiguousView, kv_bytes
+from shared.cache.uncached import UncachedView
+from shared.engine.config import EngineConfig
+from shared.errors import CapacityError, ConfigError, RequestError
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
+from shared.models.tokens import Tokens
+from shared.parity.reference import greedy_tokens, load_reference
+from shared.sampling.params import SamplingParams
+
+PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
+
+
+def ids(engine: Engine | Uncached, prompt: str | list[int], num_tokens: int, **params: object) -> list[int]:
+    settings: dict = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": num_tokens} | params
+    return [output.token_id for output in engine.generate(prompt, SamplingParams(**settings))]
+
+
+def sequence(length: int, vocab_size: int) -> torch.Tensor:
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(length))
+
+
+@torch.inference_mode()
+def run_in_pieces(model: CausalLM, cache: ContiguousCache, backend: str, tokens: torch.Tensor, sizes: list[int]):
+    """Feed tokens behind what the cache holds, in pieces of the given sizes; the logits of all, laid together."""
+    view = ContiguousView(cache, backend)
+    logits = []
+    for piece in tokens.split(sizes):
+        size = len(piece)
+        cache.reserve("a", size)
+        view.prepare(size)
+        positions = torch.arange(cache.length, cache.length + size)
+        logits.append(model.logits(model(Tokens(piece, positions), view)))
+        cache.advance(size)
+    return torch.cat(logits)
+
+
+def test_greedy_tokens_equal_those_of_phase_2_and_of_transformers(tiny_checkpoint: Path) -> None:
+    config = EngineConfig(model=str(tiny_checkpoint))
+    engine, uncached, reference = Engine(config), Uncached(config), load_reference(tiny_checkpoint, torch.float32)
+    for prompt in PROMPTS:
+        ours = ids(engine, prompt, 200)
+        assert ours[:60] == ids(uncached, prompt, 60), prompt
+        assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), 200), prompt
+
+
+@pytest.mark.demo
+def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(demo_folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
+    reference = load_reference(demo_folder, torch.float32)
+    for prompt, num_tokens in [("The capital of France is", 60), ("def fibonacci(n):", 30)]:
+        ours = ids(engine, prompt, num_tokens)
+        assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), num_tokens), prompt
+
+
+def test_sampled_tokens_equal_those_of_phase_2(tiny_checkpoint: Path) -> None:
+    config = EngineConfig(model=str(tiny_checkpoint))
+    params = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 11}
+    assert ids(Engine(config), PROMPTS[0], 40, **params) == ids(Uncached(config), PROMPTS[0], 40, **params)
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa"])
+@pytest.mark.parametrize("sizes", [[48], [1] * 48, [5, 1, 20, 2, 20], [47, 1]], ids=["whole", "one by one", "chunks", "last"])
+def test_logits_do_not_depend_on_how_the_prompt_is_cut(tiny_checkpoint: Path, backend: str, sizes: list[int]) -> None:
+    model = load_model(tiny_checkpoint)
+    tokens = sequence(48, model.config.vocab_size)  # three times Gemma's window of 16
+    with torch.inference_mode():
+        whole = model.logits(model(Tokens(tokens, torch.arange(48)), UncachedView([48], "naive")))
+    cut = run_in_pieces(model, ContiguousCache(model.config, 48, torch.float32), backend, tokens, sizes)
+    torch.testing.assert_close(cut, whole, rtol=0, atol=2e-5 * whole.abs().max().item())
+
+
+def test_the_cache_holds_what_a_recomputed_forward_computes(tiny_checkpoint: Path) -> None:
+    """Keys and values of every layer, against a forward that keeps nothing."""
+    model = load_model(tiny_checkpoint)
+    tokens = sequence(40, model.config.vocab_size)
+    cache = ContiguousCache(model.config, 64, torch.float32)
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    run_in_pieces(model, cache, "sdpa", tokens, [7, 1, 30, 1, 1])
+
+    class Recorder(UncachedView):
+        def __init__(self) -> None:
+            super().__init__([40])
+            self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def write(self, layer, q, k, v, positions, qk):  # type: ignore[no-untyped-def]
+            q = super().write(layer, q, k, v, positions, qk)
+            self.kept[layer] = (self.k, self.v)
+            return q
+
+    recorder = Recorder()
+    with torch.inference_mode():
+        model(Tokens(tokens, torch.arange(40)), recorder)
+    assert len(recorder.kept) == model.config.num_layers
+    for layer, (keys, values) in recorder.kept.items():
+        torch.testing.assert_close(cache.keys[layer, :, :40].transpose(0, 1), keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cache.values[layer, :, :40].transpose(0, 1), values, rtol=1e-4, atol=1e-5)
+    assert cache.keys[:, :, 40:].isnan().all(), "places behind the sequence were written"
+    assert cache.length == 40
+
+
+def test_positions_turn_and_the_order_in_the_cache_decides(tiny_checkpoint: Path) -> None:
+    """Logical positions with a gap, physical places without: equal to the same positions run at once."""
+    model = load_model(tiny_checkpoint)
+    tokens = sequence(12, model.config.vocab_size)
+    positions = torch.tensor([0, 1, 2, 3, 200, 201, 202, 203, 7, 7, 8, 9])
+    with torch.inference_mode():
+        whole = model.logits(model(Tokens(tokens, positions), UncachedView([12], "naive")))
+        cache = ContiguousCache(model.config, 12, torch.float32)
+        view = ContiguousView(cache)
+        pieces = []
+        for piece in (slice(0, 6), slice(6, 7), slice(7, 12)):
+            view.prepare(len(tokens[piece]))
+            pieces.append(model.logits(model(Tokens(tokens[piece], positions[piece]), view)))
+            cache.advance(len(tokens[piece]))
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=2e-5 * whole.abs().max().item())
+
+
+def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path]) -> None:
+    """What lies before the window of every layer may be anything at all, once all layers are windowed."""
+    model = load_model(tiny_checkpoints["gemma3_text"])
+    window = model.config.windows[0]
+    assert window is not None
+    tokens = sequence(60, model.config.vocab_size)
+    for block in model.blocks:
+        block.attention.window = window
+    cache = ContiguousCache(model.config, 64, torch.float32)
+    run_in_pieces(model, cache, "sdpa", tokens[:59], [59])
+    last = run_in_pieces(model, cache, "sdpa", tokens[59:], [1])
+    cache.truncate(59)
+    cache.keys[:, :, : 60 - window] = float("nan")
+    cache.values[:, :, : 60 - window] = float("nan")
+    assert torch.equal(run_in_pieces(model, cache, "sdpa", tokens[59:], [1]), last)
+    cache.truncate(59)
+    cache.keys[:, :, 60 - window] = float("nan")
+    assert run_in_pieces(model, cache, "sdpa", tokens[59:], [1]).isnan().all()
+
+
+def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(tiny_checkpoint: Path) -> None:
+    model = load_model(tiny_checkpoint)
+    tokens = sequence(30, model.config.vocab_size)
+    straight = run_in_pieces(model, ContiguousCache(model.config, 30, torch.float32), "sdpa", tokens, [20, 10])[20:]
+    cache = ContiguousCache(model.config, 30, torch.float32)
+    run_in_pieces(model, cache, "sdpa", tokens.flip(0)[:20], [20])
+    cache.truncate(0)
+    run_in_pieces(model, cache, "sdpa", tokens[:20], [20])
+    run_in_pieces(model, cache, "sdpa", sequence(7, model.config.vocab_size), [7])
+    cache.truncate(20)
+    assert torch.equal(run_in_pieces(model, cache, "sdpa", tokens[20:], [10]), straight)
+
+
+def test_an_answer_left_in_the_middle_leaves_nothing_behind(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+    expected = ids(engine, PROMPTS[0], 10)
+    left = engine.generate("another prompt, left after two tokens", SamplingParams(max_new_tokens=50))
+    next(left)
+    next(left)
+    assert ids(engine, PROMPTS[0], 10) == expected
+    with pytest.raises(CapacityError, match="room for one sequence"):
+        list(left)
+
+
+def test_an_answer_fills_the_cache_to_its_last_place(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=16))
+    assert len(ids(engine, [5] * 10, 100)) == 6
+    assert engine.cache.length == 15  # the last token of an answer is never run
+    assert len(ids(engine, [5] * 15, 100)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cache_bytes_equal_the_formula(tiny_checkpoint: Path, dtype: str) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoint), max_seq_len=100, dtype=dtype))
+    config = engine.model.config
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    expected = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 100 * size
+    assert engine.cache.num_bytes == expected == kv_bytes(config, 100, engine.model.dtype)
+    assert engine.stats()["cache bytes"] == expected
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_cache_without_room_is_refused(tiny_checkpoints: dict[str, Path], capacity: int) -> None:
+    config = load_model(tiny_checkpoints["llama"]).config
+    with pytest.raises(ConfigError, match=f"capacity is {capacity} tokens"):
+        ContiguousCache(config, capacity, torch.float32)
+    with pytest.raises(ConfigError, match=f"max_seq_len is {capacity}"):
+        EngineConfig(max_seq_len=capacity)
+
+
+def test_a_prompt_as_long_as_the_capacity_is_refused_before_anything_is_computed(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=16))
+    with pytest.raises(RequestError, match="16 tokens and a sequence may have 16"):
+        ids(engine, [5] * 16, 1)
+    assert engine.num_tokens_computed == 0
+
+
+def test_the_cache_refuses_what_does_not_fit_and_stays_as_it_was(tiny_checkpoints: dict[str, Path]) -> None:
+    cache = ContiguousCache(load_model(tiny_checkpoints["llama"]).config, 8, torch.float32)
+    cache.reserve("a", 8)
+    cache.advance(5)
+    with pytest.raises(CapacityError, match="holds 5 tokens of at most 8 and cannot take 4 more"):
+        cache.reserve("a", 4)
+    with pytest.raises(CapacityError, match="-1 places were asked"):
+        cache.reserve("a", -1)
+    with pytest.raises(CapacityError, match="holds request a"):
+        cache.reserve("b", 1)
+    for length in (-1, 6):
+        with pytest.raises(CapacityError, match=f"cannot be cut to {length}"):
+            cache.truncate(length)
+    assert (cache.length, cache.owner) == (5, "a")

@@ -1,0 +1,1 @@
+"""KV memory: what stands behind the model's ``kv.write`` and ``kv.attend``."""

@@ -1,0 +1,118 @@
+"""One sequence's keys and values in one piece of memory, allocated once. Introduced in phase 3.
+
+Keys and values of past tokens never change, so a step computes those of its new tokens, writes them behind the others
+and attends over all. Layout: one tensor for keys and one for values, ``[layer, Hkv, capacity, D]``, so that the tokens
+of a head lie next to each other. Invariants: the first ``length`` places hold the sequence's tokens in order; the length
+(physical) is the cache's own count and is never derived from positions (logical), which belong to the request.
+"""
+
+import torch
+
+from shared.errors import CapacityError, ConfigError
+from shared.models.config import ModelConfig
+from shared.models.tokens import QueryKeyTransform
+from shared.ops.attention import ATTENTION_BACKENDS
+
+
+def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of ``num_tokens`` tokens: 2 · layers · Hkv · D · tokens · bytes per number."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize
+
+
+class ContiguousCache:
+    """Room for one sequence of up to ``capacity`` tokens. Raises ConfigError if the capacity is not positive."""
+
+    def __init__(
+        self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        if capacity < 1:
+            raise ConfigError(f"The cache's capacity is {capacity} tokens; it must be at least 1.")
+        shape = (config.num_layers, config.num_kv_heads, capacity, config.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.capacity = capacity
+        self.length = 0
+        self.owner: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What the cache occupies, used or not."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def reserve(self, request_id: str, num_tokens: int) -> None:
+        """Make sure of ``num_tokens`` more places for a request; the first to ask owns the cache until its release.
+
+        Raises CapacityError, with nothing changed, if the places do not suffice or another request owns the cache.
+        """
+        if num_tokens < 0:
+            raise CapacityError(f"{num_tokens} places were asked of the cache; a length cannot be negative.")
+        if self.owner not in (None, request_id):
+            raise CapacityError(
+                f"The cache holds request {self.owner} and has room for one sequence; request {request_id} must wait, "
+                "or run in an engine of its own."
+            )
+        if self.length + num_tokens > self.capacity:
+            raise CapacityError(
+                f"The cache holds {self.length} tokens of at most {self.capacity} and cannot take {num_tokens} more; "
+                "shorten the prompt or raise max_seq_len."
+            )
+        self.owner = request_id
+
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens that a step has written."""
+        self.length += num_tokens
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all but the first ``num_tokens`` tokens; raises CapacityError if there are not so many."""
+        if not 0 <= num_tokens <= self.length:
+            raise CapacityError(f"The cache holds {self.length} tokens and cannot be cut to {num_tokens}.")
+        self.length = num_tokens
+
+    def release(self) -> None:
+        """Forget the sequence and its owner."""
+        self.length = 0
+        self.owner = None
+
+
+class ContiguousView:
+    """A cache as the model sees it during one step of ``num_new`` tokens.
+
+    Args:
+        backend: ``naive`` or ``sdpa``.
+    """
+
+    def __init__(self, cache: ContiguousCache, backend: str = "sdpa") -> None:
+        self.cache = cache
+        self.layers = list(zip(cache.keys.unbind(0), cache.values.unbind(0), strict=True))
+        self.attention = ATTENTION_BACKENDS[backend]
+        self.start = self.end = 0
+
+    def prepare(self, num_new: int) -> None:
+        """Say how many tokens the coming step brings; they go to the places behind the cached ones."""
+        self.start = self.cache.length
+        self.end = self.start + num_new
+
+    def write(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        qk: QueryKeyTransform,
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        q, k = qk(q, k, positions)
+        keys, values = self.layers[layer]
+        keys[:, self.start : self.end] = k.transpose(0, 1)
+        values[:, self.start : self.end] = v.transpose(0, 1)
+        return q
+
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
+        first = 0 if window is None else max(0, self.start + 1 - window)
+        keys, values = self.layers[layer]
+        k, v = keys[:, first : self.end].transpose(0, 1), values[:, first : self.end].transpose(0, 1)
+        return self.attention(q, k, v, scale=scale, window=window, softcap=softcap)

@@ -1,0 +1,149 @@
+"""The shapes that checkpoints can be made in. Introduced in phase 1b.
+
+Each entry of `SHAPES` is a whole `config.json` as the hub has it: real ones with their true sizes, and tiny ones, made
+for tests, with everything their family does inside a few hundred kilobytes.
+
+Invariant: hub dialect (`rope_theta` beside `rope_scaling`, `torch_dtype`), and the tiny shapes keep the features of
+their family: odd head counts, grouped queries, Llama 3 RoPE scaling, sliding and full layers, tied and untied heads.
+"""
+
+from typing import Any
+
+
+def _llama(**sizes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 128256,
+    } | sizes
+
+
+def _qwen3(**sizes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 40960,
+        "max_window_layers": sizes["num_hidden_layers"],
+        "model_type": "qwen3",
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    } | sizes
+
+
+def _gemma3(**sizes: Any) -> dict[str, Any]:
+    """Gemma's hub config does not say that the embeddings are tied: they are, by the family's default."""
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106],
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 262144,
+    } | sizes
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+TINY = {"head_dim": 16, "max_position_embeddings": 2048, "torch_dtype": "float32", "vocab_size": 512}
+TINY_LLAMA_ROPE = {
+    "factor": 4.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 512,
+    "rope_type": "llama3",
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _llama(**_sizes(2048, 8192, 16, 32), head_dim=64),
+    "llama-3.2-3b": _llama(**_sizes(3072, 8192, 28, 24), head_dim=128),
+    "qwen3-0.6b": _qwen3(**_sizes(1024, 3072, 28, 16)),
+    "qwen3-1.7b": _qwen3(**_sizes(2048, 6144, 28, 16)),
+    "qwen3-4b": _qwen3(**_sizes(2560, 9728, 36, 32)),
+    "qwen3-8b": _qwen3(**_sizes(4096, 12288, 36, 32), tie_word_embeddings=False),
+    "gemma-3-1b": _gemma3(**_sizes(1152, 6912, 26, 4), num_key_value_heads=1),
+    "tiny-llama": _llama(
+        **_sizes(96, 160, 3, 6),
+        **TINY,
+        num_key_value_heads=3,
+        bos_token_id=0,
+        eos_token_id=[1, 4, 5],
+        rope_scaling=TINY_LLAMA_ROPE,
+        rope_theta=10000.0,
+    ),
+    "tiny-qwen3": _qwen3(
+        **_sizes(64, 160, 4, 5),
+        **TINY,
+        num_key_value_heads=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "tiny-gemma3": _gemma3(
+        **_sizes(72, 144, 8, 4),
+        **TINY,
+        num_key_value_heads=2,
+        query_pre_attn_scalar=24,
+        sliding_window=16,
+    ),
+}

@@ -1,0 +1,43 @@
+"""The command ``infer``: one file a command, put together here. Introduced in phase 1b.
+
+Invariant: what needs torch or transformers is imported inside the functions that use it, so that help and the tables
+of the course appear at once.
+"""
+
+import typer
+
+from shared.cli import models, phases
+from shared.cli.chat import EPILOG as CHAT_EPILOG
+from shared.cli.chat import chat
+from shared.cli.compare import EPILOG as COMPARE_EPILOG
+from shared.cli.compare import compare
+from shared.cli.diff import EPILOG as DIFF_EPILOG
+from shared.cli.diff import diff
+from shared.cli.generate import EPILOG as GENERATE_EPILOG
+from shared.cli.generate import generate
+from shared.cli.ladder import EPILOG as LADDER_EPILOG
+from shared.cli.ladder import ladder
+from shared.cli.terminal import GuardedGroup, examples
+
+app = typer.Typer(
+    name="infer",
+    help="An LLM inference engine grown in phases: run each, compare them, see what every idea buys.",
+    cls=GuardedGroup,
+    no_args_is_help=True,
+    epilog=examples(
+        "infer model pull smollm2-135m",
+        'infer generate --prompt "The capital of France is"',
+        "infer chat",
+        "infer phases",
+        "infer diff 01b 02",
+        "infer ladder",
+    ),
+    add_completion=False,
+)
+app.command("generate", epilog=GENERATE_EPILOG)(generate)
+app.command("chat", epilog=CHAT_EPILOG)(chat)
+app.add_typer(phases.app, name="phases")
+app.command("diff", epilog=DIFF_EPILOG)(diff)
+app.command("ladder", epilog=LADDER_EPILOG)(ladder)
+app.command("compare", epilog=COMPARE_EPILOG)(compare)
+app.add_typer(models.app, name="model")

@@ -1,0 +1,90 @@
+"""One answer on its way to the terminal, and how fast it came. Introduced in phase 2.
+
+Invariant: text is written the moment the engine lets it go, and the clock runs from the request to each token, so what
+is shown is what was waited for.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shared.cli.terminal import printable, stderr_console
+from shared.lessons import Lesson
+
+if TYPE_CHECKING:
+    from shared.sampling.params import SamplingParams
+
+
+class Answer:
+    """Streams one answer to standard output and keeps its text and times (seconds since the request)."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.num_prompt_tokens = len(prompt_ids)
+        self.prompt_ids = list(prompt_ids)
+        self.text = ""
+        self.token_times: list[float] = []
+        self.finish_reason: str | None = None
+
+    def stream(self, engine: Any, params: "SamplingParams") -> None:
+        """Generate and write until the answer ends; an interruption leaves what came so far in place."""
+        show = printable if sys.stdout.isatty() else str
+        started = time.perf_counter()
+        for output in engine.generate(self.prompt_ids, params):
+            self.token_times.append(time.perf_counter() - started)
+            self.text += output.text
+            sys.stdout.write(show(output.text))
+            sys.stdout.flush()
+            self.finish_reason = output.finish_reason
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_times)
+
+    @property
+    def decode_speed(self) -> float | None:
+        """Tokens a second after the first one; None for a single token."""
+        if self.num_tokens < 2:
+            return None
+        return (self.num_tokens - 1) / (self.token_times[-1] - self.token_times[0])
+
+    def summary(self) -> str:
+        """The line under an answer."""
+        speed = self.decode_speed
+        rate = "no decode (one token)" if speed is None else f"decode {speed:.1f} tokens/s"
+        count = f"{self.num_tokens} token{'s' * (self.num_tokens != 1)}"
+        return f"first token {self.token_times[0]:.3f} s · {rate} · {count} · finish: {self.finish_reason}"
+
+
+def show_summary(answer: Answer) -> None:
+    """Write the line of speeds to standard error."""
+    stderr_console().print(answer.summary(), style="dim", soft_wrap=True, markup=False)
+
+
+def show_stats(lesson: Lesson, engine: Any, answer: Answer, seed: int | None, load_seconds: float) -> None:
+    """Write a table of what ran to standard error; an engine adds rows of its own through ``stats()``."""
+    from rich.table import Table
+
+    parameters = list(engine.model.parameters())
+    rows = {
+        "phase": f"{lesson.number} {lesson.title}",
+        "model": engine.config.model,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "weights, bytes": sum(parameter.nbytes for parameter in parameters),
+        "dtype, device": f"{str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}",
+        "load, seconds": load_seconds,
+        "prompt tokens": answer.num_prompt_tokens,
+        "new tokens": answer.num_tokens,
+        "tokens computed": engine.num_tokens_computed,
+        "seed": "none needed: greedy" if seed is None else str(seed),
+    }
+    if hasattr(engine, "stats"):
+        rows |= engine.stats()
+    table = Table("what", "value", title="run", title_justify="left")
+    for name, value in rows.items():
+        table.add_row(
+            name, value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+        )
+    stderr_console().print(table)

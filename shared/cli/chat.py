@@ -1,0 +1,165 @@
+"""``infer chat``: a conversation in the terminal, through the model's own chat format. Introduced in phase 2.
+
+Invariant: what the model is given is exactly the conversation on the screen; a turn that was refused or interrupted
+before its first word leaves no trace in it.
+"""
+
+import contextlib
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shared.cli import options
+from shared.cli.answer import Answer, show_summary
+from shared.cli.terminal import complain, examples
+from shared.errors import InferError
+
+if TYPE_CHECKING:
+    from shared.sampling.params import SamplingParams
+
+EPILOG = examples(
+    "infer chat",
+    "infer chat --temperature 0.7 --top-p 0.9",
+    "infer chat --model ./my-qwen3 --no-thinking",
+    "printf 'Hello!\\nAnd now in French.\\n' | infer chat --quiet",
+)
+HELP = """\
+/reset        forget the conversation (the system message stays)
+/system TEXT  set the system message; without TEXT, remove it
+/help         show this
+/exit         leave, as the end of input does
+Ctrl-C        stop an answer; at the prompt, leave"""
+
+
+def chat(
+    model: options.Model = options.DEFAULT_MODEL,
+    phase: options.Phase = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = None,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    thinking: options.Thinking = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    max_seq_len: options.MaxSeqLen = None,
+    attention_backend: options.AttentionBackend = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Talk with a model; /help lists what can be typed besides words."""
+    params = options.sampling_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    lesson = options.answering_lesson(phase)
+    engine = options.load_engine(
+        lesson, model, device=device, dtype=dtype, max_seq_len=max_seq_len, attention_backend=attention_backend
+    )
+    conversation = Conversation(engine, params, thinking)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() line editing and history)
+        _say(f"{model}, phase {lesson.number}: {lesson.title}. /help lists the commands, /exit leaves.")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a stray byte is a mark in one message, not the end of the program
+        sys.stdin.reconfigure(errors="replace")
+    while True:
+        try:
+            line = input("you> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        if line == "/exit":
+            return
+        if line.startswith("/"):
+            _command(conversation, line)
+        elif line:
+            _turn(conversation, line, quiet)
+
+
+class Conversation:
+    """The messages so far and the engine that answers; raises ModelFolderError for a model without a chat format."""
+
+    def __init__(self, engine: Any, params: "SamplingParams", thinking: bool | None) -> None:
+        from shared.text.chat import ChatMessage, choose_template, encode_chat
+
+        self.engine = engine
+        self.params = params
+        self.system = ""
+        self.turns: list[ChatMessage] = []
+        template = choose_template(engine.model.config.family, engine.tokenizer)
+        self._message = ChatMessage
+        self._encode = lambda messages: encode_chat(engine.tokenizer, messages, template=template, thinking=thinking)
+        self._encode([ChatMessage("user", "?")])  # a refused `thinking` is refused now
+
+    def reset(self) -> None:
+        self.turns.clear()
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The conversation with ``text`` as its next message."""
+        system = [self._message("system", self.system)] if self.system else []
+        return self._encode([*system, *self.turns, self._message("user", text)])
+
+    def add(self, question: str, answer: str) -> None:
+        self.turns += [self._message("user", question), self._message("assistant", answer)]
+
+
+def _turn(conversation: Conversation, text: str, quiet: bool) -> None:
+    """Answer one message; whatever goes wrong with it, the conversation goes on."""
+    limit = conversation.engine.max_seq_len
+    try:
+        answer = Answer(conversation.prompt_ids(text))
+    except InferError as error:
+        complain(error)
+        return
+    if answer.num_prompt_tokens >= limit:
+        _say(
+            f"With this message the conversation has {answer.num_prompt_tokens} tokens, and this engine takes {limit}, "
+            "answer included: it was not sent. /reset starts a new conversation; --max-seq-len sets the limit."
+        )
+        return
+    try:
+        answer.stream(conversation.engine, conversation.params)
+    except InferError as error:
+        complain(error)
+        return
+    except KeyboardInterrupt:
+        typer.echo()
+        _say("(stopped)")
+    if answer.text:
+        conversation.add(text, answer.text)
+    if answer.finish_reason is None:
+        return
+    if answer.num_prompt_tokens + answer.num_tokens >= limit:
+        _say(f"The conversation has reached the limit of {limit} tokens; /reset starts a new one.")
+    if not quiet:
+        show_summary(answer)
+
+
+def _command(conversation: Conversation, line: str) -> None:
+    name, _, rest = line.partition(" ")
+    if name == "/reset":
+        conversation.reset()
+        _say("The conversation is forgotten.")
+    elif name == "/system":
+        conversation.system = rest.strip()
+        _say("The system message is set." if conversation.system else "There is no system message now.")
+    elif name == "/help":
+        _say(HELP)
+    else:
+        _say(f"There is no command {name}; these there are:\n{HELP}")
+
+
+def _say(text: str) -> None:
+    """A remark of the program's own, apart from the conversation."""
+    typer.secho(text, dim=True, err=True)

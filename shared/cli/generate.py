@@ -1,0 +1,94 @@
+"""``infer generate``: one prompt, one answer. Introduced in phase 2."""
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from shared.cli import options
+from shared.cli.answer import Answer, show_stats, show_summary
+from shared.cli.terminal import examples, printable
+from shared.errors import RequestError
+
+EPILOG = examples(
+    'infer generate --prompt "The capital of France is" --max-tokens 16',
+    'infer generate --chat --prompt "Why is the sky blue?" --temperature 0.7 --seed 1',
+    "infer generate --model ./my-model --prompt - --quiet < question.txt",
+    'infer generate --phase 02 --prompt "Once upon a time" --stop "." --stats',
+)
+
+
+def generate(
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to answer; - reads standard input.")],
+    chat: Annotated[
+        bool, typer.Option("--chat/--raw", help="Ask through the model's chat template, or continue the text.")
+    ] = False,
+    model: options.Model = options.DEFAULT_MODEL,
+    phase: options.Phase = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = None,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    thinking: options.Thinking = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    max_seq_len: options.MaxSeqLen = None,
+    attention_backend: options.AttentionBackend = None,
+    stats: options.Stats = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Answer one prompt: the text streams to standard output, its speed follows on standard error."""
+    text = _read_prompt(prompt)
+    if thinking is not None and not chat:
+        raise RequestError("--thinking and --no-thinking belong to the chat template; add --chat, or leave them out.")
+    params = options.sampling_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    lesson = options.answering_lesson(phase)
+    started = time.perf_counter()
+    engine = options.load_engine(
+        lesson, model, device=device, dtype=dtype, max_seq_len=max_seq_len, attention_backend=attention_backend
+    )
+    load_seconds = time.perf_counter() - started
+    answer = Answer(_chat_ids(engine, text, thinking) if chat else engine.tokenizer.encode(text))
+    if not chat and sys.stdout.isatty():  # the prompt is the beginning of what is read
+        typer.secho(printable(text), dim=True, nl=False)
+    answer.stream(engine, params)
+    if stats:
+        show_stats(lesson, engine, answer, None if params.is_greedy else params.seed, load_seconds)
+    if not quiet:
+        show_summary(answer)
+
+
+def _read_prompt(prompt: str) -> str:
+    """The prompt's text; standard input counts without its last line break. Raises RequestError when it is empty."""
+    text = prompt
+    if prompt == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"Standard input is not UTF-8 text ({error}); convert it first.") from None
+    if not text:
+        raise RequestError(
+            "The prompt is empty ('' was given); pass some text with --prompt, or pipe it into --prompt -."
+        )
+    return text
+
+
+def _chat_ids(engine: Any, text: str, thinking: bool | None) -> list[int]:
+    from shared.text.chat import ChatMessage, choose_template, encode_chat
+
+    template = choose_template(engine.model.config.family, engine.tokenizer)
+    return encode_chat(engine.tokenizer, [ChatMessage("user", text)], template=template, thinking=thinking)

@@ -1,0 +1,141 @@
+"""The command line of one phase: ``python -m phases.phase_02 generate …``. Introduced in phase 1b.
+
+A phase's ``__main__.py`` is the same few lines everywhere; what it offers follows from what the phase can do.
+Invariant: a command here is the `infer` command of the same name with the phase already chosen.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from shared.cli import options
+from shared.cli.chat import EPILOG as CHAT_EPILOG
+from shared.cli.chat import chat
+from shared.cli.generate import EPILOG as GENERATE_EPILOG
+from shared.cli.generate import generate
+from shared.cli.ladder import ladder
+from shared.cli.terminal import GuardedGroup, examples, printable, stdout_console, working
+from shared.errors import RequestError
+from shared.lessons import Lesson, find_lesson
+
+Layer = Annotated[int, typer.Option("--layer", help="Which layer, counted from 0.")]
+NumTokens = Annotated[int, typer.Option("--tokens", help="How many tokens of random hidden states.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the random hidden states.")]
+Count = Annotated[int, typer.Option("--top", help="How many of the likeliest next tokens to show.")]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", help="The text whose next token is asked for.")]
+REPEATS = 5
+
+
+def run_phase(package: str) -> None:
+    """Run the command line of the phase whose package this is, such as ``phases.phase_02``."""
+    lesson = find_lesson(package.rpartition(".")[2])
+    number = lesson.number
+    chosen = {"generate": {"phase": number}, "chat": {"phase": number}, "bench": {"phase": [number]}}
+    phase_app(lesson)(prog_name=f"python -m {package}", default_map=chosen)
+
+
+def phase_app(lesson: Lesson) -> typer.Typer:
+    """The commands that the phase offers: ``forward`` before there is generation; ``generate``, ``chat``, ``bench``."""
+    app = typer.Typer(
+        help=f"Phase {lesson.number}: {lesson.title}. {lesson.question}",
+        cls=GuardedGroup,
+        no_args_is_help=True,
+        add_completion=False,
+    )
+    app.callback(help=app.info.help)(_no_options)
+    command = f"python -m {lesson.module_name}"
+    forward = FORWARD.get(lesson.number)
+    if forward is not None:
+        app.command("forward", epilog=examples(f"{command} forward", f"{command} forward --dtype bfloat16"))(forward)
+    else:
+        app.command("generate", epilog=GENERATE_EPILOG.replace("infer generate", f"{command} generate"))(generate)
+        app.command("chat", epilog=CHAT_EPILOG.replace("infer chat", f"{command} chat"))(chat)
+        app.command("bench", epilog=examples(f"{command} bench"))(ladder)
+    return app
+
+
+def forward_layer(
+    model: options.Model = options.DEFAULT_MODEL,
+    layer: Layer = 0,
+    tokens: NumTokens = 16,
+    seed: Seed = 0,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    attention_backend: options.AttentionBackend = None,
+) -> None:
+    """Run one layer on random hidden states; print shapes, root mean squares and the time of a pass."""
+    import torch
+
+    engine = _forward_engine("01a", model, device, dtype, attention_backend, layer=layer)
+    limit = engine.config.max_position_embeddings
+    if not 1 <= tokens <= limit:
+        raise RequestError(f"--tokens is {tokens}; this model takes from 1 to {limit}.")
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    x = torch.randn(tokens, engine.config.hidden_size, generator=generator)
+    positions = torch.arange(tokens)
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        y = engine.forward(x, positions).cpu()
+        seconds.append(time.perf_counter() - started)
+    rows = {
+        "layer": f"{layer} of {engine.config.num_layers}, {engine.config.family}",
+        "dtype, device": f"{str(engine.dtype).removeprefix('torch.')}, {engine.device}",
+        "hidden states in": f"{list(x.shape)}, RMS {_rms(x):.4f}",
+        "hidden states out": f"{list(y.shape)}, RMS {_rms(y):.4f}",
+        "one pass": f"{1000 * sorted(seconds)[REPEATS // 2]:.2f} ms (median of {REPEATS})",
+    }
+    for name, value in rows.items():
+        typer.echo(f"{name:17}  {value}")
+
+
+def forward_model(
+    prompt: Prompt = "The capital of France is",
+    top: Count = 5,
+    model: options.Model = options.DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    attention_backend: options.AttentionBackend = None,
+) -> None:
+    """Run the model once over a prompt and print the likeliest next tokens with their probabilities."""
+    if not prompt:
+        raise RequestError("The prompt is empty ('' was given); pass some text with --prompt.")
+    if top < 1:
+        raise RequestError(f"--top is {top}; it must be at least 1.")
+    engine = _forward_engine("01b", model, device, dtype, attention_backend)
+    console = stdout_console()
+    for text, probability in engine.top_tokens(prompt, min(top, engine.model.config.vocab_size)):
+        console.print(f"{probability:8.4f}  {printable(text)!r}", markup=False, soft_wrap=True)
+
+
+FORWARD: dict[str, Callable[..., None]] = {"01a": forward_layer, "01b": forward_model}
+"""What stands in the place of ``generate`` in the phases before it."""
+
+
+def _forward_engine(
+    number: str, model: str, device: str | None, dtype: str | None, backend: str | None, **more: Any
+) -> Any:
+    """The engine of a phase before generation; the settings are judged as everywhere, by ``EngineConfig``."""
+    from shared.engine.config import EngineConfig
+
+    given = {"device": device, "dtype": dtype, "attention_backend": backend}
+    config = EngineConfig(model=model, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    options.fetch_if_known(model)
+    with working(f"loading {model}"):
+        return find_lesson(number).engine(
+            model,
+            dtype=config.torch_dtype,
+            device=config.device,
+            attention_backend=config.attention_backend,
+            **more,
+        )
+
+
+def _rms(x: Any) -> float:
+    return float(x.float().square().mean().sqrt())
+
+
+def _no_options() -> None:
+    """Makes the phase's commands sub-commands, even where there is only one."""

@@ -1,0 +1,99 @@
+"""Carries a method of Engine from one phase to all that share it. Introduced in phase 2.
+
+Phases repeat their loop so that each can be read alone; what two neighbours share is the same to the letter. A fix
+therefore has to reach every copy, and this is how. Invariant: only the lines of that one method change, and only in
+phases connected to the source by a chain of neighbours of which neither `changes` list breaks it.
+"""
+
+import ast
+from pathlib import Path
+
+from shared.errors import ConfigError, InferError
+from shared.lessons import Lesson, find_lesson, lessons
+
+
+def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[list[Path], list[Lesson]]:
+    """Write ``method`` of the source's Engine into the phases that share it.
+
+    Returns the files that differed and all phases that share the method, the source included, in order of number.
+    Raises ConfigError if the source has no such method, InferError if a file cannot be written.
+    """
+    wanted = _method_source(_read(source), method)
+    if wanted is None:
+        there = ", ".join(_methods(_read(source))) or "none"
+        raise ConfigError(f"Engine of phase {source.number} has no method {method!r}; its methods are {there}.")
+    sharing = sharing_phases(source, method)
+    changed = []
+    for lesson in sharing:
+        text = _read(lesson)
+        start, end = _methods(text)[method]
+        lines = text.splitlines(keepends=True)
+        replaced = "".join([*lines[:start], wanted, *lines[end:]])
+        if replaced == text:
+            continue
+        path = _engine_file(lesson)
+        changed.append(path)
+        if not dry_run:
+            try:
+                path.write_text(replaced, encoding="utf-8")
+            except OSError as error:
+                raise InferError(f"{path} cannot be written ({error.strerror}); run this in a checkout.") from error
+    return changed, sharing
+
+
+def sharing_phases(source: Lesson, method: str) -> list[Lesson]:
+    """The phases whose copy of the method must equal the source's, the source included."""
+    found, open_ends = {source.number}, [source]
+    while open_ends:
+        lesson = open_ends.pop()
+        for neighbour in _neighbours(lesson, method):
+            if neighbour.number not in found:
+                found.add(neighbour.number)
+                open_ends.append(neighbour)
+    return [lesson for lesson in lessons() if lesson.number in found]
+
+
+def newest_with(method: str) -> Lesson:
+    """The last phase of the main line whose Engine has the method; raises ConfigError if none has."""
+    having = [lesson for lesson in lessons() if not lesson.is_side_track and method in _methods(_read(lesson))]
+    if not having:
+        known = sorted({name for lesson in lessons() for name in _methods(_read(lesson))})
+        raise ConfigError(f"No phase's Engine has a method {method!r}; there are {', '.join(known)}.")
+    return having[-1]
+
+
+def _neighbours(lesson: Lesson, method: str) -> list[Lesson]:
+    """The phases next to this one, before or after it, that share the method with it."""
+    before = [find_lesson(lesson.previous)] if lesson.previous else []
+    after = [other for other in lessons() if other.previous and find_lesson(other.previous) == lesson]
+    pairs = [(other, lesson) for other in before] + [(other, other) for other in after]
+    return [other for other, newer in pairs if method not in newer.changes and method in _methods(_read(other))]
+
+
+def _engine_file(lesson: Lesson) -> Path:
+    return lesson.folder / "engine.py"
+
+
+def _read(lesson: Lesson) -> str:
+    return _engine_file(lesson).read_text(encoding="utf-8")
+
+
+def _methods(text: str) -> dict[str, tuple[int, int]]:
+    """For each method of the class Engine, its lines [start, end), decorators included."""
+    found: dict[str, tuple[int, int]] = {}
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ClassDef) or node.name != "Engine":
+            continue
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.end_lineno is not None:
+                start = min([item.lineno, *(decorator.lineno for decorator in item.decorator_list)])
+                found[item.name] = (start - 1, item.end_lineno)
+    return found
+
+
+def _method_source(text: str, method: str) -> str | None:
+    """The method's lines, or None; the last one always ends with a line break."""
+    if method not in (methods := _methods(text)):
+        return None
+    start, end = methods[method]
+    return "".join(text.splitlines(keepends=True)[start:end]).rstrip("\n") + "\n"

@@ -1,0 +1,135 @@
+"""How every command meets the terminal: errors, interruption, pipes, other libraries' noise. Introduced in phase 1b.
+
+Standard output carries what was asked for, and nothing else; everything said about it goes to standard error.
+Invariant: a command ends with 0 when it did what was asked, 2 with one paragraph when that cannot be done, 130 when
+interrupted, 141 when its reader went away (as a program that dies of SIGPIPE), and with a traceback only for a bug.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from shared.errors import InferError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shared.checkpoints.progress import Progress
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+PLAIN_WIDTH = 120
+"""Columns of a table that goes to a file or a pipe."""
+
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# What a terminal would obey instead of show; a model may well say it.
+_CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class GuardedGroup(TyperGroup):
+    """The group at the root of every command line of ours; keeps this module's invariant."""
+
+    def invoke(self, ctx: Any) -> Any:
+        silence_libraries()
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except InferError as error:
+            complain(error)
+            raise typer.Exit(EXIT_REFUSED) from None
+        except KeyboardInterrupt:
+            typer.echo("\ninterrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            _leave_pipe()
+
+
+def complain(error: InferError) -> None:
+    """Say on standard error what cannot be done, as one paragraph."""
+    typer.echo(typer.style("error:", fg="red", bold=True) + " " + " ".join(str(error).split()), err=True)
+
+
+def silence_libraries() -> None:
+    """Keep warnings and progress bars of other libraries off the terminal; setting their variables brings them back."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: control characters become U+FFFD."""
+    return text.translate(_CONTROL)
+
+
+def stdout_console() -> "Console":
+    """For tables and coloured text; plain, and wide enough, where standard output is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False, emoji=False)
+    return (
+        console if console.is_terminal else Console(highlight=False, emoji=False, width=max(console.width, PLAIN_WIDTH))
+    )
+
+
+def stderr_console() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, emoji=False)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner on standard error, where that is a terminal, while the block runs."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with stderr_console().status(what):
+        yield
+
+
+@contextmanager
+def byte_progress() -> Iterator["Progress"]:
+    """Tells on standard error how far a fetch is: bars on a terminal, elsewhere one line when a stage begins."""
+    if sys.stderr.isatty():
+        from shared.checkpoints.progress import progress_bar
+
+        with progress_bar() as report:
+            yield report
+        return
+    stages: set[str] = set()
+
+    def announce(stage: str, done: int, total: int) -> None:
+        if stage not in stages:
+            stages.add(stage)
+            typer.echo(f"{stage}: {total / 1e6:.0f} MB", err=True)
+
+    yield announce
+
+
+def examples(*commands: str) -> str:
+    """The epilog of a command's help."""
+    lines = [command.replace("[", "\\[") for command in commands]
+    return "\n".join(["[bold]Examples[/bold]", *(f"  $ {line}" for line in lines)])
+
+
+def _leave_pipe() -> NoReturn:
+    """Nobody reads any more. What is still buffered must not fail a second time when Python flushes at its end."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, sys.stdout.fileno())
+    raise typer.Exit(EXIT_BROKEN_PIPE)

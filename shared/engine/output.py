@@ -1,0 +1,58 @@
+"""From sampled ids to what the user sees: text pieces and the reason to stop. Introduced in phase 2.
+
+Invariants: text is released once and never taken back; the text of an end-of-sequence token, and of a stop string from
+its first character on, is never released; exactly one output of a request, its last, carries a finish reason.
+"""
+
+from dataclasses import dataclass
+
+from shared.engine.request import Request
+from shared.text.detokenizer import IncrementalDecoder
+from shared.text.stopping import FinishReason, StopChecker
+from shared.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one token added to a request's answer; ``text`` may be empty while characters or stop strings are open."""
+
+    request_id: str
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it
+
+
+class OutputStream:
+    """Follows one request's answer, token by token.
+
+    Args:
+        max_seq_len: the request also ends, by length, when prompt and answer fill this.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, max_seq_len: int) -> None:
+        self.request = request
+        self.decoder = IncrementalDecoder(tokenizer)
+        self.stops = StopChecker(request.params.stop)
+        self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids
+        self.limit = min(request.params.max_new_tokens, max_seq_len - len(request.prompt_ids))
+
+    def push(self, token_id: int) -> StepOutput:
+        """Append the token to the request and say what it adds."""
+        self.request.append(token_id)
+        if token_id in self.eos_ids:
+            return self._output(token_id, self._rest(), FinishReason.EOS)
+        text = self.stops.push(self.decoder.push(token_id))
+        if self.stops.matched is None and len(self.request.output_ids) >= self.limit:
+            return self._output(token_id, text + self._rest(), FinishReason.LENGTH)
+        return self._output(token_id, text, None)
+
+    def _rest(self) -> str:
+        """What was held back and will not be continued; it may still complete a stop string."""
+        text = self.stops.push(self.decoder.flush())
+        return text if self.stops.matched is not None else text + self.stops.flush()
+
+    def _output(self, token_id: int, text: str, reason: FinishReason | None) -> StepOutput:
+        if self.stops.matched is not None:
+            reason = FinishReason.STOP
+        return StepOutput(self.request.request_id, token_id, text, reason, self.stops.matched)

@@ -1,0 +1,25 @@
+"""Errors that a user can act on. Introduced in phase 1a.
+
+Every message is one paragraph: what was wrong, with which value, and what would be right. The command line prints it
+without a traceback and exits with code 2; a server turns it into an error body. Anything else that is raised is a bug.
+"""
+
+
+class InferError(ValueError):
+    """What the user asked for cannot be done; the message says why and what to do instead."""
+
+
+class ModelFolderError(InferError):
+    """A model folder (config, weights, tokenizer) is missing, damaged, unsafe or unsupported."""
+
+
+class ConfigError(InferError):
+    """An engine setting is out of range, contradicts another, or belongs to a later phase."""
+
+
+class RequestError(InferError):
+    """A request's prompt or sampling parameters are invalid for this model."""
+
+
+class CapacityError(InferError):
+    """The KV memory cannot hold what was asked for."""

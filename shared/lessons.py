@@ -1,0 +1,85 @@
+"""The phases of the course, as their ``lesson.toml`` files tell. Introduced in phase 1b.
+
+A phase's number is its folder's name without ``phase_``, points for underscores: ``phase_03_1`` is 03.1. Invariant: what
+is said of a phase anywhere (table, diff, ladder, documentation) is read from here.
+"""
+
+import importlib
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import phases
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One phase: ``adds`` are the shared modules new in it, ``changes`` the methods of Engine that differ from before."""
+
+    number: str
+    folder: Path
+    title: str
+    question: str
+    previous: str | None
+    adds: tuple[str, ...]
+    changes: tuple[str, ...]
+    workload: str
+    is_side_track: bool = False
+
+    @property
+    def module_name(self) -> str:
+        return f"phases.{self.folder.name}"
+
+    def load(self, part: str) -> ModuleType:
+        """Import a module of the phase, such as ``engine``."""
+        return importlib.import_module(f"{self.module_name}.{part}")
+
+    @property
+    def engine(self) -> Any:
+        """The phase's Engine class."""
+        return self.load("engine").Engine
+
+    @property
+    def generates(self) -> bool:
+        """Whether the phase answers prompts; 1a and 1b only run a layer and a forward pass."""
+        return hasattr(self.engine, "generate")
+
+
+@cache
+def lessons() -> tuple[Lesson, ...]:
+    """Every phase that exists, in order of number."""
+    folders = sorted(Path(entry) for root in phases.__path__ for entry in Path(root).glob("phase_*"))
+    return tuple(_read(folder) for folder in folders if (folder / "lesson.toml").exists())
+
+
+def find_lesson(number: str) -> Lesson:
+    """A phase by its number, written 01b, 1b, 03.1, 3.1 or 03_1; raises ConfigError with those that exist."""
+    wanted = number.lower().removeprefix("phase_").replace("_", ".")
+    for lesson in lessons():
+        if wanted in (lesson.number, lesson.number.lstrip("0")):
+            return lesson
+    raise ConfigError(f"There is no phase {number!r}; there are {', '.join(lesson.number for lesson in lessons())}.")
+
+
+def newest_lesson() -> Lesson:
+    """The last phase of the main line that answers prompts."""
+    return [lesson for lesson in lessons() if lesson.generates and not lesson.is_side_track][-1]
+
+
+def _read(folder: Path) -> Lesson:
+    values = tomllib.loads((folder / "lesson.toml").read_text(encoding="utf-8"))
+    return Lesson(
+        number=folder.name.removeprefix("phase_").replace("_", "."),
+        folder=folder,
+        title=values["title"],
+        question=values["question"],
+        previous=values.get("previous"),
+        adds=tuple(values["adds"]),
+        changes=tuple(values["changes"]),
+        workload=values["workload"],
+        is_side_track=values.get("side_track", False),
+    )

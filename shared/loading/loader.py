@@ -1,0 +1,74 @@
+"""Loads a whole model: folder or hub name in, :class:`CausalLM` with its weights in place out. Introduced in phase 1b.
+
+Invariant: peak anonymous memory stays near the size of the weights in the target dtype (see ``weights.fill``).
+"""
+
+from pathlib import Path
+
+import torch
+
+from shared.errors import ConfigError
+from shared.loading.checkpoint import Checkpoint
+from shared.loading.config_json import read_config
+from shared.loading.placement import check_device, default_dtype
+from shared.loading.resolve import resolve_model
+from shared.loading.weights import fill, layer_tensors
+from shared.models.causal_lm import CausalLM
+from shared.models.families import FAMILIES
+
+# Our parameters outside the blocks -> the checkpoint's tensors.
+MODEL_TENSORS = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    max_positions: int | None = None,
+) -> CausalLM:
+    """Load a model for inference.
+
+    Args:
+        name_or_path: a folder with config.json and safetensors, a known name (``smollm2-135m``), or a hub name.
+        dtype: of the weights in memory; by default fp32 on a CPU and the checkpoint's own on a GPU.
+        device: where the weights are placed.
+        max_positions: how many positions to prepare; by default all that the model was configured for.
+
+    Raises:
+        ModelFolderError: the folder is missing, unsafe, damaged, or of a model that is not supported.
+        ConfigError: ``max_positions`` or the device cannot be had.
+    """
+    folder = resolve_model(name_or_path)
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder)
+    device = check_device(device)
+    dtype = dtype or default_dtype(config, device)
+    limit = config.max_position_embeddings
+    if max_positions is not None and not 1 <= max_positions <= limit:
+        raise ConfigError(f"max_positions is {max_positions}; this model takes from 1 to {limit} positions.")
+
+    model = CausalLM(config, max_positions or limit, device)
+    tensor_of = tensor_names(model)
+    # Old checkpoints carry RoPE's frequencies, which are computed here.
+    unused = {name for name in checkpoint.names if not name.endswith(".rotary_emb.inv_freq")} - set(tensor_of.values())
+    if config.tie_word_embeddings:  # the head is the embedding; a copy in the checkpoint is not read
+        del tensor_of["head.weight"]
+        model.head.weight = model.embedding.weight
+    fill(model, tensor_of, checkpoint, dtype, device, unused)
+    if config.tie_word_embeddings:
+        model.head.weight = model.embedding.weight
+    return model.eval()
+
+
+def tensor_names(model: CausalLM) -> dict[str, str]:
+    """For each parameter of the model, the name of the checkpoint's tensor."""
+    names = dict(MODEL_TENSORS)
+    for layer, block in enumerate(model.blocks):
+        of_block = layer_tensors(FAMILIES[model.config.family], block, layer)
+        names |= {f"blocks.{layer}.{name}": tensor for name, tensor in of_block.items()}
+    return names

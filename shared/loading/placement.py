@@ -1,0 +1,24 @@
+"""Where a model's weights go, and in which dtype. Introduced in phase 1a."""
+
+import torch
+
+from shared.errors import ConfigError
+from shared.models.config import ModelConfig
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """The device, if this machine has it; raises ConfigError otherwise."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device {str(device)!r} is not one that PyTorch knows; use cpu or cuda.") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {str(device)!r} is not supported; use cpu or cuda.")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {str(device)!r} was asked for and there is no such GPU here; use --device cpu.")
+    return found
+
+
+def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """fp32 on a CPU, where equal output is defined and arithmetic is fastest; on a GPU what the checkpoint declares."""
+    return torch.float32 if device.type == "cpu" else getattr(torch, config.dtype)

@@ -1,0 +1,70 @@
+"""Fills a module's parameters from a checkpoint, by an explicit map of names. Introduced in phase 1a.
+
+Invariants: every parameter is filled by exactly one tensor of its shape, and every tensor of the map is used, or
+nothing is loaded and one error lists all that is wrong. Tensors are cast and placed one by one, so that memory never
+holds more than the target and one tensor; a tensor that already has the wanted dtype and device stays mapped from its
+file and costs no anonymous memory.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shared.errors import ModelFolderError
+from shared.loading.checkpoint import Checkpoint
+from shared.models.families import Family
+
+LISTED = 12  # names shown of each kind of mismatch
+
+
+def layer_tensors(family: Family, block: nn.Module, layer: int) -> dict[str, str]:
+    """For each parameter of a block, the name of the checkpoint's tensor."""
+    return {
+        name: f"model.layers.{layer}.{family.layer_names[module]}.{kind}"
+        for name, _ in block.named_parameters()
+        for module, kind in [name.rsplit(".", 1)]
+    }
+
+
+def fill(
+    module: nn.Module,
+    tensor_of: dict[str, str],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    others: Iterable[str] = (),
+) -> None:
+    """Replace every parameter of ``module`` by the tensor that ``tensor_of`` names for it.
+
+    Args:
+        others: tensors of the checkpoint that nothing will read; an error, together with what else is wrong.
+    """
+    _check(module, tensor_of, checkpoint, sorted(others))
+    for name, tensor_name in tensor_of.items():
+        owner, _, attribute = name.rpartition(".")
+        tensor = checkpoint.tensor(tensor_name).to(device=device, dtype=dtype)
+        setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+
+
+def _check(module: nn.Module, tensor_of: dict[str, str], checkpoint: Checkpoint, unexpected: list[str]) -> None:
+    missing, mis_shaped = [], []
+    for name, parameter in module.named_parameters():
+        tensor_name = tensor_of[name]
+        if tensor_name not in checkpoint.names:
+            missing.append(tensor_name)
+        elif checkpoint.shape(tensor_name) != tuple(parameter.shape):
+            shapes = f"{list(checkpoint.shape(tensor_name))}, not {list(parameter.shape)}"
+            mis_shaped.append(f"{tensor_name} ({shapes})")
+    if not missing and not unexpected and not mis_shaped:
+        return
+    kinds = {"missing": missing, "of another shape than config.json says": mis_shaped, "unexpected": unexpected}
+    found = "; ".join(
+        f"{len(names)} {kind}: {', '.join(names[:LISTED])}{', …' if len(names) > LISTED else ''}"
+        for kind, names in kinds.items()
+        if names
+    )
+    raise ModelFolderError(
+        f"The weights in {checkpoint.folder} do not match its config.json: {found}. Fetch config.json and the weights "
+        "of the same checkpoint."
+    )

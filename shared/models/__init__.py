@@ -1,0 +1,1 @@
+"""Decoder models: configurations, the parts of a block, the three families, and the whole model."""

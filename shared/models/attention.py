@@ -1,0 +1,65 @@
+"""The attention of a block: project, hand keys and values to the memory, attend, project back. Introduced in phase 1a.
+
+Invariant: the mathematics (projections, QK-norm, RoPE table, scale, window) belongs to this module, the place of keys
+and values to the view. They meet in ``kv.write``, which receives both.
+"""
+
+import torch
+from torch import nn
+
+from shared.models.config import ModelConfig
+from shared.models.norm import RMSNorm
+from shared.models.projection import Projection
+from shared.models.tokens import KVView, Tokens
+from shared.ops.rope import rotate
+
+
+class NormAndRotate(nn.Module):
+    """What happens to the queries and keys of a layer: QK-norm where the family has it, then RoPE.
+
+    The order matters: a norm with per-channel weights does not commute with the rotation.
+    """
+
+    def __init__(self, table: torch.Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None) -> None:
+        super().__init__()
+        self.table = table  # [positions, D], shared by all layers of one RoPE; not part of the state
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q ``[T, Hq, D]``, k ``[T, Hkv, D]``, positions int64 ``[T]``."""
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        rows = self.table[positions]
+        return rotate(q, rows), rotate(k, rows)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of layer ``layer``; ``qk`` is the family's own :class:`NormAndRotate`."""
+
+    def __init__(self, config: ModelConfig, layer: int, qk: NormAndRotate) -> None:
+        super().__init__()
+        H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.layer = layer
+        self.head_dim = D
+        self.scale = config.attention_scale
+        self.window = config.windows[layer]
+        self.softcap = config.attention_softcap
+        self.q_proj = Projection(H, config.num_heads * D, bias)
+        self.k_proj = Projection(H, config.num_kv_heads * D, bias)
+        self.v_proj = Projection(H, config.num_kv_heads * D, bias)
+        self.o_proj = Projection(config.num_heads * D, H, bias)
+        self.qk = qk
+
+    def forward(
+        self, x: torch.Tensor, tokens: Tokens, kv: KVView, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x ``[T, H]``, already normed, to ``[T, H]``."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq, D]
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hkv, D]
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
+        out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap)
+        return self.o_proj(out.flatten(1), residual=residual)

@@ -1,0 +1,55 @@
+"""The shape of a decoder model, independent of any file format. Introduced in phase 1a.
+
+A ``ModelConfig`` holds what the mathematics needs and nothing else; ``shared.loading.config_json`` makes one from a
+checkpoint's ``config.json``. Invariant: every field is explicit, so no layer guesses a default.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: base ``theta`` and how its frequencies are scaled (``default``, ``linear``, ``llama3``).
+
+    ``low_freq_factor``, ``high_freq_factor`` and ``original_max_position`` are read by ``llama3`` alone.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only model: Hq query heads share Hkv key/value heads of size D."""
+
+    family: str  # a key of shared.models.families.FAMILIES
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    attention_scale: float  # scores are q·k times this
+    rope: RopeConfig
+    windows: tuple[int | None, ...]  # a layer's sliding window in tokens, the token itself included; None: full attention
+    local_rope: RopeConfig | None = None  # RoPE of sliding layers where it differs from `rope` (Gemma 3)
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_softcap: float | None = None  # scores become c·tanh(scores / c)
+    logit_softcap: float | None = None
+    dtype: str = "float32"  # what the checkpoint declares: float32, bfloat16 or float16
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """The RoPE of one layer: sliding layers may have a base of their own."""
+        if self.local_rope is not None and self.windows[layer] is not None:
+            return self.local_rope
+        return self.rope

@@ -1,0 +1,28 @@
+"""RMSNorm as a module. Introduced in phase 1a.
+
+Parameters are born on the meta device, here and in every part of a model: they take no memory until a checkpoint's
+tensor takes their place.
+"""
+
+import torch
+from torch import nn
+
+from shared.ops.rmsnorm import rms_norm
+
+
+def empty_parameter(*shape: int) -> nn.Parameter:
+    """A parameter without memory, to be replaced by a checkpoint's tensor of this shape."""
+    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """:func:`shared.ops.rmsnorm.rms_norm` over the last dimension, of ``size``."""
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size)
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, self.offset)

@@ -1,0 +1,37 @@
+"""A weight matrix and the one interface behind which it stands. Introduced in phase 1a.
+
+Every matrix of a model is called as ``proj(x, norm=, residual=, activation=)``. This plain one runs the operations one
+after the other; quantized, gated-LoRA, tensor-parallel or fused ones take its place later without the blocks noticing.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared.models.norm import RMSNorm, empty_parameter
+
+
+class Projection(nn.Module):
+    """``activation(norm(x) Wᵀ + b) + residual`` with W ``[out, in]``; every part but W may be absent."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features)
+        self.bias = empty_parameter(out_features) if bias else None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """x ``[T, in]`` to ``[T, out]``; ``residual`` has the shape of the result."""
+        if norm is not None:
+            x = norm(x)
+        y = F.linear(x, self.weight, self.bias)
+        if activation is not None:
+            y = activation(y)
+        return y if residual is None else residual + y

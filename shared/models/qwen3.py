@@ -1,0 +1,35 @@
+"""The Qwen 3 block: a Llama block whose queries and keys are normed per head before they are rotated. Introduced in phase 1a.
+
+Yang et al., "Qwen3 Technical Report", arXiv 2505.09388.
+"""
+
+import torch
+from torch import nn
+
+from shared.models import llama
+from shared.models.attention import Attention, NormAndRotate
+from shared.models.config import ModelConfig
+from shared.models.mlp import GatedMLP
+from shared.models.norm import RMSNorm
+from shared.models.tokens import KVView, Tokens
+
+LAYER_NAMES = llama.LAYER_NAMES | {
+    "attention.qk.q_norm": "self_attn.q_norm",
+    "attention.qk.k_norm": "self_attn.k_norm",
+}
+
+
+class Qwen3Block(nn.Module):
+    """One layer: x ``[T, H]`` to x ``[T, H]``."""
+
+    def __init__(self, config: ModelConfig, layer: int, table: torch.Tensor) -> None:
+        super().__init__()
+        D, eps = config.head_dim, config.rms_norm_eps
+        self.attention_norm = RMSNorm(config.hidden_size, eps)
+        self.attention = Attention(config, layer, NormAndRotate(table, RMSNorm(D, eps), RMSNorm(D, eps)))
+        self.mlp_norm = RMSNorm(config.hidden_size, eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
+        x = self.attention(self.attention_norm(x), tokens, kv, residual=x)
+        return self.mlp(self.mlp_norm(x), residual=x)

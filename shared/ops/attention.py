@@ -1,0 +1,83 @@
+"""Grouped-query attention of one sequence's new tokens over its cache. Introduced in phase 1a.
+
+Vaswani et al., arXiv 1706.03762; grouped heads: Ainslie et al., arXiv 2305.13245. Two backends with one signature:
+``naive`` spells out the formula, ``sdpa`` calls PyTorch's. Invariant: causality follows the order in the cache. Of S
+cached tokens the last T are the new ones, so query i stands at cache index S - T + i and sees no later index; positions
+play no part here. Keys and values are never expanded to the number of query heads.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which cache index each new token may see: bool ``[T, S]``; a window counts the token itself."""
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)[None, :]
+    mask = key <= query
+    return mask if window is None else mask & (key > query - window)
+
+
+def naive_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """``softmax(scale · q kᵀ) v`` by the formula, scores in fp32.
+
+    Args:
+        q: ``[T, Hq, D]``, the new tokens.
+        k, v: ``[S, Hkv, D]``, everything cached, the new tokens last; Hq is a multiple of Hkv.
+        window: see only the last ``window`` tokens, the token itself included.
+        softcap: scores become ``c · tanh(scores / c)`` before the mask.
+
+    Returns:
+        ``[T, Hq, D]`` in the dtype of ``q``.
+    """
+    T, Hq, D = q.shape
+    S, Hkv, _ = k.shape
+    grouped = q.view(T, Hkv, Hq // Hkv, D)
+    scores = torch.einsum("thgd,shd->hgts", grouped, k).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible(T, S, window, q.device), float("-inf"))
+    weights = scores.softmax(dim=-1).to(q.dtype)
+    return torch.einsum("hgts,shd->thgd", weights, v).reshape(T, Hq, D)
+
+
+def sdpa_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """As :func:`naive_attention`, through ``scaled_dot_product_attention``; soft-capped scores take the formula."""
+    if softcap is not None:
+        return naive_attention(q, k, v, scale=scale, window=window, softcap=softcap)
+    T, Hq, D = q.shape
+    Hkv = k.shape[1]
+    S = len(k)
+    k, v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
+    if T == 1:  # the heads of a group are rows that share their keys
+        out = F.scaled_dot_product_attention(q.view(Hkv, Hq // Hkv, D), k, v, scale=scale)
+        return out.view(1, Hq, D)
+    # PyTorch wants equal head counts, so each head of a group attends in turn over the same keys.
+    mask = None if S == T and window is None else visible(T, S, window, q.device)
+    heads = q.view(T, Hkv, Hq // Hkv, D).permute(2, 1, 0, 3)  # [G, Hkv, T, D]
+    out = torch.stack(
+        [F.scaled_dot_product_attention(h, k, v, attn_mask=mask, is_causal=mask is None, scale=scale) for h in heads]
+    )
+    return out.permute(2, 1, 0, 3).reshape(T, Hq, D)
+
+
+AttentionOp = Callable[..., torch.Tensor]
+ATTENTION_BACKENDS: dict[str, AttentionOp] = {"naive": naive_attention, "sdpa": sdpa_attention}

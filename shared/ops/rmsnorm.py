@@ -1,0 +1,22 @@
+"""RMSNorm: scale a vector to unit root mean square, then by a learned weight. Introduced in phase 1a.
+
+Zhang & Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467. Invariant: all arithmetic is fp32 whatever
+the dtype of the input, and the result is rounded once.
+"""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """``x / sqrt(mean(x²) + eps) · (weight + offset)`` over the last dimension.
+
+    Args:
+        x: ``[..., n]`` in any floating dtype; the result has its shape and dtype.
+        weight: ``[n]``.
+        eps: added to the mean square, inside the root.
+        offset: 1.0 where a family stores the weight as its distance from one (Gemma), else 0.0.
+    """
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    scale = weight.float()
+    return (h * (scale + offset if offset else scale)).to(x.dtype)

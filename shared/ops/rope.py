@@ -1,0 +1,61 @@
+"""Rotary position embedding. Introduced in phase 1a.
+
+Su et al., "RoFormer", arXiv 2104.09864, in the half-split layout of the Hugging Face checkpoints: dimension ``i`` is
+rotated together with ``i + D/2``. The frequencies may be scaled for longer contexts: ``linear`` divides all of them
+(Chen et al., arXiv 2306.15595); ``llama3`` divides the low ones, keeps the high ones and blends between (Llama 3.1).
+Invariant: angles, cosines and sines are fp32, and so is the rotation; only its result is rounded to the input's dtype.
+"""
+
+import math
+
+import torch
+
+from shared.models.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Angle per position of each rotated pair: fp32 ``[D/2]``, the fastest first."""
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3_frequencies(rope, frequencies)
+    raise ValueError(f"RoPE kind {rope.kind!r} is not implemented; there are default, linear and llama3")
+
+
+def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    longest_kept = rope.original_max_position / rope.high_freq_factor
+    shortest_scaled = rope.original_max_position / rope.low_freq_factor
+    # 0 at the longest wave that is scaled in full, 1 at the shortest that is kept as it is.
+    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    scaled = torch.where(wavelengths > shortest_scaled, frequencies / rope.factor, blended)
+    return torch.where(wavelengths < longest_kept, frequencies, scaled)
+
+
+def rope_table(
+    rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Rows to rotate by: fp32 ``[num_positions, D]``, row p holding D/2 cosines, then D/2 sines, of position p."""
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
+    table = torch.empty(num_positions, head_dim, dtype=torch.float32)
+    torch.cos(angles, out=table[:, : head_dim // 2])
+    torch.sin(angles, out=table[:, head_dim // 2 :])
+    return table.to(device)
+
+
+def rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rotate each head of each token by its position.
+
+    Args:
+        x: ``[T, heads, D]`` in any floating dtype; the result has its shape and dtype.
+        rows: ``[T, D]``, the rows of :func:`rope_table` at the tokens' positions.
+    """
+    cos, sin = rows[:, None, :].chunk(2, dim=-1)  # [T, 1, D/2] each
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

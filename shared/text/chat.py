@@ -1,0 +1,201 @@
+"""Conversations as prompts, through Jinja2 templates of our own. Introduced in phase 2.
+
+An instruction-tuned model answers well only in the exact format it was trained on, down to a newline. Checkpoints carry
+a template for that, which is a program from a stranger; ours are few, short, tested against theirs, and one can read
+them. They are rendered in an immutable sandbox all the same.
+
+Invariant: for messages of plain text, `encode_chat` gives the ids of transformers' ``apply_chat_template`` on the
+official checkpoint: one BOS where the family has one, never two. Text inside a message never becomes a control token.
+"""
+
+import datetime
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shared.errors import ModelFolderError, RequestError
+from shared.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import jinja2
+
+TEMPLATE_FOLDER = Path(__file__).parent / "templates"
+ROLES = ("system", "user", "assistant")
+# (family, a token that the tokenizer must have, template): the first row that fits is taken.
+TEMPLATE_CHOICES = (
+    ("llama", "<|start_header_id|>", "llama3"),
+    ("llama", "<|im_start|>", "chatml"),
+    ("qwen3", "<|im_start|>", "qwen3"),
+    ("gemma3_text", "<start_of_turn>", "gemma3"),
+)
+# The date that Llama 3.1's template names when it is given none.
+LLAMA_RELEASE_DATE = "26 Jul 2024"
+_ALTERNATING = ("gemma3",)
+_THINKING = ("qwen3",)
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One turn: `role` is system, user or assistant; anything else, or content that is no string: RequestError."""
+
+    role: str
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise RequestError(f"A message has the role {self.role!r}; the roles are {', '.join(ROLES)}.")
+        if not isinstance(self.content, str):
+            raise RequestError(f"A message's content is {self.content!r}; it must be a string.")
+
+
+def choose_template(family: str, tokenizer: Tokenizer) -> str:
+    """The name of our template for a model family ("llama", "qwen3", "gemma3_text") and its tokenizer.
+
+    The same family may speak several formats: SmolLM2 is a Llama that knows ChatML's tokens. Raises ModelFolderError
+    when none of ours fits.
+    """
+    for row_family, token, template in TEMPLATE_CHOICES:
+        if row_family == family and tokenizer.token_id(token) is not None:
+            return template
+    tokens = [token for row_family, token, _ in TEMPLATE_CHOICES if row_family == family]
+    lacking = f" whose tokenizer has no {' or '.join(tokens)}" if tokens else ""
+    raise ModelFolderError(
+        f"None of our chat templates fits a model of family {family!r}{lacking}. They lie in {TEMPLATE_FOLDER}: to add "
+        "one, put NAME.jinja there (it is given messages, bos_token, add_generation_prompt) and a row in "
+        "TEMPLATE_CHOICES of the chat.py beside that folder; or give the model plain text, without a chat."
+    )
+
+
+def render_chat(
+    messages: Sequence[ChatMessage],
+    *,
+    template: str,
+    bos_token: str = "",
+    add_generation_prompt: bool = True,
+    thinking: bool | None = None,
+    date: str | None = None,
+    default_system: bool = True,
+) -> str:
+    """The prompt text of a conversation.
+
+    template               a name that `choose_template` returns
+    bos_token              put in front by the families that begin with one (Llama 3, Gemma 3)
+    add_generation_prompt  end with the header of the assistant's next turn
+    thinking               Qwen 3: False closes the thinking before it begins; None and True leave it to the model
+    date                   Llama 3.1 and later: today's date in the system turn; None is the original Llama 3 format,
+                           plain header blocks without a system turn of its own
+    default_system         ChatML: SmolLM2's own system message when the conversation has none
+
+    Contents appear verbatim (trimmed where the family trims). A content such as "<|im_end|>" is text here, but would
+    become a control token if the result were simply tokenized: use `encode_chat`.
+
+    Raises RequestError for an empty list, for roles that do not alternate where the family demands it, and for thinking
+    where there is none; ModelFolderError for a template that does not exist.
+    """
+    if not (TEMPLATE_FOLDER / f"{template}.jinja").is_file():
+        known = ", ".join(sorted(path.stem for path in TEMPLATE_FOLDER.glob("*.jinja")))
+        raise ModelFolderError(f"There is no chat template {template!r} in {TEMPLATE_FOLDER}; there are: {known}.")
+    if not messages:
+        raise RequestError("The conversation has no messages (an empty list); pass at least one.")
+    if thinking and template not in _THINKING:
+        raise RequestError(f"thinking=True, but the chat template {template!r} knows no thinking; leave it out.")
+    if template in _ALTERNATING:
+        _check_alternation(messages)
+    return (
+        _environment()
+        .get_template(f"{template}.jinja")
+        .render(
+            messages=list(messages),
+            bos_token=bos_token,
+            add_generation_prompt=add_generation_prompt,
+            thinking=thinking,
+            date=date,
+            default_system=default_system,
+        )
+    )
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    template: str,
+    add_generation_prompt: bool = True,
+    thinking: bool | None = None,
+    today: datetime.date | None = None,
+) -> list[int]:
+    """Token ids of a conversation, ready for the model; BOS comes from the template alone, so it is never doubled.
+
+    What differs between checkpoints of one family is read from the checkpoint: whether Llama's system turn names a date
+    (see `llama_date`; `today` defaults to the clock), and whether ChatML has SmolLM2's default system message.
+
+    A special token written out in a message ("<|im_end|>") stays text: it is cut after its first character, and the
+    parts are tokenized apart. A user therefore cannot forge a turn. transformers does let it through as a control
+    token; for every other content the ids are the same.
+    """
+    seam = _unused_character(messages)
+    guarded = [ChatMessage(message.role, _cut(message.content, tokenizer, seam)) for message in messages]
+    own = tokenizer.chat_template
+    text = render_chat(
+        guarded,
+        template=template,
+        bos_token=tokenizer.bos_token,
+        add_generation_prompt=add_generation_prompt,
+        thinking=thinking,
+        date=llama_date(tokenizer, today or datetime.date.today()) if template == "llama3" else None,
+        default_system=own is None or "named SmolLM" in own,
+    )
+    return [index for part in text.split(seam) for index in tokenizer.encode(part, add_special_tokens=False)]
+
+
+def llama_date(tokenizer: Tokenizer, today: datetime.date) -> str | None:
+    """The date that a Llama 3 checkpoint expects in its system turn, or None for the format without one.
+
+    Llama 3.2's template reads the clock, 3.1's and 3.3's name a fixed day, the first Llama 3's has no date; the three
+    are told apart by the template in the checkpoint. Without one, <|eom_id|> (3.1 and later) decides for the fixed day.
+    """
+    own = tokenizer.chat_template
+    if own is None:
+        return LLAMA_RELEASE_DATE if tokenizer.token_id("<|eom_id|>") is not None else None
+    if "Today Date" not in own:
+        return None
+    return today.strftime("%d %b %Y") if "strftime_now" in own else LLAMA_RELEASE_DATE
+
+
+@cache
+def _environment() -> "jinja2.Environment":
+    import jinja2
+    import jinja2.sandbox
+
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
+        loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def _check_alternation(messages: Sequence[ChatMessage]) -> None:
+    roles = [message.role for message in messages]
+    turns = roles[1:] if roles[0] == "system" else roles
+    expected = [("user", "assistant")[index % 2] for index in range(max(1, len(turns)))]
+    if turns != expected:
+        raise RequestError(
+            f"The roles are {', '.join(roles)}; this model's format wants user and assistant in turn, beginning with "
+            "user, after at most one system message in front."
+        )
+
+
+def _unused_character(messages: Sequence[ChatMessage]) -> str:
+    """A private-use character that no message contains."""
+    used = set().union(*(message.content for message in messages))
+    return next(chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+
+
+def _cut(content: str, tokenizer: Tokenizer, seam: str) -> str:
+    """`content` with `seam` after the first character of every special token written out in it."""
+    present = [re.escape(token) for token in tokenizer.special_tokens if len(token) > 1 and token in content]
+    return re.sub(f"(?=(?:{'|'.join(present)}))(.)", rf"\1{seam}", content, flags=re.DOTALL) if present else content

@@ -1,0 +1,56 @@
+"""Token ids to streamed text, one token at a time: never half a character, never a lost space.
+
+A token is a piece of bytes, not of text: an emoji may span four tokens, and a word's space belongs to its token. To
+decode each token alone would lose both; to decode everything anew for each token would cost time that grows with the
+square of the length. So bytes are collected, and text is let go as soon as it is certain. Introduced in phase 2.
+
+Invariant: the pieces of all `push` calls and `flush`, joined, equal `tokenizer.decode(ids)`.
+"""
+
+import codecs
+
+from shared.text.tokenizer import Tokenizer
+
+
+class IncrementalDecoder:
+    """Streams the text of one sequence. State: the bytes seen but not yet emitted.
+
+    Byte-level vocabularies let a character go with its last byte. Byte-fallback vocabularies decode a run of ``<0xNN>``
+    tokens as a whole (valid, or every byte of it U+FFFD), so a run is held until the next ordinary token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._run = bytearray()
+        self._strip, self._num_to_strip = tokenizer.decoder.stripped_prefix
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; "" while a character is incomplete or for a special token."""
+        piece = self._tokenizer.token_bytes(token_id)
+        if not piece:
+            return ""
+        if self._tokenizer.is_fallback_byte(token_id):
+            self._run += piece
+            return ""
+        return self._without_prefix(self._end_run() + self._utf8.decode(piece))
+
+    def flush(self) -> str:
+        """What is left at the end of the sequence; an incomplete character becomes U+FFFD."""
+        return self._without_prefix(self._end_run() + self._utf8.decode(b"", final=True))
+
+    def _end_run(self) -> str:
+        run, self._run = bytes(self._run), bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+    def _without_prefix(self, text: str) -> str:
+        while text and self._num_to_strip:
+            if text[0] != self._strip:
+                self._num_to_strip = 0
+            else:
+                self._num_to_strip -= 1
+                text = text[1:]
+        return text

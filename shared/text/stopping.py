@@ -1,0 +1,80 @@
+"""Why a generation ended, and the search for stop strings in streamed text.
+
+A stop string rarely coincides with a token: it may begin in the middle of one piece of text and end three pieces later.
+Text that may turn out to begin one is therefore held back, and given out when it did not. Introduced in phase 2.
+
+Invariant: what has been released never contains any part of the match, and depends on the whole text alone, never on
+how it was cut into pieces. The buffer is shorter than the longest stop string plus one piece.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from shared.errors import RequestError
+
+
+class FinishReason(StrEnum):
+    """EOS: the model chose an end id. STOP: a stop string completed. LENGTH: the token limit was reached."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class StopChecker:
+    """Finds the earliest stop string in a text that arrives in pieces.
+
+    Earliest means: smallest start in the text, and among equal starts the string listed first. While a string that
+    would win is still incomplete, a completed one waits: with stops ("abcd", "bc"), "abc" is decided by the next
+    character. `matched` is the stop string that won, None as long as none has.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises RequestError for an empty stop string, which would match everywhere."""
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise RequestError(f"The stop strings are {stops!r}; pass a list of strings, each of at least 1 character.")
+        self._stops = tuple(stops)
+        self._max_length = max(map(len, self._stops), default=0)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Take the next piece of text; the text that may be emitted now. After a match nothing more is released."""
+        if self.matched is not None:
+            return ""
+        self._held += piece
+        complete = self._earliest_complete()
+        partial = self._earliest_partial()
+        if complete is not None and (partial is None or complete < partial):
+            return self._finish(*complete)
+        return self._release(len(self._held) if partial is None else partial[0])
+
+    def flush(self) -> str:
+        """The text has ended: nothing can complete any more, so what was held back is released up to a match."""
+        if self.matched is not None:
+            return ""
+        complete = self._earliest_complete()
+        return self._release(len(self._held)) if complete is None else self._finish(*complete)
+
+    def _earliest_complete(self) -> tuple[int, int] | None:
+        """(start, rank) of the winning stop string that lies wholly in the held text."""
+        found = ((self._held.find(stop), rank) for rank, stop in enumerate(self._stops))
+        return min((match for match in found if match[0] >= 0), default=None)
+
+    def _earliest_partial(self) -> tuple[int, int] | None:
+        """(start, rank) of the first stop string that the held text ends in the middle of."""
+        for start in range(max(0, len(self._held) - self._max_length + 1), len(self._held)):
+            tail = self._held[start:]
+            for rank, stop in enumerate(self._stops):
+                if len(stop) > len(tail) and stop.startswith(tail):
+                    return start, rank
+        return None
+
+    def _finish(self, start: int, rank: int) -> str:
+        self.matched = self._stops[rank]
+        released, self._held = self._held[:start], ""
+        return released
+
+    def _release(self, end: int) -> str:
+        released, self._held = self._held[:end], self._held[end:]
+        return released

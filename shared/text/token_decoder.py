@@ -1,0 +1,111 @@
+"""From one token's string to the bytes it stands for, for the two kinds of BPE vocabulary in use.
+
+A vocabulary stores tokens as printable strings, and the tokenizer's *decoder* says how those become text. Streaming and
+grammar masks need that per token and in bytes, because a character may be spread over several tokens. The kind is read
+from the decoder's own JSON, never guessed from a model's name. Introduced in phase 1b.
+
+Invariant: joining `bytes_of` over the non-special tokens of a text gives exactly the bytes that the tokenizer's own
+decoder works on; only bytes that are not UTF-8, and `stripped_prefix`, are left to whoever joins them.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import ModelFolderError
+
+SUPPORTED_DECODERS = (
+    "ByteLevel (GPT-2's byte alphabet: Llama 3, Qwen 3, SmolLM2), or a Sequence of Replace, ByteFallback, Fuse and a "
+    "left Strip in that order (SentencePiece style: Gemma 3)"
+)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: each byte as one printable character (openai/gpt-2, ``bytes_to_unicode``).
+
+    Printable Latin-1 bytes stand for themselves; the others get the code points from 256 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+@dataclass(frozen=True)
+class TokenDecoder:
+    """How a vocabulary's token strings become bytes.
+
+    is_byte_level      every character of a token is one byte of `BYTE_ALPHABET`
+    has_byte_fallback  a token ``<0xNN>`` is the byte NN
+    replacements       (old, new) pairs applied to a token's string, e.g. ("▁", " ")
+    stripped_prefix    (character, n): up to n of it are dropped at the start of the whole text
+    """
+
+    is_byte_level: bool = False
+    has_byte_fallback: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    stripped_prefix: tuple[str, int] = ("", 0)
+
+    @classmethod
+    def from_json(cls, text: str | bytes | None) -> "TokenDecoder":
+        """Read the ``decoder`` part of a ``tokenizer.json``; ModelFolderError on a kind that is not supported."""
+        steps = _flatten(json.loads(text) if text else None)
+        kinds = [step.get("type") for step in steps]
+        if kinds == ["ByteLevel"]:
+            return cls(is_byte_level=True)
+
+        remaining = list(steps)
+        replacements: list[tuple[str, str]] = []
+        while remaining and remaining[0].get("type") == "Replace" and "String" in remaining[0]["pattern"]:
+            step = remaining.pop(0)
+            replacements.append((step["pattern"]["String"], step["content"]))
+        has_byte_fallback = _take(remaining, "ByteFallback") is not None
+        is_fused = _take(remaining, "Fuse") is not None
+        strip = _take(remaining, "Strip") if is_fused else None
+        is_left_strip = strip is None or strip["stop"] == 0
+        if not steps or remaining or not is_left_strip:
+            found = " → ".join(str(kind) for kind in kinds) or "none"
+            raise ModelFolderError(
+                f"The tokenizer's decoder is {found}, whose tokens cannot be turned into bytes one by one here. "
+                f"Supported are {SUPPORTED_DECODERS}."
+            )
+        prefix = (strip["content"], strip["start"]) if strip else ("", 0)
+        return cls(has_byte_fallback=has_byte_fallback, replacements=tuple(replacements), stripped_prefix=prefix)
+
+    def bytes_of(self, token: str) -> bytes:
+        """The bytes of one token string; an added token written in plain text stands for its own UTF-8."""
+        if self.is_byte_level:
+            try:
+                return bytes(BYTE_ALPHABET[character] for character in token)
+            except KeyError:
+                return token.encode()
+        byte = self.byte_of(token)
+        if byte is not None:
+            return bytes([byte])
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+    def byte_of(self, token: str) -> int | None:
+        """The value NN of a fallback token ``<0xNN>``; None for every other token."""
+        if not (self.has_byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">")):
+            return None
+        try:
+            return int(token[3:5], 16)
+        except ValueError:
+            return None
+
+
+def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder.get("type") == "Sequence":
+        return [step for part in decoder["decoders"] for step in _flatten(part)]
+    return [decoder]
+
+
+def _take(steps: list[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
+    return steps.pop(0) if steps and steps[0].get("type") == kind else None

@@ -1,0 +1,184 @@
+"""Text to token ids and back: a thin wrapper over transformers' tokenizers, loaded from a model's own folder.
+
+The engine needs little of a tokenizer, and needs it exact: ids, text, every id that ends a generation, and the bytes
+of a single token. It must also load fast, because the user waits for the first token. Introduced in phase 1b.
+
+Invariant: `encode` and `decode` give what the folder's ``AutoTokenizer`` gives, without truncation, padding or any
+clean-up of spaces; a loaded `Tokenizer` never changes, so threads may share it.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ModelFolderError, RequestError
+from shared.text.token_decoder import TokenDecoder
+
+# AutoTokenizer resolves these to the generic class that reads tokenizer.json as it stands.
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Any one group makes a folder loadable; the later ones are converted by transformers, some with an extra package.
+_VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
+# Loading succeeds for some damaged files whose first use fails; this text is tried before anyone else's.
+_PROBE = "a é\n日 12"
+
+
+class Tokenizer:
+    """The tokenizer of one model folder. Make it with `Tokenizer.load`.
+
+    vocab_size     number of tokens, added ones included; a model's embedding may have more rows
+    bos_id         the id that starts a text, or None; bos_token is its string ("" without one)
+    eos_ids        all ids that end a generation, as tokenizer, generation_config.json and config.json name them
+    special_ids    control tokens, which `decode` skips
+    chat_template  the Jinja2 source that came with the checkpoint, or None
+    decoder        how token strings become bytes
+    """
+
+    def __init__(self, fast: Any, eos_ids: frozenset[int], decoder: TokenDecoder) -> None:
+        """`fast` is a transformers tokenizer; its settings for truncation and padding are switched off."""
+        backend = fast.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        template = fast.chat_template
+        self._backend = backend
+        self._token_bytes: dict[int, bytes] = {}
+        self.decoder = decoder
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id: int | None = fast.bos_token_id
+        self.bos_token: str = fast.bos_token or ""
+        self.eos_ids = eos_ids | ({fast.eos_token_id} if fast.eos_token_id is not None else set())
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_tokens = frozenset(token.content for token in added.values() if token.special)
+        self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Load from a local model folder; nothing is downloaded and no code of the folder is run.
+
+        Raises ModelFolderError when files are missing or damaged, or when the decoder is of an unknown kind.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise ModelFolderError(f"There is no model folder at {folder}. Pass the path of a folder that exists.")
+        if not any(all((folder / name).is_file() for name in group) for group in _VOCABULARY_FILES):
+            looked_for = ", ".join(" with ".join(group) for group in _VOCABULARY_FILES)
+            raise ModelFolderError(
+                f"The folder {folder} has no tokenizer: looked for {looked_for}. Copy tokenizer.json and "
+                "tokenizer_config.json of the same model into it, or point to a folder that holds them."
+            )
+        settings = _read_json(folder / "tokenizer_config.json")
+        config = _read_json(folder / "config.json")
+        generation = _read_json(folder / "generation_config.json")
+        eos_ids = _eos_ids(folder / "config.json", config) | _eos_ids(folder / "generation_config.json", generation)
+        fast = _load_fast(folder, settings.get("tokenizer_class"), config.get("model_type"))
+        decoder = fast.backend_tokenizer.decoder
+        # The decoder's own state is its JSON; serialising the whole tokenizer would cost a second at 262k entries.
+        return cls(fast, eos_ids, TokenDecoder.from_json(decoder.__getstate__() if decoder is not None else None))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` adds what the model wants around it (mostly one BOS in front).
+
+        A special token written out in `text` becomes that token (`shared.text.chat.encode_chat` prevents it for
+        messages). Raises RequestError for a string that is not Unicode text (an unpaired surrogate).
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            shown = text[:60] if isinstance(text, str) else text
+            raise RequestError(
+                f"The text {shown!a} cannot be tokenized: it must be a "
+                "string of valid Unicode, without unpaired surrogates (\\ud800 to \\udfff)."
+            ) from error
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary give nothing."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact string in the vocabulary, or None."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token contributes to decoded text; b"" for special tokens and unused ids."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            token = None if token_id in self.special_ids else self._backend.id_to_token(token_id)
+            known = self._token_bytes[token_id] = b"" if token is None else self.decoder.bytes_of(token)
+        return known
+
+    def is_fallback_byte(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a byte-fallback vocabulary (``<0xNN>``)."""
+        if not self.decoder.has_byte_fallback or token_id in self.special_ids:
+            return False
+        token = self._backend.id_to_token(token_id)
+        return token is not None and self.decoder.byte_of(token) is not None
+
+
+def _load_fast(folder: Path, tokenizer_class: Any, model_type: Any) -> Any:
+    """The transformers tokenizer of a folder, by the cheapest import that gives AutoTokenizer's answer.
+
+    A folder that declares a generic class needs no AutoTokenizer at all (measured: 1.1 s less). With any other declared
+    class, AutoTokenizer reads nothing of the model's configuration but `model_type`: handing it that alone spares
+    the import of the model's configuration class, and with it torch.distributed and sympy (2 s). transformers is
+    imported here, and only here, so that commands without a tokenizer never pay for it.
+    """
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        _refuse_word_prefix(folder / "tokenizer.json")
+        if tokenizer_class in _GENERIC_CLASSES and (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            fast: Any = PreTrainedTokenizerFast.from_pretrained(folder, **options)
+        else:
+            from transformers import AutoTokenizer, PreTrainedConfig
+
+            if isinstance(tokenizer_class, str):
+                config = PreTrainedConfig()
+                config.model_type = model_type if isinstance(model_type, str) else ""  # type: ignore[misc]
+                options["config"] = config
+            fast = AutoTokenizer.from_pretrained(folder, **options)
+        ids = fast.backend_tokenizer.encode(_PROBE).ids
+        fast.backend_tokenizer.decode(ids)
+    except BaseException as error:
+        is_rust_panic = type(error).__name__ == "PanicException"  # a BaseException that has no importable name
+        if not (isinstance(error, Exception) or is_rust_panic):
+            raise
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelFolderError(
+            f"The tokenizer in {folder} cannot be loaded ({reason}). The file tokenizer.json or tokenizer_config.json "
+            "is damaged, or does not belong to this model: fetch both again from where the model came from."
+        ) from error
+    return fast
+
+
+def _refuse_word_prefix(path: Path) -> None:
+    """No family here prefixes the inside of words, and merges that lack such a prefix abort the whole process."""
+    if path.is_file() and re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', path.read_bytes()):
+        raise ValueError("its continuing_subword_prefix is not empty")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} when the file is absent."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFolderError(
+            f"The file {path} is not readable JSON ({error}). Fetch it again from where the model came from."
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelFolderError(f"The file {path} must hold a JSON object, but holds a {type(content).__name__}.")
+    return content
+
+
+def _eos_ids(path: Path, content: dict[str, Any]) -> frozenset[int]:
+    """`eos_token_id` of a configuration: an id, a list of ids, null or absent."""
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in ids):
+        raise ModelFolderError(
+            f"The file {path} has eos_token_id {value!r}; it must be a token id (0 or more), a list of them, or null."
+        )
+    return frozenset(ids)

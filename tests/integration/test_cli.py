@@ -1,0 +1,449 @@
+"""The command line as a user meets it: every command, every refusal, interruption and broken pipes."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shared.cli import app
+from shared.cli.phase import phase_app
+from shared.lessons import find_lesson, lessons, newest_lesson
+
+ROOT = Path(__file__).parents[2]
+INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')"]
+LONG = ["--max-tokens", "1900", "--ignore-eos"]
+COMMANDS = [
+    (),
+    ("generate",),
+    ("chat",),
+    ("phases",),
+    ("phases", "sync"),
+    ("diff",),
+    ("ladder",),
+    ("compare",),
+    ("model",),
+    ("model", "pull"),
+    ("model", "list"),
+    ("model", "make"),
+]
+
+
+def infer(*arguments: str | Path, stdin: str | bytes | None = None) -> Any:
+    """Run a command in this process; an exception that escapes it fails the test."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, prog_name="infer")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from threads, and lose much where other processes want the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_checkpoints: dict[str, Path]) -> str:
+    return str(tiny_checkpoints["llama"])
+
+
+@pytest.fixture
+def toy_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Four phases: b and c share `step` with a; d changes it."""
+    import phases
+
+    steps = {"01": "return 1", "02": "return 1", "03": "return 1", "04": "return 4"}
+    for index, (number, body) in enumerate(steps.items()):
+        folder = tmp_path / f"phase_{number}"
+        folder.mkdir()
+        previous = f'previous = "0{index}"\n' if index else ""
+        changes = '["step"]' if number == "04" else "[]"
+        adds = '["shared.errors"]' if number == "02" else "[]"
+        (folder / "lesson.toml").write_text(
+            f'title = "T{number}"\nquestion = "Q{number}?"\nworkload = ""\n'
+            f"{previous}adds = {adds}\nchanges = {changes}\n"
+        )
+        (folder / "engine.py").write_text(
+            f'"""{number}."""\n\n\nclass Engine:\n    def first(self) -> int:\n        return {index}\n\n'
+            f"    @property\n    def step(self) -> int:\n        {body}\n\n    def last(self) -> None:\n        pass\n"
+        )
+        (folder / "test_parity.py").write_text(f"# {number}\n")
+    monkeypatch.setattr(phases, "__path__", [str(tmp_path)])
+    lessons.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    lessons.cache_clear()
+
+
+# what is there at once
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_examples(command: tuple[str, ...]) -> None:
+    result = infer(*command, "--help")
+    assert result.exit_code == 0
+    assert "Examples" in result.stdout
+    assert f"$ infer {' '.join(command)}" in result.stdout or "$ INFER_CACHE" in result.stdout
+
+
+def test_help_and_the_tables_of_the_course_import_no_torch() -> None:
+    code = (
+        "import sys\nfrom shared.cli import app\n"
+        "for command in (['--help'], ['generate', '--help'], ['phases'], ['diff', '01b', '02']):\n"
+        "    app(command, standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_phases_shows_every_lesson() -> None:
+    result = infer("phases")
+    assert result.exit_code == 0
+    for lesson in lessons():
+        assert lesson.number in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_phases_shows_title_question_and_additions(toy_course: Path) -> None:
+    (row,) = [line for line in infer("phases").stdout.splitlines() if "02" in line.split()]
+    assert row.split() == ["02", "T02", "Q02?", "errors"]
+
+
+def test_diff_begins_with_the_engine_and_ends_with_the_modules_added(toy_course: Path) -> None:
+    text = infer("diff", "01", "3").stdout
+    headers = [line for line in text.splitlines() if line.startswith("+++")]
+    assert [Path(header).name for header in headers] == ["engine.py", "lesson.toml"]
+    assert "-        return 0\n+        return 2\n" in text
+    assert text.endswith("  shared.errors  Errors that a user can act on. Introduced in phase 1a.\n")
+    assert "test_parity.py" in infer("diff", "01", "03", "--all").stdout
+    assert infer("diff", "02", "03").stdout.endswith("shared modules that phase 03 adds: none\n")
+
+
+def test_diff_of_the_real_phases_is_plain_in_a_pipe() -> None:
+    text = infer("diff", "01b", "02").stdout
+    assert text.startswith("--- phases/phase_01b/engine.py\n+++ phases/phase_02/engine.py\n")
+    assert "\x1b" not in text
+
+
+def test_sync_carries_a_method_as_far_as_no_phase_changes_it(toy_course: Path) -> None:
+    engines = {number: toy_course / f"phase_{number}" / "engine.py" for number in ("01", "02", "03", "04")}
+    before = {number: path.read_text() for number, path in engines.items()}
+    engines["02"].write_text(before["02"].replace("return 1\n\n    def last", "return 22  # new\n\n    def last"))
+    assert "would change" in infer("phases", "sync", "step", "--from", "02", "--dry-run").stdout
+    assert engines["01"].read_text() == before["01"]
+    result = infer("phases", "sync", "Engine.step", "--from", "02")
+    assert result.exit_code == 0
+    assert "2 of 3 files differed" in result.stdout
+    for number in ("01", "03"):
+        assert engines[number].read_text() == before[number].replace(
+            "return 1\n\n    def last", "return 22  # new\n\n    def last"
+        )
+    assert engines["04"].read_text() == before["04"]
+    assert "0 of 3 files" in infer("phases", "sync", "step", "--from", "01").stdout
+    assert "shared by 04: 0 of 1" in infer("phases", "sync", "step").stdout
+
+
+# answers
+
+
+def generated(model: str, prompt: str | list[int], **params: Any) -> str:
+    from shared.engine.config import EngineConfig
+    from shared.sampling.params import SamplingParams
+
+    engine = newest_lesson().engine(EngineConfig(model=model))
+    return "".join(output.text for output in engine.generate(prompt, SamplingParams(**params)))
+
+
+def test_generate_writes_the_answer_and_nothing_else_to_standard_output(tiny: str) -> None:
+    result = infer("generate", "--model", tiny, "--prompt", "Hello", "--max-tokens", "12", "--ignore-eos")
+    assert result.exit_code == 0
+    assert result.stdout == generated(tiny, "Hello", temperature=0, max_new_tokens=12, ignore_eos=True) + "\n"
+    assert "first token" in result.stderr
+    assert "tokens/s" in result.stderr
+    assert "12 tokens · finish: length" in result.stderr
+
+
+def test_generate_passes_every_sampling_option_on(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_MODEL", tiny)
+    options = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 7}
+    arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    result = infer("generate", "--prompt", "-", "-n", "16", "--ignore-eos", "-q", *arguments, stdin="Hi there\n")
+    assert result.stdout == generated(tiny, "Hi there", max_new_tokens=16, ignore_eos=True, **options) + "\n"
+    assert result.stderr == ""
+    stop = result.stdout[4:6]
+    stopped = infer(
+        "generate", "-p", "Hi there", "-n", "16", "--ignore-eos", "--stop", "never said", "--stop", stop, *arguments
+    )
+    assert stopped.stdout == result.stdout[: result.stdout.index(stop)] + "\n"
+    assert "finish: stop" in stopped.stderr
+
+
+@pytest.mark.parametrize("phase", [lesson.number for lesson in lessons() if lesson.number >= "02"])
+def test_generate_with_each_phase_and_statistics(phase: str, tiny: str) -> None:
+    result = infer("generate", "--model", tiny, "--phase", phase, "--prompt", "abc", "--max-tokens", "3", "--stats")
+    assert result.exit_code == 0
+    rows = {
+        cells[1].strip(): cells[2].strip() for line in result.stderr.splitlines() if len(cells := line.split("│")) > 3
+    }
+    assert rows["phase"].startswith(phase)
+    assert rows["prompt tokens"] == "4"  # three bytes after the beginning of the text
+    assert rows["new tokens"] == "3"
+    assert int(rows["tokens computed"]) >= 6
+    assert int(rows["parameters"].replace(",", "")) * 4 == int(rows["weights, bytes"].replace(",", ""))
+
+
+def test_generate_through_the_chat_template(tiny_checkpoints: dict[str, Path]) -> None:
+    from shared.text.chat import ChatMessage, encode_chat
+    from shared.text.tokenizer import Tokenizer
+
+    folder = tiny_checkpoints["qwen3"]
+    ids = encode_chat(Tokenizer.load(folder), [ChatMessage("user", "Hi")], template="qwen3", thinking=False)
+    result = infer("generate", "--model", folder, "--chat", "--no-thinking", "-p", "Hi", "-n", "8", "-q")
+    assert result.stdout == generated(str(folder), ids, temperature=0, max_new_tokens=8) + "\n"
+
+
+def test_a_known_model_is_fetched_when_it_is_not_here(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shared.checkpoints import demo
+
+    fetched: list[str] = []
+
+    def pull(name: str, *, progress: Callable[[str, int, int], None], force: bool = False) -> Path:
+        progress("download", 1, 1)
+        fetched.append(name)
+        return Path(tiny)
+
+    monkeypatch.setattr(demo, "local_model_folder", lambda name: Path(tiny) if fetched else None)
+    monkeypatch.setattr(demo, "pull_demo_model", pull)
+    monkeypatch.delenv("INFER_MODEL", raising=False)
+    assert infer("generate", "--prompt", "x", "-n", "2").exit_code == 0
+    assert fetched == ["smollm2-135m"]
+    assert infer("generate", "--prompt", "x", "-n", "2").exit_code == 0
+    assert len(fetched) == 1
+
+
+def test_chat_answers_from_the_whole_conversation(tiny_checkpoints: dict[str, Path]) -> None:
+    from shared.text.chat import ChatMessage, encode_chat
+    from shared.text.tokenizer import Tokenizer
+
+    folder = tiny_checkpoints["llama"]
+    tokenizer = Tokenizer.load(folder)
+
+    def answer(*messages: tuple[str, str]) -> str:
+        ids = encode_chat(tokenizer, [ChatMessage(*message) for message in messages], template="llama3")
+        return generated(str(folder), ids, temperature=0, max_new_tokens=5, ignore_eos=True)
+
+    typed = "Hello\nAnd then?\n/reset\n/system Be brief.\n\nHello\n/help\n/frobnicate\n/exit\nnever read\n"
+    result = infer("chat", "--model", folder, "--max-tokens", "5", "--ignore-eos", "--quiet", stdin=typed)
+    assert result.exit_code == 0
+    first = answer(("user", "Hello"))
+    second = answer(("user", "Hello"), ("assistant", first), ("user", "And then?"))
+    third = answer(("system", "Be brief."), ("user", "Hello"))
+    assert result.stdout == f"{first}\n{second}\n{third}\n"
+    assert "no command /frobnicate" in result.stderr
+
+
+def test_chat_says_when_the_conversation_is_too_long_and_goes_on(tiny_checkpoints: dict[str, Path]) -> None:
+    command = ("chat", "--model", tiny_checkpoints["qwen3"], "--max-seq-len", "60", "-n", "99", "--ignore-eos", "-q")
+    result = infer(*command, stdin=f"Hi\n{'x' * 200}\n/reset\nHi\n")
+    assert result.exit_code == 0
+    assert "it was not sent. /reset starts a new conversation" in result.stderr
+    assert result.stderr.count("has reached the limit of 60 tokens") == 2
+    first, second = result.stdout[: len(result.stdout) // 2], result.stdout[len(result.stdout) // 2 :]
+    assert first == second != ""
+
+
+# models, ladder, comparison, phases by themselves
+
+
+def test_model_make_list_and_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = infer("model", "make", "--shape", "tiny-gemma3", "--dtype", "bfloat16", tmp_path / "made")
+    assert made.exit_code == 0
+    assert made.stdout.strip() == str(tmp_path / "made")
+    assert infer("generate", "--model", tmp_path / "made", "-p", "x", "-n", "2").exit_code == 0
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path / "empty"))
+    listed = infer("model", "list")
+    assert "not fetched" in listed.stdout
+    assert "tiny-gemma3" in listed.stdout
+
+
+def test_ladder_ends_with_a_line_of_json(tiny: str) -> None:
+    result = infer("ladder", "--model", tiny, "--quick", "--phase", "02", "--new-tokens", "3", "--prompt-tokens", "4")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_compare_agrees_on_a_sound_checkpoint(tiny: str) -> None:
+    result = infer("compare", tiny)
+    assert result.exit_code == 0, result.stderr
+
+
+def test_phase_1a_runs_a_layer(tiny: str) -> None:
+    result = CliRunner().invoke(
+        phase_app(find_lesson("01a")), ["forward", "--model", tiny, "--layer", "2", "--tokens", "5"]
+    )
+    assert result.exit_code == 0
+    assert "[5, 96], RMS" in result.stdout
+
+
+def test_phase_1b_shows_the_likeliest_tokens(tiny: str) -> None:
+    result = CliRunner().invoke(phase_app(find_lesson("01b")), ["forward", "--model", tiny, "--top", "3"])
+    assert result.exit_code == 0
+    probabilities = [float(line.split()[0]) for line in result.stdout.splitlines()]
+    assert len(probabilities) == 3
+    assert probabilities == sorted(probabilities, reverse=True)
+
+
+def test_a_phase_runs_by_itself(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["-m", "generate", "--model", tiny, "-p", "x", "-n", "2", "--stats"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("phases.phase_02", run_name="__main__")
+    assert left.value.code == 0
+    (row,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("│ phase")]
+    assert " 02 " in row
+
+
+# refusals
+
+GENERATE = ("generate", "--prompt", "Hi", "--model", "{tiny}")
+REFUSALS: list[tuple[tuple[str, ...], str]] = [
+    ((*GENERATE, "--temperature", "nan"), "temperature is nan"),
+    ((*GENERATE, "--temperature", "-1"), "temperature is -1"),
+    ((*GENERATE, "--temperature", "inf"), "temperature is inf"),
+    ((*GENERATE, "--top-k", "-1"), "top_k is -1"),
+    ((*GENERATE, "--top-k", "0"), "top_k is 0"),
+    ((*GENERATE, "--top-p", "1.5"), "top_p is 1.5"),
+    ((*GENERATE, "--top-p", "nan"), "top_p is nan"),
+    ((*GENERATE, "--repetition-penalty", "0"), "repetition_penalty is 0"),
+    ((*GENERATE, "--max-tokens", "0"), "max_new_tokens is 0"),
+    ((*GENERATE, "--seed", "-5"), "seed is -5"),
+    ((*GENERATE, "--stop", ""), "stop"),
+    ((*GENERATE, "--phase", "99"), "no phase '99'"),
+    ((*GENERATE, "--phase", "01a"), "Phase 01a"),
+    ((*GENERATE, "--phase", "1b"), "python -m phases.phase_01b forward"),
+    ((*GENERATE, "--dtype", "int3"), "dtype is 'int3'"),
+    ((*GENERATE, "--device", "abacus"), "'abacus'"),
+    ((*GENERATE, "--attention-backend", "magic"), "attention_backend is 'magic'"),
+    ((*GENERATE, "--max-seq-len", "1"), "max_seq_len is 1"),
+    ((*GENERATE, "--max-seq-len", "999999"), "max_seq_len is 999999"),
+    ((*GENERATE, "--thinking"), "--chat"),
+    ((*GENERATE, "--chat", "--thinking"), "thinking"),
+    (("generate", "--model", "{tiny}", "--prompt", ""), "prompt is empty"),
+    (("generate", "--model", "{tiny}", "--prompt", "-"), "prompt is empty"),
+    (("generate", "--model", "{tiny}", "--prompt", "x" * 3000), "3001 tokens"),
+    (("generate", "--model", "/no/such/folder", "--prompt", "x"), "/no/such/folder"),
+    (("generate", "--model", "{empty}", "--prompt", "x"), "config.json"),
+    (("generate", "--model", "{file}", "--prompt", "x"), "is a file"),
+    (("chat", "--model", "/no/such/folder"), "/no/such/folder"),
+    (("chat", "--model", "{tiny}", "--temperature", "nan"), "temperature is nan"),
+    (("diff", "02", "01b"), "does not come after"),
+    (("diff", "01b", "x"), "no phase 'x'"),
+    (("phases", "sync", "frobnicate"), "has a method 'frobnicate'"),
+    (("phases", "sync", "decode", "--from", "01a"), "has no method 'decode'"),
+    (("model", "pull", "gpt-9"), "gpt-9"),
+    (("model", "make", "--shape", "round", "{empty}"), "round"),
+    (("model", "make", "--shape", "tiny-llama", "{occupied}"), "already holds files"),
+    (("ladder", "--model", "/no/such/folder"), "/no/such/folder"),
+    (("ladder", "--model", "{tiny}", "--phase", "99"), "99"),
+    (("compare", "/no/such/folder"), "/no/such/folder"),
+]
+USAGE_ERRORS = [
+    ("generate",),
+    ("generate", "--prompt", "x", "--max-tokens", "many"),
+    ("generate", "--prompt", "x", "--frobnicate"),
+    ("diff", "01b"),
+    ("model", "make"),
+    ("no-such-command",),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"), REFUSALS, ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else ""
+)
+def test_bad_input_is_one_paragraph_and_exit_code_2(
+    command: tuple[str, ...], says: str, tiny: str, tmp_path: Path
+) -> None:
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "thesis.txt").write_text("precious")
+    (tmp_path / "empty").mkdir()
+    paths = {"{tiny}": tiny, "{empty}": str(tmp_path / "empty"), "{occupied}": str(tmp_path / "occupied")}
+    paths["{file}"] = str(tmp_path / "occupied" / "thesis.txt")
+    result = infer(*(paths.get(part, part) for part in command), stdin="")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.strip().startswith("error: ")
+    assert "\n" not in result.stderr.strip()
+    assert says in result.stderr
+
+
+def test_standard_input_that_is_no_text_is_refused(tiny: str) -> None:
+    result = infer("generate", "--model", tiny, "--prompt", "-", stdin=b"\xff\xfe\x00")
+    assert result.exit_code == 2
+    assert "not UTF-8" in result.stderr
+
+
+@pytest.mark.parametrize("command", USAGE_ERRORS, ids=" ".join)
+def test_wrong_usage_is_exit_code_2(command: tuple[str, ...]) -> None:
+    result = infer(*command)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+    assert "Usage" in result.stderr
+
+
+# interruption
+
+
+def start(*arguments: str, **pipes: Any) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
+    return subprocess.Popen([*INFER, *arguments], cwd=ROOT, env=environment, **pipes)
+
+
+def test_control_c_ends_an_answer_with_130(tiny: str) -> None:
+    process = start("generate", "--model", tiny, "--phase", "02", "--prompt", "Hello", *LONG)
+    assert process.stdout is not None
+    assert process.stdout.read(8)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.decode().split() == ["interrupted"]
+
+
+def test_a_closed_pipe_ends_an_answer_quietly(tiny: str) -> None:
+    process = start("generate", "--model", tiny, "--phase", "02", "--prompt", "Hello", *LONG)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(8)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == b""
+
+
+def test_control_c_in_a_chat_stops_the_answer_then_leaves(tiny: str) -> None:
+    process = start("chat", "--model", tiny, "--phase", "02", *LONG, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdin.write(b"Hello\n")
+    process.stdin.flush()
+    assert process.stdout.read(8)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline().strip() == b"(stopped)"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors

@@ -1,0 +1,255 @@
+"""``infer compare``: silent on a sound model, and pointing at the very module that is broken on any other."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from shared.cli import app
+from shared.cli.compare import parse_layers
+from shared.errors import ConfigError
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
+from shared.models.norm import RMSNorm
+from shared.parity.compare import Comparison, compare_models, points
+from shared.parity.reference import load_reference
+from shared.parity.thresholds import Distance, distance
+
+IDS = [7, 300, 42, 42, 99, 5, 310, 211, 64, 18, 400, 3, 77, 250, 120, 33, 8, 9, 10, 11, 12, 13]
+PARTS = {"llama": 11, "qwen3": 13, "gemma3_text": 17}  # points of a layer
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def references(tiny_checkpoints: dict[str, Path]) -> dict[str, Any]:
+    return {family: load_reference(folder, torch.float32) for family, folder in tiny_checkpoints.items()}
+
+
+def compared(
+    folder: Path, reference: Any, damage: Callable[[CausalLM], None] = lambda model: None, **options: Any
+) -> Comparison:
+    model = load_model(folder)
+    damage(model)
+    return compare_models(model, reference, IDS, **options)
+
+
+def infer(*arguments: str | Path) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_a_sound_model_agrees_everywhere(tiny_checkpoints: dict[str, Path], references: Any, family: str) -> None:
+    comparison = compared(tiny_checkpoints[family], references[family])
+    num_layers = len(comparison.drift)
+    assert comparison.first_over is None
+    assert len(points(family)) == PARTS[family]
+    assert len(comparison.modules) == 4 + PARTS[family] * num_layers
+    assert [diff.name for diff in comparison.modules if diff.layer is None] == ["embedding", "norm", "head", "logits"]
+    outputs = [diff.layer for diff in comparison.modules if diff.name == points(family)[-1].name]
+    assert [layer for layer in outputs if layer is not None] == list(range(num_layers))
+    assert all(drift.relative < 2e-5 for drift in comparison.drift.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ["naive", "sdpa"])
+def test_it_agrees_in_every_dtype(tiny_checkpoint: Path, dtype: torch.dtype, backend: str) -> None:
+    model, reference = load_model(tiny_checkpoint, dtype=dtype), load_reference(tiny_checkpoint, dtype, backend)
+    assert compare_models(model, reference, IDS, attention_backend=backend).first_over is None
+
+
+def norm_epsilon(module: str) -> Callable[[CausalLM], None]:
+    def damage(model: CausalLM) -> None:
+        norm = model.get_submodule(module)
+        assert isinstance(norm, RMSNorm)
+        norm.eps = 0.1
+
+    return damage
+
+
+def weight(module: str) -> Callable[[CausalLM], None]:
+    """One weight among thousands, doubled."""
+
+    def damage(model: CausalLM) -> None:
+        parameter = model.get_submodule(module).weight
+        assert isinstance(parameter, torch.Tensor)
+        changed = parameter.detach().clone()
+        changed.view(-1)[changed.abs().argmax()] *= 2
+        model.get_submodule(module).weight = torch.nn.Parameter(changed, requires_grad=False)
+
+    return damage
+
+
+def attribute(module: str, name: str, value: Any) -> Callable[[CausalLM], None]:
+    return lambda model: setattr(model.get_submodule(module), name, value)
+
+
+DAMAGES: list[tuple[str, Callable[[CausalLM], None], str]] = [
+    ("llama", norm_epsilon("blocks.1.attention_norm"), "layer 1, attention_norm"),
+    ("llama", norm_epsilon("blocks.2.mlp_norm"), "layer 2, mlp_norm"),
+    ("llama", weight("blocks.0.attention.q_proj"), "layer 0, attention.q_proj"),
+    ("llama", weight("blocks.1.attention.k_proj"), "layer 1, attention.k_proj"),
+    ("llama", weight("blocks.1.attention.v_proj"), "layer 1, attention.v_proj"),
+    ("llama", weight("blocks.1.attention.o_proj"), "layer 1, attention.o_proj"),
+    ("llama", weight("blocks.2.mlp.gate_proj"), "layer 2, mlp.gate_proj"),
+    ("llama", weight("blocks.2.mlp.up_proj"), "layer 2, mlp.up_proj"),
+    ("llama", weight("blocks.2.mlp.down_proj"), "layer 2, mlp.down_proj"),
+    ("llama", attribute("blocks.1.attention", "scale", 0.3), "layer 1, attention.core"),
+    ("llama", norm_epsilon("norm"), "norm"),
+    ("qwen3", norm_epsilon("blocks.3.attention.qk.q_norm"), "layer 3, attention.qk.q_norm"),
+    ("qwen3", norm_epsilon("blocks.0.attention.qk.k_norm"), "layer 0, attention.qk.k_norm"),
+    ("qwen3", weight("head"), "head"),
+    ("qwen3", weight("embedding"), "embedding"),
+    ("gemma3_text", norm_epsilon("blocks.5.attention.qk.k_norm"), "layer 5, attention.qk.k_norm"),
+    ("gemma3_text", weight("blocks.4.attention.o_proj"), "layer 4, attention.o_proj"),
+    ("gemma3_text", norm_epsilon("blocks.5.post_attention_norm"), "layer 5, post_attention_norm"),
+    ("gemma3_text", weight("blocks.6.mlp.down_proj"), "layer 6, mlp.down_proj"),
+    ("gemma3_text", norm_epsilon("blocks.7.post_mlp_norm"), "layer 7, post_mlp_norm"),
+    ("gemma3_text", attribute("blocks.0.attention", "window", 17), "layer 0, attention.core"),
+    ("gemma3_text", attribute("embedding", "scale", 8.0), "embedding"),
+]
+
+
+@pytest.mark.parametrize(("family", "damage", "first"), DAMAGES, ids=[f"{f}: {m}" for f, _, m in DAMAGES])
+def test_the_broken_module_is_marked_first(
+    tiny_checkpoints: dict[str, Path], references: Any, family: str, damage: Callable[[CausalLM], None], first: str
+) -> None:
+    comparison = compared(tiny_checkpoints[family], references[family], damage)
+    assert comparison.first_over is not None
+    assert comparison.first_over.path == first
+    broken = comparison.first_over.layer
+    if broken is not None:  # no other layer is blamed, though all later states and the logits have changed
+        assert {diff.layer for diff in comparison.modules if diff.is_over} <= {broken, None}
+        assert [diff.name for diff in comparison.modules if diff.layer is None and diff.is_over] == ["logits"]
+        assert comparison.drift[len(comparison.drift) - 1].relative > 2e-5
+    assert all(comparison.drift[layer].relative < 2e-5 for layer in range(broken or 0))
+
+
+def test_not_a_number_is_over_the_limit(tiny_checkpoints: dict[str, Path], references: Any) -> None:
+    def damage(model: CausalLM) -> None:
+        model.get_submodule("blocks.1.mlp_norm").eps = float("nan")  # type: ignore[assignment]
+
+    comparison = compared(tiny_checkpoints["llama"], references["llama"], damage)
+    assert comparison.first_over is not None
+    assert comparison.first_over.path == "layer 1, mlp_norm"
+
+
+def test_layers_can_be_chosen_and_no_hook_stays(tiny_checkpoints: dict[str, Path], references: Any) -> None:
+    model, reference = load_model(tiny_checkpoints["gemma3_text"]), references["gemma3_text"]
+    comparison = compare_models(model, reference, IDS, layers=[2, 5])
+    assert {diff.layer for diff in comparison.modules} == {None, 2, 5}
+    for module in (*model.modules(), *reference.modules()):
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_what_cannot_be_compared(tiny_checkpoints: dict[str, Path], references: Any) -> None:
+    model = load_model(tiny_checkpoints["llama"], dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="one dtype"):
+        compare_models(model, references["llama"], IDS)
+    with pytest.raises(ConfigError, match="layer is 3; this model has layers 0 to 2"):
+        compared(tiny_checkpoints["llama"], references["llama"], layers=[0, 3])
+
+
+def test_distance() -> None:
+    reference = torch.tensor([[3.0, 4.0], [0.0, 0.0], [300.0, 400.0]])
+    assert distance(reference, reference) == Distance(0.0, 0.0, 0.0)
+    assert distance(reference + torch.tensor([[0.0], [0.0], [1.0]]), reference).maximum == 1.0
+    ours = reference.clone()
+    ours[0] += 0.5  # rms 0.5 over rms 5/√2: the quiet row decides, not the loud one
+    assert distance(ours, reference).relative == pytest.approx(0.5 / 12.5**0.5)
+    assert distance(ours, reference).typical == pytest.approx(0.5 / 12.5**0.5 / 3**0.5)
+    ours[2, 0] = float("nan")
+    assert distance(ours, reference).relative != distance(ours, reference).relative
+    with pytest.raises(ValueError, match="shapes differ"):
+        distance(reference, reference[:2])
+
+
+def test_layers_as_text() -> None:
+    assert parse_layers("0, 3,8-11,3") == [0, 3, 8, 9, 10, 11]
+    for wrong in ("", "a", "1-", "-1", "3-1", "1,,2", "1.5", "0-99999999", "²"):
+        with pytest.raises(ConfigError, match="layers"):
+            parse_layers(wrong)
+
+
+# The command.
+
+
+def test_the_command_on_a_sound_model(tiny_checkpoint: Path) -> None:
+    summary = infer("compare", tiny_checkpoint, "--prompt", "Hello, world")
+    assert summary.exit_code == 0, summary.output
+    assert "modules agree within their limits" in summary.output
+    full = infer("compare", tiny_checkpoint, "--prompt", "Hello, world", "--full", "--layers", "1")
+    assert "mlp.gate_proj" in full.output
+    assert "attention.core" in full.output
+
+
+def test_the_command_on_a_broken_copy(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is loaded from a folder with one other weight."""
+    other = Path(shutil.copytree(tiny_checkpoints["qwen3"], tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, other / "model.safetensors")
+    monkeypatch.setattr(
+        "shared.parity.reference.load_reference", lambda folder, *options: load_reference(other, *options)
+    )
+    table = infer("compare", tiny_checkpoints["qwen3"])
+    assert table.exit_code == 1
+    (marked,) = [line for line in table.output.splitlines() if "<- first over" in line]
+    assert marked.split()[:2] == ["2", "mlp.up_proj"]
+    assert "first layer 2, mlp.up_proj" in table.output
+    result = infer("compare", tiny_checkpoints["qwen3"], "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["first_over"] == {"layer": 2, "module": "mlp.up_proj"}
+    assert next(m["module"] for m in found["modules"] if m["is_over"]) == "mlp.up_proj"
+    assert len(found["drift"]) == 4
+
+
+def test_json_of_a_sound_model(tiny_checkpoints: dict[str, Path]) -> None:
+    result = infer("compare", tiny_checkpoints["llama"], "--json", "--attention-backend", "naive")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["first_over"], found["dtype"]) == (0, None, "float32")
+    assert {"layer", "module", "relative_error", "max_error", "limit", "is_over"} == set(found["modules"][0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int8"], "int8"),
+        (["--attention-backend", "magic"], "magic"),
+        (["--layers", "0,99"], "layer is 99"),
+        (["--layers", "x"], "layers is 'x'"),
+        (["--prompt", ""], "empty"),
+        (["--prompt", "word " * 4000], "tokens"),
+    ],
+)
+def test_what_the_command_refuses(tiny_checkpoints: dict[str, Path], arguments: list[str], message: str) -> None:
+    result = infer("compare", tiny_checkpoints["qwen3"], *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    result = infer("compare", tmp_path / "none")
+    assert result.exit_code == 2
+    assert "none" in result.stderr
+
+
+@pytest.mark.demo
+def test_the_demo_model_agrees(demo_folder: Path) -> None:
+    result = infer("compare", demo_folder, "--prompt", "The capital of France is", "--json")
+    found = json.loads(result.stdout)
+    assert found["first_over"] is None
+    assert len(found["drift"]) == 30

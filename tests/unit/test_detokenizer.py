@@ -1,0 +1,95 @@
+"""Streaming decode: the pieces join to what decode gives, for text and for any ids, and no piece is premature."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.text.detokenizer import IncrementalDecoder
+from shared.text.tokenizer import Tokenizer
+
+KINDS = ("llama3", "qwen3", "smollm2", "gemma3", "llama2")
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+RAW_BYTES = st.sampled_from([0x20, 0x41, 0x80, 0xA0, 0xBF, 0xC0, 0xC3, 0xE0, 0xE6, 0xED, 0xEF, 0xF0, 0xF4, 0xF8, 0xFF])
+
+
+@pytest.fixture(scope="module")
+def tokenizers(text_folders):
+    return {kind: Tokenizer.load(folder) for kind, folder in text_folders.items()}
+
+
+def _stream(tokenizer, ids):
+    decoder = IncrementalDecoder(tokenizer)
+    return [*(decoder.push(index) for index in ids), decoder.flush()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(kind=st.sampled_from(KINDS), text=UNICODE)
+def test_streamed_text_is_the_text(tokenizers, kind, text):
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text)
+    assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
+    if kind in ("llama3", "smollm2"):
+        assert tokenizer.decode(ids) == text
+
+
+@settings(max_examples=400, deadline=None)
+@given(kind=st.sampled_from(KINDS), data=st.data())
+def test_streamed_ids_equal_decode_for_any_ids(tokenizers, kind, data):
+    tokenizer = tokenizers[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
+    assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=400, deadline=None)
+@given(kind=st.sampled_from(KINDS), values=st.lists(RAW_BYTES, max_size=12))
+def test_broken_utf8_becomes_the_same_replacement_characters(tokenizers, kind, values):
+    """Single-byte tokens whose bytes are mostly no UTF-8: cut, overlong, surrogates, beyond the last code point."""
+    tokenizer = tokenizers[kind]
+    of_byte = {tokenizer.token_bytes(index): index for index in reversed(range(tokenizer.vocab_size))}
+    ids = [of_byte[bytes([value])] for value in values]
+    assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_piece_is_half_a_character_or_loses_a_space(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    text = "the cat 😀 日本 the  cat"
+    pieces = _stream(tokenizer, tokenizer.encode(text))
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == text
+    assert any(not piece for piece in pieces)  # the emoji's first bytes gave nothing
+
+
+def test_a_character_goes_with_its_last_byte(tokenizers):
+    tokenizer = tokenizers["smollm2"]
+    of_byte = {tokenizer.token_bytes(index): index for index in reversed(range(tokenizer.vocab_size))}
+    decoder = IncrementalDecoder(tokenizer)
+    assert [decoder.push(of_byte[bytes([byte])]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
+    assert decoder.flush() == ""
+
+
+def test_a_cut_character_becomes_a_replacement_at_the_end(tokenizers):
+    for kind in ("smollm2", "gemma3"):
+        tokenizer = tokenizers[kind]
+        of_byte = {tokenizer.token_bytes(index): index for index in reversed(range(tokenizer.vocab_size))}
+        ids = [of_byte[bytes([byte])] for byte in "😀".encode()[:3]]
+        pieces = _stream(tokenizer, ids)
+        assert pieces[:-1] == ["", "", ""]
+        assert pieces[-1] == tokenizer.decode(ids)
+        assert set(pieces[-1]) == {"\ufffd"}
+
+
+def test_special_tokens_show_nothing_and_do_not_cut_a_character(tokenizers):
+    for kind in ("smollm2", "gemma3"):
+        tokenizer = tokenizers[kind]
+        of_byte = {tokenizer.token_bytes(index): index for index in reversed(range(tokenizer.vocab_size))}
+        first, second = (of_byte[bytes([byte])] for byte in "é".encode())
+        ids = [min(tokenizer.special_ids), first, max(tokenizer.special_ids), second]
+        assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids) == "é"
+
+
+def test_only_the_first_space_of_a_llama2_text_is_dropped(tokenizers):
+    tokenizer = tokenizers["llama2"]
+    space = tokenizer.token_id("▁")
+    decoder = IncrementalDecoder(tokenizer)
+    assert [decoder.push(space) for _ in range(3)] == ["", " ", " "]

@@ -1,0 +1,291 @@
+"""Loading: what is refused and how it is said, what memory it takes, and that damaged folders never crash it."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from shared.errors import ConfigError, InferError, ModelFolderError
+from shared.loading.checkpoint import Checkpoint
+from shared.loading.loader import load_model
+from shared.loading.resolve import resolve_model
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the tiny Llama that a test may damage."""
+    return Path(shutil.copytree(tiny_checkpoints["llama"], tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(folder: Path) -> Path:
+    """The same checkpoint in two shards with an index."""
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, folder / shard)
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / WEIGHTS).unlink()
+    return folder
+
+
+def rewrite_index(folder: Path, shard: str) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = {name: shard if s == "b.safetensors" else s for name, s in index["weight_map"].items()}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def edit_weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    for name, tensor in change.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / WEIGHTS)
+
+
+def test_shards_load_as_the_single_file_does(tiny_checkpoints: dict[str, Path], sharded: Path) -> None:
+    whole, parts = load_model(tiny_checkpoints["llama"]), load_model(sharded)
+    for (name, a), (_, b) in zip(whole.named_parameters(), parts.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_dtype_is_the_one_asked_for_and_fp32_by_default_on_a_cpu(tiny_checkpoint: Path) -> None:
+    assert {p.dtype for p in load_model(tiny_checkpoint).parameters()} == {torch.float32}
+    assert {p.dtype for p in load_model(tiny_checkpoint, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_a_tied_head_is_the_embedding(tiny_checkpoints: dict[str, Path]) -> None:
+    gemma, qwen = load_model(tiny_checkpoints["gemma3_text"]), load_model(tiny_checkpoints["qwen3"])
+    assert gemma.head.weight.data_ptr() == gemma.embedding.weight.data_ptr()
+    assert qwen.head.weight.data_ptr() != qwen.embedding.weight.data_ptr()
+
+
+def test_missing_unexpected_and_misshaped_tensors_are_one_error(folder: Path) -> None:
+    norm = load_file(folder / WEIGHTS)["model.norm.weight"]
+    edit_weights(
+        folder,
+        {
+            "model.layers.0.mlp.up_proj.weight": None,
+            "model.norm.weight": norm[:-1].clone(),
+            "model.layers.0.mlp.extra.weight": norm,
+        },
+    )
+    with pytest.raises(ModelFolderError) as caught:
+        load_model(folder)
+    message = str(caught.value)
+    assert "1 missing: model.layers.0.mlp.up_proj.weight" in message
+    assert f"model.norm.weight ([{len(norm) - 1}], not [{len(norm)}])" in message
+    assert "1 unexpected: model.layers.0.mlp.extra.weight" in message
+
+
+def test_old_rope_buffers_in_a_checkpoint_are_passed_over(folder: Path) -> None:
+    edit_weights(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    load_model(folder)
+
+
+@pytest.mark.parametrize("shard", ["../b.safetensors", "/etc/b.safetensors", "x/../../b.safetensors", "..\\b.safetensors"])
+def test_a_shard_outside_the_folder_is_refused(sharded: Path, shard: str) -> None:
+    shutil.copy(sharded / "b.safetensors", sharded.parent / "b.safetensors")
+    rewrite_index(sharded, shard)
+    with pytest.raises(ModelFolderError, match="leads out of the folder"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("shard", ["b.bin", "b.pt", "", "b\0.safetensors"])
+def test_a_shard_that_is_not_safetensors_is_refused(sharded: Path, shard: str) -> None:
+    rewrite_index(sharded, shard)
+    with pytest.raises(ModelFolderError, match="never pickled"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, "b.safetensors"])
+def test_a_link_out_of_the_folder_is_refused(folder: Path, weights: str, request: pytest.FixtureRequest) -> None:
+    if weights != WEIGHTS:
+        request.getfixturevalue("sharded")
+    outside = folder.parent / "outside.safetensors"
+    (folder / weights).rename(outside)
+    (folder / weights).symlink_to(outside)
+    with pytest.raises(ModelFolderError, match="a link that leads out of the folder"):
+        load_model(folder)
+
+
+def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(folder: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in folder.iterdir():
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    load_model(snapshot)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl"])
+def test_pickled_weights_are_refused(folder: Path, name: str) -> None:
+    (folder / WEIGHTS).rename(folder / name)
+    with pytest.raises(ModelFolderError, match=f"{name}, a pickle"):
+        load_model(folder)
+
+
+def test_no_weights_missing_index_and_missing_shard_are_told_apart(sharded: Path) -> None:
+    (sharded / "b.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match=r"lacks the weight file b\.safetensors"):
+        load_model(sharded)
+    (sharded / INDEX).unlink()
+    with pytest.raises(ModelFolderError, match=r"the index tells which shard"):
+        load_model(sharded)
+    (sharded / "a.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match="holds no weights"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{" * 10000])
+def test_a_damaged_index_is_refused(sharded: Path, text: str) -> None:
+    (sharded / INDEX).write_text(text)
+    with pytest.raises(ModelFolderError):
+        load_model(sharded)
+
+
+def test_an_index_of_another_checkpoint_is_refused(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "a.safetensors")
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelFolderError, match="in files that do not hold them"):
+        load_model(sharded)
+
+
+def test_a_truncated_file_is_refused_at_every_length(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    for kept in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
+        (folder / WEIGHTS).write_bytes(whole[:kept])
+        with pytest.raises(ModelFolderError, match="truncated or damaged"):
+            load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "neither a folder nor a known model"),
+        ("no-such-model", "neither a folder nor a known model"),
+        ("pyproject.toml", "is a file"),
+        ("some-owner/some-model", "could not be had from the hub"),
+    ],
+)
+def test_a_wrong_name_says_what_a_name_may_be(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelFolderError, match=message):
+        resolve_model(name)
+
+
+def test_a_device_that_is_not_there_and_positions_out_of_range_are_refused(tiny_checkpoints: dict[str, Path]) -> None:
+    for device in ("tpu", "cuda:99", "meta"):
+        with pytest.raises(ConfigError, match="device"):
+            load_model(tiny_checkpoints["llama"], device=device)
+    for positions in (0, -1, 1 << 20):
+        with pytest.raises(ConfigError, match=f"max_positions is {positions}"):
+            load_model(tiny_checkpoints["llama"], max_positions=positions)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_mutated_folders_load_or_are_refused_in_words(tiny_checkpoints: dict[str, Path], tmp_path: Path, seed: int) -> None:
+    """Bytes flipped, cut, inserted in the configuration and in the weights' header."""
+    rng = random.Random(seed)
+    source = tiny_checkpoints[rng.choice(["llama", "qwen3", "gemma3_text"])]
+    folder = tmp_path / "fuzzed"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    path = folder / rng.choice(["config.json", "config.json", WEIGHTS])
+    data = bytearray(path.read_bytes())
+    reach = min(len(data), 4000)  # the header, where structure is
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(reach)
+        match rng.randrange(4):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at : at + rng.randint(1, 40)]
+            case 2:
+                data[at:at] = rng.choice([b"0", b"-", b"9" * 12, b"null", b"{", b'"', b"1e999", b"\xff"])
+            case 3:
+                data[at : at + 1] = bytes([data[at] ^ (1 << rng.randrange(8))])
+    path.write_bytes(data)
+    try:
+        load_model(folder)
+    except InferError as error:
+        assert "\n" not in str(error).strip()
+
+
+RSS_PROBE = textwrap.dedent("""
+    import re, sys, threading, time
+    import torch
+    from shared.loading.loader import load_model
+    def anonymous():
+        return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+    torch.ones(256, 256, dtype=torch.bfloat16).float()  # thread pools and allocator, before the baseline
+    base, peak, done = anonymous(), 0, False
+    def watch():
+        global peak
+        while not done:
+            peak = max(peak, anonymous())
+            time.sleep(0.0005)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = load_model(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
+    peak = max(peak, anonymous())
+    done = True
+    watcher.join()
+    print(peak - base, sum(p.nbytes for p in model.parameters()))
+""")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads RssAnon from /proc")
+@pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path, stored: str, wanted: str) -> None:
+    """Peak anonymous memory above the baseline, within 1.3 times the weights in the target dtype."""
+    _wide_checkpoint(tmp_path, stored)
+    command = [sys.executable, "-c", RSS_PROBE, str(tmp_path / "model"), wanted]
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True)
+    peak, weights = map(int, done.stdout.split())
+    assert weights > 60e6
+    assert peak <= 1.3 * weights, f"{peak / weights:.2f} times the weights"
+
+
+def _wide_checkpoint(tmp_path: Path, stored: str) -> None:
+    """A Llama of some 45 million parameters: large beside the noise of an interpreter, quick to write."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+    )
+    LlamaForCausalLM(config).to(getattr(torch, stored)).save_pretrained(tmp_path / "model", max_shard_size="50MB")
+
+
+def test_a_checkpoint_reads_shapes_without_reading_tensors(tiny_checkpoints: dict[str, Path]) -> None:
+    checkpoint = Checkpoint(tiny_checkpoints["llama"])
+    for name in checkpoint.names:
+        assert checkpoint.shape(name) == tuple(checkpoint.tensor(name).shape)

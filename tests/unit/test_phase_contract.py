@@ -1,0 +1,139 @@
+"""The contract of a phase folder (docs/OVERALL_DESIGN.md), kept for every phase that exists."""
+
+import ast
+import difflib
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError
+from shared.lessons import Lesson, lessons
+
+FILES = {"__init__.py", "__main__.py", "engine.py", "lesson.toml", "test_parity.py", "test_speedup.py"}
+LESSONS = lessons()
+GENERATING = [lesson for lesson in LESSONS if lesson.number >= "02"]
+PAIRS = [(old, new) for new in LESSONS for old in LESSONS if old.number == new.previous]
+GENERATING_PAIRS = [(old, new) for old, new in PAIRS if old.number >= "02"]
+
+
+def by_number(lesson: Lesson) -> str:
+    return lesson.number
+
+
+def pair_ids(pair: object) -> str:
+    return pair.number if isinstance(pair, Lesson) else str(pair)
+
+
+@cache
+def methods(lesson: Lesson) -> dict[str, str]:
+    """The source of each method of the phase's Engine, in order."""
+    source = (lesson.folder / "engine.py").read_text(encoding="utf-8")
+    (engine,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Engine"]
+    functions = [n for n in engine.body if isinstance(n, ast.FunctionDef)]
+    return {f.name: ast.get_source_segment(source, f) or "" for f in functions}
+
+
+@cache
+def loaded_modules(lesson: Lesson) -> frozenset[str]:
+    """The shared modules that a fresh interpreter holds once it has imported the phase's engine."""
+    code = f"import {lesson.module_name}.engine, sys; print(*[m for m in sys.modules if m.startswith('shared.')])"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    return frozenset(done.stdout.split())
+
+
+def test_the_first_phases_exist_in_order() -> None:
+    assert [lesson.number for lesson in LESSONS][:4] == ["01a", "01b", "02", "03"]
+    assert [lesson.previous for lesson in LESSONS][:4] == [None, "01a", "01b", "02"]
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
+def test_a_phase_folder_holds_the_same_files(lesson: Lesson) -> None:
+    found = {path.name for path in lesson.folder.iterdir() if path.is_file()}
+    optional = {"test_speedup.py"} if lesson.number < "02" else set()
+    assert FILES - optional <= found
+    assert found <= FILES
+    assert lesson.load("engine").__doc__
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
+def test_the_main_file_is_the_same_everywhere(lesson: Lesson) -> None:
+    first = (LESSONS[0].folder / "__main__.py").read_text(encoding="utf-8")
+    assert (lesson.folder / "__main__.py").read_text(encoding="utf-8") == first
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
+def test_an_engine_is_short_imports_no_phase_and_knows_no_number(lesson: Lesson) -> None:
+    source = (lesson.folder / "engine.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 200
+    tree = ast.parse(source)
+    imported = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    imported += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    assert not [name for name in imported if name.split(".")[0] in ("phases", "tests", "benchmarks", "tutorial")]
+    (engine,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Engine"]
+    assert not engine.bases
+    constants = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    code_strings = [text for text in constants if "\n" not in text and " " not in text]
+    assert lesson.number not in code_strings
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
+def test_a_phase_without_generation_offers_forward(lesson: Lesson) -> None:
+    wanted = "generate" if lesson.number >= "02" else "forward"
+    assert wanted in methods(lesson)
+
+
+@pytest.mark.parametrize(("old", "new"), GENERATING_PAIRS, ids=pair_ids)
+def test_methods_keep_name_and_order(old: Lesson, new: Lesson) -> None:
+    kept = [name for name in methods(new) if name in methods(old)]
+    assert kept == list(methods(old)), f"phase {new.number} renames, drops or moves a method of phase {old.number}"
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS, ids=pair_ids)
+def test_changes_names_exactly_the_methods_that_differ(old: Lesson, new: Lesson) -> None:
+    before, after = methods(old), methods(new)
+    differ = [name for name in after if after[name] != before.get(name)]
+    diff = "\n".join(
+        line
+        for name in set(differ) ^ set(new.changes)
+        for line in difflib.unified_diff(before.get(name, "").splitlines(), after.get(name, "").splitlines(), lineterm="")
+    )
+    assert list(new.changes) == differ, f"`changes` of phase {new.number} is not what differs:\n{diff}"
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
+def test_adds_equals_the_modules_that_the_engine_loads_first(lesson: Lesson) -> None:
+    before: frozenset[str] = frozenset()
+    for old, new in PAIRS:
+        if new is lesson:
+            before = loaded_modules(old)
+    assert sorted(lesson.adds) == sorted(loaded_modules(lesson) - before)
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
+def test_each_added_module_says_what_it_is_and_which_phase_brought_it(lesson: Lesson) -> None:
+    spoken = lesson.number.lstrip("0")
+    for name in lesson.adds:
+        path = Path(__file__).parents[2].joinpath(*name.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        docstring = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+        assert docstring, f"{name} has no docstring"
+        if path.name != "__init__.py":
+            assert f"phase {spoken}" in docstring, f"{name} does not say that phase {spoken} introduced it"
+
+
+@pytest.mark.parametrize("lesson", GENERATING, ids=by_number)
+def test_an_engine_refuses_settings_of_later_phases(lesson: Lesson) -> None:
+    supported = lesson.load("engine").SUPPORTED
+    fields = EngineConfig.__dataclass_fields__
+    assert supported <= set(fields)
+    for name in supported:
+        assert fields[name].metadata["phase"] <= lesson.number
+    config = EngineConfig(attention_backend="naive")
+    with pytest.raises(ConfigError, match=r"attention_backend = 'naive' arrives in phase 02"):
+        config.check(supported - {"attention_backend"})
+    config.check(supported)

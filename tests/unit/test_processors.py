@@ -1,0 +1,175 @@
+"""Each processor against its definition, counted out token by token, and against transformers where they agree."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+
+from shared.sampling.processors import (
+    apply_repetition_penalty,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    seen_mask,
+)
+
+INF = math.inf
+QUARTERS = st.integers(-20, 20).map(lambda n: n / 4)  # few values, so that ties are common
+LOGITS = st.lists(st.one_of(QUARTERS, st.just(-INF)), min_size=1, max_size=12).filter(lambda row: max(row) > -INF)
+
+
+def row_of(values):
+    return torch.tensor([values], dtype=torch.float32)
+
+
+def kept(logits):
+    return [value > -INF for value in logits[0].tolist()]
+
+
+def random_logits(rows, vocabulary, seed=0):
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(LOGITS, st.integers(1, 14))
+def test_top_k_keeps_tokens_with_fewer_than_k_better(values, k):
+    out = apply_top_k(row_of(values), torch.tensor([k]))
+    expected = [v if sum(w > v for w in values) < k else -INF for v in values]
+    assert out[0].tolist() == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(LOGITS, st.floats(0.001, 1.0))
+def test_top_p_keeps_tokens_with_less_than_p_above_them(values, p):
+    weights = [math.exp(v - max(values)) for v in values]
+    above = [sum(w for w in weights if w > own) / sum(weights) for own in weights]
+    assume(p == 1 or all(abs(mass - p) > 1e-5 for mass in above))  # the oracle rounds too
+    out = apply_top_p(row_of(values), torch.tensor([p], dtype=torch.float64))
+    assert out[0].tolist() == [v if mass < p or p == 1 else -INF for v, mass in zip(values, above, strict=True)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(LOGITS, st.floats(0.1, 10.0), st.data())
+def test_repetition_penalty_divides_positive_and_multiplies_negative(values, penalty, data):
+    ids = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=8))
+    logits = row_of(values)
+    seen = seen_mask(torch.zeros(len(ids), dtype=torch.int64), torch.tensor(ids, dtype=torch.int64), logits.shape)
+    out = apply_repetition_penalty(logits, seen, torch.tensor([penalty]))
+    expected = [(v / penalty if v > 0 else v * penalty) if i in ids else v for i, v in enumerate(values)]
+    assert out[0].tolist() == pytest.approx(expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LOGITS, st.floats(0.05, 20.0))
+def test_temperature_divides_and_keeps_the_distribution(values, temperature):
+    logits = row_of(values)
+    out = apply_temperature(logits, torch.tensor([temperature]))
+    assert out.max() == 0
+    assert torch.allclose(out.softmax(-1), (logits.double() / temperature).softmax(-1).float(), atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2, 50, 999, 1000])
+def test_top_k_as_transformers(k):
+    logits = random_logits(4, 1000)
+    assert torch.equal(apply_top_k(logits, torch.full((4,), k)), TopKLogitsWarper(k)(None, logits))
+    coarse = (logits * 2).round() / 2  # with ties
+    assert torch.equal(apply_top_k(coarse, torch.full((4,), k), k), TopKLogitsWarper(k)(None, coarse))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize(("vocabulary", "scale"), [(50, 1.0), (3000, 1.0), (3000, 0.1)])  # the last: wide nuclei
+def test_top_p_as_transformers(p, vocabulary, scale):
+    logits = random_logits(4, vocabulary) * scale
+    out = apply_top_p(logits, torch.full((4,), p, dtype=torch.float64))
+    assert torch.equal(out, TopPLogitsWarper(p)(None, logits))
+    assert 1 <= (out > -INF).sum(-1).min() < vocabulary
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 5.0])
+def test_repetition_penalty_as_transformers(penalty):
+    logits = random_logits(3, 100)
+    ids = torch.randint(0, 100, (3, 40), generator=torch.Generator().manual_seed(1))
+    seen = seen_mask(torch.arange(3).repeat_interleave(40), ids.flatten(), logits.shape)
+    out = apply_repetition_penalty(logits, seen, torch.full((3,), penalty))
+    assert torch.equal(out, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits))
+
+
+def test_ties_at_the_cut_all_stay():
+    values = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0]
+    assert kept(apply_top_k(row_of(values), torch.tensor([2]))) == [False, True, True, True, True, False]
+    flat = torch.zeros(1, 7)
+    assert kept(apply_top_k(flat, torch.tensor([1]))) == [True] * 7
+    assert kept(apply_top_p(flat, torch.tensor([0.01], dtype=torch.float64))) == [True] * 7
+
+
+def test_the_token_that_crosses_p_stays():
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    for p, expected in [(0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (5e-324, 1)]:
+        assert sum(kept(apply_top_p(logits, torch.tensor([p], dtype=torch.float64)))) == expected
+
+
+def test_each_row_has_its_own_limit():
+    logits = random_logits(5, 4000)
+    top_k = torch.tensor([1, 3, 3999, 5000, 2**63 - 1])
+    assert (apply_top_k(logits, top_k) > -INF).sum(-1).tolist() == [1, 3, 3999, 4000, 4000]
+    bounded = apply_top_k(logits, torch.tensor([1, 3, 4, 5000, 2**63 - 1]), 4)
+    assert (bounded > -INF).sum(-1).tolist() == [1, 3, 4, 4000, 4000]
+
+
+def test_top_p_of_one_leaves_a_row_as_it_is_beside_others():
+    """Rounded sums reach 1 before the tail of a large vocabulary, so p = 1 may not be left to the sum."""
+    logits = random_logits(3, 5000) * 10
+    out = apply_top_p(logits, torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64))
+    assert torch.equal(out[[0, 2]], logits[[0, 2]])
+    assert (out[1] == -INF).any()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
+def test_wide_and_narrow_nuclei_agree_in_one_batch(scale):
+    """A wide nucleus searches the whole vocabulary; its narrow neighbours must not notice."""
+    logits = torch.cat([random_logits(1, 5000) * scale, random_logits(2, 5000, seed=3)])
+    top_p = torch.tensor([0.95, 0.9, 0.5], dtype=torch.float64)
+    together = apply_top_p(logits, top_p)
+    for b in range(3):
+        assert torch.equal(apply_top_p(logits[b : b + 1], top_p[b : b + 1])[0], together[b])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-6, 1.0, 3e38])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1e30, -1e30, 1e30, 0.0],
+        [3e38, -3e38, 0.0, -INF],
+        [INF, 1.0, INF, -INF],
+        [-INF, -INF, -INF, -INF],
+        [-1e30, -INF, -1e30, -2e30],
+    ],
+)
+def test_extreme_logits_make_no_nan(values, temperature):
+    scaled = apply_temperature(row_of(values), torch.tensor([temperature]))
+    assert scaled.max() == 0
+    for out in (
+        scaled,
+        apply_top_k(scaled, torch.tensor([2])),
+        apply_top_p(scaled, torch.tensor([0.5], dtype=torch.float64)),
+    ):
+        assert not out.isnan().any()
+        assert out.max() == 0
+        assert not out.softmax(-1).isnan().any()
+
+
+def test_temperature_zero_leaves_the_likeliest_tokens():
+    out = apply_temperature(row_of([1.0, 2.0, 2.0, 1.9999999]), torch.tensor([0.0]))
+    assert out[0].tolist() == [-INF, 0.0, 0.0, -INF]
+
+
+def test_arguments_are_not_mutated():
+    logits, before = random_logits(2, 50), random_logits(2, 50)
+    apply_repetition_penalty(logits, torch.ones(2, 50, dtype=torch.bool), torch.tensor([2.0, 0.5]))
+    apply_temperature(logits, torch.tensor([0.5, 0.0]))
+    apply_top_k(logits, torch.tensor([1, 2]))
+    apply_top_p(logits, torch.tensor([0.1, 0.2], dtype=torch.float64))
+    assert torch.equal(logits, before)

@@ -1,0 +1,249 @@
+"""The draw follows the exact distribution, depends on (seed, index, stream) alone, and survives extreme logits."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from shared.sampling.noise import Stream
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch, SamplingRow, log_probabilities, sample
+
+INF = math.inf
+NUM_DRAWS = 20_000
+LOGITS = torch.tensor([1.0, 0.3, -0.5, 2.0, 2.0, -1.5, 0.3, 1.7, -INF, 0.0])
+
+DISTRIBUTIONS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_p": 0.6},
+    {"top_p": 0.95},
+    {"temperature": 1.5, "top_k": 6, "top_p": 0.8},
+    {"repetition_penalty": 1.5, "temperature": 0.8},
+    {"repetition_penalty": 0.7, "top_k": 5, "top_p": 0.9, "temperature": 1.2},
+]
+HISTORY = [3, 3, 0, 5, 7]
+
+
+def exact_distribution(params):
+    """The pipeline written out over Python floats."""
+    scores = LOGITS.tolist()
+    for i in set(HISTORY):
+        scores[i] = scores[i] / params.repetition_penalty if scores[i] > 0 else scores[i] * params.repetition_penalty
+    scores = [s / params.temperature for s in scores]
+    if params.top_k is not None:
+        scores = [s if sum(o > s for o in scores) < params.top_k else -INF for s in scores]
+    total = sum(math.exp(s) for s in scores)
+    above = [sum(math.exp(o) for o in scores if o > s) / total for s in scores]
+    weights = [math.exp(s) if mass < params.top_p else 0.0 for s, mass in zip(scores, above, strict=True)]
+    return [w / sum(weights) for w in weights]
+
+
+def assert_follows(ids, distribution):
+    counts = torch.bincount(ids, minlength=len(distribution)).tolist()
+    possible = [i for i, p in enumerate(distribution) if p > 0]
+    assert sum(counts[i] for i in possible) == len(ids)  # nothing outside the support
+    if len(possible) > 1:
+        expected = [distribution[i] * len(ids) for i in possible]
+        assert min(expected) > 5
+        assert stats.chisquare([counts[i] for i in possible], expected).pvalue > 0.01
+
+
+def draw_many(params, axis, stream=Stream.DRAW):
+    rows = [SamplingRow(params, *((n, 4) if axis == "seed" else (4, n)), token_ids=HISTORY) for n in range(NUM_DRAWS)]
+    return sample(LOGITS.expand(NUM_DRAWS, -1), SamplingBatch.of(rows), stream=stream)
+
+
+def mixed_rows(count):
+    """Rows of every kind, in a fixed order that repeats."""
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {},
+        {"top_k": 50, "temperature": 1.3},
+        {"temperature": 0, "repetition_penalty": 1.3},
+        {"temperature": 2.0, "top_p": 0.98},
+        {"top_k": 2000, "top_p": 0.5, "repetition_penalty": 1.1},
+        {"temperature": 1e-6},
+    ]
+    params = [SamplingParams(**kinds[b % len(kinds)]) for b in range(count)]
+    return [SamplingRow(p, 2**63 + 17 * b, b * b, range(b, 400, 7)) for b, p in enumerate(params)]
+
+
+def make_logits(rows, vocabulary, seed=0):
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("axis", ["seed", "index"])
+@pytest.mark.parametrize("settings", DISTRIBUTIONS, ids=str)
+def test_draws_follow_the_exact_distribution(settings, axis):
+    params = SamplingParams(**settings)
+    assert_follows(draw_many(params, axis), exact_distribution(params))
+
+
+@pytest.mark.parametrize("stream", Stream)
+def test_every_stream_follows_the_distribution(stream):
+    params = SamplingParams()
+    assert_follows(draw_many(params, "index", stream), exact_distribution(params))
+
+
+def test_streams_draw_independently():
+    params = SamplingParams(temperature=1.5, top_k=5)
+    first, second = (draw_many(params, "index", stream) for stream in (Stream.DRAW, Stream.RESIDUAL))
+    table = torch.zeros(10, 10)
+    table.index_put_((first, second), torch.ones(NUM_DRAWS), accumulate=True)
+    table = table[table.sum(1) > 0][:, table.sum(0) > 0]
+    assert stats.chi2_contingency(table.numpy()).pvalue > 0.01
+
+
+def test_neighbouring_indices_draw_independently():
+    ids = draw_many(SamplingParams(top_k=5), "index")
+    table = torch.zeros(10, 10)
+    table.index_put_((ids[:-1], ids[1:]), torch.ones(NUM_DRAWS - 1), accumulate=True)
+    table = table[table.sum(1) > 0][:, table.sum(0) > 0]
+    assert stats.chi2_contingency(table.numpy()).pvalue > 0.01
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens():
+    logits = make_logits(1, 1000).expand(50, -1)
+
+    def tokens(seed):
+        rows = [SamplingRow(SamplingParams(temperature=2.0), seed, index, ()) for index in range(50)]
+        return sample(logits, SamplingBatch.of(rows)).tolist()
+
+    assert tokens(7) == tokens(7)
+    assert tokens(7) != tokens(8)
+    assert tokens(2**63) != tokens(0)  # the upper half of the seed counts
+    assert len(set(tokens(7))) > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_draws_the_same_alone_and_among_fifty(dtype):
+    rows = mixed_rows(50)
+    logits = make_logits(50, 5003).to(dtype)
+    together = sample(logits, SamplingBatch.of(rows))
+    alone = [int(sample(logits[b : b + 1], SamplingBatch.of(rows[b : b + 1]))) for b in range(50)]
+    assert together.tolist() == alone
+    order = list(reversed(range(50)))
+    assert sample(logits[order], SamplingBatch.of([rows[b] for b in order])).tolist() == alone[::-1]
+    chosen = log_probabilities(logits, together)
+    for b in range(50):
+        assert torch.equal(log_probabilities(logits[b : b + 1], together[b : b + 1])[0], chosen[b])
+
+
+def test_greedy_rows_are_the_exact_arg_max_in_any_company():
+    rows = mixed_rows(16)
+    logits = make_logits(16, 500)
+    logits[0, [5, 9]] = 100.0  # a tie: the lower id
+    ids = sample(logits, SamplingBatch.of(rows))
+    assert ids[0] == 5
+    for b in (0, 8):
+        assert ids[b] == logits[b].argmax()
+        assert sample(logits[b : b + 1], SamplingBatch.of([rows[b]])) == ids[b]
+
+
+def test_greedy_honours_the_repetition_penalty():
+    logits = torch.tensor([[2.0, 1.5, -1.0]])
+    penalised = SamplingRow(SamplingParams(temperature=0, repetition_penalty=1.5), 0, 0, [0])
+    plain = SamplingRow(SamplingParams(temperature=0), 0, 0, [0])
+    assert sample(logits, SamplingBatch.of([penalised])).tolist() == [1]
+    both = SamplingBatch.of([plain, penalised])
+    assert sample(logits.expand(2, -1), both).tolist() == [0, 1]
+    assert both.history_rows.tolist() == [1]  # no history is carried for a row without a penalty
+
+
+def test_fields_that_no_row_needs_are_none():
+    greedy = SamplingRow(SamplingParams(temperature=0, top_k=3, top_p=0.5), 1, 2, [1])
+    assert SamplingBatch.of([greedy, greedy]) == SamplingBatch(num_rows=2)
+    plain = SamplingBatch.of([SamplingRow(SamplingParams(), 1, 2, [1])])
+    assert plain.temperature is not None
+    assert (plain.top_k, plain.top_p, plain.repetition_penalty, plain.drawing_rows) == (None,) * 4
+    # the filters of a greedy row do not make its neighbours pay for a search
+    beside = SamplingBatch.of([greedy, SamplingRow(SamplingParams(), 1, 2, [1])])
+    assert (beside.top_k, beside.top_p) == (None, None)
+    assert beside.drawing_rows.tolist() == [1]
+
+
+def test_an_all_greedy_batch_is_one_arg_max():
+    batch = SamplingBatch.of([SamplingRow(SamplingParams(temperature=0), 1, 2, [1])])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        sample(make_logits(1, 50), batch)
+    assert [e.key for e in profile.key_averages() if e.key.startswith("aten::arg")] == ["aten::argmax"]
+    assert not {e.key for e in profile.key_averages()} & {"aten::sort", "aten::topk", "aten::log_", "aten::softmax"}
+
+
+@pytest.mark.parametrize("settings", [*DISTRIBUTIONS, {"temperature": 1e-6}, {"temperature": 5e-324}], ids=str)
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ([1e30, -1e30, 0.0, -INF], {0}),
+        ([-INF, -INF, -5.0, -INF], {2}),
+        ([-1e30, -INF, -1e30, -3e38], {0, 2}),
+        ([INF, 3e38, -INF, 0.0], {0}),
+    ],
+)
+def test_extreme_logits(values, allowed, settings):
+    logits = torch.tensor([values])
+    for seed in range(5):
+        batch = SamplingBatch.of([SamplingRow(SamplingParams(**settings), seed, 0, [])])
+        assert int(sample(logits, batch)) in allowed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1e300},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-300},
+        {"top_k": 2**80},
+        {"top_k": 2**63 - 1},
+        {"top_p": 1e-300},
+        {"seed": 2**64 - 1},
+    ],
+    ids=str,
+)
+def test_extreme_parameters(settings):
+    params = SamplingParams(**settings)
+    logits = torch.tensor([[1.0, 0.0, -1.0, -INF]])
+    row = SamplingRow(params, 2**64 - 1, 2**31, [0, 1, 2])
+    plain = SamplingRow(SamplingParams(top_k=3), 3, 0, [])
+    assert int(sample(logits, SamplingBatch.of([row]))) in {0, 1, 2}
+    assert sample(logits.expand(2, -1), SamplingBatch.of([row, plain]))[1] == sample(logits, SamplingBatch.of([plain]))
+
+
+def test_a_tiny_temperature_is_the_arg_max():
+    logits = make_logits(8, 2000)
+    rows = [SamplingRow(SamplingParams(temperature=1e-6), b, 0, []) for b in range(8)]
+    assert torch.equal(sample(logits, SamplingBatch.of(rows)), logits.argmax(-1))
+
+
+def test_raw_logits_are_not_mutated():
+    logits, before = make_logits(16, 500), make_logits(16, 500)
+    sample(logits, SamplingBatch.of(mixed_rows(16)))
+    sample(logits[1:3], SamplingBatch.of(mixed_rows(16)[1:3]))
+    log_probabilities(logits, torch.zeros(16, dtype=torch.int64))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_log_probabilities_are_those_of_the_raw_logits(dtype):
+    logits = make_logits(3, 100).to(dtype)
+    ids = torch.tensor([0, 50, 99])
+    out = log_probabilities(logits, ids)
+    assert out.dtype == torch.float32
+    expected = logits.double().log_softmax(-1)[torch.arange(3), ids]
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+def test_an_empty_batch():
+    assert sample(torch.empty(0, 7), SamplingBatch.of([])).shape == (0,)
+
+
+def test_rows_must_match():
+    batch = SamplingBatch.of([SamplingRow(SamplingParams(), 0, 0, [])])
+    with pytest.raises(ValueError, match="logits have 2 rows, the sampling batch has 1"):
+        sample(torch.zeros(2, 5), batch)
