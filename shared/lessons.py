@@ -1,7 +1,7 @@
 """The phases of the course, as their ``lesson.toml`` files tell. Introduced in phase 1b.
 
-A phase's number is its folder's name without ``phase_``, points for underscores: ``phase_03_1`` is 03.1. Invariant: what
-is said of a phase anywhere (table, diff, ladder, documentation) is read from here.
+A phase's number is its folder's name without ``phase_``, points for underscores: ``phase_03_1`` is 03.1. Invariant:
+what is said of a phase anywhere (table, diff, ladder, documentation) is read from here.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from shared.errors import ConfigError
 
 @dataclass(frozen=True)
 class Lesson:
-    """One phase: ``adds`` are the shared modules new in it, ``changes`` the methods of Engine that differ from before."""
+    """One phase: ``adds`` are the shared modules new in it, ``changes`` the methods of Engine that differ."""
 
     number: str
     folder: Path

@@ -69,7 +69,9 @@ def test_sampled_tokens_equal_those_of_phase_2(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])
-@pytest.mark.parametrize("sizes", [[48], [1] * 48, [5, 1, 20, 2, 20], [47, 1]], ids=["whole", "one by one", "chunks", "last"])
+@pytest.mark.parametrize(
+    "sizes", [[48], [1] * 48, [5, 1, 20, 2, 20], [47, 1]], ids=["whole", "one by one", "chunks", "last"]
+)
 def test_logits_do_not_depend_on_how_the_prompt_is_cut(tiny_checkpoint: Path, backend: str, sizes: list[int]) -> None:
     model = load_model(tiny_checkpoint)
     tokens = sequence(48, model.config.vocab_size)  # three times Gemma's window of 16
@@ -95,7 +97,7 @@ def test_the_cache_holds_what_a_recomputed_forward_computes(tiny_checkpoint: Pat
 
         def write(self, layer, q, k, v, positions, qk):  # type: ignore[no-untyped-def]
             q = super().write(layer, q, k, v, positions, qk)
-            self.kept[layer] = (self.k, self.v)
+            self.kept[layer] = (self.k, self.v)  # [Hkv, T, D]
             return q
 
     recorder = Recorder()
@@ -103,8 +105,8 @@ def test_the_cache_holds_what_a_recomputed_forward_computes(tiny_checkpoint: Pat
         model(Tokens(tokens, torch.arange(40)), recorder)
     assert len(recorder.kept) == model.config.num_layers
     for layer, (keys, values) in recorder.kept.items():
-        torch.testing.assert_close(cache.keys[layer, :, :40].transpose(0, 1), keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(cache.values[layer, :, :40].transpose(0, 1), values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cache.keys[layer, :, :40], keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cache.values[layer, :, :40], values, rtol=1e-4, atol=1e-5)
     assert cache.keys[:, :, 40:].isnan().all(), "places behind the sequence were written"
     assert cache.length == 40
 
@@ -196,7 +198,9 @@ def test_a_cache_without_room_is_refused(tiny_checkpoints: dict[str, Path], capa
         EngineConfig(max_seq_len=capacity)
 
 
-def test_a_prompt_as_long_as_the_capacity_is_refused_before_anything_is_computed(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_prompt_as_long_as_the_capacity_is_refused_before_any_work(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
     engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=16))
     with pytest.raises(RequestError, match="16 tokens and a sequence may have 16"):
         ids(engine, [5] * 16, 1)

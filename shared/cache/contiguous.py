@@ -2,8 +2,8 @@
 
 Keys and values of past tokens never change, so a step computes those of its new tokens, writes them behind the others
 and attends over all. Layout: one tensor for keys and one for values, ``[layer, Hkv, capacity, D]``, so that the tokens
-of a head lie next to each other. Invariants: the first ``length`` places hold the sequence's tokens in order; the length
-(physical) is the cache's own count and is never derived from positions (logical), which belong to the request.
+of a head lie next to each other. Invariants: the first ``length`` places hold the sequence's tokens in order; the
+length (physical) is the cache's own count and is never derived from positions (logical), which belong to the request.
 """
 
 import torch
@@ -114,5 +114,5 @@ class ContiguousView:
         """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
         first = 0 if window is None else max(0, self.start + 1 - window)
         keys, values = self.layers[layer]
-        k, v = keys[:, first : self.end].transpose(0, 1), values[:, first : self.end].transpose(0, 1)
+        k, v = keys[:, first : self.end], values[:, first : self.end]
         return self.attention(q, k, v, scale=scale, window=window, softcap=softcap)

@@ -1,7 +1,8 @@
 """A view with no memory behind it: attention within the step alone. Introduced in phase 1a.
 
-The simplest thing that can stand behind the model. Every step must bring whole sequences, since nothing is kept from one
-to the next. Invariant: of each layer only its own keys and values of this step are held, until the next layer writes.
+The simplest thing that can stand behind the model. Every step must bring whole sequences, since nothing is kept from
+one to the next. Invariant: of each layer only its own keys and values of this step are held, until the next layer
+writes.
 """
 
 from collections.abc import Sequence
@@ -34,13 +35,15 @@ class UncachedView:
         qk: QueryKeyTransform,
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
-        q, self.k = qk(q, k, positions)
-        self.v = v
+        q, k = qk(q, k, positions)
+        self.k, self.v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, T, D]
         return q
 
     def attend(
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
-        sequences = zip(*(x.split(self.lengths) for x in (q, self.k, self.v)), strict=True)
+        sequences = zip(
+            q.split(self.lengths), self.k.split(self.lengths, 1), self.v.split(self.lengths, 1), strict=True
+        )
         return torch.cat([self.attention(*qkv, scale=scale, window=window, softcap=softcap) for qkv in sequences])

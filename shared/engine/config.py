@@ -54,8 +54,8 @@ class EngineConfig:
         for field in dataclasses.fields(self):
             if field.name not in supported and getattr(self, field.name) != field.default:
                 raise ConfigError(
-                    f"{field.name} = {getattr(self, field.name)!r} arrives in phase {field.metadata['phase']}; leave it "
-                    f"at {field.default!r}, or choose that phase or a later one with --phase."
+                    f"{field.name} = {getattr(self, field.name)!r} arrives in phase {field.metadata['phase']}; leave "
+                    f"it at {field.default!r}, or choose that phase or a later one with --phase."
                 )
 
     @property

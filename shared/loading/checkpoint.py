@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """Names, shapes and tensors of a folder's weights. Raises ModelFolderError on anything missing, damaged or unsafe."""
+    """Names, shapes and tensors of a folder's weights; ModelFolderError on anything missing, damaged or unsafe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,8 +100,8 @@ class Checkpoint:
         pickled = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
         if pickled:
             return (
-                f"{self.folder} holds {pickled[0]}, a pickle, which can run code when it is opened and is refused; give "
-                "a folder with safetensors (transformers' save_pretrained writes them)."
+                f"{self.folder} holds {pickled[0]}, a pickle, which can run code when it is opened and is refused; "
+                "give a folder with safetensors (transformers' save_pretrained writes them)."
             )
         shards = sorted(p.name for p in self.folder.glob("*.safetensors"))
         if shards:

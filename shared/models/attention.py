@@ -9,7 +9,7 @@ from torch import nn
 
 from shared.models.config import ModelConfig
 from shared.models.norm import RMSNorm
-from shared.models.projection import Projection
+from shared.models.projection import Projection, ProjectionGroup
 from shared.models.tokens import KVView, Tokens
 from shared.ops.rope import rotate
 
@@ -22,7 +22,7 @@ class NormAndRotate(nn.Module):
 
     def __init__(self, table: torch.Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None) -> None:
         super().__init__()
-        self.table = table  # [positions, D], shared by all layers of one RoPE; not part of the state
+        self.table = table  # [positions, 2, 1, D], shared by all layers of one RoPE; not part of the state
         self.q_norm = q_norm
         self.k_norm = k_norm
 
@@ -32,8 +32,9 @@ class NormAndRotate(nn.Module):
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        rows = self.table[positions]
-        return rotate(q, rows), rotate(k, rows)
+        both = rotate(torch.cat((q, k), dim=1), self.table[positions])
+        q, k = both.split((q.shape[1], k.shape[1]), dim=1)
+        return q, k
 
 
 class Attention(nn.Module):
@@ -47,19 +48,24 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.window = config.windows[layer]
         self.softcap = config.attention_softcap
-        self.q_proj = Projection(H, config.num_heads * D, bias)
-        self.k_proj = Projection(H, config.num_kv_heads * D, bias)
-        self.v_proj = Projection(H, config.num_kv_heads * D, bias)
+        self.qkv = ProjectionGroup(
+            q_proj=Projection(H, config.num_heads * D, bias),
+            k_proj=Projection(H, config.num_kv_heads * D, bias),
+            v_proj=Projection(H, config.num_kv_heads * D, bias),
+        )
         self.o_proj = Projection(config.num_heads * D, H, bias)
         self.qk = qk
 
     def forward(
-        self, x: torch.Tensor, tokens: Tokens, kv: KVView, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        tokens: Tokens,
+        kv: KVView,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x ``[T, H]``, already normed, to ``[T, H]``."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq, D]
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hkv, D]
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        """x ``[T, H]`` to ``[T, H]``, normed on its way in by ``norm``, added to ``residual`` on its way out."""
+        q, k, v = (y.view(len(x), -1, self.head_dim) for y in self.qkv(x, norm=norm))  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap)
         return self.o_proj(out.flatten(1), residual=residual)

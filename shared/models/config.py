@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: base ``theta`` and how its frequencies are scaled (``default``, ``linear``, ``llama3``).
+    """Rotary position embedding: base ``theta``, frequencies scaled by ``kind`` (``default``, ``linear``, ``llama3``).
 
     ``low_freq_factor``, ``high_freq_factor`` and ``original_max_position`` are read by ``llama3`` alone.
     """
@@ -40,7 +40,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_scale: float  # scores are q·k times this
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # a layer's sliding window in tokens, the token itself included; None: full attention
+    windows: tuple[int | None, ...]  # tokens a layer sees, the token itself included; None: all
     local_rope: RopeConfig | None = None  # RoPE of sliding layers where it differs from `rope` (Gemma 3)
     attention_bias: bool = False
     mlp_bias: bool = False

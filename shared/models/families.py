@@ -12,7 +12,7 @@ from shared.models import gemma3, llama, qwen3
 
 @dataclass(frozen=True)
 class Family:
-    """``scales_embeddings``: multiplied by √H after the look-up. ``norm_offset``: see :func:`shared.ops.rmsnorm.rms_norm`."""
+    """``scales_embeddings``: by √H after the look-up; ``norm_offset``: see :func:`shared.ops.rmsnorm.rms_norm`."""
 
     block: type[nn.Module]
     layer_names: dict[str, str]

@@ -1,7 +1,7 @@
 """The Gemma 3 block: norms on both sides of attention and MLP, GeGLU, QK-norm. Introduced in phase 1a.
 
-Gemma Team, "Gemma 3 Technical Report", arXiv 2503.19786. Norm weights are stored as their distance from one. Most layers
-see a sliding window and turn by a RoPE base of their own; both come from the configuration, per layer.
+Gemma Team, "Gemma 3 Technical Report", arXiv 2503.19786. Norm weights are stored as their distance from one. Most
+layers see a sliding window and turn by a RoPE base of their own; both come from the configuration, per layer.
 """
 
 import torch
@@ -36,5 +36,5 @@ class Gemma3Block(nn.Module):
         self.post_mlp_norm = RMSNorm(H, eps, offset=1.0)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
-        x = x + self.post_attention_norm(self.attention(self.attention_norm(x), tokens, kv))
-        return x + self.post_mlp_norm(self.mlp(self.mlp_norm(x)))
+        x = x + self.post_attention_norm(self.attention(x, tokens, kv, norm=self.attention_norm))
+        return x + self.post_mlp_norm(self.mlp(x, norm=self.mlp_norm))

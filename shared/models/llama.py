@@ -15,13 +15,13 @@ from shared.models.tokens import KVView, Tokens
 # our module -> the checkpoint's, within one layer
 LAYER_NAMES = {
     "attention_norm": "input_layernorm",
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
+    "attention.qkv.q_proj": "self_attn.q_proj",
+    "attention.qkv.k_proj": "self_attn.k_proj",
+    "attention.qkv.v_proj": "self_attn.v_proj",
     "attention.o_proj": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm",
-    "mlp.gate_proj": "mlp.gate_proj",
-    "mlp.up_proj": "mlp.up_proj",
+    "mlp.gate_up.gate_proj": "mlp.gate_proj",
+    "mlp.gate_up.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
 
@@ -37,5 +37,5 @@ class LlamaBlock(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
-        x = self.attention(self.attention_norm(x), tokens, kv, residual=x)
-        return self.mlp(self.mlp_norm(x), residual=x)
+        x = self.attention(x, tokens, kv, norm=self.attention_norm, residual=x)
+        return self.mlp(x, norm=self.mlp_norm, residual=x)

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from shared.models.config import ModelConfig
-from shared.models.projection import Projection
+from shared.models.norm import RMSNorm
+from shared.models.projection import Projection, ProjectionGroup
 from shared.ops.gated import GATED_ACTIVATIONS
 
 
@@ -14,11 +15,13 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         H, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias  # noqa: E741
-        self.gate_proj = Projection(H, I, bias)
-        self.up_proj = Projection(H, I, bias)
+        self.gate_up = ProjectionGroup(gate_proj=Projection(H, I, bias), up_proj=Projection(H, I, bias))
         self.down_proj = Projection(I, H, bias)
         self.gated = GATED_ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x ``[T, H]``, already normed, to ``[T, H]``."""
-        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)), residual=residual)
+    def forward(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x ``[T, H]`` to ``[T, H]``, normed on its way in by ``norm``, added to ``residual`` on its way out."""
+        gate, up = self.gate_up(x, norm=norm)
+        return self.down_proj(self.gated(gate, up), residual=residual)

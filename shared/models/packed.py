@@ -2,9 +2,9 @@
 
 With a cache, a step reads every weight for one token: decoding runs at the speed of the memory, and the only way to be
 faster is to read fewer bytes. Checkpoints store 16-bit weights, which a CPU engine widens to fp32 to compute with.
-FBGEMM (Khudia et al., arXiv 2101.05615), inside PyTorch on x86, has a product that reads fp16 weights and widens them in
-registers; inputs, sums and outputs are fp32. Invariant: a weight is packed only if fp16 holds it to the last bit, so a
-packed model is the same model, at half the bytes; all other projections stay as they are.
+FBGEMM (Khudia et al., arXiv 2101.05615), inside PyTorch on x86, has a product that reads fp16 weights and widens them
+in registers; inputs, sums and outputs are fp32. Invariant: a weight is packed only if fp16 holds it to the last bit, so
+a packed model is the same model, at half the bytes; all other projections stay as they are.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,17 @@ from torch import nn
 
 from shared.models.causal_lm import CausalLM
 from shared.models.norm import RMSNorm
-from shared.models.projection import Projection
+from shared.models.projection import Projection, ProjectionGroup
+
+SUPPORTED_ENGINES = torch.backends.quantized.supported_engines
 
 
 class PackedProjection(nn.Module):
-    """A :class:`Projection` on a CPU whose fp32 weight fits fp16; the interface is the same."""
+    """A :class:`Projection` whose fp32 weight ``[out, in]`` fits fp16, on the CPU; the interface is the same."""
 
-    def __init__(self, projection: Projection) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.weight = torch.ops.quantized.linear_prepack_fp16(projection.weight, projection.bias)
-        self.num_bytes = projection.weight.nbytes // 2
+        self.weight = torch.ops.quantized.linear_prepack_fp16(weight, bias)
 
     def forward(
         self,
@@ -41,17 +42,40 @@ class PackedProjection(nn.Module):
         return y if residual is None else residual + y
 
 
+class PackedGroup(nn.Module):
+    """A :class:`ProjectionGroup` as one packed matrix, whose outputs are cut apart: one product instead of three."""
+
+    def __init__(self, group: ProjectionGroup) -> None:
+        super().__init__()
+        members = [member for member in group.children() if isinstance(member, Projection)]
+        biases = [member.bias for member in members if member.bias is not None]
+        self.sizes = [len(member.weight) for member in members]
+        self.merged = PackedProjection(
+            torch.cat(tuple(member.weight for member in members)), torch.cat(tuple(biases)) if biases else None
+        )
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> tuple[torch.Tensor, ...]:
+        """x fp32 ``[T, in]`` to one ``[T, out]`` for each member, in order."""
+        return self.merged(x, norm=norm).split(self.sizes, dim=-1)
+
+
 def pack(model: CausalLM) -> CausalLM:
-    """Replace, in place, every projection that can be packed without loss; a GPU's model is returned as it is."""
-    if model.device.type == "cpu" and model.dtype == torch.float32 and "fbgemm" in _supported_engines():
-        for name, module in list(model.named_modules()):
-            if isinstance(module, Projection) and _fits_fp16(module.weight):
-                model.set_submodule(name, PackedProjection(module))
+    """Replace, in place, what can be packed without loss; anything but an fp32 model on an x86 CPU stays as it is."""
+    if model.device.type == "cpu" and model.dtype == torch.float32 and "fbgemm" in SUPPORTED_ENGINES:
+        _pack_children(model)
     return model
 
 
-def _supported_engines() -> list[str]:
-    return torch.backends.quantized.supported_engines
+def _pack_children(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if not all(map(_fits_fp16, child.parameters())):
+            _pack_children(child)
+        elif isinstance(child, ProjectionGroup):
+            setattr(module, name, PackedGroup(child))
+        elif isinstance(child, Projection):
+            setattr(module, name, PackedProjection(child.weight, child.bias))
+        else:
+            _pack_children(child)
 
 
 def _fits_fp16(weight: torch.Tensor) -> bool:

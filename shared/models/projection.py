@@ -2,6 +2,7 @@
 
 Every matrix of a model is called as ``proj(x, norm=, residual=, activation=)``. This plain one runs the operations one
 after the other; quantized, gated-LoRA, tensor-parallel or fused ones take its place later without the blocks noticing.
+Matrices that read the same input stand in a :class:`ProjectionGroup`, whose place one wide matrix may take.
 """
 
 from collections.abc import Callable
@@ -35,3 +36,18 @@ class Projection(nn.Module):
         if activation is not None:
             y = activation(y)
         return y if residual is None else residual + y
+
+
+class ProjectionGroup(nn.Module):
+    """Projections of the same input (queries, keys and values; gate and up), applied one after the other."""
+
+    def __init__(self, **projections: Projection) -> None:
+        super().__init__()
+        for name, projection in projections.items():
+            self.add_module(name, projection)
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> tuple[torch.Tensor, ...]:
+        """x ``[T, in]`` to one ``[T, out]`` for each projection, in order."""
+        if norm is not None:
+            x = norm(x)
+        return tuple(projection(x) for projection in self.children())

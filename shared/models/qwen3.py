@@ -1,4 +1,4 @@
-"""The Qwen 3 block: a Llama block whose queries and keys are normed per head before they are rotated. Introduced in phase 1a.
+"""The Qwen 3 block: a Llama block that norms queries and keys per head before RoPE. Introduced in phase 1a.
 
 Yang et al., "Qwen3 Technical Report", arXiv 2505.09388.
 """
@@ -31,5 +31,5 @@ class Qwen3Block(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
-        x = self.attention(self.attention_norm(x), tokens, kv, residual=x)
-        return self.mlp(self.mlp_norm(x), residual=x)
+        x = self.attention(x, tokens, kv, norm=self.attention_norm, residual=x)
+        return self.mlp(x, norm=self.mlp_norm, residual=x)

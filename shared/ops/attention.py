@@ -33,7 +33,7 @@ def naive_attention(
 
     Args:
         q: ``[T, Hq, D]``, the new tokens.
-        k, v: ``[S, Hkv, D]``, everything cached, the new tokens last; Hq is a multiple of Hkv.
+        k, v: ``[Hkv, S, D]``, everything cached, the new tokens last; Hq is a multiple of Hkv.
         window: see only the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)`` before the mask.
 
@@ -41,14 +41,14 @@ def naive_attention(
         ``[T, Hq, D]`` in the dtype of ``q``.
     """
     T, Hq, D = q.shape
-    S, Hkv, _ = k.shape
+    Hkv, S, _ = k.shape
     grouped = q.view(T, Hkv, Hq // Hkv, D)
-    scores = torch.einsum("thgd,shd->hgts", grouped, k).float() * scale
+    scores = torch.einsum("thgd,hsd->hgts", grouped, k).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible(T, S, window, q.device), float("-inf"))
     weights = scores.softmax(dim=-1).to(q.dtype)
-    return torch.einsum("hgts,shd->thgd", weights, v).reshape(T, Hq, D)
+    return torch.einsum("hgts,hsd->thgd", weights, v).reshape(T, Hq, D)
 
 
 def sdpa_attention(
@@ -64,18 +64,17 @@ def sdpa_attention(
     if softcap is not None:
         return naive_attention(q, k, v, scale=scale, window=window, softcap=softcap)
     T, Hq, D = q.shape
-    Hkv = k.shape[1]
-    S = len(k)
-    k, v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
+    Hkv, S, _ = k.shape
+    k, v = k[None], v[None]  # the fast kernels want four dimensions
     if T == 1:  # the heads of a group are rows that share their keys
-        out = F.scaled_dot_product_attention(q.view(Hkv, Hq // Hkv, D), k, v, scale=scale)
+        out = F.scaled_dot_product_attention(q.view(1, Hkv, Hq // Hkv, D), k, v, scale=scale)
         return out.view(1, Hq, D)
     # PyTorch wants equal head counts, so each head of a group attends in turn over the same keys.
     mask = None if S == T and window is None else visible(T, S, window, q.device)
-    heads = q.view(T, Hkv, Hq // Hkv, D).permute(2, 1, 0, 3)  # [G, Hkv, T, D]
-    out = torch.stack(
+    heads = q.view(T, Hkv, Hq // Hkv, D).permute(2, 1, 0, 3).unsqueeze(1)  # [G, 1, Hkv, T, D]
+    out = torch.cat(
         [F.scaled_dot_product_attention(h, k, v, attn_mask=mask, is_causal=mask is None, scale=scale) for h in heads]
-    )
+    )  # [G, Hkv, T, D]
     return out.permute(2, 1, 0, 3).reshape(T, Hq, D)
 
 

@@ -5,6 +5,7 @@ the dtype of the input, and the result is rounded once.
 """
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -16,7 +17,5 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
         eps: added to the mean square, inside the root.
         offset: 1.0 where a family stores the weight as its distance from one (Gemma), else 0.0.
     """
-    h = x.float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    scale = weight.float()
-    return (h * (scale + offset if offset else scale)).to(x.dtype)
+    scale = weight.float() + offset if offset else weight.float()
+    return F.rms_norm(x.float(), x.shape[-1:], scale, eps).to(x.dtype)

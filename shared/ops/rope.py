@@ -41,21 +41,28 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
 def rope_table(
     rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Rows to rotate by: fp32 ``[num_positions, D]``, row p holding D/2 cosines, then D/2 sines, of position p."""
+    """Rows to rotate by: fp32 ``[num_positions, 2, 1, D]``, for each position D cosines and D signed sines.
+
+    Both halves of a head turn by the same angles; the sign of the sine stands in the table (minus for the first half,
+    plus for the second), so that a rotation is two products and a sum.
+    """
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
-    table = torch.empty(num_positions, head_dim, dtype=torch.float32)
-    torch.cos(angles, out=table[:, : head_dim // 2])
-    torch.sin(angles, out=table[:, head_dim // 2 :])
+    table = torch.empty(num_positions, 2, 1, head_dim, dtype=torch.float32)
+    cos, sin = table.squeeze(2).unbind(1)
+    torch.cos(angles, out=cos[:, : head_dim // 2])
+    torch.sin(angles, out=sin[:, head_dim // 2 :])
+    cos[:, head_dim // 2 :] = cos[:, : head_dim // 2]
+    sin[:, : head_dim // 2] = -sin[:, head_dim // 2 :]
     return table.to(device)
 
 
 def rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rotate each head of each token by its position.
+    """Rotate each head of each token by its position: ``x · cos + halves_swapped(x) · signed sin``.
 
     Args:
         x: ``[T, heads, D]`` in any floating dtype; the result has its shape and dtype.
-        rows: ``[T, D]``, the rows of :func:`rope_table` at the tokens' positions.
+        rows: ``[T, 2, 1, D]``, the rows of :func:`rope_table` at the tokens' positions.
     """
-    cos, sin = rows[:, None, :].chunk(2, dim=-1)  # [T, 1, D/2] each
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    cos, sin = rows.unbind(1)  # [T, 1, D] each
+    h = x.float()
+    return torch.addcmul(h * cos, h.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)

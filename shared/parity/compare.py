@@ -76,7 +76,7 @@ def points(family: str) -> tuple[Point, ...]:
     sandwich = "post_attention_norm" in names
     found = [
         Point("attention_norm", "attention_norm"),
-        *(Point(f"attention.{proj}", f"attention.{proj}") for proj in ("q_proj", "k_proj", "v_proj")),
+        *(Point(f"attention.{proj}", f"attention.qkv.{proj}") for proj in ("q_proj", "k_proj", "v_proj")),
         *(Point(norm, norm) for norm in ("attention.qk.q_norm", "attention.qk.k_norm") if norm in names),
         Point("attention.core", "attention.o_proj", is_input=True),
     ]
@@ -90,8 +90,8 @@ def points(family: str) -> tuple[Point, ...]:
         found += [Point("attention.o_proj", "mlp_norm", is_input=True)]
     found += [
         Point("mlp_norm", "mlp_norm"),
-        Point("mlp.gate_proj", "mlp.gate_proj"),
-        Point("mlp.up_proj", "mlp.up_proj"),
+        Point("mlp.gate_proj", "mlp.gate_up.gate_proj"),
+        Point("mlp.up_proj", "mlp.gate_up.up_proj"),
         Point("mlp.gated", "mlp.down_proj", is_input=True),
     ]
     if sandwich:

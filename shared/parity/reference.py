@@ -93,14 +93,15 @@ class ReferenceLayer:
         return self.block(batch, attention_mask=mask, position_embeddings=rotation, position_ids=positions[None])[0]
 
 
-def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int, use_cache: bool = True) -> list[int]:
-    """The ids that transformers' ``generate`` continues a prompt with, past any end of sequence."""
+def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int, streamer: Any = None) -> list[int]:
+    """The ids that transformers' ``generate``, with its cache, continues a prompt with, past any end of sequence."""
     from transformers import GenerationConfig
 
     reference.generation_config = GenerationConfig()  # the folder's own would bring its end ids back
     ids = torch.tensor([prompt_ids], device=reference.device)
-    config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0, use_cache=use_cache)
+    config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
     with torch.inference_mode():
-        return reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
-            0, len(prompt_ids) :
-        ].tolist()
+        found = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer
+        )
+    return found[0, len(prompt_ids) :].tolist()

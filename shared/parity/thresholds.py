@@ -1,8 +1,8 @@
 """How far two computations of the same numbers may lie apart. Introduced in phase 1a.
 
 **The measure.** Of each row (a token's vector, or its logits) the root mean square of the difference over the root mean
-square of the reference, and of all rows the worst. A row is measured by itself, because a trained model's first tokens
-carry activations a thousand times larger than the others and would hide them.
+square of the reference, and of all rows the worst. A row is measured by itself, because a trained model's first token
+carries activations a hundred times larger than the others and would hide them.
 
 **fp32.** Ours against transformers' in fp32. The unit roundoff is u = 2⁻²⁴; a dot product of n terms errs by about
 √n u, and the longest of the models here has n = 8192: 5.4e-6. A layer may err by that, rounded to 5e-6. Through L
@@ -11,9 +11,9 @@ layers errors add like a random walk, √L of them; the logits of 30 layers may 
 **bf16, fp16.** Two correct programs differ as much from each other as from the truth, so the truth is the measure:
 transformers in fp32 on the same weights and inputs, rounded beforehand. Sums run in fp32, so only the roundings between
 operations count: about ten in a row in a layer, each u/√3 or so, u = 2⁻⁸ (bf16) or 2⁻¹¹ (fp16). A layer may err by 4u.
-Trained layers can amplify a rounding: layer 9 of SmolLM2, where the huge activations of the first token arise, turns
-them into 8u in any program. So where transformers in the same dtype errs by more, ours may err 1.25 times as much as
-that, and no more (``allowed_error``).
+Trained layers can amplify a rounding: layer 9 of SmolLM2 takes away most of what the first token has gathered, and what
+is left of that difference of large numbers errs by 8u in any program. So where transformers in the same dtype errs by
+more, ours may err 1.25 times as much as that, and no more (``allowed_error``).
 
 **Logits in bf16 and fp16** may err by 8u, or again 1.25 times as much as transformers, but as the root mean square over
 all rows, ``typical``. The worst row says little here: through 30 trained layers one position in fifty comes out several

@@ -100,7 +100,9 @@ def test_changes_names_exactly_the_methods_that_differ(old: Lesson, new: Lesson)
     diff = "\n".join(
         line
         for name in set(differ) ^ set(new.changes)
-        for line in difflib.unified_diff(before.get(name, "").splitlines(), after.get(name, "").splitlines(), lineterm="")
+        for line in difflib.unified_diff(
+            before.get(name, "").splitlines(), after.get(name, "").splitlines(), lineterm=""
+        )
     )
     assert list(new.changes) == differ, f"`changes` of phase {new.number} is not what differs:\n{diff}"
 

@@ -1,0 +1,55 @@
+"""What the cache buys: the count of tokens computed explains it, the clock confirms it."""
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.beside_transformers import measure_beside_transformers
+from benchmarks.timing import SyntheticPrompts, run, torch_threads
+from phases.phase_02.engine import Engine as Uncached
+from phases.phase_03.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.models.packed import SUPPORTED_ENGINES
+from shared.sampling.params import SamplingParams
+
+
+@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
+def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+    params = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
+    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+    assert engine.num_tokens_computed == 6 * (32 + 15), "each of the six answers computes every token once"
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize(("context", "at_least"), [(64, 2.0), (512, 4.0)])
+def test_decode_against_phase_2(demo_folder: Path, context: int, at_least: float) -> None:
+    """Milliseconds a token behind ``context`` tokens, both phases in turns, median of the trials."""
+    config = EngineConfig(model=str(demo_folder), max_seq_len=context + 8)
+    with torch_threads(2):
+        engines = {"02": Uncached(config), "03": Engine(config)}
+        prompts = SyntheticPrompts(engines["02"].model.config.vocab_size, seed=0)
+        warm_up = prompts.draw(8)
+        for engine in engines.values():
+            run(engine, warm_up, 2)
+        intervals: dict[str, list[float]] = {"02": [], "03": []}
+        computed = {"02": 0, "03": 0}
+        for _ in range(3):
+            prompt = prompts.draw(context)
+            for name, engine in engines.items():
+                answer = run(engine, prompt, new_tokens=4)
+                intervals[name] += answer.intervals
+                computed[name] += answer.tokens_computed
+    assert computed["02"] == 3 * (4 * context + 6)
+    assert computed["03"] == 3 * (context + 3)
+    speedup = statistics.median(intervals["02"]) / statistics.median(intervals["03"])
+    assert speedup >= at_least, f"{speedup:.1f} times at {context} tokens of context"
+
+
+@pytest.mark.demo
+@pytest.mark.skipif("fbgemm" not in SUPPORTED_ENGINES, reason="packed weights need FBGEMM, which is there on x86 alone")
+def test_decode_beside_transformers(demo_folder: Path) -> None:
+    report = measure_beside_transformers(str(demo_folder), new_tokens=24, trials=5, threads=2)
+    assert report.results["equal_answers"] == 5
+    assert report.results["ratio"] >= 0.95, report.results

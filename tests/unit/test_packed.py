@@ -1,0 +1,83 @@
+"""Packed weights: the same model at half the bytes, or not packed at all."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.cache.uncached import UncachedView
+from shared.checkpoints.make import make_checkpoint
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
+from shared.models.packed import SUPPORTED_ENGINES, PackedGroup, PackedProjection, pack
+from shared.models.projection import Projection, ProjectionGroup
+from shared.models.tokens import Tokens
+
+pytestmark = pytest.mark.skipif("fbgemm" not in SUPPORTED_ENGINES, reason="FBGEMM is there on x86 alone")
+
+
+@pytest.fixture(scope="module", params=["tiny-llama", "tiny-qwen3", "tiny-gemma3"])
+def stored_in_16_bits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("packed") / request.param, dtype="float16")
+
+
+@torch.inference_mode()
+def logits(model: CausalLM, num_tokens: int) -> torch.Tensor:
+    ids = torch.arange(num_tokens) % model.config.vocab_size
+    return model.logits(model(Tokens(ids, torch.arange(num_tokens)), UncachedView([num_tokens])))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 40])
+def test_a_packed_model_is_the_same_model(stored_in_16_bits: Path, num_tokens: int) -> None:
+    model = load_model(stored_in_16_bits)
+    expected = logits(model, num_tokens)
+    packed = pack(model)
+    kinds = {type(module) for module in packed.modules()}
+    assert PackedProjection in kinds
+    assert PackedGroup in kinds
+    assert not kinds & {Projection, ProjectionGroup}
+    torch.testing.assert_close(logits(packed, num_tokens), expected, rtol=0, atol=3e-5 * expected.abs().max().item())
+
+
+def test_weights_that_fp16_cannot_hold_are_left_as_they_are(tiny_checkpoint: Path) -> None:
+    model = load_model(tiny_checkpoint)  # stored in fp32
+    expected = logits(model, 5)
+    assert not [module for module in pack(model).modules() if isinstance(module, PackedProjection)]
+    assert torch.equal(logits(model, 5), expected)
+
+
+def test_one_weight_that_does_not_fit_keeps_its_matrix_and_no_other(stored_in_16_bits: Path) -> None:
+    model = load_model(stored_in_16_bits)
+    model.blocks[0].attention.qkv.k_proj.weight[0, 0] = 1.0 + 2.0**-20  # type: ignore[union-attr, index, operator]
+    expected = logits(model, 5)
+    pack(model)
+    assert isinstance(model.blocks[0].attention.qkv, ProjectionGroup)
+    assert isinstance(model.blocks[0].attention.o_proj, PackedProjection)
+    assert isinstance(model.blocks[1].attention.qkv, PackedGroup)
+    torch.testing.assert_close(logits(model, 5), expected, rtol=0, atol=3e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_computes_in_16_bits(stored_in_16_bits: Path, dtype: torch.dtype) -> None:
+    model = pack(load_model(stored_in_16_bits, dtype=dtype))
+    assert not [module for module in model.modules() if isinstance(module, PackedProjection)]
+
+
+def test_biases_norm_activation_and_residual_are_applied() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).half().float()
+
+    plain = Projection(24, 10, bias=True)
+    plain.weight = torch.nn.Parameter(random(10, 24), requires_grad=False)
+    plain.bias = torch.nn.Parameter(random(10), requires_grad=False)
+    other = copy.deepcopy(plain)
+    packed = PackedProjection(plain.weight, plain.bias)
+    x, residual = random(3, 24), random(3, 10)
+    settings = {"residual": residual, "activation": torch.tanh, "norm": lambda y: 2 * y}
+    torch.testing.assert_close(packed(x, **settings), plain(x, **settings))
+    group = ProjectionGroup(a=plain, b=other)
+    for ours, expected in zip(PackedGroup(group)(x), group(x), strict=True):
+        torch.testing.assert_close(ours, expected)
