@@ -77,20 +77,24 @@ class ContiguousCache:
 class ContiguousView:
     """A cache as the model sees it during one step of ``num_new`` tokens.
 
+    Where the new tokens go and what they may read is cut out of the cache once a step, for all layers together.
+
     Args:
         backend: ``naive`` or ``sdpa``.
     """
 
     def __init__(self, cache: ContiguousCache, backend: str = "sdpa") -> None:
         self.cache = cache
-        self.layers = list(zip(cache.keys.unbind(0), cache.values.unbind(0), strict=True))
         self.attention = ATTENTION_BACKENDS[backend]
-        self.start = self.end = 0
 
     def prepare(self, num_new: int) -> None:
         """Say how many tokens the coming step brings; they go to the places behind the cached ones."""
-        self.start = self.cache.length
-        self.end = self.start + num_new
+        start, end = self.cache.length, self.cache.length + num_new
+        keys, values = self.cache.keys[:, :, :end], self.cache.values[:, :, :end]
+        self.num_past = start
+        self.keys, self.values = keys.unbind(0), values.unbind(0)  # of each layer [Hkv, end, D]
+        self.new_keys = keys[:, :, start:].transpose(1, 2).unbind(0)  # of each layer [T, Hkv, D]
+        self.new_values = values[:, :, start:].transpose(1, 2).unbind(0)
 
     def write(
         self,
@@ -103,16 +107,16 @@ class ContiguousView:
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         q, k = qk(q, k, positions)
-        keys, values = self.layers[layer]
-        keys[:, self.start : self.end] = k.transpose(0, 1)
-        values[:, self.start : self.end] = v.transpose(0, 1)
+        self.new_keys[layer].copy_(k)
+        self.new_values[layer].copy_(v)
         return q
 
     def attend(
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
-        first = 0 if window is None else max(0, self.start + 1 - window)
-        keys, values = self.layers[layer]
-        k, v = keys[:, first : self.end], values[:, first : self.end]
+        k, v = self.keys[layer], self.values[layer]
+        if window is not None and self.num_past >= window:
+            first = self.num_past + 1 - window
+            k, v = k[:, first:], v[:, first:]
         return self.attention(q, k, v, scale=scale, window=window, softcap=softcap)

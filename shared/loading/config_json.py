@@ -6,7 +6,7 @@ or is an error that names the field; a setting that would change the mathematics
 """
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ class Fields:
 
     def number(self, name: str, default: float | None = None, at_least: float = 0.0) -> float:
         value = self.required(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        # Compared, not converted: a whole number may be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise self.wrong(name, "a finite number")
         if value <= at_least and not (value == 0.0 and at_least < 0.0):
             raise self.wrong(name, f"greater than {at_least:g}")
@@ -98,7 +99,7 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder} has no config.json, so it is not a model folder; give the folder that holds config.json, "
             "*.safetensors and tokenizer.json."
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number too long
         raise ModelFolderError(f"{path} cannot be read as JSON ({error}); fetch it again.") from None
     return parse_config(values, str(path))
 
