@@ -1,5 +1,6 @@
 """Fixtures for every test of the repository: small checkpoints as a user would find them, and the demo model."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
 FAMILIES = tuple(TINY_SHAPES)
+OWN_FOLDERS = tuple(folder for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder)
 
 # Tiny tensors gain nothing from a second thread and lose much where other processes want the cores too. Tests that
 # measure time choose their own count.
@@ -27,10 +29,10 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return {family: make_checkpoint(shape, root / shape, seed=1) for family, shape in TINY_SHAPES.items()}
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
-def tiny_checkpoint(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Path:
-    """Each family's random checkpoint in turn."""
-    return tiny_checkpoints[request.param]
+@pytest.fixture(scope="session", params=(*FAMILIES, *OWN_FOLDERS))
+def model_folder(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Path:
+    """Each family's random checkpoint in turn, then the real folders that INFER_TEST_MODELS names."""
+    return tiny_checkpoints.get(request.param) or Path(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,7 @@ def measure_beside_transformers(
     new_tokens: int = 48,
     trials: int = 7,
     threads: int | None = 2,
+    pack_weights: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
@@ -64,7 +65,9 @@ def measure_beside_transformers(
     ``results.ratio`` is ours over theirs, the median over trials of the ratio within a trial.
     """
     lesson = find_lesson(phase)
-    config = EngineConfig(model=model, dtype="float32", max_seq_len=prompt_tokens + new_tokens)
+    config = EngineConfig(
+        model=model, dtype="float32", max_seq_len=prompt_tokens + new_tokens, pack_weights=pack_weights
+    )
     steps = Steps(progress, trials + 1)
     with torch_threads(threads):
         engine = lesson.engine(config)
@@ -86,11 +89,17 @@ def measure_beside_transformers(
                     theirs.append(run_transformers(reference, prompt_ids, new_tokens))
         ratios = [_median_ms(b) / _median_ms(a) for a, b in zip(ours, theirs, strict=True)]
         return Report(
-            name="beside-transformers",
+            name="beside-transformers" + ("-packed" if pack_weights else ""),
             model=describe_model(model),
             engines={phase: engine_settings(config, model)},
             seed=seed,
-            flags={"phase": phase, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "threads": threads},
+            flags={
+                "phase": phase,
+                "prompt_tokens": prompt_tokens,
+                "new_tokens": new_tokens,
+                "threads": threads,
+                "pack_weights": pack_weights,
+            },
             results={
                 phase: _figures(ours),
                 "transformers": _figures(theirs),
@@ -146,11 +155,18 @@ def main(
     new_tokens: int = 48,
     trials: int = 7,
     threads: int = 2,
+    pack_weights: bool = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON and Markdown into this folder.")] = None,
 ) -> None:
     """Time a phase's decode beside transformers' generate, interleaved; prints a table, then one JSON line."""
     report = measure_beside_transformers(
-        model, phase=phase, prompt_tokens=prompt_tokens, new_tokens=new_tokens, trials=trials, threads=threads
+        model,
+        phase=phase,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        trials=trials,
+        threads=threads,
+        pack_weights=pack_weights,
     )
     typer.echo(markdown(report))
     if out is not None:

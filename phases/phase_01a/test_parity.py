@@ -379,9 +379,9 @@ def test_demo_layer(demo_folder: Path, demo_states: tuple[torch.Tensor, ...], la
         assert error.relative <= allowed_error(THRESHOLDS[torch.bfloat16].layer, peer), backend
 
 
-def test_layer_outside_the_model(tiny_checkpoint: Path) -> None:
+def test_layer_outside_the_model(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="layer is 99"):
-        Engine(str(tiny_checkpoint), 99)
+        Engine(str(model_folder), 99)
 
 
 def test_thresholds_in_docs() -> None:

@@ -142,22 +142,22 @@ def test_attention_softcap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_ragged_batch_gives_each_sequence_its_own_logits(tiny_checkpoint: Path, backend: str) -> None:
+def test_a_ragged_batch_gives_each_sequence_its_own_logits(model_folder: Path, backend: str) -> None:
     """Lengths below, at and above Gemma's window of 16, one of a single token."""
-    model = load_model(tiny_checkpoint)
+    model = load_model(model_folder)
     sequences = [IDS[:5], IDS[5:6], IDS[6:22], IDS[22:48]]
     ids = [token for sequence in sequences for token in sequence]
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
     with torch.inference_mode():
         view = UncachedView([len(sequence) for sequence in sequences], backend)
         together = model.logits(model(Tokens(torch.tensor(ids), positions), view))
-    alone = torch.cat([Engine(str(tiny_checkpoint), attention_backend=backend).forward(s) for s in sequences])
+    alone = torch.cat([Engine(str(model_folder), attention_backend=backend).forward(s) for s in sequences])
     assert distance(together, alone).relative <= THRESHOLDS[torch.float32].logits
     assert torch.equal(together.argmax(-1), alone.argmax(-1))
 
 
-def test_a_prompt_reads_no_later_token(tiny_checkpoint: Path) -> None:
-    engine = Engine(str(tiny_checkpoint))
+def test_a_prompt_reads_no_later_token(model_folder: Path) -> None:
+    engine = Engine(str(model_folder))
     whole, part = engine.forward(IDS), engine.forward(IDS[:20])
     assert distance(part, whole[:20]).relative <= THRESHOLDS[torch.float32].logits
 

@@ -34,9 +34,9 @@ def llama(tiny_checkpoints: dict[str, Path]) -> Engine:
     return Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
 
 
-def test_greedy_tokens_equal_those_of_transformers(tiny_checkpoint: Path) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoint)))
-    reference = load_reference(tiny_checkpoint, torch.float32)
+def test_greedy_tokens_equal_those_of_transformers(model_folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(model_folder)))
+    reference = load_reference(model_folder, torch.float32)
     for prompt in PROMPTS:
         prompt_ids = engine.tokenizer.encode(prompt)
         ours = ids(answer(engine, prompt, max_new_tokens=200, **GREEDY))
@@ -52,11 +52,11 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(demo_folder
     assert ids(outputs) == greedy_tokens(reference, engine.tokenizer.encode("The capital of France is"), 24)
 
 
-def test_the_attention_backends_give_the_same_tokens(tiny_checkpoint: Path) -> None:
+def test_the_attention_backends_give_the_same_tokens(model_folder: Path) -> None:
     answers = [
         ids(
             answer(
-                Engine(EngineConfig(model=str(tiny_checkpoint), attention_backend=name)),
+                Engine(EngineConfig(model=str(model_folder), attention_backend=name)),
                 PROMPTS[0],
                 max_new_tokens=40,
                 **GREEDY,

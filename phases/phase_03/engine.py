@@ -19,7 +19,7 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, sample
 from shared.text.tokenizer import Tokenizer
 
-SUPPORTED = {"model", "dtype", "device", "max_seq_len", "seed", "attention_backend"}
+SUPPORTED = {"model", "dtype", "device", "max_seq_len", "seed", "attention_backend", "pack_weights"}
 
 
 class Engine:
@@ -29,7 +29,9 @@ class Engine:
         config.check(SUPPORTED)
         folder = resolve_model(config.model)
         self.config = config
-        self.model = pack(load_model(folder, dtype=config.torch_dtype, device=config.device))
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        if config.pack_weights:
+            pack(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         self.cache = ContiguousCache(self.model.config, self.max_seq_len, self.model.dtype, self.model.device)

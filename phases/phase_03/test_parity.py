@@ -44,9 +44,9 @@ def run_in_pieces(model: CausalLM, cache: ContiguousCache, backend: str, tokens:
     return torch.cat(logits)
 
 
-def test_greedy_tokens_equal_those_of_phase_2_and_of_transformers(tiny_checkpoint: Path) -> None:
-    config = EngineConfig(model=str(tiny_checkpoint))
-    engine, uncached, reference = Engine(config), Uncached(config), load_reference(tiny_checkpoint, torch.float32)
+def test_greedy_tokens_equal_those_of_phase_2_and_of_transformers(model_folder: Path) -> None:
+    config = EngineConfig(model=str(model_folder))
+    engine, uncached, reference = Engine(config), Uncached(config), load_reference(model_folder, torch.float32)
     for prompt in PROMPTS:
         ours = ids(engine, prompt, 200)
         assert ours[:60] == ids(uncached, prompt, 60), prompt
@@ -62,8 +62,16 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(demo_folder
         assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), num_tokens), prompt
 
 
-def test_sampled_tokens_equal_those_of_phase_2(tiny_checkpoint: Path) -> None:
-    config = EngineConfig(model=str(tiny_checkpoint))
+@pytest.mark.demo
+def test_packed_weights_give_the_demo_models_tokens(demo_folder: Path) -> None:
+    plain = Engine(EngineConfig(model=str(demo_folder), max_seq_len=128))
+    packed = Engine(EngineConfig(model=str(demo_folder), max_seq_len=128, pack_weights=True))
+    prompt = "The capital of France is"
+    assert ids(packed, prompt, 40) == ids(plain, prompt, 40)
+
+
+def test_sampled_tokens_equal_those_of_phase_2(model_folder: Path) -> None:
+    config = EngineConfig(model=str(model_folder))
     params = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 11}
     assert ids(Engine(config), PROMPTS[0], 40, **params) == ids(Uncached(config), PROMPTS[0], 40, **params)
 
@@ -72,8 +80,8 @@ def test_sampled_tokens_equal_those_of_phase_2(tiny_checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "sizes", [[48], [1] * 48, [5, 1, 20, 2, 20], [47, 1]], ids=["whole", "one by one", "chunks", "last"]
 )
-def test_logits_do_not_depend_on_how_the_prompt_is_cut(tiny_checkpoint: Path, backend: str, sizes: list[int]) -> None:
-    model = load_model(tiny_checkpoint)
+def test_logits_do_not_depend_on_how_the_prompt_is_cut(model_folder: Path, backend: str, sizes: list[int]) -> None:
+    model = load_model(model_folder)
     tokens = sequence(48, model.config.vocab_size)  # three times Gemma's window of 16
     with torch.inference_mode():
         whole = model.logits(model(Tokens(tokens, torch.arange(48)), UncachedView([48], "naive")))
@@ -81,9 +89,9 @@ def test_logits_do_not_depend_on_how_the_prompt_is_cut(tiny_checkpoint: Path, ba
     torch.testing.assert_close(cut, whole, rtol=0, atol=2e-5 * whole.abs().max().item())
 
 
-def test_the_cache_holds_what_a_recomputed_forward_computes(tiny_checkpoint: Path) -> None:
+def test_the_cache_holds_what_a_recomputed_forward_computes(model_folder: Path) -> None:
     """Keys and values of every layer, against a forward that keeps nothing."""
-    model = load_model(tiny_checkpoint)
+    model = load_model(model_folder)
     tokens = sequence(40, model.config.vocab_size)
     cache = ContiguousCache(model.config, 64, torch.float32)
     cache.keys.fill_(float("nan"))
@@ -111,9 +119,9 @@ def test_the_cache_holds_what_a_recomputed_forward_computes(tiny_checkpoint: Pat
     assert cache.length == 40
 
 
-def test_positions_turn_and_the_order_in_the_cache_decides(tiny_checkpoint: Path) -> None:
+def test_positions_turn_and_the_order_in_the_cache_decides(model_folder: Path) -> None:
     """Logical positions with a gap, physical places without: equal to the same positions run at once."""
-    model = load_model(tiny_checkpoint)
+    model = load_model(model_folder)
     tokens = sequence(12, model.config.vocab_size)
     positions = torch.tensor([0, 1, 2, 3, 200, 201, 202, 203, 7, 7, 8, 9])
     with torch.inference_mode():
@@ -148,8 +156,8 @@ def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path
     assert run_in_pieces(model, cache, "sdpa", tokens[59:], [1]).isnan().all()
 
 
-def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(tiny_checkpoint: Path) -> None:
-    model = load_model(tiny_checkpoint)
+def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(model_folder: Path) -> None:
+    model = load_model(model_folder)
     tokens = sequence(30, model.config.vocab_size)
     straight = run_in_pieces(model, ContiguousCache(model.config, 30, torch.float32), "sdpa", tokens, [20, 10])[20:]
     cache = ContiguousCache(model.config, 30, torch.float32)
@@ -180,8 +188,8 @@ def test_an_answer_fills_the_cache_to_its_last_place(tiny_checkpoints: dict[str,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cache_bytes_equal_the_formula(tiny_checkpoint: Path, dtype: str) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoint), max_seq_len=100, dtype=dtype))
+def test_cache_bytes_equal_the_formula(model_folder: Path, dtype: str) -> None:
+    engine = Engine(EngineConfig(model=str(model_folder), max_seq_len=100, dtype=dtype))
     config = engine.model.config
     size = {"float32": 4, "bfloat16": 2}[dtype]
     expected = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 100 * size

@@ -49,6 +49,7 @@ def chat(
     dtype: options.Dtype = None,
     max_seq_len: options.MaxSeqLen = None,
     attention_backend: options.AttentionBackend = None,
+    pack_weights: options.PackWeights = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Talk with a model; /help lists what can be typed besides words."""
@@ -64,7 +65,13 @@ def chat(
     )
     lesson = options.answering_lesson(phase)
     engine = options.load_engine(
-        lesson, model, device=device, dtype=dtype, max_seq_len=max_seq_len, attention_backend=attention_backend
+        lesson,
+        model,
+        device=device,
+        dtype=dtype,
+        max_seq_len=max_seq_len,
+        attention_backend=attention_backend,
+        pack_weights=pack_weights or None,
     )
     conversation = Conversation(engine, params, thinking)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()

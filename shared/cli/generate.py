@@ -39,6 +39,7 @@ def generate(
     dtype: options.Dtype = None,
     max_seq_len: options.MaxSeqLen = None,
     attention_backend: options.AttentionBackend = None,
+    pack_weights: options.PackWeights = False,
     stats: options.Stats = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -59,7 +60,13 @@ def generate(
     lesson = options.answering_lesson(phase)
     started = time.perf_counter()
     engine = options.load_engine(
-        lesson, model, device=device, dtype=dtype, max_seq_len=max_seq_len, attention_backend=attention_backend
+        lesson,
+        model,
+        device=device,
+        dtype=dtype,
+        max_seq_len=max_seq_len,
+        attention_backend=attention_backend,
+        pack_weights=pack_weights or None,
     )
     load_seconds = time.perf_counter() - started
     answer = Answer(_chat_ids(engine, text, thinking) if chat else engine.tokenizer.encode(text))

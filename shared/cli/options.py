@@ -45,6 +45,10 @@ MaxSeqLen = Annotated[
 AttentionBackend = Annotated[
     str | None, _engine("--attention-backend", text="naive (the formula) or sdpa (PyTorch); by default sdpa.")
 ]
+PackWeights = Annotated[
+    bool,
+    _engine("--pack-weights", text="CPU: keep 16-bit weights 16 bits wide; slower to load, faster to decode."),
+]
 MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", text="Most tokens of an answer.")]
 Temperature = Annotated[float, _sampling("--temperature", "-t", text="0 takes the likeliest token every time.")]
 TopP = Annotated[float, _sampling("--top-p", text="Keep the likeliest tokens up to this probability.")]

@@ -35,6 +35,8 @@ class EngineConfig:
     seed: int | None = setting(None, "02", "where requests without a seed get theirs from; default: the system")
     attention_backend: str = setting("sdpa", "02", "naive (the formula) or sdpa (PyTorch)")
 
+    pack_weights: bool = setting(False, "03", "CPU: keep 16-bit weights 16 bits wide; slower to load, faster to decode")
+
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")

@@ -1,12 +1,13 @@
 """Fills a module's parameters from a checkpoint, by an explicit map of names. Introduced in phase 1a.
 
 Invariants: every parameter is filled by exactly one tensor of its shape, and every tensor of the map is used, or
-nothing is loaded and one error lists all that is wrong. Tensors are cast and placed one by one, so that memory never
-holds more than the target and one tensor; a tensor that already has the wanted dtype and device stays mapped from its
-file and costs no anonymous memory.
+nothing is loaded and one error lists all that is wrong. Tensors are cast and placed one by one by a few threads, so
+that memory never holds more than the target and a few tensors; a tensor that already has the wanted dtype and device
+stays mapped from its file and costs no anonymous memory.
 """
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from shared.errors import ModelFolderError
 from shared.loading.checkpoint import Checkpoint
 from shared.models.families import Family
 
+WORKERS = 4
 LISTED = 12  # names shown of each kind of mismatch
 
 
@@ -41,10 +43,15 @@ def fill(
         others: tensors of the checkpoint that nothing will read; an error, together with what else is wrong.
     """
     _check(module, tensor_of, checkpoint, sorted(others))
-    for name, tensor_name in tensor_of.items():
+
+    def place(name: str) -> None:
         owner, _, attribute = name.rpartition(".")
-        tensor = checkpoint.tensor(tensor_name).to(device=device, dtype=dtype)
+        tensor = checkpoint.tensor(tensor_of[name]).to(device=device, dtype=dtype)
         setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+
+    # A cast mostly waits for the pages of its source and target, so a few at a time hide each other's waiting.
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(place, tensor_of))
 
 
 def _check(module: nn.Module, tensor_of: dict[str, str], checkpoint: Checkpoint, unexpected: list[str]) -> None:

@@ -61,8 +61,8 @@ def test_a_sound_model_agrees_everywhere(tiny_checkpoints: dict[str, Path], refe
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])
-def test_it_agrees_in_every_dtype(tiny_checkpoint: Path, dtype: torch.dtype, backend: str) -> None:
-    model, reference = load_model(tiny_checkpoint, dtype=dtype), load_reference(tiny_checkpoint, dtype, backend)
+def test_it_agrees_in_every_dtype(model_folder: Path, dtype: torch.dtype, backend: str) -> None:
+    model, reference = load_model(model_folder, dtype=dtype), load_reference(model_folder, dtype, backend)
     assert compare_models(model, reference, IDS, attention_backend=backend).first_over is None
 
 
@@ -183,11 +183,11 @@ def test_layers_as_text() -> None:
 # The command.
 
 
-def test_the_command_on_a_sound_model(tiny_checkpoint: Path) -> None:
-    summary = infer("compare", tiny_checkpoint, "--prompt", "Hello, world")
+def test_the_command_on_a_sound_model(model_folder: Path) -> None:
+    summary = infer("compare", model_folder, "--prompt", "Hello, world")
     assert summary.exit_code == 0, summary.output
     assert "modules agree within their limits" in summary.output
-    full = infer("compare", tiny_checkpoint, "--prompt", "Hello, world", "--full", "--layers", "1")
+    full = infer("compare", model_folder, "--prompt", "Hello, world", "--full", "--layers", "1")
     assert "mlp.gate_proj" in full.output
     assert "attention.core" in full.output
 

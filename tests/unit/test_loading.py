@@ -66,9 +66,9 @@ def test_shards_load_as_the_single_file_does(tiny_checkpoints: dict[str, Path], 
         assert torch.equal(a, b), name
 
 
-def test_the_dtype_is_the_one_asked_for_and_fp32_by_default_on_a_cpu(tiny_checkpoint: Path) -> None:
-    assert {p.dtype for p in load_model(tiny_checkpoint).parameters()} == {torch.float32}
-    assert {p.dtype for p in load_model(tiny_checkpoint, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+def test_the_dtype_is_the_one_asked_for_and_fp32_by_default_on_a_cpu(model_folder: Path) -> None:
+    assert {p.dtype for p in load_model(model_folder).parameters()} == {torch.float32}
+    assert {p.dtype for p in load_model(model_folder, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
 def test_a_tied_head_is_the_embedding(tiny_checkpoints: dict[str, Path]) -> None:

@@ -40,8 +40,8 @@ def test_a_packed_model_is_the_same_model(stored_in_16_bits: Path, num_tokens: i
     torch.testing.assert_close(logits(packed, num_tokens), expected, rtol=0, atol=3e-5 * expected.abs().max().item())
 
 
-def test_weights_that_fp16_cannot_hold_are_left_as_they_are(tiny_checkpoint: Path) -> None:
-    model = load_model(tiny_checkpoint)  # stored in fp32
+def test_weights_that_fp16_cannot_hold_are_left_as_they_are(model_folder: Path) -> None:
+    model = load_model(model_folder)  # stored in fp32
     expected = logits(model, 5)
     assert not [module for module in pack(model).modules() if isinstance(module, PackedProjection)]
     assert torch.equal(logits(model, 5), expected)
