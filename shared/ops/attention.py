@@ -68,7 +68,7 @@ def sdpa_attention(
     k, v = k[None], v[None]  # the fast kernels want four dimensions
     if T == 1:  # the heads of a group are rows that share their keys
         out = F.scaled_dot_product_attention(q.view(1, Hkv, Hq // Hkv, D), k, v, scale=scale)
-        return out.view(1, Hq, D)
+        return out.reshape(1, Hq, D)
     # PyTorch wants equal head counts, so each head of a group attends in turn over the same keys.
     mask = None if S == T and window is None else visible(T, S, window, q.device)
     heads = q.view(T, Hkv, Hq // Hkv, D).permute(2, 1, 0, 3).unsqueeze(1)  # [G, 1, Hkv, T, D]

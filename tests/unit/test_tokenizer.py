@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ TEXTS = (
     "<think>\nhm\n</think>",
 )
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+TRANSFORMERS = tuple(int(part) for part in version("transformers").split(".")[:2])
 
 
 @pytest.fixture(scope="module")
@@ -256,4 +259,7 @@ def test_loading_spares_the_model_configurations(text_folders, kind, is_generic)
         "print('transformers.models.auto.tokenization_auto' in sys.modules, 'torch.distributed.tensor' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.split() == [str(not is_generic), "False"]
+    has_auto, has_distributed = run.stdout.split()
+    assert has_auto == str(not is_generic)
+    if is_generic or TRANSFORMERS >= (5, 23):  # older ones import it with AutoTokenizer itself
+        assert has_distributed == "False"
