@@ -37,14 +37,14 @@ def test_decode_against_phase_2(demo_folder: Path, context: int, at_least: float
             run(engine, warm_up, 2)
         intervals: dict[str, list[float]] = {"02": [], "03": []}
         computed = {"02": 0, "03": 0}
-        for _ in range(3):
+        for _ in range(2):
             prompt = prompts.draw(context)
             for name, engine in engines.items():
-                answer = run(engine, prompt, new_tokens=4)
+                answer = run(engine, prompt, new_tokens=2)
                 intervals[name] += answer.intervals
                 computed[name] += answer.tokens_computed
-    assert computed["02"] == 3 * (4 * context + 6)
-    assert computed["03"] == 3 * (context + 3)
+    assert computed["02"] == 2 * (2 * context + 1)
+    assert computed["03"] == 2 * (context + 1)
     speedup = statistics.median(intervals["02"]) / statistics.median(intervals["03"])
     assert speedup >= at_least, f"{speedup:.1f} times at {context} tokens of context"
 
@@ -53,7 +53,7 @@ def best_beside_transformers(folder: Path, wanted: float, pack_weights: bool) ->
     """The ratio of decode speeds, measured again, twice at most, while a busy machine keeps it below ``wanted``."""
     ratios = []
     for _ in range(3):
-        report = measure_beside_transformers(str(folder), new_tokens=24, trials=5, threads=2, pack_weights=pack_weights)
+        report = measure_beside_transformers(str(folder), new_tokens=12, trials=3, threads=2, pack_weights=pack_weights)
         assert report.results["equal_answers"] == report.results["trials"]
         ratios.append(report.results["ratio"])
         if ratios[-1] >= wanted:
@@ -69,4 +69,4 @@ def test_decode_beside_transformers(demo_folder: Path) -> None:
 @pytest.mark.demo
 @pytest.mark.skipif("fbgemm" not in SUPPORTED_ENGINES, reason="packed weights need FBGEMM, which is there on x86 alone")
 def test_packed_decode_beside_transformers(demo_folder: Path) -> None:
-    assert best_beside_transformers(demo_folder, 1.1, pack_weights=True) >= 1.1
+    assert best_beside_transformers(demo_folder, 1.2, pack_weights=True) >= 1.2

@@ -32,7 +32,7 @@ class NormAndRotate(nn.Module):
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        both = rotate(torch.cat((q, k), dim=1), self.table[positions])
+        both = rotate(torch.cat((q, k), dim=1), self.table.index_select(0, positions))
         q, k = both.split((q.shape[1], k.shape[1]), dim=1)
         return q, k
 

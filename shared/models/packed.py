@@ -1,31 +1,66 @@
-"""Projections that keep 16-bit weights 16 bits wide on the CPU and still compute in fp32. Introduced in phase 3.
+"""Blocks that keep 16-bit weights 16 bits wide on the CPU, compute in fp32, and need few operations.
+
+Introduced in phase 3.
 
 With a cache, a step reads every weight for one token: decoding runs at the speed of the memory, and the only way to be
 faster is to read fewer bytes. Checkpoints store 16-bit weights, which a CPU engine widens to fp32 to compute with.
 FBGEMM (Khudia et al., arXiv 2101.05615), inside PyTorch on x86, has a product that reads fp16 weights and widens them
-in registers; inputs, sums and outputs are fp32. Invariant: a weight is packed only if fp16 holds it to the last bit, so
-a packed model is the same model, at half the bytes; all other projections stay as they are.
+in registers; inputs, sums and outputs are fp32. What is left is the time between the products, a few microseconds for
+each operation however small, so a packed block merges what reads the same input and writes in place where it may.
+
+Invariant: a weight is packed only if fp16 holds it to the last bit, so a packed model is the same model at half the
+bytes; a block with a weight that does not fit stays as it is.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import nn
 
 from shared.models.causal_lm import CausalLM
 from shared.models.norm import RMSNorm
-from shared.models.projection import Projection, ProjectionGroup
+from shared.models.projection import Projection
+from shared.models.tokens import KVView, Tokens
 
 SUPPORTED_ENGINES = torch.backends.quantized.supported_engines
 
 
-class PackedProjection(nn.Module):
-    """A :class:`Projection` whose fp32 weight ``[out, in]`` fits fp16, on the CPU; the interface is the same."""
+class PackedMatrix:
+    """``x Wᵀ + b`` with W in fp16, of one projection or of several that read the same x, their outputs side by side."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, projections: Iterable[nn.Module]) -> None:
+        members = [projection for projection in projections if isinstance(projection, Projection)]
+        biases = [member.bias for member in members if member.bias is not None]
+        weight = torch.cat([member.weight.data for member in members])
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight, torch.cat(biases) if biases else None)  # type: ignore[arg-type]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x fp32 ``[T, in]`` to a new tensor ``[T, out]``."""
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+
+
+class PackedNorm:
+    """An :class:`RMSNorm` in four operations: √(mean(x²) + ε) is the hypotenuse of ‖x‖ and √(nε), over √n."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        size = len(norm.weight)
+        self.floor = torch.tensor(math.sqrt(size * norm.eps))
+        self.scale = (norm.weight.data + norm.offset) * math.sqrt(size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x / torch.hypot(length, self.floor)).mul_(self.scale)
+
+
+class PackedProjection(nn.Module):
+    """A :class:`Projection` that stands alone (the output head), packed; the interface is the same."""
+
+    def __init__(self, projection: Projection) -> None:
         super().__init__()
-        self.weight = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        self.matrix = PackedMatrix([projection])
 
     def forward(
         self,
@@ -35,29 +70,41 @@ class PackedProjection(nn.Module):
         activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """x fp32 ``[T, in]`` to ``[T, out]``."""
-        if norm is not None:
-            x = norm(x)
-        y = torch.ops.quantized.linear_dynamic_fp16(x, self.weight)
+        y = self.matrix(x if norm is None else norm(x))
         if activation is not None:
             y = activation(y)
         return y if residual is None else residual + y
 
 
-class PackedGroup(nn.Module):
-    """A :class:`ProjectionGroup` as one packed matrix, whose outputs are cut apart: one product instead of three."""
+class PackedBlock(nn.Module):
+    """The packed twin of any family's block; norms behind attention and MLP are there where the family has them."""
 
-    def __init__(self, group: ProjectionGroup) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
-        members = [member for member in group.children() if isinstance(member, Projection)]
-        biases = [member.bias for member in members if member.bias is not None]
-        self.sizes = [len(member.weight) for member in members]
-        self.merged = PackedProjection(
-            torch.cat(tuple(member.weight for member in members)), torch.cat(tuple(biases)) if biases else None
-        )
+        attention, mlp = block.attention, block.mlp
+        self.layer, self.head_dim = attention.layer, attention.head_dim
+        self.scale, self.window, self.softcap = attention.scale, attention.window, attention.softcap
+        self.heads = [len(member.weight) // self.head_dim for member in attention.qkv.children()]  # Hq, Hkv, Hkv
+        self.qk, self.gated = attention.qk, mlp.gated
+        self.qkv, self.o_proj = PackedMatrix(attention.qkv.children()), PackedMatrix([attention.o_proj])
+        self.gate_up, self.down_proj = PackedMatrix(mlp.gate_up.children()), PackedMatrix([mlp.down_proj])
+        self.attention_norm, self.mlp_norm = PackedNorm(block.attention_norm), PackedNorm(block.mlp_norm)
+        self.post_attention_norm = self.post_mlp_norm = None
+        if hasattr(block, "post_attention_norm"):
+            self.post_attention_norm = PackedNorm(block.post_attention_norm)
+            self.post_mlp_norm = PackedNorm(block.post_mlp_norm)
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> tuple[torch.Tensor, ...]:
-        """x fp32 ``[T, in]`` to one ``[T, out]`` for each member, in order."""
-        return self.merged(x, norm=norm).split(self.sizes, dim=-1)
+    def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
+        """x fp32 ``[T, H]`` to a new tensor ``[T, H]``."""
+        qkv = self.qkv(self.attention_norm(x)).view(len(x), -1, self.head_dim)
+        q, k, v = qkv.split(self.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
+        q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
+        out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap)
+        y = self.o_proj(out.flatten(1))
+        x = (y if self.post_attention_norm is None else self.post_attention_norm(y)).add_(x)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        y = self.down_proj(self.gated(gate, up))
+        return (y if self.post_mlp_norm is None else self.post_mlp_norm(y)).add_(x)
 
 
 def pack(model: CausalLM) -> CausalLM:
@@ -65,21 +112,21 @@ def pack(model: CausalLM) -> CausalLM:
 
     FBGEMM rearranges a weight at some 40 ns a number on one core, so this takes seconds for each hundred million.
     """
-    if model.device.type == "cpu" and model.dtype == torch.float32 and "fbgemm" in SUPPORTED_ENGINES:
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(_pack_children, [model, *model.blocks]))
+    if model.device.type != "cpu" or model.dtype != torch.float32 or "fbgemm" not in SUPPORTED_ENGINES:
+        return model
+
+    def pack_block(layer: int) -> None:
+        if _fits_fp16(model.blocks[layer]):
+            model.blocks[layer] = PackedBlock(model.blocks[layer])
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(pack_block, range(len(model.blocks))))
+    if _fits_fp16(model.head):
+        model.head = PackedProjection(model.head)  # type: ignore[assignment]
     return model
 
 
-def _pack_children(module: nn.Module) -> None:
-    for name, child in module.named_children():
-        if isinstance(child, ProjectionGroup) and _fits_fp16(child):
-            setattr(module, name, PackedGroup(child))
-        elif isinstance(child, Projection) and _fits_fp16(child):
-            setattr(module, name, PackedProjection(child.weight, child.bias))
-        elif not isinstance(child, nn.ModuleList):  # the blocks have their own turn
-            _pack_children(child)
-
-
 def _fits_fp16(module: nn.Module) -> bool:
-    return all(torch.equal(weight.half().float(), weight) for weight in module.parameters())
+    """Whether fp16 holds every matrix of the module exactly; norms stay in fp32."""
+    matrices = [projection.weight for projection in module.modules() if isinstance(projection, Projection)]
+    return all(torch.equal(weight.half().float(), weight) for weight in matrices)

@@ -10,8 +10,9 @@ from shared.cache.uncached import UncachedView
 from shared.checkpoints.make import make_checkpoint
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
-from shared.models.packed import SUPPORTED_ENGINES, PackedGroup, PackedProjection, pack
-from shared.models.projection import Projection, ProjectionGroup
+from shared.models.norm import RMSNorm
+from shared.models.packed import SUPPORTED_ENGINES, PackedBlock, PackedMatrix, PackedNorm, PackedProjection, pack
+from shared.models.projection import Projection
 from shared.models.tokens import Tokens
 
 pytestmark = pytest.mark.skipif("fbgemm" not in SUPPORTED_ENGINES, reason="FBGEMM is there on x86 alone")
@@ -20,6 +21,10 @@ pytestmark = pytest.mark.skipif("fbgemm" not in SUPPORTED_ENGINES, reason="FBGEM
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-qwen3", "tiny-gemma3"])
 def stored_in_16_bits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp("packed") / request.param, dtype="float16")
+
+
+def is_packed(model: CausalLM) -> bool:
+    return any(isinstance(module, PackedBlock | PackedProjection) for module in model.modules())
 
 
 @torch.inference_mode()
@@ -33,35 +38,31 @@ def test_a_packed_model_is_the_same_model(stored_in_16_bits: Path, num_tokens: i
     model = load_model(stored_in_16_bits)
     expected = logits(model, num_tokens)
     packed = pack(model)
-    kinds = {type(module) for module in packed.modules()}
-    assert PackedProjection in kinds
-    assert PackedGroup in kinds
-    assert not kinds & {Projection, ProjectionGroup}
+    assert {type(block) for block in packed.blocks} == {PackedBlock}
+    assert isinstance(packed.head, PackedProjection)
     torch.testing.assert_close(logits(packed, num_tokens), expected, rtol=0, atol=3e-5 * expected.abs().max().item())
 
 
 def test_weights_that_fp16_cannot_hold_are_left_as_they_are(model_folder: Path) -> None:
     model = load_model(model_folder)  # stored in fp32
     expected = logits(model, 5)
-    assert not [module for module in pack(model).modules() if isinstance(module, PackedProjection)]
+    assert not is_packed(pack(model))
     assert torch.equal(logits(model, 5), expected)
 
 
-def test_one_weight_that_does_not_fit_keeps_its_matrix_and_no_other(stored_in_16_bits: Path) -> None:
+def test_one_weight_that_does_not_fit_keeps_its_block_and_no_other(stored_in_16_bits: Path) -> None:
     model = load_model(stored_in_16_bits)
     model.blocks[0].attention.qkv.k_proj.weight[0, 0] = 1.0 + 2.0**-20  # type: ignore[union-attr, index, operator]
     expected = logits(model, 5)
     pack(model)
-    assert isinstance(model.blocks[0].attention.qkv, ProjectionGroup)
-    assert isinstance(model.blocks[0].attention.o_proj, PackedProjection)
-    assert isinstance(model.blocks[1].attention.qkv, PackedGroup)
+    assert [isinstance(block, PackedBlock) for block in model.blocks][:2] == [False, True]
     torch.testing.assert_close(logits(model, 5), expected, rtol=0, atol=3e-5 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_16_bits_computes_in_16_bits(stored_in_16_bits: Path, dtype: torch.dtype) -> None:
     model = pack(load_model(stored_in_16_bits, dtype=dtype))
-    assert not [module for module in model.modules() if isinstance(module, PackedProjection)]
+    assert not is_packed(model)
 
 
 def test_biases_norm_activation_and_residual_are_applied() -> None:
@@ -74,10 +75,20 @@ def test_biases_norm_activation_and_residual_are_applied() -> None:
     plain.weight = torch.nn.Parameter(random(10, 24), requires_grad=False)
     plain.bias = torch.nn.Parameter(random(10), requires_grad=False)
     other = copy.deepcopy(plain)
-    packed = PackedProjection(plain.weight, plain.bias)
+    packed = PackedProjection(plain)
     x, residual = random(3, 24), random(3, 10)
     settings = {"residual": residual, "activation": torch.tanh, "norm": lambda y: 2 * y}
     torch.testing.assert_close(packed(x, **settings), plain(x, **settings))
-    group = ProjectionGroup(a=plain, b=other)
-    for ours, expected in zip(PackedGroup(group)(x), group(x), strict=True):
-        torch.testing.assert_close(ours, expected)
+    side_by_side = PackedMatrix([plain, other])(x)
+    torch.testing.assert_close(side_by_side, torch.cat((plain(x), other(x)), dim=-1))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_a_packed_norm_is_the_norm(offset: float, size: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    norm = RMSNorm(48, 1e-6, offset)
+    norm.weight = torch.nn.Parameter(torch.randn(48, generator=generator), requires_grad=False)
+    x = size * torch.randn(5, 48, generator=generator)
+    x[0] = 0
+    torch.testing.assert_close(PackedNorm(norm)(x), norm(x), rtol=2e-6, atol=1e-9)
