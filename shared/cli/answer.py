@@ -68,11 +68,12 @@ def show_stats(lesson: Lesson, engine: Any, answer: Answer, seed: int | None, lo
     from rich.table import Table
 
     parameters = list(engine.model.parameters())
+    kept = " beside the packed" if engine.config.pack_weights else ""
     rows = {
         "phase": f"{lesson.number} {lesson.title}",
         "model": engine.config.model,
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "weights, bytes": sum(parameter.nbytes for parameter in parameters),
+        f"parameters{kept}": sum(parameter.numel() for parameter in parameters),
+        f"bytes of weights{kept}": sum(parameter.nbytes for parameter in parameters),
         "dtype, device": f"{str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}",
         "load, seconds": load_seconds,
         "prompt tokens": answer.num_prompt_tokens,

@@ -204,7 +204,7 @@ def test_generate_with_each_phase_and_statistics(phase: str, tiny: str) -> None:
     assert rows["prompt tokens"] == "4"  # three bytes after the beginning of the text
     assert rows["new tokens"] == "3"
     assert int(rows["tokens computed"]) >= 6
-    assert int(rows["parameters"].replace(",", "")) * 4 == int(rows["weights, bytes"].replace(",", ""))
+    assert int(rows["parameters"].replace(",", "")) * 4 == int(rows["bytes of weights"].replace(",", ""))
 
 
 def test_generate_through_the_chat_template(tiny_checkpoints: dict[str, Path]) -> None:
@@ -410,6 +410,8 @@ def test_wrong_usage_is_exit_code_2(command: tuple[str, ...]) -> None:
 def start(*arguments: str, **pipes: Any) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
+    # A shell's background jobs inherit an ignored SIGINT; a terminal's do not.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen([*INFER, *arguments], cwd=ROOT, env=environment, **pipes)
 
 
