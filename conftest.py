@@ -15,6 +15,21 @@ OWN_FOLDERS = tuple(folder for folder in os.environ.get("INFER_TEST_MODELS", "")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workshop", action="store_true", help="run the code in workspace/ in the reference's place")
+    parser.addoption("--fix", action="store_true", help="write what the chapters in tutorial/ quote and show anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--workshop"):
+        os.environ["INFER_WORKSHOP"] = "1"
+        os.environ.setdefault("INFER_WORKSHOP_GAPS", "raise")
+        import shared  # noqa: F401 - with the variable set, this installs the workspace; the next lines do if it was imported before
+        from tutorial.workshop.overlay import install
+
+        install()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and this machine has none")

@@ -17,6 +17,15 @@ from shared.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class ExerciseEntry:
+    """What ``lesson.toml`` says of an exercise; its title, hints and lines are marked in the reference."""
+
+    number: str
+    minutes: int
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Lesson:
     """One phase: ``adds`` are the shared modules new in it, ``changes`` the methods of Engine that differ."""
 
@@ -29,6 +38,7 @@ class Lesson:
     changes: tuple[str, ...]
     workload: str
     is_side_track: bool = False
+    exercises: tuple[ExerciseEntry, ...] = ()
 
     @property
     def module_name(self) -> str:
@@ -82,4 +92,8 @@ def _read(folder: Path) -> Lesson:
         changes=tuple(values["changes"]),
         workload=values["workload"],
         is_side_track=values.get("side_track", False),
+        exercises=tuple(
+            ExerciseEntry(entry["number"], entry["minutes"], tuple(entry["tests"]))
+            for entry in values.get("exercises", ())
+        ),
     )

@@ -1,1 +1,1 @@
-"""The chapters of the course, and the workshop that turns the reference into exercises. Empty so far."""
+"""The chapters of the course, the workshop that turns the reference into exercises, and the checker of the chapters."""

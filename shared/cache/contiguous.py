@@ -16,7 +16,10 @@ from shared.ops.attention import ATTENTION_BACKENDS
 
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of keys and values of ``num_tokens`` tokens: 2 · layers · Hkv · D · tokens · bytes per number."""
+    # exercise 03.1: what one token costs, in bytes
+    # hint: a key and a value, each of D numbers, for every layer and every key head
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize
+    # end exercise
 
 
 class ContiguousCache:
@@ -89,12 +92,16 @@ class ContiguousView:
 
     def prepare(self, num_new: int) -> None:
         """Say how many tokens the coming step brings; they go to the places behind the cached ones."""
+        # exercise 03.2: cut this step's places out of the cache
+        # hint: what attention reads ends with the step's last token; what the step writes begins behind the cached ones
+        # hint: unbind(0) gives one view per layer; none of this copies a number
         start, end = self.cache.length, self.cache.length + num_new
         keys, values = self.cache.keys[:, :, :end], self.cache.values[:, :, :end]
         self.num_past = start
         self.keys, self.values = keys.unbind(0), values.unbind(0)  # of each layer [Hkv, end, D]
         self.new_keys = keys[:, :, start:].transpose(1, 2).unbind(0)  # of each layer [T, Hkv, D]
         self.new_values = values[:, :, start:].transpose(1, 2).unbind(0)
+        # end exercise
 
     def write(
         self,
@@ -106,17 +113,23 @@ class ContiguousView:
         qk: QueryKeyTransform,
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
+        # exercise 03.3: norm and rotate, put k and v in their places, give the queries back
+        # hint: new_keys[layer] is a view into the cache: copy_ into it
         q, k = qk(q, k, positions)
         self.new_keys[layer].copy_(k)
         self.new_values[layer].copy_(v)
         return q
+        # end exercise
 
     def attend(
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
+        # exercise 03.4: attend over the cache, of a windowed layer over its window alone
+        # hint: the step's first token stands at index num_past and sees window tokens, itself included
         k, v = self.keys[layer], self.values[layer]
         if window is not None and self.num_past >= window:
             first = self.num_past + 1 - window
             k, v = k[:, first:], v[:, first:]
         return self.attention(q, k, v, scale=scale, window=window, softcap=softcap)
+        # end exercise

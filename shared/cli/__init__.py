@@ -6,7 +6,7 @@ of the course appear at once.
 
 import typer
 
-from shared.cli import models, phases
+from shared.cli import models, phases, workshop
 from shared.cli.chat import EPILOG as CHAT_EPILOG
 from shared.cli.chat import chat
 from shared.cli.compare import EPILOG as COMPARE_EPILOG
@@ -31,6 +31,7 @@ app = typer.Typer(
         "infer phases",
         "infer diff 01b 02",
         "infer ladder",
+        "infer workshop start 01a",
     ),
     add_completion=False,
 )
@@ -41,3 +42,4 @@ app.command("diff", epilog=DIFF_EPILOG)(diff)
 app.command("ladder", epilog=LADDER_EPILOG)(ladder)
 app.command("compare", epilog=COMPARE_EPILOG)(compare)
 app.add_typer(models.app, name="model")
+app.add_typer(workshop.app, name="workshop")

@@ -57,16 +57,22 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tokens, kv: KVView) -> torch.Tensor:
         """Hidden states ``[T, H]`` of the step's tokens, before the final norm."""
+        # exercise 01b.1: run the step's tokens through the embedding and every block
+        # hint: a block takes the hidden states, the tokens and the view, and gives hidden states
         x = self.embedding(tokens.ids)
         for block in self.blocks:
             x = block(x, tokens, kv)
         return x
+        # end exercise
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, V]`` of n rows of hidden states."""
+        # exercise 01b.2: final norm, output head, and the cap where the model has one
+        # hint: a projection norms its input itself, when it is given norm=
         logits = self.head(hidden, norm=self.norm)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+        # end exercise
 
     @property
     def device(self) -> torch.device:

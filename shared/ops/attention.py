@@ -14,10 +14,13 @@ import torch.nn.functional as F
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Which cache index each new token may see: bool ``[T, S]``; a window counts the token itself."""
+    # exercise 01a.2: which of the S cached tokens each of the T new ones may see
+    # hint: number the queries S - T … S - 1 and the keys 0 … S - 1, and compare a column with a row
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key = torch.arange(num_keys, device=device)[None, :]
     mask = key <= query
     return mask if window is None else mask & (key > query - window)
+    # end exercise
 
 
 def naive_attention(
@@ -42,6 +45,8 @@ def naive_attention(
     """
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape
+    # exercise 01a.4: scores, softcap, mask, softmax, values, with Hq / Hkv query heads to a key head
+    # hint: view q as [T, Hkv, Hq / Hkv, D]; two einsums then do without a copy of any key
     grouped = q.view(T, Hkv, Hq // Hkv, D)
     scores = torch.einsum("thgd,hsd->hgts", grouped, k).float() * scale
     if softcap is not None:
@@ -49,6 +54,7 @@ def naive_attention(
     scores = scores.masked_fill(~visible(T, S, window, q.device), float("-inf"))
     weights = scores.softmax(dim=-1).to(q.dtype)
     return torch.einsum("hgts,hsd->thgd", weights, v).reshape(T, Hq, D)
+    # end exercise
 
 
 def sdpa_attention(
@@ -65,6 +71,8 @@ def sdpa_attention(
         return naive_attention(q, k, v, scale=scale, window=window, softcap=softcap)
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape
+    if T == 1 and window is not None:
+        k, v = k[:, -window:], v[:, -window:]
     k, v = k[None], v[None]  # the fast kernels want four dimensions
     if T == 1:  # the heads of a group are rows that share their keys
         out = F.scaled_dot_product_attention(q.view(1, Hkv, Hq // Hkv, D), k, v, scale=scale)

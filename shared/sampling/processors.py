@@ -40,9 +40,12 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     Since the maximum is subtracted first, no temperature however small overflows, and at temperature 0 the likeliest
     tokens alone stay, at 0. ``temperature`` is float32 [B], finite and at least 0.
     """
+    # exercise 02.1: divide by the temperature so that neither 0 nor a tiny one overflows
+    # hint: subtract the row's maximum first; a likeliest token is then at 0, whatever it is divided by
     peak = logits.amax(-1, keepdim=True)  # [B, 1]
     scaled = (logits - peak).div_(temperature[:, None])
     return scaled.masked_fill_(logits == peak, 0.0)  # also where 0 / 0 or inf - inf would be NaN
+    # end exercise
 
 
 def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, largest: int | None = None) -> torch.Tensor:
@@ -54,11 +57,14 @@ def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, largest: int | None =
         largest: the host's knowledge of the largest limit, so that no more values are searched for; rows with a
             larger k are left as they are. None: the vocabulary's size.
     """
+    # exercise 02.2: remove all tokens below the k-th largest value
+    # hint: topk is sorted, so a row's cut stands at place k - 1; a row whose k exceeds largest stays as it is
     vocabulary = logits.shape[-1]
     largest = vocabulary if largest is None else min(largest, vocabulary)
     likeliest = logits.topk(largest).values  # [B, largest], descending
     cut = likeliest.gather(-1, (top_k.clamp(max=largest) - 1)[:, None])  # [B, 1], the k-th largest value
     return logits.masked_fill((logits < cut) & (top_k <= largest)[:, None], -torch.inf)
+    # end exercise
 
 
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -71,6 +77,9 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         logits: float32 [B, V] without +inf, as ``apply_temperature`` leaves them.
         top_p: float64 [B], above 0 and at most 1.
     """
+    # exercise 02.3: keep the likeliest tokens until they hold p of the probability
+    # hint: cumsum in float64 from the likeliest down; token i stays if the i before it hold less than p
+    # hint: to sort the whole vocabulary is right; the short search that comes first here is only faster
     vocabulary = logits.shape[-1]
     limit = top_p[:, None]
     probabilities = logits.softmax(-1)
@@ -84,3 +93,4 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     num_kept = 1 + (mass[:, :-1] < limit).sum(-1, keepdim=True)  # token i stays if the i before it hold less than p
     cut = likeliest.gather(-1, num_kept - 1)  # [B, 1]
     return logits.masked_fill((probabilities < cut) & (limit < 1), -torch.inf)
+    # end exercise

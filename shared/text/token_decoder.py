@@ -77,6 +77,8 @@ class TokenDecoder:
 
     def bytes_of(self, token: str) -> bytes:
         """The bytes of one token string; an added token written in plain text stands for its own UTF-8."""
+        # exercise 01b.3: the bytes behind one token's string, for both kinds of vocabulary
+        # hint: an added token may hold characters outside the byte alphabet; byte_of knows the <0xNN> tokens
         if self.is_byte_level:
             try:
                 return bytes(BYTE_ALPHABET[character] for character in token)
@@ -88,6 +90,7 @@ class TokenDecoder:
         for old, new in self.replacements:
             token = token.replace(old, new)
         return token.encode()
+        # end exercise
 
     def byte_of(self, token: str) -> int | None:
         """The value NN of a fallback token ``<0xNN>``; None for every other token."""

@@ -1,0 +1,248 @@
+"""``infer workshop``: exercises handed out, checked, solved, reset, merged, graded. Introduced in phase 1b."""
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shared.cli.terminal import examples, stdout_console, working
+from shared.errors import ConfigError
+from shared.lessons import find_lesson
+
+if TYPE_CHECKING:
+    from tutorial.workshop.check import Verdict
+    from tutorial.workshop.exercises import Exercise
+    from tutorial.workshop.workspace import Workspace
+
+app = typer.Typer(
+    help="Exercises: the lines of a phase that matter, taken out for you to write.",
+    no_args_is_help=True,
+    epilog=examples(
+        "infer workshop start 03",
+        "infer workshop check 03",
+        "infer workshop hint 03.2",
+        "INFER_WORKSHOP=1 infer generate --prompt Hello",
+    ),
+)
+
+PhaseArgument = Annotated[str, typer.Argument(help="A phase, such as 03.", metavar="PHASE")]
+OnlyOption = Annotated[str | None, typer.Option("--only", help="One exercise of it, such as 03.2.", metavar="EXERCISE")]
+ExerciseArgument = Annotated[str, typer.Argument(help="An exercise, such as 03.2.", metavar="EXERCISE")]
+_COLOURS = {"passed": "green", "failed": "red", "not run": "red", "to do": "yellow", "written": "cyan"}
+
+
+@app.command(epilog=examples("infer workshop start 03", "infer workshop start 03 --only 03.2"))
+def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
+    """Write a phase's modules into workspace/, with a gap where each exercise is."""
+    workspace = _workspace()
+    wanted = _wanted(phase, only)
+    files = workspace.start(wanted)
+    if not files:
+        typer.echo(f"All of that is in {_shown(workspace.root)} already; `infer workshop status` shows how far it is.")
+    for file in files:
+        typer.echo(_shown(file))
+    for exercise in wanted:
+        place = f"line {_line(workspace, exercise):>4}  about {exercise.minutes:>2} min"
+        typer.echo(f"  {exercise.number}  {place}  {exercise.title}")
+    again = f"check {wanted[0].phase}" + (f" --only {wanted[0].number}" if only else "")
+    typer.echo(f"\nWrite your lines where the file raises NotImplementedError, then run: infer workshop {again}")
+
+
+@app.command(epilog=examples("infer workshop check", "infer workshop check 03 --only 03.2 --verbose"))
+def check(
+    phase: Annotated[
+        str | None, typer.Argument(help="A phase; by default everything started.", metavar="PHASE")
+    ] = None,
+    only: OnlyOption = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what pytest printed.")] = False,
+) -> None:
+    """Run the tests of your exercises on your code; exit code 1 unless all of them pass."""
+    from tutorial.workshop.check import Outcome, Verdict, run_tests
+    from tutorial.workshop.workspace import State
+
+    workspace = _workspace()
+    if phase is None and only is None:
+        wanted = [exercise for exercise, state in workspace.states().items() if state is not State.NEW]
+        if not wanted:
+            raise ConfigError(f"Nothing has been started in {workspace.root}; begin with `infer workshop start 01a`.")
+    else:
+        wanted = _wanted(phase, only)
+    verdicts = {e: Verdict(e, Outcome.NEW) for e in wanted if workspace.state(e) is State.NEW}
+    verdicts |= {e: Verdict(e, Outcome.GAP) for e in wanted if workspace.state(e) is State.GAP}
+    written = [exercise for exercise in wanted if exercise not in verdicts]
+    output = ""
+    if written:
+        with working(f"running the tests of {', '.join(exercise.number for exercise in written)}"):
+            run = run_tests(workspace.root, written)
+        output = run.output
+        for verdict in run.verdicts:
+            verdicts[verdict.exercise] = verdict
+            workspace.note_check(verdict.exercise, passed=verdict.outcome is Outcome.PASSED)
+    if verbose:
+        typer.echo(output, err=True)
+    for exercise in wanted:
+        _print_verdict(workspace, verdicts[exercise])
+    num_passed = sum(verdict.outcome is Outcome.PASSED for verdict in verdicts.values())
+    beside = [e.number for e, state in workspace.states().items() if state is State.WRITTEN and e not in written]
+    if num_passed < len(written) and beside:
+        typer.echo(f"Your code for {', '.join(beside)} ran as well.")
+    typer.echo(f"{num_passed} of {len(wanted)} passed")
+    if num_passed < len(wanted):
+        raise typer.Exit(1)
+
+
+@app.command(epilog=examples("infer workshop hint 03.2", "infer workshop hint 03.2 --all"))
+def hint(
+    exercise: ExerciseArgument,
+    all_hints: Annotated[bool, typer.Option("--all", help="Show every hint.")] = False,
+) -> None:
+    """Show the next hint of an exercise."""
+    from tutorial.workshop.exercises import find_exercise
+
+    found = find_exercise(exercise)
+    workspace = _workspace()
+    if not found.hints:
+        typer.echo(f"{found.number} has no hint; the docstring of {found.target} says what is wanted.")
+        return
+    shown = workspace.next_hint(found)
+    while all_hints and shown < len(found.hints):
+        shown = workspace.next_hint(found)
+    for index, text in enumerate(found.hints[:shown], start=1):
+        typer.echo(f"{index} of {len(found.hints)}: {text}")
+    if shown < len(found.hints):
+        typer.echo("The same command again shows the next one.")
+
+
+@app.command(epilog=examples("infer workshop solution 03.2", "infer workshop solution 03.2 --yes"))
+def solution(
+    exercise: ExerciseArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Show it without asking.")] = False,
+) -> None:
+    """Show the difference between your function and the reference's."""
+    from tutorial.workshop.exercises import find_exercise, function_lines, reference
+
+    found = find_exercise(exercise)
+    workspace = _workspace()
+    if not yes and not typer.confirm(f"Show the reference's {found.number} ({found.title})?"):
+        raise typer.Exit(1)
+    theirs = function_lines(reference(found)[0], found.target)
+    file = workspace.file(found)
+    yours = function_lines(file.read_text(encoding="utf-8", errors="replace"), found.target) if file.is_file() else []
+    labels = (_shown(file) if yours else "nothing of yours", f"{found.path} (the reference)")
+    console = stdout_console()
+    lines = list(difflib.unified_diff(yours, theirs, *labels, lineterm="", n=100))
+    for line in lines:
+        style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
+        console.print(line, style=style, markup=False, soft_wrap=True)
+    if not lines:
+        typer.echo(f"Your {found.target} is the reference's, to the letter.")
+
+
+@app.command(epilog=examples("infer workshop status"))
+def status() -> None:
+    """Show every exercise of the course and how far you are."""
+    from rich import box
+    from rich.table import Table
+
+    workspace = _workspace()
+    states = workspace.states()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("exercise", "state", "minutes", "what", "where"):
+        table.add_column(name, justify="right" if name == "minutes" else "left", no_wrap=name in ("exercise", "state"))
+    num_passed = 0
+    for exercise, state in states.items():
+        passed = workspace.has_passed(exercise)
+        num_passed += passed
+        said = "passed" if passed else str(state)
+        place = _shown(workspace.file(exercise)) if str(state) != "not started" else exercise.path
+        table.add_row(
+            exercise.number, f"[{_COLOURS.get(said, 'dim')}]{said}[/]", str(exercise.minutes), exercise.title, place
+        )
+    stdout_console().print(table)
+    typer.echo(f"{num_passed} of {len(states)} passed")
+
+
+@app.command(epilog=examples("infer workshop reset 03", "infer workshop reset 03 --only 03.2"))
+def reset(phase: PhaseArgument, only: OnlyOption = None) -> None:
+    """Put the gaps back; what you had is kept in workspace/.backups."""
+    workspace = _workspace()
+    files, backup = workspace.reset(_wanted(phase, only))
+    for file in files:
+        typer.echo(_shown(file))
+    typer.echo(f"your files are kept in {_shown(backup)}" if backup else "nothing of that had been started")
+
+
+@app.command(epilog=examples("infer workshop update"))
+def update() -> None:
+    """Merge what changed in the reference since `start` into your files; exit code 1 if conflicts are left."""
+    workspace = _workspace()
+    results = workspace.update()
+    for result in results:
+        said = "is up to date" if not result.is_changed else "took in the changes of the reference"
+        if result.num_conflicts:
+            said = f"has {result.num_conflicts} conflict(s): solve them between <<<<<<< and >>>>>>>"
+        typer.echo(f"{_shown(workspace.root / result.path)} {said}")
+        if result.backup is not None:
+            typer.echo(f"  before: {_shown(result.backup)}")
+    if not results:
+        typer.echo("nothing has been started")
+    if any(result.num_conflicts for result in results):
+        raise typer.Exit(1)
+
+
+def _workspace() -> "Workspace":
+    from tutorial.workshop.overlay import workspace_folder
+    from tutorial.workshop.workspace import Workspace
+
+    return Workspace(workspace_folder())
+
+
+def _wanted(phase: str | None, only: str | None) -> list["Exercise"]:
+    """The exercises that a command's arguments name; ConfigError if they do not fit together."""
+    from tutorial.workshop.exercises import exercises_of, find_exercise
+
+    if only is None:
+        assert phase is not None
+        return list(exercises_of(find_lesson(phase)))
+    exercise = find_exercise(only)
+    if phase is not None and find_lesson(phase).number != exercise.phase:
+        raise ConfigError(f"Exercise {exercise.number} belongs to phase {exercise.phase}, not to phase {phase}.")
+    return [exercise]
+
+
+def _print_verdict(workspace: "Workspace", verdict: "Verdict") -> None:
+    exercise, said = verdict.exercise, str(verdict.outcome)
+    line = f"{exercise.number}  {typer.style(f'{said:<11}', fg=_COLOURS.get(said))}  {exercise.title}"
+    typer.echo(line)
+    if said == "passed":
+        file = _shown(workspace.file(exercise))
+        typer.echo(f"        {verdict.num_passed} tests, run on {exercise.target} of {file}")
+    elif said == "to do":
+        typer.echo(f"        {_shown(workspace.file(exercise))}:{_line(workspace, exercise)}")
+    elif said == "not started":
+        typer.echo(f"        infer workshop start {exercise.phase} --only {exercise.number}")
+    else:
+        typer.echo(f"        {verdict.reason}")
+        if verdict.where:
+            typer.echo(f"        at {_shown(Path(verdict.where))}")
+        if verdict.test:
+            typer.echo(f"        in {verdict.test}")
+
+
+def _line(workspace: "Workspace", exercise: "Exercise") -> int:
+    """The line, from 1, of the exercise's gap; where it is written, of its marker."""
+    from tutorial.workshop.exercises import reference
+
+    lines = workspace.file(exercise).read_text(encoding="utf-8", errors="replace").splitlines()
+    gap = f'raise NotImplementedError("{exercise.message}")'
+    for wanted in (gap, f"# {exercise.message}"):
+        for number, text in enumerate(lines, start=1):
+            if text.strip() == wanted:
+                return number
+    return reference(exercise)[1].begin + 1
+
+
+def _shown(path: Path) -> str:
+    """A path as short as it can be said from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

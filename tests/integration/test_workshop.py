@@ -1,0 +1,201 @@
+"""``infer workshop`` as a learner uses it, and their code inside other commands: real processes, real files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KV_BYTES_GAP = 'raise NotImplementedError("exercise 03.1: what one token costs, in bytes")'
+KV_BYTES = "return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize"
+
+
+class Learner:
+    """Somebody at a terminal, with a workspace of their own."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+
+    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "INFER_WORKSPACE": str(self.workspace), "NO_COLOR": "1", **variables}
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
+        )
+
+    def infer(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.run(sys.executable, "-c", "from shared.cli import app; app()", *arguments, **variables)
+
+    def workshop(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.infer("workshop", *arguments)
+
+    @property
+    def cache(self) -> Path:
+        return self.workspace / "shared" / "cache" / "contiguous.py"
+
+    def write(self, old: str, new: str) -> None:
+        text = self.cache.read_text()
+        assert old in text
+        self.cache.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Learner:
+    return Learner(tmp_path / "workspace")
+
+
+def test_from_start_to_passed(learner: Learner) -> None:
+    started = learner.workshop("start", "3", "--only", "3.1")
+    assert started.returncode == 0, started.stderr
+    assert "workspace/shared/cache/contiguous.py" in started.stdout
+    assert "03.1  line   20" in started.stdout
+    assert "infer workshop check 03 --only 03.1" in started.stdout
+
+    todo = learner.workshop("check", "03", "--only", "03.1")
+    assert todo.returncode == 1
+    assert "to do" in todo.stdout
+    assert "0 of 1 passed" in todo.stdout
+
+    learner.write(KV_BYTES_GAP, KV_BYTES.replace("num_kv_heads", "num_heads"))
+    wrong = learner.workshop("check")
+    assert wrong.returncode == 1
+    assert "failed" in wrong.stdout
+    assert "AssertionError" in wrong.stdout
+    assert "test_cache_bytes_equal_the_formula" in wrong.stdout
+
+    learner.write("num_heads", "num_kv_heads")
+    right = learner.workshop("check", "--only", "03.1")
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert "6 tests, run on kv_bytes of" in right.stdout
+    assert "passed" in learner.workshop("status").stdout
+
+    learner.write("return 2 *", "return 1 + 1 *")
+    assert "0 of 17 passed" in learner.workshop("status").stdout, "a check holds for the file that it saw"
+
+
+def test_an_error_names_the_learner_s_own_line(learner: Learner) -> None:
+    learner.workshop("start", "03", "--only", "03.1")
+    learner.write(KV_BYTES_GAP, "return config.num_layerz")
+    checked = learner.workshop("check")
+    assert checked.returncode == 1
+    assert "AttributeError" in checked.stdout
+    assert "contiguous.py:20" in checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("return 2 *", "line 20: invalid syntax"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("import os; os._exit(0)", "the run ended before this"),
+    ],
+)
+def test_broken_code_is_reported_and_never_passes(learner: Learner, code: str, message: str) -> None:
+    learner.workshop("start", "03", "--only", "03.1")
+    learner.write(KV_BYTES_GAP, code)
+    checked = learner.workshop("check")
+    assert checked.returncode == 1
+    assert message in checked.stdout
+    assert "0 of 1 passed" in checked.stdout
+
+
+def test_a_function_that_comes_from_elsewhere_does_not_pass(learner: Learner) -> None:
+    learner.workshop("start", "03", "--only", "03.1")
+    learner.write(KV_BYTES_GAP, "return 0")
+    reference = ROOT / "shared" / "cache" / "contiguous.py"
+    learner.cache.write_text(f"exec(compile(open({str(reference)!r}).read(), {str(reference)!r}, 'exec'))\n")
+    checked = learner.workshop("check")
+    assert checked.returncode == 1
+    assert "kv_bytes that ran is not the workspace's" in checked.stdout
+
+
+def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_are_left(
+    learner: Learner, tiny_checkpoints: dict[str, Path]
+) -> None:
+    learner.workshop("start", "03")
+    learner.write(KV_BYTES_GAP, KV_BYTES)
+    title = "attend over the cache, of a windowed layer over its window alone"
+    attend = f'raise NotImplementedError("exercise 03.4: {title}")'
+    learner.write(attend, 'raise RuntimeError("this is mine")')
+    command = ("generate", "--model", str(tiny_checkpoints["llama"]), "--prompt", "ab", "--max-tokens", "3")
+    failed = learner.infer(*command, INFER_WORKSHOP="1")
+    assert failed.returncode == 1
+    assert "this is mine" in failed.stderr
+    assert "contiguous.py:129 in attend" in failed.stderr
+    learner.write('raise RuntimeError("this is mine")', attend)
+    done = learner.infer(*command, INFER_WORKSHOP="1")
+    assert done.returncode == 0, done.stderr
+    assert "workshop: your code for 03.1; 03.2, 03.3, 03.4 still to do (the reference runs there)" in done.stderr
+    assert done.stdout == learner.infer(*command).stdout
+    learner.write(KV_BYTES, "return (")
+    broken = learner.infer(*command, INFER_WORKSHOP="1")
+    assert broken.returncode == 2
+    assert "contiguous.py, line 20" in broken.stderr
+    assert "Traceback" not in broken.stderr
+
+
+def test_under_pytest_a_gap_raises(learner: Learner) -> None:
+    learner.workshop("start", "03", "--only", "03.1")
+    tests = "phases/phase_03/test_parity.py::test_cache_bytes_equal_the_formula"
+    run = learner.run(sys.executable, "-m", "pytest", "--workshop", "-q", "-p", "no:cacheprovider", tests)
+    assert run.returncode == 1
+    assert "NotImplementedError: exercise 03.1: what one token costs, in bytes" in run.stdout
+
+
+def test_inspect_sees_the_text_that_runs(learner: Learner) -> None:
+    """Triton reads a kernel's source through inspect, so a filled gap has to show the lines that ran."""
+    learner.workshop("start", "03", "--only", "03.1")
+    look = "import inspect; from shared.cache.contiguous import kv_bytes; print(inspect.getsource(kv_bytes))"
+    filled = learner.run(sys.executable, "-c", look, INFER_WORKSHOP="1")
+    assert KV_BYTES in filled.stdout
+    raising = learner.run(sys.executable, "-c", look, INFER_WORKSHOP="1", INFER_WORKSHOP_GAPS="raise")
+    assert KV_BYTES_GAP in raising.stdout
+
+
+def test_solution_asks_first_and_shows_the_difference(learner: Learner) -> None:
+    learner.workshop("start", "03", "--only", "03.1")
+    learner.write(KV_BYTES_GAP, "return 7")
+    asked = learner.workshop("solution", "03.1")
+    assert asked.returncode == 1
+    assert KV_BYTES not in asked.stdout
+    shown = learner.workshop("solution", "03.1", "--yes")
+    assert shown.returncode == 0
+    assert "-    return 7" in shown.stdout
+    assert f"+    {KV_BYTES}" in shown.stdout
+    assert "hint:" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("start", "42"), "There is no phase '42'; there are 01a, 01b"),
+        (("start", "03", "--only", "03.9"), "There is no exercise '03.9'; there are 01a.1"),
+        (("start", "03", "--only", "02.1"), "Exercise 02.1 belongs to phase 02, not to phase 03"),
+        (("hint", "nonsense"), "There is no exercise 'nonsense'"),
+        (("check",), "Nothing has been started in"),
+    ],
+)
+def test_wrong_numbers_are_refused_with_those_that_exist(
+    learner: Learner, arguments: tuple[str, ...], message: str
+) -> None:
+    refused = learner.workshop(*arguments)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert not learner.workspace.exists()
+
+
+def test_skeletons_of_a_phase_take_less_than_a_second(tmp_path: Path) -> None:
+    code = (
+        "import time, sys; start = time.perf_counter()\n"
+        "from pathlib import Path\n"
+        "from tutorial.workshop.exercises import exercises\n"
+        "from tutorial.workshop.workspace import Workspace\n"
+        "Workspace(Path(sys.argv[1])).start([e for e in exercises() if e.phase == '03'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(time.perf_counter() - start)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "ws")], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 1.0

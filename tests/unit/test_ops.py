@@ -1,0 +1,124 @@
+"""The mathematics alone, by the definition in fp64 or by hand: norm, rotation, mask, attention."""
+
+import math
+
+import pytest
+import torch
+
+from shared.models.config import RopeConfig
+from shared.ops.attention import naive_attention, sdpa_attention, visible
+from shared.ops.gated import geglu, swiglu
+from shared.ops.rmsnorm import rms_norm
+from shared.ops.rope import inverse_frequencies, rope_table, rotate
+
+LLAMA_3_1 = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_by_its_formula(offset: float) -> None:
+    x, weight = random(5, 48) * 3, random(48, seed=1)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + offset)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5, offset).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rms_norm_rounds_once() -> None:
+    x, weight = random(64, 256).bfloat16(), random(256, seed=1).bfloat16()
+    exact = rms_norm(x.double(), weight.double(), 1e-6).bfloat16()
+    assert torch.equal(rms_norm(x, weight, 1e-6), exact)
+
+
+def test_rms_norm_of_numbers_whose_squares_half_precision_cannot_hold() -> None:
+    x = torch.full((1, 16), 1000.0, dtype=torch.float16)
+    assert torch.equal(rms_norm(x, torch.ones(16), 1e-6), torch.ones(1, 16, dtype=torch.float16))
+
+
+def test_what_a_token_sees() -> None:
+    cpu = torch.device("cpu")
+    assert visible(2, 4, None, cpu).tolist() == [[True, True, True, False], [True, True, True, True]]
+    assert visible(1, 3, None, cpu).tolist() == [[True, True, True]]
+    assert visible(3, 3, 2, cpu).tolist() == [[True, False, False], [True, True, False], [False, True, True]]
+
+
+def test_a_rotation_is_a_product_of_complex_numbers() -> None:
+    D, positions = 16, torch.tensor([0, 1, 7, 4000])
+    x = random(4, 3, D)
+    turned = rotate(x, rope_table(RopeConfig(10_000.0), D, 4001)[positions])
+    frequencies = 10_000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    angles = positions[:, None, None] * frequencies
+    numbers = torch.complex(x[..., : D // 2].double(), x[..., D // 2 :].double())
+    expected = numbers * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1).float(), rtol=1e-3, atol=1e-3)
+    assert torch.equal(turned[0], x[0])
+
+
+def test_a_score_depends_on_the_distance_alone() -> None:
+    table = rope_table(RopeConfig(10_000.0), 32, 200)
+    q, k = random(1, 1, 32), random(1, 1, 32, seed=1)
+    scores = [(rotate(q, table[[at + 9]]) * rotate(k, table[[at]])).sum() for at in (0, 3, 150)]
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores[0], scores[2], rtol=1e-4, atol=1e-4)
+
+
+def test_llama_3_frequencies_are_those_of_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(head_dim=128, rope_parameters=scaling, max_position_embeddings=131_072)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(LLAMA_3_1, 128), expected, rtol=1e-6, atol=0)
+
+
+def test_llama_3_keeps_short_waves_and_stretches_long_ones() -> None:
+    plain, scaled = inverse_frequencies(RopeConfig(500_000.0), 128), inverse_frequencies(LLAMA_3_1, 128)
+    wavelengths = 2 * math.pi / plain
+    assert torch.equal(scaled[wavelengths < 2048], plain[wavelengths < 2048])
+    assert torch.equal(scaled[wavelengths > 8192], plain[wavelengths > 8192] / 8)
+    between = (wavelengths > 2048) & (wavelengths < 8192)
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("num_new", "num_keys"), [(1, 1), (1, 7), (4, 7), (6, 6)])
+def test_attention_one_score_after_the_other(
+    num_new: int, num_keys: int, window: int | None, softcap: float | None
+) -> None:
+    Hq, Hkv, D = 6, 2, 8
+    q, k, v = random(num_new, Hq, D), random(Hkv, num_keys, D, seed=1), random(Hkv, num_keys, D, seed=2)
+    expected = torch.zeros(num_new, Hq, D, dtype=torch.float64)
+    for i in range(num_new):
+        last = num_keys - num_new + i
+        first = 0 if window is None else max(0, last + 1 - window)
+        for head in range(Hq):
+            keys, values = k[head // (Hq // Hkv)].double(), v[head // (Hq // Hkv)].double()
+            scores = [0.3 * (q[i, head].double() @ keys[j]) for j in range(first, last + 1)]
+            if softcap is not None:
+                scores = [softcap * torch.tanh(score / softcap) for score in scores]
+            weights = torch.stack(scores).softmax(0)
+            expected[i, head] = sum(w * values[j] for w, j in zip(weights, range(first, last + 1), strict=True))
+    for attention in (naive_attention, sdpa_attention):
+        out = attention(q, k, v, scale=0.3, window=window, softcap=softcap)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gated_activations_by_their_formulas() -> None:
+    gate, up = random(3, 5), random(3, 5, seed=1)
+    wide = gate.double()
+    silu = wide / (1 + torch.exp(-wide))
+    gelu = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+    torch.testing.assert_close(swiglu(gate, up).double(), silu * up, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(geglu(gate, up).double(), gelu * up, rtol=1e-5, atol=1e-6)

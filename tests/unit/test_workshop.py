@@ -1,0 +1,275 @@
+"""Exercises as text: markers, gaps, the way back; and a workspace's files, without running any of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import ConfigError
+from tutorial.workshop.exercises import ROOT, exercises, exercises_of, find_exercise, function_lines, reference, regions
+from tutorial.workshop.skeleton import filled, has_gap, skeleton, with_gap
+from tutorial.workshop.workspace import State, Workspace
+
+SOURCE = '''"""A module."""
+
+
+class Counter:
+    def step(self, by: int) -> int:
+        """Count on."""
+        # exercise 07.1: count
+        # hint: add
+        self.value += by
+        return self.value
+        # end exercise
+
+    def back(self) -> int:
+        """Count down."""
+        # exercise 07.2: count down
+        return self.step(-1)
+        # end exercise
+
+
+def other() -> None:
+    return None
+'''
+
+code_lines = st.lists(st.sampled_from(["x = 1", "x += 2", "", "# a remark", "# hint: look closer", "return x"]))
+
+
+@st.composite
+def sources(draw: st.DrawFn) -> str:
+    """Modules of functions with exercises of every length between other lines."""
+    lines = ['"""A module."""', ""]
+    for k in range(1, draw(st.integers(1, 4)) + 1):
+        lines += [f"def f{k}(x):", f'    """Function {k}."""']
+        body = [f"    {line}".rstrip() for line in draw(code_lines)]
+        lines += [f"    # exercise 07.{k}: part {k}", *body, "    pass", "    # end exercise", ""]
+        lines += draw(st.sampled_from([[], ["# between", ""], ["CONSTANT = 1", ""]]))
+    return "\n".join(lines)
+
+
+def test_markers_are_read() -> None:
+    first, second = regions(SOURCE)
+    assert (first.number, first.title, first.hints, first.target) == ("07.1", "count", ("add",), "Counter.step")
+    assert (second.number, second.target, second.lines) == ("07.2", "Counter.back", ("        return self.step(-1)",))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("        # end exercise\n\n    def back", "\n    def back"), "07.2 begins inside exercise 07.1"),
+        (("(-1)\n        # end exercise\n", "(-1)\n"), "07.2 has no `# end exercise`"),
+        (("        return self.step(-1)\n", ""), "07.2 holds no line of code"),
+        (
+            ('"""A module."""\n', "# exercise 07.3: outside\nx = 1\n# end exercise\n"),
+            "07.3 must stand inside one function",
+        ),
+    ],
+)
+def test_markers_that_do_not_fit_are_refused(change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        regions(SOURCE.replace(*change))
+
+
+def test_a_skeleton_keeps_signature_docstring_and_line_numbers_and_hides_lines_and_hints() -> None:
+    text = skeleton(SOURCE, {"07.1"})
+    assert 'raise NotImplementedError("exercise 07.1: count")' in text
+    assert '"""Count on."""' in text
+    assert "self.value += by" not in text
+    assert "hint: add" not in text
+    assert text.count("\n") == SOURCE.count("\n")
+    assert text.splitlines()[-2:] == SOURCE.splitlines()[-2:]
+    namespace: dict = {}
+    exec(text, namespace)
+    with pytest.raises(NotImplementedError, match=r"^exercise 07\.1: count$"):
+        namespace["Counter"]().step(1)
+
+
+@given(sources(), st.data())
+def test_a_gap_filled_again_is_the_reference(source: str, data: st.DataObject) -> None:
+    found = regions(source)
+    chosen = data.draw(st.sets(st.sampled_from([region.number for region in found])))
+    text = skeleton(source, chosen)
+    compile(text, "skeleton", "exec")
+    assert text.count("\n") == source.count("\n")
+    assert {region.number for region in found if has_gap(text, region)} == chosen
+    again, numbers = filled(text, source)
+    assert again == source
+    assert set(numbers) == chosen
+
+
+@given(sources(), st.data())
+def test_gaps_made_one_by_one_are_the_skeleton(source: str, data: st.DataObject) -> None:
+    found = regions(source)
+    order = data.draw(st.permutations(found))
+    text = source
+    for region in order:
+        cut = with_gap(text, region, only_if_untouched=True)
+        assert cut is not None
+        text = cut
+    assert text == skeleton(source, {region.number for region in found})
+
+
+def test_what_a_learner_wrote_stays_when_the_other_gaps_are_filled() -> None:
+    text = skeleton(SOURCE, {"07.1", "07.2"}).replace(
+        '        raise NotImplementedError("exercise 07.2: count down")', "        x = -1\n        return self.step(x)"
+    )
+    again, numbers = filled(text, SOURCE)
+    assert numbers == ["07.1"]
+    assert "self.value += by" in again
+    assert "return self.step(x)" in again
+    assert "return self.step(-1)" not in again
+
+
+def test_numbers_are_found_as_people_write_them_and_unknown_ones_listed() -> None:
+    assert find_exercise("3.1") is find_exercise("03.1")
+    with pytest.raises(ConfigError, match=r"There is no exercise '3\.9'; there are 01a\.1, .*03\.1"):
+        find_exercise("3.9")
+
+
+def test_the_reference_reads_well_without_its_markers() -> None:
+    exercise = find_exercise("03.1")
+    lines = function_lines(reference(exercise)[0], exercise.target)
+    assert lines[0].startswith("def kv_bytes(")
+    assert not [line for line in lines if "exercise" in line or "hint:" in line]
+    assert function_lines("def broken(", "broken") == []
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path / "workspace")
+
+
+def test_start_writes_the_gaps_asked_for_and_no_others(workspace: Workspace) -> None:
+    second = find_exercise("03.2")
+    (file,) = workspace.start([second])
+    assert file.read_text() == skeleton((ROOT / second.path).read_text(), {"03.2"})
+    states = {exercise.number: state for exercise, state in workspace.states().items() if state is not State.NEW}
+    assert states == {"03.2": State.GAP}
+    workspace.start([find_exercise("03.1")])
+    assert file.read_text() == skeleton((ROOT / second.path).read_text(), {"03.1", "03.2"})
+    assert Workspace(workspace.root).state(second) is State.GAP
+    assert workspace.start([second]) == []
+
+
+def test_start_does_not_touch_what_the_learner_wrote(workspace: Workspace) -> None:
+    exercise = find_exercise("03.1")
+    (file,) = workspace.start([exercise])
+    file.write_text(file.read_text().replace('raise NotImplementedError("exercise 03.1', 'return ("exercise 03.1'))
+    assert workspace.state(exercise) is State.WRITTEN
+    workspace.start(exercises_of_phase_3())
+    assert 'return ("exercise 03.1' in file.read_text()
+    assert workspace.state(find_exercise("03.4")) is State.GAP
+
+
+def test_start_refuses_a_gap_where_the_lines_were_edited(workspace: Workspace) -> None:
+    (file,) = workspace.start([find_exercise("03.1")])
+    file.write_text(file.read_text().replace("k, v = k[:, first:], v[:, first:]", "pass"))
+    before = file.read_text()
+    with pytest.raises(ConfigError, match=r"03\.4 in .* were edited"):
+        workspace.start(exercises_of_phase_3())
+    assert file.read_text() == before
+    assert workspace.state(find_exercise("03.2")) is State.NEW
+
+
+def exercises_of_phase_3() -> tuple:
+    return tuple(exercise for exercise in exercises() if exercise.phase == "03")
+
+
+def test_reset_keeps_a_backup(workspace: Workspace) -> None:
+    wanted = exercises_of_phase_3()
+    (file,) = workspace.start(wanted)
+    handed = file.read_text()
+    file.write_text("mine")
+    files, backup = workspace.reset(wanted)
+    assert files == [file]
+    assert file.read_text() == handed
+    assert backup is not None
+    assert (backup / wanted[0].path).read_text() == "mine"
+
+
+def test_reset_of_one_exercise_leaves_the_others(workspace: Workspace) -> None:
+    (file,) = workspace.start(exercises_of_phase_3())
+    handed = file.read_text()
+    first = 'raise NotImplementedError("exercise 03.1: what one token costs, in bytes")'
+    file.write_text(
+        handed.replace(first, "return 1").replace('raise NotImplementedError("exercise 03.3', 'return ("03.3')
+    )
+    workspace.reset([find_exercise("03.1")])
+    assert file.read_text() == handed.replace('raise NotImplementedError("exercise 03.3', 'return ("03.3')
+    file.write_text(file.read_text().replace("# exercise 03.1: what one token costs, in bytes", ""))
+    with pytest.raises(ConfigError, match=r"markers of exercise 03\.1 .*`infer workshop reset 03`"):
+        workspace.reset([find_exercise("03.1")])
+
+
+def test_update_takes_in_what_changed_in_the_reference(workspace: Workspace, moved: Path) -> None:
+    wanted = exercises_of_phase_3()
+    (file,) = workspace.start(wanted)
+    gap = 'raise NotImplementedError("exercise 03.1: what one token costs, in bytes")'
+    file.write_text(file.read_text().replace(gap, "return 2  # mine"))
+    reference_file = moved / wanted[0].path
+    reference_file.write_text(
+        reference_file.read_text().replace("class ContiguousCache:", "class ContiguousCache:  # moved")
+    )
+    (result,) = workspace.update()
+    assert (result.is_changed, result.num_conflicts) == (True, 0)
+    assert "class ContiguousCache:  # moved" in file.read_text()
+    assert "return 2  # mine" in file.read_text()
+    assert result.backup is not None
+    assert "moved" not in (result.backup / wanted[0].path).read_text()
+    (again,) = workspace.update()
+    assert not again.is_changed
+
+
+def test_update_marks_conflicts(workspace: Workspace, moved: Path) -> None:
+    wanted = exercises_of_phase_3()
+    (file,) = workspace.start(wanted)
+    file.write_text(file.read_text().replace("class ContiguousCache:", "class MyCache:"))
+    reference_file = moved / wanted[0].path
+    reference_file.write_text(reference_file.read_text().replace("class ContiguousCache:", "class Cache:"))
+    (result,) = workspace.update()
+    assert result.num_conflicts == 1
+    text = file.read_text()
+    assert "<<<<<<< yours\nclass MyCache:\n=======\nclass Cache:\n>>>>>>> the reference now\n" in text
+
+
+@pytest.fixture
+def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the reference's module that a test may edit, in the reference's place."""
+    from tutorial.workshop import exercises as of_course
+    from tutorial.workshop import workspace as of_learner
+
+    exercises()  # read before the root moves
+    for exercise in exercises():
+        target = tmp_path / "reference" / exercise.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text((ROOT / exercise.path).read_text())
+    monkeypatch.setattr(of_learner, "ROOT", tmp_path / "reference")
+    monkeypatch.setattr(of_course, "ROOT", tmp_path / "reference")
+    return tmp_path / "reference"
+
+
+def test_a_damaged_progress_file_is_one_paragraph(workspace: Workspace) -> None:
+    workspace.start(exercises_of_phase_3())
+    for text in ("{", "[]", '{"03.1": 3}', '{"03.1": {"unknown": 1}}'):
+        (workspace.root / ".progress.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"\.progress\.json cannot be read"):
+            Workspace(workspace.root)
+
+
+def test_hints_come_one_by_one_and_do_not_start_an_exercise(workspace: Workspace) -> None:
+    exercise = find_exercise("03.2")
+    assert len(exercise.hints) == 2
+    assert [workspace.next_hint(exercise) for _ in range(3)] == [1, 2, 2]
+    assert workspace.state(exercise) is State.NEW
+    assert json.loads((workspace.root / ".progress.json").read_text())["03.2"]["hints"] == 2
+
+
+def test_a_phase_without_exercises_says_which_have_some() -> None:
+    from shared.lessons import Lesson
+
+    empty = Lesson("99", ROOT, "t", "q", None, (), (), "w")
+    with pytest.raises(ConfigError, match="Phase 99 has no exercises; phases that have are 01a, 01b"):
+        exercises_of(empty)

@@ -1,0 +1,176 @@
+"""Run the tests of exercises on a workspace, in a process of their own, and judge each exercise.
+
+Invariant: an exercise passes only if every test mapped to it ran to its end and passed, and the function that it asks
+for was compiled from a file of the workspace.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from shared.errors import ConfigError
+from tutorial.workshop.exercises import ROOT, Exercise
+from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS
+from tutorial.workshop.recorder import RECORD
+
+SECONDS_PER_TEST = 60
+SECONDS_PER_RUN = 300
+
+
+class Outcome(StrEnum):
+    """What became of one exercise."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_RUN = "not run"
+    GAP = "to do"
+    NEW = "not started"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of one exercise: outcome, how many of its tests passed, the reason, and where it happened."""
+
+    exercise: Exercise
+    outcome: Outcome
+    num_passed: int = 0
+    num_tests: int = 0
+    reason: str = ""
+    test: str | None = None  # the first that failed
+    where: str | None = None  # the last place in the workspace that its error went through
+    file: str | None = None  # that the exercise's function was compiled from
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of pytest: a verdict for each exercise, the error of each test that failed, and what was printed."""
+
+    verdicts: tuple[Verdict, ...]
+    errors: Mapping[str, str]
+    output: str
+
+
+def run_tests(
+    workspace: Path,
+    wanted: Sequence[Exercise],
+    *,
+    gaps_raise: bool = False,
+    seconds: float = SECONDS_PER_RUN,
+    environment: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> Run:
+    """Run the tests mapped to ``wanted`` on the code in ``workspace``.
+
+    Args:
+        gaps_raise: gaps that are left raise; otherwise the reference runs there.
+        seconds: after so long the processes are ended, and what had not finished counts as not passed.
+        environment: further variables.
+        before: called in the new process before it runs anything (to set limits).
+    """
+    tests = list(dict.fromkeys(test for exercise in wanted for test in exercise.tests))
+    if not (ROOT / "tests").is_dir():
+        raise ConfigError(f"The tests of the exercises are not in {ROOT}; run this in a checkout of the repository.")
+    ended = "the run ended before this"
+    with tempfile.TemporaryDirectory(prefix="workshop-") as folder:
+        record = Path(folder) / "record.jsonl"
+        options = ["-p", "tutorial.workshop.recorder", *tests]
+        variables = {RECORD: str(record), **(environment or {})}
+        code, output = run_pytest(
+            workspace, options, gaps_raise=gaps_raise, seconds=seconds, environment=variables, before=before
+        )
+        if code is None:
+            ended = f"the run was ended after {seconds:g} s"
+        lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
+    entries = [json.loads(line) for line in lines if line.endswith("}")]
+    results = [entry for entry in entries if "test" in entry]
+    files: Mapping[str, str | None] = next((entry["files"] for entry in entries if "files" in entry), {})
+    errors = {entry["test"]: entry["error"] for entry in results if entry["outcome"] == "failed"}
+    return Run(tuple(_judge(exercise, results, files, workspace, ended) for exercise in wanted), errors, output)
+
+
+def run_pytest(
+    workspace: Path,
+    arguments: Sequence[str],
+    *,
+    gaps_raise: bool,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> tuple[int | None, str]:
+    """Run pytest over the workspace's code in a process group of its own: exit code (None: ended by time), output."""
+    variables = {
+        **os.environ,
+        ENABLED: "1",
+        FOLDER: str(workspace),
+        GAPS: "raise" if gaps_raise else "reference",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **(environment or {}),
+    }
+    options = ["--workshop", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short", "--benchmark-disable"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, "-o", f"timeout={SECONDS_PER_TEST}", *arguments],
+        cwd=ROOT,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=before,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        _end(process)
+
+
+def _judge(
+    exercise: Exercise, results: list[dict], files: Mapping[str, str | None], workspace: Path, ended: str
+) -> Verdict:
+    mine = [entry for entry in results if any(_covers(test, entry["test"]) for test in exercise.tests)]
+    passed = [entry for entry in mine if entry["outcome"] == "passed"]
+    failed = [entry for entry in mine if entry["outcome"] == "failed"]
+    file = files.get(exercise.number)
+    counts = (len(passed), len(mine))
+    if failed:
+        first = failed[0]
+        places = [place for place in first.get("where", ()) if place.startswith(f"{workspace}{os.sep}")]
+        where = places[-1] if places else None
+        return Verdict(exercise, Outcome.FAILED, *counts, first["error"], first["test"], where, file)
+    missing = [test for test in exercise.tests if not any(_covers(test, entry["test"]) for entry in passed)]
+    if missing:
+        skipped = [entry["error"] for entry in mine if entry["outcome"] == "skipped"]
+        reason = skipped[0] if skipped else ended
+        return Verdict(exercise, Outcome.NOT_RUN, *counts, reason, missing[0], None, file)
+    if not files:
+        return Verdict(exercise, Outcome.NOT_RUN, *counts, ended, None, None, file)
+    if file is None or not Path(file).is_relative_to(workspace):
+        reason = f"{exercise.target} that ran is not the workspace's, but {file or 'no function'}"
+        return Verdict(exercise, Outcome.NOT_RUN, *counts, reason, None, None, file)
+    return Verdict(exercise, Outcome.PASSED, *counts, "", None, None, file)
+
+
+def _covers(named: str, test: str) -> bool:
+    """Whether a node id in ``lesson.toml`` means this test: itself, one of its parameters, or its file's collection."""
+    return test == named or test.startswith((f"{named}[", f"{named}::")) or test == named.partition("::")[0]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -1,0 +1,86 @@
+"""A pytest plugin that writes down what became of each test, and whose code the exercises' functions were.
+
+Loaded with ``-p tutorial.workshop.recorder``; ``INFER_WORKSHOP_RECORD`` names the file, one JSON object a line. A line
+is written as soon as it is known: a program that ends in the middle leaves what it had proved, and what is missing
+counts as not passed.
+"""
+
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+RECORD = "INFER_WORKSHOP_RECORD"
+
+
+class Recorder:
+    """Writes lines of ``test, outcome, error, where``, and last ``files``: whose code each exercise's function was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed: set[str] = set()
+
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+        """Of a test's three parts the call counts, and of the others a failure."""
+        if call.excinfo is None:
+            if call.when == "call":
+                self._write(test=item.nodeid, outcome="passed")
+            return
+        if call.excinfo.errisinstance(pytest.skip.Exception):
+            self._write(test=item.nodeid, outcome="skipped", error=str(call.excinfo.value))
+            return
+        errors = list(_chain(call.excinfo.value))
+        error = next((e for e in errors if isinstance(e, NotImplementedError)), errors[0])
+        self._write(test=item.nodeid, outcome="failed", error=_one_line(error), where=_places(call.excinfo))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            lines = str(report.longrepr).strip().splitlines()
+            self._write(test=report.nodeid, outcome="failed", error=lines[-1] if lines else "cannot be collected")
+
+    def pytest_sessionfinish(self) -> None:
+        from tutorial.workshop.exercises import exercises
+
+        files = {e.number: _file(sys.modules[e.module], e.target) for e in exercises() if e.module in sys.modules}
+        self._write(files=files)
+
+    def _write(self, **values: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(values) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if RECORD in os.environ:
+        config.pluginmanager.register(Recorder(Path(os.environ[RECORD])))
+
+
+def _chain(error: BaseException | None) -> Any:
+    """An error, what it was raised from, and what those were raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _one_line(error: BaseException) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text.strip()}" if text else type(error).__name__
+
+
+def _places(excinfo: pytest.ExceptionInfo[BaseException]) -> list[str]:
+    """The places that the error went through, innermost last, as file:line."""
+    return [f"{entry.path}:{entry.lineno + 1}" for entry in excinfo.traceback]
+
+
+def _file(module: Any, target: str) -> str | None:
+    """The file that a function's code was compiled from; None if it is no function any more."""
+    found: Any = module
+    for name in target.split("."):
+        found = inspect.getattr_static(found, name, None)
+    found = getattr(found, "fget", None) or getattr(found, "__func__", None) or getattr(found, "fn", None) or found
+    code = getattr(inspect.unwrap(found) if callable(found) else found, "__code__", None)
+    return code.co_filename if isinstance(code, CodeType) else None

@@ -1,0 +1,65 @@
+"""Gaps: the reference with an exercise's lines taken out, and the way back.
+
+Invariant: a gap is as long as the lines it replaces, so a skeleton and its reference number their lines alike, and a
+filled gap moves nothing behind it. A traceback therefore points at the right line whichever of the two ran.
+"""
+
+from collections.abc import Collection
+
+from tutorial.workshop.exercises import Region, regions
+
+
+def gap(region: Region) -> list[str]:
+    """The lines that stand in an exercise's place: one that raises, then blank ones."""
+    return [f'{region.indent}raise NotImplementedError("{region.message}")'] + [""] * (len(region.lines) - 1)
+
+
+def skeleton(source: str, numbers: Collection[str]) -> str:
+    """The source with these exercises as gaps; their hints go too, since ``infer workshop hint`` gives them."""
+    lines = source.split("\n")
+    for region in regions(source):
+        if region.number in numbers:
+            lines[region.begin + 1 : region.end] = gap(region)
+    return "\n".join(lines)
+
+
+def with_gap(text: str, region: Region, *, only_if_untouched: bool = False) -> str | None:
+    """A learner's text with a gap between the markers of one exercise; None if the markers are not there.
+
+    With ``only_if_untouched`` also None if what stands between them is no longer the reference's.
+    """
+    lines = text.split("\n")
+    begin = next((index for index, line in enumerate(lines) if line.strip() == f"# {region.message}"), None)
+    if begin is None:
+        return None
+    end = next((index for index in range(begin, len(lines)) if lines[index].strip() == "# end exercise"), None)
+    if end is None or (only_if_untouched and tuple(lines[begin + 1 : end]) != region.lines):
+        return None
+    lines[begin + 1 : end] = gap(region)
+    return "\n".join(lines)
+
+
+def has_gap(text: str, region: Region) -> bool:
+    """Whether the text, a learner's, still raises for this exercise."""
+    return _find_gap(text.split("\n"), region) is not None
+
+
+def filled(text: str, source: str) -> tuple[str, list[str]]:
+    """A learner's text with the reference's lines in the gaps that are left, and the numbers of those exercises."""
+    lines = text.split("\n")
+    numbers = []
+    for region in regions(source):
+        place = _find_gap(lines, region)
+        if place is None:
+            continue
+        end = place + 1
+        while end < len(lines) and end - place < len(region.lines) and not lines[end].strip():
+            end += 1
+        lines[place:end] = region.lines
+        numbers.append(region.number)
+    return "\n".join(lines), numbers
+
+
+def _find_gap(lines: list[str], region: Region) -> int | None:
+    raising = gap(region)[0].strip()
+    return next((index for index, line in enumerate(lines) if line.strip() == raising), None)
