@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 CONSTRAINTS := constraints/constraints.txt
+TRITON := 3.6.0
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format env clean
+.PHONY: help demo test lint format env docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -21,6 +22,7 @@ demo: $(READY) ## fetch the demo model, let it answer, and measure every phase o
 
 test: $(READY) ## run every test that this machine can run
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 
 lint: $(READY) ## check style, format and types
 	$(BIN)/ruff check .
@@ -31,10 +33,15 @@ format: $(READY) ## bring the code into format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY) ## build the site of the course into site/
+	@rm -rf site
+	$(BIN)/python -m sphinx -b html -E -q -W --keep-going -c docs/site -d build/doctrees . site
+	@echo "open site/index.html"
+
 env: $(READY) ## make the environment alone
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 # Made anew whenever what it depends on changed; otherwise every target starts at once.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -44,4 +51,6 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV) (once; PyTorch is large)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[dev]'
+	@# PyTorch for CUDA brings the Triton it was built for; the CPU build brings none, and kernels run interpreted there.
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) --no-deps triton==$(TRITON)
 	@touch $@

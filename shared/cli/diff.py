@@ -28,13 +28,7 @@ def diff(
     all_files: Annotated[bool, typer.Option("--all", help="Show the tests as well.")] = False,
 ) -> None:
     """Show the difference of two phases, engine.py first, then the shared modules that the newer one adds."""
-    before, after = find_lesson(older), find_lesson(newer)
-    numbers = [lesson.number for lesson in lessons()]
-    if numbers.index(before.number) >= numbers.index(after.number):
-        raise ConfigError(
-            f"Phase {after.number} does not come after phase {before.number}; give the earlier one first: "
-            f"`infer diff {numbers[0]} {numbers[-1]}`."
-        )
+    before, after = phase_pair(older, newer)
     console = stdout_console()
     for line in diff_lines(before, after, with_tests=all_files):
         style = next((style for prefix, style in _STYLES if line.startswith(prefix)), "")
@@ -46,14 +40,31 @@ def diff(
         console.print(f"  {module:{width}}  {first_line(module)}", markup=False, soft_wrap=True)
 
 
+def phase_pair(older: str, newer: str) -> tuple[Lesson, Lesson]:
+    """Two phases by their numbers; raises ConfigError if one does not exist or the second does not come after."""
+    before, after = find_lesson(older), find_lesson(newer)
+    numbers = [lesson.number for lesson in lessons()]
+    if numbers.index(before.number) >= numbers.index(after.number):
+        raise ConfigError(
+            f"Phase {after.number} does not come after phase {before.number}; give the earlier one first: "
+            f"`infer diff {numbers[0]} {numbers[-1]}`."
+        )
+    return before, after
+
+
 def diff_lines(older: Lesson, newer: Lesson, *, with_tests: bool = False) -> Iterator[str]:
     """The lines of a unified diff of the two folders."""
     names = {path.name for lesson in (older, newer) for path in lesson.folder.iterdir() if path.suffix in SUFFIXES}
     chosen = (name for name in names if with_tests or not name.startswith("test_"))
     for name in sorted(chosen, key=lambda name: (name != FIRST, name.startswith("test_"), name)):
-        old, new = older.folder / name, newer.folder / name
-        labels = [f"{path.parent.parent.name}/{path.parent.name}/{name}" for path in (old, new)]
-        yield from difflib.unified_diff(_lines(old), _lines(new), labels[0], labels[1], lineterm="")
+        yield from file_diff(older, newer, name)
+
+
+def file_diff(older: Lesson, newer: Lesson, name: str) -> Iterator[str]:
+    """The lines of a unified diff of one file that the two folders share."""
+    old, new = older.folder / name, newer.folder / name
+    labels = [f"{path.parent.parent.name}/{path.parent.name}/{name}" for path in (old, new)]
+    yield from difflib.unified_diff(_lines(old), _lines(new), labels[0], labels[1], lineterm="")
 
 
 def added_modules(older: Lesson, newer: Lesson) -> list[str]:

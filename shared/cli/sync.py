@@ -18,15 +18,15 @@ def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[
     Returns the files that differed and all phases that share the method, the source included, in order of number.
     Raises ConfigError if the source has no such method, InferError if a file cannot be written.
     """
-    wanted = _method_source(_read(source), method)
+    wanted = methods(source).get(method)
     if wanted is None:
-        there = ", ".join(_methods(_read(source))) or "none"
+        there = ", ".join(methods(source)) or "none"
         raise ConfigError(f"Engine of phase {source.number} has no method {method!r}; its methods are {there}.")
     sharing = sharing_phases(source, method)
     changed = []
     for lesson in sharing:
         text = _read(lesson)
-        start, end = _methods(text)[method]
+        start, end = _extents(text)[method]
         lines = text.splitlines(keepends=True)
         replaced = "".join([*lines[:start], wanted, *lines[end:]])
         if replaced == text:
@@ -39,6 +39,13 @@ def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[
             except OSError as error:
                 raise InferError(f"{path} cannot be written ({error.strerror}); run this in a checkout.") from error
     return changed, sharing
+
+
+def methods(lesson: Lesson) -> dict[str, str]:
+    """The source of each method of the phase's Engine, in order, decorators included; each ends with a line break."""
+    text = _read(lesson)
+    lines = text.splitlines(keepends=True)
+    return {name: "".join(lines[start:end]).rstrip("\n") + "\n" for name, (start, end) in _extents(text).items()}
 
 
 def sharing_phases(source: Lesson, method: str) -> list[Lesson]:
@@ -55,9 +62,9 @@ def sharing_phases(source: Lesson, method: str) -> list[Lesson]:
 
 def newest_with(method: str) -> Lesson:
     """The last phase of the main line whose Engine has the method; raises ConfigError if none has."""
-    having = [lesson for lesson in lessons() if not lesson.is_side_track and method in _methods(_read(lesson))]
+    having = [lesson for lesson in lessons() if not lesson.is_side_track and method in methods(lesson)]
     if not having:
-        known = sorted({name for lesson in lessons() for name in _methods(_read(lesson))})
+        known = sorted({name for lesson in lessons() for name in methods(lesson)})
         raise ConfigError(f"No phase's Engine has a method {method!r}; there are {', '.join(known)}.")
     return having[-1]
 
@@ -67,7 +74,7 @@ def _neighbours(lesson: Lesson, method: str) -> list[Lesson]:
     before = [find_lesson(lesson.previous)] if lesson.previous else []
     after = [other for other in lessons() if other.previous and find_lesson(other.previous) == lesson]
     pairs = [(other, lesson) for other in before] + [(other, other) for other in after]
-    return [other for other, newer in pairs if method not in newer.changes and method in _methods(_read(other))]
+    return [other for other, newer in pairs if method not in newer.changes and method in methods(other)]
 
 
 def _engine_file(lesson: Lesson) -> Path:
@@ -78,7 +85,7 @@ def _read(lesson: Lesson) -> str:
     return _engine_file(lesson).read_text(encoding="utf-8")
 
 
-def _methods(text: str) -> dict[str, tuple[int, int]]:
+def _extents(text: str) -> dict[str, tuple[int, int]]:
     """For each method of the class Engine, its lines [start, end), decorators included."""
     found: dict[str, tuple[int, int]] = {}
     for node in ast.parse(text).body:
@@ -89,11 +96,3 @@ def _methods(text: str) -> dict[str, tuple[int, int]]:
                 start = min([item.lineno, *(decorator.lineno for decorator in item.decorator_list)])
                 found[item.name] = (start - 1, item.end_lineno)
     return found
-
-
-def _method_source(text: str, method: str) -> str | None:
-    """The method's lines, or None; the last one always ends with a line break."""
-    if method not in (methods := _methods(text)):
-        return None
-    start, end = methods[method]
-    return "".join(text.splitlines(keepends=True)[start:end]).rstrip("\n") + "\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.cli.sync import methods
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, lessons
@@ -26,15 +27,6 @@ def by_number(lesson: Lesson) -> str:
 
 def pair_ids(pair: object) -> str:
     return pair.number if isinstance(pair, Lesson) else str(pair)
-
-
-@cache
-def methods(lesson: Lesson) -> dict[str, str]:
-    """The source of each method of the phase's Engine, in order."""
-    source = (lesson.folder / "engine.py").read_text(encoding="utf-8")
-    (engine,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Engine"]
-    functions = [n for n in engine.body if isinstance(n, ast.FunctionDef)]
-    return {f.name: ast.get_source_segment(source, f) or "" for f in functions}
 
 
 @cache
