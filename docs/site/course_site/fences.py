@@ -1,0 +1,106 @@
+"""Fenced code whose first line says more than a language: run, quoted, compared, printed. Introduced in phase 3.
+
+    python run, python source=PATH#NAME, diff phases=02..03 target=Engine.forward, output, console
+
+The checker of the chapters keeps their content true; here they get a caption that says where code stands, and a class
+for the style sheet. A fence without such words is left to Sphinx.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.docutils import SphinxDirective
+
+from course_site.coloured_diff import split_files
+from course_site.links import source_uri
+from course_site.repository import line_of
+from shared.lessons import find_lesson
+
+
+class Fence(SphinxDirective):
+    """Code of one language."""
+
+    has_content = True
+    optional_arguments = 1
+    final_argument_whitespace = True
+    language: ClassVar[str]
+
+    def run(self) -> list[nodes.Node]:
+        words = self.arguments[0].split() if self.arguments else []
+        values = dict(word.split("=", 1) for word in words if "=" in word)
+        flags = [word for word in words if "=" not in word]
+        code = self.code()
+        code.source, code.line = self.get_source_info()
+        caption = self.caption(values)
+        if not caption and not flags and self.language != "output":
+            return [code]
+        kinds = [self.language, *flags, *values]
+        classes = ["literal-block-wrapper", *(f"fence-{kind}" for kind in kinds)]
+        block = nodes.container("", literal_block=True, classes=classes)
+        if caption:
+            block += nodes.caption("", "", *caption)
+        block += code
+        return [block]
+
+    def code(self) -> nodes.Element:
+        text = "\n".join(self.content)
+        return nodes.literal_block(text, text, language=self.language, force=True)
+
+    def caption(self, values: dict[str, str]) -> list[nodes.Node]:
+        return []
+
+
+class PythonFence(Fence):
+    language = "python"
+
+    def caption(self, values: dict[str, str]) -> list[nodes.Node]:
+        if "source" not in values:
+            return []
+        path, _, name = values["source"].partition("#")
+        return quoted(self.env, path, name)
+
+
+class DiffFence(Fence):
+    language = "diff"
+
+    def code(self) -> nodes.Element:
+        return nodes.raw("", "".join(part.html() for part in split_files(self.content)), format="html")
+
+    def caption(self, values: dict[str, str]) -> list[nodes.Node]:
+        older, _, newer = values.get("phases", "").partition("..")
+        if not newer:
+            return []
+        older, newer = find_lesson(older).number, find_lesson(newer).number
+        path = f"phases/{find_lesson(newer).folder.name}/engine.py"
+        text = nodes.inline("", f"phase {older} → phase {newer}: ")
+        return [text, *quoted(self.env, path, values.get("target", ""), with_path="target" not in values)]
+
+
+class OutputFence(Fence):
+    language = "output"
+
+    def code(self) -> nodes.Element:
+        text = "\n".join(self.content)
+        return nodes.literal_block(text, text, language="text", force=True)
+
+
+class ConsoleFence(Fence):
+    language = "console"
+
+
+def quoted(env: BuildEnvironment, path: str, name: str, *, with_path: bool = True) -> list[nodes.Node]:
+    """The caption of code that stands elsewhere: a link to the line on which ``name`` begins."""
+    uri = source_uri(env, path, line_of(path, name) if name else None)
+    texts: Iterable[nodes.Node] = [nodes.literal(text, text) for text in (path if with_path else "", name) if text]
+    link = nodes.reference("", "", refuri=uri or "", internal=True)
+    for index, text in enumerate(texts):
+        link += [nodes.Text(" · "), text] if index else [text]
+    return [link]
+
+
+def register(app: Sphinx) -> None:
+    for fence in (PythonFence, DiffFence, OutputFence, ConsoleFence):
+        app.add_directive(fence.language, fence)

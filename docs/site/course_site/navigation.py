@@ -1,0 +1,78 @@
+"""The way through the site: from the README to chapters, design pages and reports. Introduced in phase 3.
+
+The Markdown files hold no table of contents for Sphinx. It is added to them while they are read, made from the phases
+that exist and the files that stand there, so a new phase or page appears by itself. Invariant: every document has
+exactly one place.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+from course_site import phase_sections, reports
+from shared.lessons import Lesson, lessons
+
+HOME, REFERENCE, MEASURED = "README", ("docs/GLOSSARY", "docs/PERFORMANCE"), "docs/PERFORMANCE"
+BEGINNING, TEACHING = "tutorial/start", "tutorial/teachers"
+
+
+def chapter(lesson: Lesson) -> str:
+    return f"tutorial/{lesson.folder.name}"
+
+
+def design_page(lesson: Lesson) -> str:
+    return f"docs/PHASE_{lesson.number.upper().replace('.', '_')}"
+
+
+def phase_page(lesson: Lesson, documents: Iterable[str]) -> str | None:
+    """The document that teaches a phase: its chapter, or its design page where no chapter is written yet."""
+    return next((name for name in (chapter(lesson), design_page(lesson)) if name in documents), None)
+
+
+def sections(documents: set[str]) -> dict[str, list[str]]:
+    """The documents by section, each in order."""
+    course = [BEGINNING, *(page for lesson in lessons() if (page := phase_page(lesson, documents))), TEACHING]
+    course += sorted(name for name in documents if name.startswith("tutorial/") and name not in course)
+    design = sorted(name for name in documents if name.startswith("docs/") and name not in (*course, *REFERENCE))
+    found = {"The course": course, "The design": design, "Reference": list(REFERENCE)}
+    return {title: [name for name in names if name in documents] for title, names in found.items()}
+
+
+def extend(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Add to a document's text what the site shows on its page."""
+    documents = set(app.env.found_docs)
+    if docname == HOME:
+        source[0] += "".join(_toctree(names, title) for title, names in sections(documents).items() if names)
+    if docname == MEASURED:
+        source[0] += _toctree(sorted(name for name in documents if name.startswith(reports.FOLDER)))
+    if docname.startswith(reports.FOLDER):
+        source[0] = reports.page(docname, source[0])
+    for lesson in lessons():
+        if docname == phase_page(lesson, documents):
+            source[0] += phase_sections.markdown(lesson)
+
+
+def _toctree(names: list[str], title: str = "") -> str:
+    caption = f":caption: {title}\n" if title else ""
+    return "\n\n```{toctree}\n:hidden:\n" + caption + "".join(map(_entry, names)) + "```\n"
+
+
+def _entry(name: str) -> str:
+    """A line of a table of contents; chapters are called by number and title of their phase."""
+    for lesson in lessons():
+        if name == chapter(lesson):
+            return f"{lesson.number} {lesson.title} </{name}>\n"
+    return f"/{name}\n"
+
+
+def open_at_home(app: Sphinx, exception: Exception | None) -> None:
+    """Servers and people look for ``index.html``."""
+    if exception is None:
+        shutil.copyfile(Path(app.outdir) / f"{HOME}.html", Path(app.outdir) / "index.html")
+
+
+def register(app: Sphinx) -> None:
+    app.connect("source-read", extend)
+    app.connect("build-finished", open_at_home)
