@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format env docs clean
+.PHONY: help demo test lint format env docs workshop clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -37,6 +37,9 @@ docs: $(READY) ## build the site of the course into site/
 	@rm -rf site
 	$(BIN)/python -m sphinx -b html -E -q -W --keep-going -c docs/site -d build/doctrees . site
 	@echo "open site/index.html"
+
+workshop: docs ## prepare this machine for a class that then needs no network
+	$(BIN)/infer workshop prepare
 
 env: $(READY) ## make the environment alone
 

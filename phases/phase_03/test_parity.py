@@ -130,7 +130,8 @@ def test_positions_turn_and_the_order_in_the_cache_decides(model_folder: Path) -
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=2e-5 * whole.abs().max().item())
 
 
-def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("backend", ["naive", "sdpa"])
+def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path], backend: str) -> None:
     """What lies before the window of every layer may be anything at all, once all layers are windowed."""
     model = load_model(tiny_checkpoints["gemma3_text"])
     window = model.config.windows[0]
@@ -139,15 +140,15 @@ def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path
     for block in model.blocks:
         block.attention.window = window
     cache = ContiguousCache(model.config, 64, torch.float32)
-    run_in_pieces(model, cache, "sdpa", tokens[:59], [59])
-    last = run_in_pieces(model, cache, "sdpa", tokens[59:], [1])
+    run_in_pieces(model, cache, backend, tokens[:59], [59])
+    last = run_in_pieces(model, cache, backend, tokens[59:], [1])
     cache.truncate(59)
     cache.keys[:, :, : 60 - window] = float("nan")
     cache.values[:, :, : 60 - window] = float("nan")
-    assert torch.equal(run_in_pieces(model, cache, "sdpa", tokens[59:], [1]), last)
+    assert torch.equal(run_in_pieces(model, cache, backend, tokens[59:], [1]), last)
     cache.truncate(59)
     cache.keys[:, :, 60 - window] = float("nan")
-    assert run_in_pieces(model, cache, "sdpa", tokens[59:], [1]).isnan().all()
+    assert run_in_pieces(model, cache, backend, tokens[59:], [1]).isnan().all()
 
 
 def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(model_folder: Path) -> None:

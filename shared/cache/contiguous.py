@@ -91,7 +91,11 @@ class ContiguousView:
         self.attention = ATTENTION_BACKENDS[backend]
 
     def prepare(self, num_new: int) -> None:
-        """Say how many tokens the coming step brings; they go to the places behind the cached ones."""
+        """Say how many tokens T the coming step brings; they go to the places behind the ``num_past`` cached ones.
+
+        For each layer, what attention reads: ``keys``, ``values`` ``[Hkv, num_past + T, D]``; and where this step's are
+        put: ``new_keys``, ``new_values`` ``[T, Hkv, D]``. All are views into the cache.
+        """
         # exercise 03.2: cut this step's places out of the cache
         # hint: what attention reads ends with the step's last token; what the step writes begins behind the cached ones
         # hint: unbind(0) gives one view per layer; none of this copies a number

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shared.cli.classroom import COMMANDS, wanted_exercises
 from shared.cli.terminal import examples, stdout_console, working
 from shared.errors import ConfigError
-from shared.lessons import find_lesson
 
 if TYPE_CHECKING:
     from tutorial.workshop.check import Verdict
@@ -36,7 +36,7 @@ _COLOURS = {"passed": "green", "failed": "red", "not run": "red", "to do": "yell
 def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
     """Write a phase's modules into workspace/, with a gap where each exercise is."""
     workspace = _workspace()
-    wanted = _wanted(phase, only)
+    wanted = wanted_exercises(phase, only)
     files = workspace.start(wanted)
     if not files:
         typer.echo(f"All of that is in {_shown(workspace.root)} already; `infer workshop status` shows how far it is.")
@@ -67,7 +67,7 @@ def check(
         if not wanted:
             raise ConfigError(f"Nothing has been started in {workspace.root}; begin with `infer workshop start 01a`.")
     else:
-        wanted = _wanted(phase, only)
+        wanted = wanted_exercises(phase, only)
     verdicts = {e: Verdict(e, Outcome.NEW) for e in wanted if workspace.state(e) is State.NEW}
     verdicts |= {e: Verdict(e, Outcome.GAP) for e in wanted if workspace.state(e) is State.GAP}
     written = [exercise for exercise in wanted if exercise not in verdicts]
@@ -167,7 +167,7 @@ def status() -> None:
 def reset(phase: PhaseArgument, only: OnlyOption = None) -> None:
     """Put the gaps back; what you had is kept in workspace/.backups."""
     workspace = _workspace()
-    files, backup = workspace.reset(_wanted(phase, only))
+    files, backup = workspace.reset(wanted_exercises(phase, only))
     for file in files:
         typer.echo(_shown(file))
     typer.echo(f"your files are kept in {_shown(backup)}" if backup else "nothing of that had been started")
@@ -191,24 +191,15 @@ def update() -> None:
         raise typer.Exit(1)
 
 
+for command, epilog in COMMANDS.items():
+    app.command(epilog=epilog)(command)
+
+
 def _workspace() -> "Workspace":
     from tutorial.workshop.overlay import workspace_folder
     from tutorial.workshop.workspace import Workspace
 
     return Workspace(workspace_folder())
-
-
-def _wanted(phase: str | None, only: str | None) -> list["Exercise"]:
-    """The exercises that a command's arguments name; ConfigError if they do not fit together."""
-    from tutorial.workshop.exercises import exercises_of, find_exercise
-
-    if only is None:
-        assert phase is not None
-        return list(exercises_of(find_lesson(phase)))
-    exercise = find_exercise(only)
-    if phase is not None and find_lesson(phase).number != exercise.phase:
-        raise ConfigError(f"Exercise {exercise.number} belongs to phase {exercise.phase}, not to phase {phase}.")
-    return [exercise]
 
 
 def _print_verdict(workspace: "Workspace", verdict: "Verdict") -> None:

@@ -42,13 +42,15 @@ LOOK = """() => JSON.stringify({
     links: [...document.querySelectorAll('a[href]')].map(link => link.href),
     empty: [...document.images].filter(image => !image.naturalWidth).map(image => image.src),
 })"""
-# What sticks out of the window and cannot be scrolled into it.
+# What sticks out of the window, and no part of the article scrolls it into view. The theme lets the whole text scroll
+# sideways before the page does; that counts as the page.
 WIDE = """() => {
-    const scrolls = element => element && element !== document.body
+    const scrolls = element => element && element.tagName !== 'ARTICLE'
         && (/auto|scroll/.test(getComputedStyle(element).overflowX) || scrolls(element.parentElement));
     const wide = [...document.querySelectorAll('article *')]
         .filter(element => element.getBoundingClientRect().right > innerWidth + 1 && !scrolls(element));
-    const page = document.documentElement.scrollWidth > innerWidth ? ['the page'] : [];
+    const whole = [document.documentElement, ...document.querySelectorAll('.content')];
+    const page = whole.some(element => element.scrollWidth > innerWidth) ? ['the page'] : [];
     return [...page, ...wide.map(element => element.outerHTML.slice(0, 120))];
 }"""
 # The lowest contrast of the coloured texts of code with what is painted behind them.
@@ -352,6 +354,17 @@ def test_quoted_source_leads_to_its_line(site: Path) -> None:
             assert f"<title>{path} - infer</title>" in shown
             line = re.search(rf'<span id="{link[2]}">(.*)', shown) if definition else None
             assert not definition or (line and definition[0].rpartition(".")[2] in re.sub(r"<[^>]*>", "", line[1]))
+
+
+def test_fences_show_what_stands_in_the_chapter(site: Path, origin: str, page: Any) -> None:
+    fence = re.compile(r"^( *)```\w+[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+    for chapter in (ROOT / "tutorial").glob("*.md"):
+        page.goto(f"{origin}/tutorial/{chapter.stem}.html")
+        shown = page.eval_on_selector_all("article .highlight pre", "all => all.map(block => block.textContent)")
+        blocks = iter([[line.rstrip() for line in text.strip("\n").split("\n")] for text in shown])
+        for indent, body in fence.findall(chapter.read_text(encoding="utf-8")):
+            lines = [line.removeprefix(indent).rstrip() for line in body.strip("\n").split("\n")]
+            assert lines in blocks, f"{chapter.name}: {body}"
 
 
 def test_each_measured_figure_leads_to_its_report(site: Path) -> None:

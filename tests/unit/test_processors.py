@@ -119,6 +119,12 @@ def test_each_row_has_its_own_limit():
     assert (bounded > -INF).sum(-1).tolist() == [1, 3, 4, 4000, 4000]
 
 
+def test_a_row_with_a_larger_k_than_was_searched_for_stays_as_it_is():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]])
+    kept = apply_top_k(logits, torch.tensor([2, 2**62]), largest=2)
+    assert kept.tolist() == [[3.0, 2.0, -torch.inf, -torch.inf], [3.0, 2.0, 1.0, 0.0]]
+
+
 def test_top_p_of_one_leaves_a_row_as_it_is_beside_others():
     """Rounded sums reach 1 before the tail of a large vocabulary, so p = 1 may not be left to the sum."""
     logits = random_logits(3, 5000) * 10

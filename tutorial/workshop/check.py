@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +24,9 @@ from tutorial.workshop.recorder import RECORD
 
 SECONDS_PER_TEST = 60
 SECONDS_PER_RUN = 300
+SECONDS_PER_LOOK = 0.1
+MOST_OUTPUT = 1 << 20
+"""Bytes of what a run printed that are kept, its last ones."""
 
 
 class Outcome(StrEnum):
@@ -33,6 +37,10 @@ class Outcome(StrEnum):
     NOT_RUN = "not run"
     GAP = "to do"
     NEW = "not started"
+
+
+class RunEndedError(Exception):
+    """What a watch raises to end the run that it looks at; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ def run_tests(
     seconds: float = SECONDS_PER_RUN,
     environment: Mapping[str, str] | None = None,
     before: Callable[[], None] | None = None,
+    watch: Callable[[int, Path], None] | None = None,
 ) -> Run:
     """Run the tests mapped to ``wanted`` on the code in ``workspace``.
 
@@ -74,6 +83,7 @@ def run_tests(
         seconds: after so long the processes are ended, and what had not finished counts as not passed.
         environment: further variables.
         before: called in the new process before it runs anything (to set limits).
+        watch: called again and again with the process's id and the recorder's file; ends the run by `RunEndedError`.
     """
     tests = list(dict.fromkeys(test for exercise in wanted for test in exercise.tests))
     if not (ROOT / "tests").is_dir():
@@ -83,11 +93,25 @@ def run_tests(
         record = Path(folder) / "record.jsonl"
         options = ["-p", "tutorial.workshop.recorder", *tests]
         variables = {RECORD: str(record), **(environment or {})}
-        code, output = run_pytest(
-            workspace, options, gaps_raise=gaps_raise, seconds=seconds, environment=variables, before=before
-        )
-        if code is None:
-            ended = f"the run was ended after {seconds:g} s"
+        look = None if watch is None else lambda pid: watch(pid, record)
+        try:
+            code, output = run_pytest(
+                workspace,
+                options,
+                gaps_raise=gaps_raise,
+                seconds=seconds,
+                environment=variables,
+                before=before,
+                watch=look,
+            )
+            if code is None:
+                ended = f"the run was ended after {seconds:g} s"
+            elif code < 0:
+                ended = f"the run was ended by signal {-code} ({signal.strsignal(-code)})"
+            else:
+                ended += f", with exit code {code}"
+        except RunEndedError as reason:
+            ended, output = str(reason), ""
         lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
     entries = [json.loads(line) for line in lines if line.endswith("}")]
     results = [entry for entry in entries if "test" in entry]
@@ -104,8 +128,12 @@ def run_pytest(
     seconds: float,
     environment: Mapping[str, str] | None = None,
     before: Callable[[], None] | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> tuple[int | None, str]:
-    """Run pytest over the workspace's code in a process group of its own: exit code (None: ended by time), output."""
+    """Run pytest over the workspace's code in a process group of its own: exit code (None: ended by time), output.
+
+    The output goes through a file, so that neither a flood nor a process that was left behind can hold this one up.
+    """
     variables = {
         **os.environ,
         ENABLED: "1",
@@ -115,25 +143,35 @@ def run_pytest(
         **(environment or {}),
     }
     options = ["--workshop", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short", "--benchmark-disable"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, "-o", f"timeout={SECONDS_PER_TEST}", *arguments],
-        cwd=ROOT,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        preexec_fn=before,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        _end(process)
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, "-o", f"timeout={SECONDS_PER_TEST}", *arguments],
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=before,
+        )
+        try:
+            code = _wait(process, seconds, watch)
+        finally:
+            _end(process)
+        printed.seek(max(0, printed.seek(0, os.SEEK_END) - MOST_OUTPUT))
+        return code, printed.read(MOST_OUTPUT).decode(errors="replace")
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float, watch: Callable[[int], None] | None) -> int | None:
+    """The exit code, or None if the process still runs after so long."""
+    last = time.monotonic() + seconds
+    while (left := last - time.monotonic()) > 0:
+        try:
+            return process.wait(left if watch is None else min(left, SECONDS_PER_LOOK))
+        except subprocess.TimeoutExpired:
+            if watch is not None:
+                watch(process.pid)
+    return None
 
 
 def _judge(
@@ -167,10 +205,8 @@ def _covers(named: str, test: str) -> bool:
     return test == named or test.startswith((f"{named}[", f"{named}::")) or test == named.partition("::")[0]
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and all that it started."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all of its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()

@@ -2,7 +2,8 @@
 
 Loaded with ``-p tutorial.workshop.recorder``; ``INFER_WORKSHOP_RECORD`` names the file, one JSON object a line. A line
 is written as soon as it is known: a program that ends in the middle leaves what it had proved, and what is missing
-counts as not passed.
+counts as not passed. Only the process that began writes, a copy of it made by ``fork`` does not, and the variable is
+gone before any code of the learner's runs: nothing finds the file by accident.
 """
 
 import inspect
@@ -16,13 +17,17 @@ from typing import Any
 import pytest
 
 RECORD = "INFER_WORKSHOP_RECORD"
+MOST_LETTERS = 500
+MOST_PLACES = 100
 
 
 class Recorder:
-    """Writes lines of ``test, outcome, error, where``, and last ``files``: whose code each exercise's function was."""
+    """Writes lines: first ``collected``, the number of tests; then ``test, outcome, error, where`` of each; and last
+    ``files``, whose code each exercise's function was."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.process = os.getpid()
         self.failed: set[str] = set()
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
@@ -40,8 +45,11 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            lines = str(report.longrepr).strip().splitlines()
-            self._write(test=report.nodeid, outcome="failed", error=lines[-1] if lines else "cannot be collected")
+            lines = str(report.longrepr).strip().splitlines() or ["cannot be collected"]
+            self._write(test=report.nodeid, outcome="failed", error=lines[-1].removeprefix("E").strip()[:MOST_LETTERS])
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write(collected=len(session.items))
 
     def pytest_sessionfinish(self) -> None:
         from tutorial.workshop.exercises import exercises
@@ -50,13 +58,15 @@ class Recorder:
         self._write(files=files)
 
     def _write(self, **values: Any) -> None:
+        if os.getpid() != self.process:
+            return
         with self.path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(values) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if RECORD in os.environ:
-        config.pluginmanager.register(Recorder(Path(os.environ[RECORD])))
+        config.pluginmanager.register(Recorder(Path(os.environ.pop(RECORD))))
 
 
 def _chain(error: BaseException | None) -> Any:
@@ -68,12 +78,12 @@ def _chain(error: BaseException | None) -> Any:
 
 def _one_line(error: BaseException) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text.strip()}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text.strip()}"[:MOST_LETTERS] if text else type(error).__name__
 
 
 def _places(excinfo: pytest.ExceptionInfo[BaseException]) -> list[str]:
-    """The places that the error went through, innermost last, as file:line."""
-    return [f"{entry.path}:{entry.lineno + 1}" for entry in excinfo.traceback]
+    """The last places that the error went through, innermost last, as file:line."""
+    return [f"{entry.path}:{entry.lineno + 1}" for entry in excinfo.traceback[-MOST_PLACES:]]
 
 
 def _file(module: Any, target: str) -> str | None:

@@ -1,0 +1,231 @@
+"""``infer workshop chart | export | grade | prepare``: the classroom. Introduced in phase 1b.
+
+The commands only read their options and print; ``tutorial.workshop`` does the work. Invariant: what a submission says
+reaches the terminal as text, never as its orders.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shared.cli.options import DEFAULT_MODEL, fetch_if_known
+from shared.cli.terminal import PLAIN_WIDTH, examples, printable, stderr_console, stdout_console, working
+from shared.errors import ConfigError, InferError
+from shared.lessons import find_lesson
+
+if TYPE_CHECKING:
+    from tutorial.workshop.chart import PersonalLadder
+    from tutorial.workshop.exercises import Exercise
+    from tutorial.workshop.grading import Row
+
+_MARKS = {"passed": "✓", "failed": "✗", "not run": "!", "to do": "·", "not started": "-"}
+_COLOURS = {"passed": "green", "failed": "red", "not run": "red", "to do": "yellow"}
+_MOST_LETTERS = 160
+
+
+def chart(
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The picture; by default ladder.png in the workspace.")
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A model folder, a known name, or a hub name owner/name.", envvar="INFER_MODEL"
+        ),
+    ] = DEFAULT_MODEL,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts and answers.")] = False,
+) -> None:
+    """Measure how fast each phase decodes with your code in it, beside the reference, and draw it.
+
+    The last line on standard output is the result as JSON.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from benchmarks.ladder import DEFAULT, QUICK
+    from tutorial.workshop.chart import measure
+    from tutorial.workshop.chart_figure import save
+    from tutorial.workshop.overlay import workspace_folder
+    from tutorial.workshop.workspace import Workspace
+
+    fetch_if_known(model)
+    workspace = Workspace(workspace_folder())
+    size = QUICK if quick else DEFAULT
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("begin", total=None)
+        ladder = measure(
+            workspace,
+            model,
+            prompt_tokens=size.prompt_tokens,
+            new_tokens=size.new_tokens,
+            trials=DEFAULT.trials,  # one alone would compare two moments, not two programs
+            progress=lambda text, done, total: bar.update(task, description=text, completed=done, total=total),
+        )
+    _print_ladder(ladder)
+    picture = out or workspace.root / "ladder.png"
+    save(ladder, picture)
+    typer.echo(f"\nwrote {picture}\n")
+    typer.echo(ladder.line())
+
+
+def export(
+    phase: Annotated[str, typer.Argument(help="A phase, such as 03.", metavar="PHASE")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The zip file; by default infer-workshop-NN.zip, here.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Pack a phase for handing out: chapter, skeleton, tests to read, and a README for the student."""
+    from tutorial.workshop.handout import export as pack
+    from tutorial.workshop.handout import handout_name
+
+    lesson = find_lesson(phase)
+    file = out or Path(f"{handout_name(lesson)}.zip")
+    members = pack(lesson, file, force=force)
+    for member in members:
+        typer.echo(f"  {member}")
+    typer.echo(f"wrote {file}, {file.stat().st_size / 1e3:.0f} kB")
+
+
+def grade(
+    submissions: Annotated[
+        list[Path], typer.Argument(help="Folders or zip files: a workspace, or what holds one.", metavar="DIR")
+    ],
+    phase: Annotated[
+        str | None, typer.Option("--phase", "-p", help="One phase; by default every exercise that was handed in.")
+    ] = None,
+    only: Annotated[str | None, typer.Option("--only", help="One exercise, such as 03.2.", metavar="EXERCISE")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write the table, with every reason, here as well.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="That one test may take.")] = 60.0,
+    memory: Annotated[float, typer.Option("--memory", help="GiB that a submission may use.")] = 3.0,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Submissions that run at the same time.")] = 1,
+) -> None:
+    """Run the tests of many submissions, each in processes of its own with limits, and print a table.
+
+    A submission's code can read and delete what you may: grade the work of strangers in a container.
+    """
+    from tutorial.workshop.grading import grade as judge
+    from tutorial.workshop.grading import write_csv
+    from tutorial.workshop.limits import Limits
+
+    if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
+        raise ConfigError(f"{csv} cannot be written; name a file in a folder that exists with --csv.")
+    wanted = None if phase is None and only is None else wanted_exercises(phase, only)
+    done = 0
+
+    def progress(row: "Row") -> None:
+        nonlocal done
+        done += 1
+        said = f"[{done}/{len(submissions)}] {printable(row.name)}: {row.num_passed} of {len(row.verdicts)} passed"
+        typer.echo(said, err=True)
+
+    with working("running the tests"):
+        rows = judge(submissions, wanted, limits=Limits(seconds, memory), jobs=jobs, progress=progress)
+    _print_rows(rows)
+    if csv is not None:
+        write_csv(rows, csv)
+        typer.echo(f"wrote {csv}", err=True)
+
+
+def prepare() -> None:
+    """Make this machine ready for a class without a network; exit code 1 with what is missing."""
+    from tutorial.workshop.preparation import look
+
+    try:
+        fetch_if_known(DEFAULT_MODEL)
+    except InferError as error:  # what is missing is said below, with everything else
+        typer.echo(" ".join(str(error).split()), err=True)
+    missing = 0
+    for item in look():
+        mark = typer.style("ready  ", fg="green") if item.is_ready else typer.style("missing", fg="red")
+        typer.echo(f"{mark}  {item.name:<11}  {item.detail}")
+        missing += not item.is_ready
+    if missing:
+        raise typer.Exit(1)
+    typer.echo("This machine needs no network for the class.")
+
+
+COMMANDS: dict[Callable[..., None], str] = {
+    chart: examples("infer workshop chart", "infer workshop chart --quick --out my-ladder.png"),
+    export: examples("infer workshop export 03", "infer workshop export 03 --out handouts/03.zip --force"),
+    grade: examples(
+        "infer workshop grade submissions/*",
+        "infer workshop grade --phase 03 --csv grades.csv --jobs 4 ada.zip bob.zip",
+        "infer workshop grade --only 03.2 --seconds 30 --memory 2 submissions/*.zip",
+    ),
+    prepare: examples("infer workshop prepare", "make workshop"),
+}
+"""Each command with the epilog of its help."""
+
+
+def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
+    """The exercises that a command's arguments name; ConfigError if they do not fit together."""
+    from tutorial.workshop.exercises import exercises_of, find_exercise
+
+    if only is None:
+        assert phase is not None
+        return list(exercises_of(find_lesson(phase)))
+    exercise = find_exercise(only)
+    if phase is not None and find_lesson(phase).number != exercise.phase:
+        raise ConfigError(f"Exercise {exercise.number} belongs to phase {exercise.phase}, not to phase {phase}.")
+    return [exercise]
+
+
+def _print_ladder(ladder: "PersonalLadder") -> None:
+    from benchmarks.ladder_view import figure
+    from tutorial.workshop.chart_figure import doubts, said, whose
+
+    typer.echo(f"{ladder.model} · {ladder.machine_title} · {ladder.flags['dtype']}\n{said(ladder)}\n")
+    for rung in ladder.rungs:
+        typer.echo(f"{rung.number}  {rung.title}")
+        if rung.own_speed is not None:
+            ratio = typer.style(f"{rung.ratio:.2f}× the reference", bold=True)
+            typer.echo(f"      yours      {figure(rung.own_speed):>6} tok/s  {ratio}")
+        typer.echo(f"      reference  {figure(rung.reference_speed):>6} tok/s")
+        for line in [*whose(rung), *doubts(rung)]:
+            typer.echo(f"      {line}")
+    if ladder.unchecked:
+        typer.echo(f"\nTests not passed yet: {', '.join(ladder.unchecked)}; run `infer workshop check`.")
+    if not any(rung.yours for rung in ladder.rungs):
+        typer.echo("\nNo code of yours ran: this is the reference. Begin with `infer workshop start 01a`.")
+
+
+def _print_rows(rows: list["Row"]) -> None:
+    """The table, totals below it, and then why each exercise did not pass."""
+    from rich import box
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    def table(words: bool) -> Table:
+        made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
+        made.add_column("submission", footer="passed by", no_wrap=True)
+        for index, verdict in enumerate(rows[0].verdicts):
+            total = sum(str(row.verdicts[index].outcome) == "passed" for row in rows)
+            made.add_column(verdict.exercise.number, footer=f"{total}/{len(rows)}", no_wrap=True)
+        made.add_column("passed", justify="right", no_wrap=True)
+        for row in rows:
+            outcomes = [str(verdict.outcome) for verdict in row.verdicts]
+            cells = [Text(said if words else _MARKS[said], _COLOURS.get(said, "dim")) for said in outcomes]
+            made.add_row(Text(printable(row.name)), *cells, f"{row.num_passed}/{len(row.verdicts)}")
+        return made
+
+    console = stdout_console()
+    width = Measurement.get(console, console.options.update(max_width=10_000), table(words=True)).maximum
+    if not console.is_terminal:
+        Console(highlight=False, emoji=False, width=max(width, PLAIN_WIDTH)).print(table(words=True))
+    elif width <= console.width:
+        console.print(table(words=True))
+    else:
+        console.print(table(words=False))
+        console.print("  ".join(f"{mark} {said}" for said, mark in _MARKS.items()), style="dim")
+    for row in rows:
+        for verdict in row.verdicts:
+            if str(verdict.outcome) in ("failed", "not run"):
+                where = f", at {verdict.where}" if verdict.where else ""
+                said = f"{row.name}  {verdict.exercise.number} {verdict.outcome}: {verdict.reason}"
+                typer.echo(printable(said)[:_MOST_LETTERS] + printable(where))
