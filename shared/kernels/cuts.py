@@ -1,0 +1,261 @@
+"""Exact top-k and top-p cuts of a row of logits without sorting it. Introduced in phase 3.1.
+
+A token's place is its distance below the peak, ``(peak - logit) / temperature``. It is not negative, so its bits, read
+as an integer, are in the same order: its *key*. The top-k cut is the k-th smallest key, the nucleus' cut the smallest
+key up to which the probability reaches top-p; what has a larger key goes. Both are found in three launches over all
+rows, of one program for each block of a row:
+
+    narrow   twice: how many tokens, and how much probability, there are up to each of 32 pivots. Afterwards a cut is
+             known to lie between two neighbouring pivots; the second time they stand closer
+    collect  the few keys between those pivots go to a list; the row's last program to arrive finds the cuts in it by
+             bisection over integers, which ends at the exact key whatever the data
+
+This is radix select (Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012) with pivots where
+logits are dense in place of digits. FlashInfer's sorting-free sampling (arXiv 2501.01005) avoids the sort otherwise: it
+draws, rejects what the cuts would remove, and draws again, which cannot use noise that is fixed beforehand.
+
+Invariants: as in :mod:`shared.sampling.processors` a token stays if fewer than k tokens, and less than top-p of the
+probability, are strictly more likely, so equals share their fate. A token's weight ``exp(-distance)`` is counted in
+units of 2^-44, as an integer: integers have the same sum in any order, so programs add atomically in the order in which
+they come, and the cuts of a row are the same in every run and every batch.
+"""
+
+from shared.kernels.arrival import is_last_arrival
+from shared.kernels.launch import tl, triton
+
+MAX_VOCABULARY = 2**18  # a sum of so many weights, each at most 2^44 units, fits 63 bits
+
+PIVOTS = tl.constexpr(32)
+NARROWINGS = tl.constexpr(2)
+LADDER = tl.constexpr(8.0)  # the distance up to which half of the first pivots stand
+UNITS = tl.constexpr(2.0**44)
+FARTHEST = tl.constexpr(0x7F800000)  # the key of an infinite distance
+NO_KEY = tl.constexpr(0x7FFFFFFF)  # above every pivot
+LARGEST = tl.constexpr(2**63 - 1)
+
+# What the programs of a row add up, int64: of each narrowing the counts and the masses up to its pivots, and these; the
+# number of keys in the list; the arrivals of peak, collect and draw.
+PER_NARROWING = tl.constexpr(3 * PIVOTS)
+LISTED = tl.constexpr(NARROWINGS * PER_NARROWING)
+ARRIVALS = tl.constexpr(LISTED + 1)
+ROW_SUMS = tl.constexpr(ARRIVALS + 3)
+
+
+@triton.jit
+def load_keys(logits, ids, vocabulary, peak, temperature):
+    """The keys of the tokens ``ids``; ``NO_KEY`` behind the vocabulary's end."""
+    logit = tl.load(logits + ids, mask=ids < vocabulary, other=0.0).to(tl.float32)
+    distance = tl.where(logit == peak, 0.0, tl.div_rn(peak - logit, temperature))
+    return tl.where(ids < vocabulary, distance.to(tl.int32, bitcast=True), NO_KEY)
+
+
+@triton.jit
+def weight_of(key):
+    return tl.exp(-key.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def mass_of(key):
+    return (weight_of(key) * UNITS).to(tl.int64)
+
+
+@triton.jit
+def load_limits(top_k, top_p, row, vocabulary):
+    """The row's k (the vocabulary's size for no limit) and p (1 for no limit)."""
+    k = tl.full([], 0, tl.int64) + vocabulary
+    p = tl.full([], 1.0, tl.float64)
+    if top_k is not None:
+        k = tl.minimum(tl.load(top_k + row), k)
+    if top_p is not None:
+        p = tl.load(top_p + row)
+    return k, p
+
+
+@triton.jit
+def bracket_cuts(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constexpr, narrowings: tl.constexpr):
+    """What the sums of the first ``narrowings`` narrowings say of the two cuts.
+
+    A cut lies above the key ``low`` (-1: below all keys) and not above ``high``; for a limit that the row does not have
+    both are ``FARTHEST``. Returns k's low and high, the count and the mass up to low (without a top-k the mass of
+    all tokens); p's low and high, and the mass up to low.
+
+    ``ANY_K`` and ``ANY_P`` say whether the batch has such limits. What is not needed is left out when compiling:
+    Triton 3.6 fails on loops and branches that it can prove dead.
+    """
+    has_k, has_p = k < vocabulary, p < 1
+    k_low = tl.where(has_k, -1, FARTHEST)
+    p_low = tl.where(has_p, -1, FARTHEST)
+    k_high, p_high = tl.full([], FARTHEST, tl.int32), tl.full([], FARTHEST, tl.int32)
+    k_count, p_mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    k_mass, k_high_mass, all_mass = tl.full([], 0, tl.int64), tl.full([], LARGEST, tl.int64), tl.full([], 0, tl.int64)
+    left_low = all_mass
+    j = tl.arange(0, PIVOTS)
+    for narrowing in tl.static_range(narrowings):
+        counts = tl.load(sums + narrowing * PER_NARROWING + j)
+        masses = tl.load(sums + narrowing * PER_NARROWING + PIVOTS + j)
+        pivots = tl.load(sums + narrowing * PER_NARROWING + 2 * PIVOTS + j).to(tl.int32)
+        all_mass = tl.maximum(all_mass, tl.max(masses, 0))
+        left_low, left_high = all_mass, all_mass  # bounds of the mass that top-k leaves
+        # Counts and masses grow with the key, so of each kind of evidence the best is an extreme.
+        if ANY_K and has_k:
+            below = counts < k
+            k_low = tl.maximum(k_low, tl.max(tl.where(below, pivots, -1), 0))
+            k_high = tl.minimum(k_high, tl.min(tl.where(below, FARTHEST, pivots), 0))
+            k_count = tl.maximum(k_count, tl.max(tl.where(below, counts, 0), 0))
+            k_mass = tl.maximum(k_mass, tl.max(tl.where(below, masses, 0), 0))
+            k_high_mass = tl.minimum(k_high_mass, tl.min(tl.where(below, LARGEST, masses), 0))
+            left_low, left_high = k_mass, k_high_mass
+        if ANY_P and has_p:
+            below = masses.to(tl.float64) < p * left_low.to(tl.float64)
+            reached = masses.to(tl.float64) >= p * left_high.to(tl.float64)
+            p_low = tl.maximum(p_low, tl.max(tl.where(below, pivots, -1), 0))
+            p_high = tl.minimum(p_high, tl.min(tl.where(reached, pivots, FARTHEST), 0))
+            p_mass = tl.maximum(p_mass, tl.max(tl.where(below, masses, 0), 0))
+    return k_low, k_high, k_count, left_low, p_low, p_high, p_mass
+
+
+@triton.jit
+def choose_pivots(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constexpr, narrowing: tl.constexpr):
+    """The keys at which to count: first a ladder from the peak to infinity, then evenly between the brackets."""
+    j = tl.arange(0, PIVOTS)
+    if narrowing == 0:
+        distance = LADDER * j.to(tl.float32) / tl.maximum(PIVOTS - 1 - j, 1).to(tl.float32)
+        return tl.where(j == PIVOTS - 1, FARTHEST, distance.to(tl.int32, bitcast=True))
+    else:
+        k_low, k_high, _, _, p_low, p_high, _ = bracket_cuts(sums, k, p, vocabulary, ANY_K, ANY_P, narrowing)
+        has_k, has_p = k < vocabulary, p < 1
+        share = tl.where(has_k & has_p, PIVOTS // 2, PIVOTS)  # of each cut that is sought
+        of_k = has_k & (j < share)
+        low = tl.maximum(tl.where(of_k, k_low, p_low), 0).to(tl.float32, bitcast=True)
+        high = tl.where(of_k, k_high, p_high).to(tl.float32, bitcast=True)
+        high = tl.minimum(high, 2 * low + 1)
+        distance = low + (high - low) * ((j % share + 1).to(tl.float32) / (share + 1).to(tl.float32))
+        return distance.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def narrow_kernel(
+    logits,
+    peaks,
+    temperatures,
+    top_k,
+    top_p,
+    sums,
+    vocabulary,
+    row_stride,
+    NARROWING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    k, p = load_limits(top_k, top_p, row, vocabulary)
+    if (temperature > 0) & ((k < vocabulary) | (p < 1)):
+        sums += row * ROW_SUMS
+        pivots = choose_pivots(sums, k, p, vocabulary, top_k is not None, top_p is not None, NARROWING)
+        ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature)
+        is_within = keys[None, :] <= pivots[:, None]  # [PIVOTS, BLOCK]
+        counts = tl.sum(is_within.to(tl.int32), 1)
+        masses = tl.sum(tl.where(is_within, mass_of(keys)[None, :], 0), 1)
+        at = sums + NARROWING * PER_NARROWING + tl.arange(0, PIVOTS)
+        tl.atomic_add(at, counts.to(tl.int64), sem="relaxed")
+        tl.atomic_add(at + PIVOTS, masses, sem="relaxed")
+        if tl.program_id(0) == 0:
+            tl.store(at + 2 * PIVOTS, pivots.to(tl.int64))
+
+
+@triton.jit
+def load_listed(lists, num_listed, start, LIST_TILE: tl.constexpr):
+    i = start + tl.arange(0, LIST_TILE)
+    return tl.load(lists + i, mask=i < num_listed, other=NO_KEY, cache_modifier=".cg")
+
+
+@triton.jit
+def listed_mass(lists, num_listed, low, high, LIST_TILE: tl.constexpr):
+    """The mass of the listed keys above ``low`` and up to ``high``."""
+    mass = tl.full([], 0, tl.int64)
+    for start in range(0, num_listed, LIST_TILE):
+        keys = load_listed(lists, num_listed, start, LIST_TILE)
+        mass += tl.sum(tl.where((keys > low) & (keys <= high), mass_of(keys), 0))
+    return mass
+
+
+@triton.jit
+def find_top_k_cut(lists, num_listed, k, low, high, count, LIST_TILE: tl.constexpr):
+    """The smallest key up to which there are k tokens; it is in (low, high], and up to low there are ``count``."""
+    base = low
+    held = load_listed(lists, num_listed, 0, LIST_TILE)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        total = count + tl.sum(((held > base) & (held <= middle)).to(tl.int64))
+        for start in range(LIST_TILE, num_listed, LIST_TILE):
+            keys = load_listed(lists, num_listed, start, LIST_TILE)
+            total += tl.sum(((keys > base) & (keys <= middle)).to(tl.int64))
+        is_reached = total >= k
+        high = tl.where(is_reached, middle, high)
+        low = tl.where(is_reached, low, middle)
+    return high
+
+
+@triton.jit
+def find_top_p_cut(lists, num_listed, limit, low, high, mass, LIST_TILE: tl.constexpr):
+    """The smallest key up to which the mass reaches ``limit``; it is in (low, high], and up to low it is ``mass``."""
+    base = low
+    held = load_listed(lists, num_listed, 0, LIST_TILE)
+    held_mass = mass_of(held)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        total = mass + tl.sum(tl.where((held > base) & (held <= middle), held_mass, 0))
+        for start in range(LIST_TILE, num_listed, LIST_TILE):
+            keys = load_listed(lists, num_listed, start, LIST_TILE)
+            total += tl.sum(tl.where((keys > base) & (keys <= middle), mass_of(keys), 0))
+        is_reached = total.to(tl.float64) >= limit
+        high = tl.where(is_reached, middle, high)
+        low = tl.where(is_reached, low, middle)
+    return high
+
+
+@triton.jit
+def collect_kernel(
+    logits,
+    peaks,
+    temperatures,
+    top_k,
+    top_p,
+    sums,
+    lists,
+    cuts,
+    vocabulary,
+    row_stride,
+    BLOCK: tl.constexpr,
+    LIST_TILE: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    k, p = load_limits(top_k, top_p, row, vocabulary)
+    if (temperature > 0) & ((k < vocabulary) | (p < 1)):
+        sums += row * ROW_SUMS
+        lists += row * vocabulary
+        ANY_K: tl.constexpr = top_k is not None
+        ANY_P: tl.constexpr = top_p is not None
+        k_low, k_high, k_count, mass, p_low, p_high, p_mass = bracket_cuts(
+            sums, k, p, vocabulary, ANY_K, ANY_P, NARROWINGS
+        )
+        ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature)
+        is_open = ((keys > k_low) & (keys <= k_high)) | ((keys > p_low) & (keys <= p_high))
+        places = tl.cumsum(is_open.to(tl.int32), 0)
+        first = tl.atomic_add(sums + LISTED, tl.sum(is_open.to(tl.int64)), sem="relaxed")
+        tl.store(lists + first + places - 1, keys, mask=is_open)
+        if is_last_arrival(sums + ARRIVALS + 1, tl.num_programs(0)):
+            num_listed = tl.load(sums + LISTED, cache_modifier=".cg").to(tl.int32)
+            top_k_cut = k_high
+            if ANY_K:
+                top_k_cut = find_top_k_cut(lists, num_listed, k, k_low, k_high, k_count, LIST_TILE)
+                mass += listed_mass(lists, num_listed, k_low, top_k_cut, LIST_TILE)
+            top_p_cut = top_k_cut
+            if ANY_P:
+                p_high = tl.minimum(p_high, top_k_cut)
+                top_p_cut = find_top_p_cut(lists, num_listed, p * mass.to(tl.float64), p_low, p_high, p_mass, LIST_TILE)
+            tl.store(cuts + 2 * row, top_k_cut)
+            tl.store(cuts + 2 * row + 1, top_p_cut)

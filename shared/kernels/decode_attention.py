@@ -1,0 +1,304 @@
+"""Attention of one new token a sequence over contiguous memory: ``flash`` when decoding. Introduced in phase 3.1.
+
+One query per head reads every cached key and value once: the work is all memory. Three ideas:
+
+- *Online softmax* (Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): keys pass in tiles, with a
+  running maximum and sum in fp32, so scores are never stored.
+- *Grouped queries*: the query heads that share a key head are the rows of one small product, so a key is loaded once
+  for all of them. The tensor cores take 16 rows; the missing ones are zeros.
+- *Split-KV* (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005): one sequence has too few key heads to
+  occupy a GPU, so its keys are cut into chunks, each a program's, whose states (maximum, sum, weighted values) are then
+  merged.
+
+The grid depends on capacities alone; the cut is made at run time from the length. A chunk is never shorter than a tile,
+so a short sequence uses few of the ``num_splits`` programs of a key head; the others return at once and leave nothing
+behind to merge. The last program of a head to arrive merges, by a counter on the device: a second kernel would cost
+another launch in every layer of every token.
+
+Invariants: only a sequence's visible keys are read, so what stands behind them may be anything; states are merged in
+the order of the keys, whoever merges them, so a result does not depend on timing; a sequence of length 0 gives zeros;
+the counters are zero between launches.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from shared.kernels.arrival import is_last_arrival
+from shared.kernels.launch import launch, launches, next_power_of_two, num_multiprocessors, tl, triton
+from shared.ops.attention import sdpa_attention
+
+NO_WINDOW = 2**30
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work of one head size is cut: keys a tile, the most splits of a key head, warps and pipeline stages."""
+
+    tile: int
+    max_splits: int
+    num_warps: int = 4
+    num_stages: int = 2
+    merge_numbers: int = 4096  # fp32 numbers that the merging program holds at a time
+
+
+TILINGS = {
+    16: Tiling(tile=64, max_splits=64),
+    32: Tiling(tile=64, max_splits=64),
+    64: Tiling(tile=64, max_splits=64),
+    128: Tiling(tile=64, max_splits=64),
+    256: Tiling(tile=32, max_splits=128, num_warps=8, merge_numbers=8192),
+}
+PROGRAMS_PER_MULTIPROCESSOR = 2
+
+
+@triton.jit
+def decode_attention_kernel(
+    q,
+    keys,
+    values,
+    slots,
+    lengths,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    counters,
+    scale,
+    softcap,
+    window,
+    q_row_stride,
+    q_head_stride,
+    slot_stride,
+    head_stride,
+    HAS_SOFTCAP: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    MERGED: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+):
+    row = tl.program_id(0)  # one for each sequence and key head
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    sequence, kv_head = row // HKV, row % HKV
+    length = tl.load(lengths + sequence)
+    first = tl.maximum(length - window, 0)  # of the visible keys
+    num_tiles = tl.cdiv(length - first, TILE)
+    chunk = tl.cdiv(num_tiles, num_splits) * TILE
+    num_used = tl.cdiv(length - first, tl.maximum(chunk, 1))
+
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    is_head = g < GROUP
+    out += row.to(tl.int64) * (GROUP * D)  # the group's heads lie next to each other
+    if split < num_used:
+        heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
+        queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
+        memory = tl.load(slots + sequence).to(tl.int64) * slot_stride + kv_head.to(tl.int64) * head_stride
+        start = first + split * chunk
+        end = tl.minimum(start + chunk, length)
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, D], tl.float32)
+        for tile in tl.range(start, end, TILE):
+            place = tile + tl.arange(0, TILE)
+            is_key = place < end
+            tokens = memory + place.to(tl.int64)[:, None] * D + d[None, :]
+            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
+            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
+            scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], of base 2
+            if HAS_SOFTCAP:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
+                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_maximum[:, None])
+            kept = tl.exp2(maximum - new_maximum)
+            total = total * kept + tl.sum(weights, 1)
+            weighted = weighted * kept[:, None]
+            weighted += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            maximum = new_maximum
+
+        if num_used == 1:
+            tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
+        else:
+            states = row.to(tl.int64) * num_splits
+            state = (states + split) * GROUP + g
+            tl.store(partial + state[:, None] * D + d[None, :], weighted, mask=is_head[:, None])
+            tl.store(partial_max + state, maximum, mask=is_head)
+            tl.store(partial_sum + state, total, mask=is_head)
+            if is_last_arrival(counters + row, num_used):
+                merge(partial, partial_max, partial_sum, out, states, num_used, GROUP, D, MERGED_ROWS, MERGED)
+    elif split == 0:  # no key at all
+        tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
+
+
+@triton.jit
+def merge(
+    partial,
+    partial_max,
+    partial_sum,
+    out,
+    states,
+    num_used,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Merge the states of one key head, MERGED at a time, in order, and store the result."""
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    is_head = g < GROUP
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, D], tl.float32)
+    for split in tl.range(0, num_used, MERGED):
+        split += tl.arange(0, MERGED)
+        state = (states + split)[:, None] * GROUP + g[None, :]  # [MERGED, ROWS]
+        is_state = (split < num_used)[:, None] & is_head[None, :]
+        maxima = tl.load(partial_max + state, mask=is_state, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(partial_sum + state, mask=is_state, other=0.0, cache_modifier=".cg")
+        parts = tl.load(
+            partial + state[:, :, None] * D + d[None, None, :],
+            mask=is_state[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )  # [MERGED, ROWS, D]
+        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
+        # A row that is no head has no state: -inf - -inf is NaN there, and its result is not stored.
+        weights = tl.exp2(maxima - new_maximum[None, :])
+        kept = tl.exp2(maximum - new_maximum)
+        total = total * kept + tl.sum(weights * sums, 0)
+        weighted = weighted * kept[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+        maximum = new_maximum
+    tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch of :func:`decode_attention`, allocated once and used by one layer after another on one stream."""
+
+    num_splits: int
+    partial: torch.Tensor  # fp32 [B, Hkv, splits, G, D]: values weighted relative to the state's maximum
+    partial_max: torch.Tensor  # fp32 [B, Hkv, splits, G], of scores in base 2
+    partial_sum: torch.Tensor  # fp32 [B, Hkv, splits, G]
+    counters: torch.Tensor  # int32 [B, Hkv], zero between launches
+
+    @property
+    def num_sequences(self) -> int:
+        """The most sequences of a launch, B."""
+        return len(self.counters)
+
+    @classmethod
+    def of(
+        cls,
+        num_sequences: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        device: torch.device,
+    ) -> Self:
+        """Scratch for up to ``num_sequences`` sequences of up to ``capacity`` tokens each."""
+        splits = choose_splits(num_sequences * num_kv_heads, capacity, head_dim, num_multiprocessors(device))
+        states = (num_sequences, num_kv_heads, splits, num_heads // num_kv_heads)
+        return cls(
+            splits,
+            torch.empty(*states, head_dim, dtype=torch.float32, device=device),
+            torch.empty(states, dtype=torch.float32, device=device),
+            torch.empty(states, dtype=torch.float32, device=device),
+            torch.zeros(states[:2], dtype=torch.int32, device=device),
+        )
+
+
+def choose_splits(num_rows: int, capacity: int, head_dim: int, multiprocessors: int) -> int:
+    """Programs for each of ``num_rows`` (sequence, key head) pairs.
+
+    Enough to give every multiprocessor its share, but none that the longest sequence could not give a tile, and no more
+    than one program can merge in little time.
+    """
+    tiling = TILINGS[head_dim]
+    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_rows)
+    return max(1, min(wanted, -(-capacity // tiling.tile), tiling.max_splits))
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`shared.ops.attention.naive_attention` of one new token for each of B sequences.
+
+    Args:
+        q: ``[B, Hq, D]``; its heads may lie apart, the numbers of a head not.
+        keys, values: ``[slots, Hkv, capacity, D]``, a layer's memory; the rows of a head lie next to each other.
+        slots: integer ``[B]``, where each sequence's keys are.
+        lengths: int32 ``[B]``, its tokens, the new one last; read on the device, so a captured launch follows them.
+        window: see only the last ``window`` tokens, the token itself included.
+        softcap: scores become ``c · tanh(scores / c)``.
+        workspace: for at least B sequences.
+        out: where the result goes, ``[B, Hq, D]`` contiguous; None: new memory.
+
+    Returns:
+        ``[B, Hq, D]`` in the dtype of q.
+    """
+    B, Hq, D = q.shape
+    Hkv = keys.shape[1]
+    if out is None:
+        out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    if not launches(q):
+        for b, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            seen = slice(0 if window is None else max(0, length - window), length)
+            k, v = keys[slot, :, seen], values[slot, :, seen]
+            out[b] = sdpa_attention(q[b : b + 1], k, v, scale=scale, softcap=softcap)[0] if length else 0.0
+        return out
+    if B == 0:
+        return out
+    if workspace.num_sequences < B:
+        raise ValueError(f"the workspace serves {workspace.num_sequences} sequences, not {B}")
+    tiling = TILINGS[D]
+    group = Hq // Hkv
+    rows = next_power_of_two(group)
+    launch(
+        decode_attention_kernel,
+        (B * Hkv, workspace.num_splits),
+        q,
+        keys,
+        values,
+        slots,
+        lengths,
+        out,
+        workspace.partial,
+        workspace.partial_max,
+        workspace.partial_sum,
+        workspace.counters,
+        scale * LOG2_E if softcap is None else 2 * LOG2_E * scale / softcap,
+        0.0 if softcap is None else softcap * LOG2_E,
+        NO_WINDOW if window is None else window,
+        q.stride(0),
+        q.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        HAS_SOFTCAP=softcap is not None,
+        HKV=Hkv,
+        GROUP=group,
+        D=D,
+        ROWS=max(16, rows),
+        TILE=tiling.tile,
+        MERGED=max(1, tiling.merge_numbers // (rows * D)),
+        MERGED_ROWS=rows,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return out

@@ -1,0 +1,57 @@
+"""The gated activations SwiGLU and GeGLU in one launch. Introduced in phase 3.1.
+
+PyTorch takes two launches and a trip through memory between them. For few rows even this launch is not needed: the
+activation is the epilogue of the product that makes gate and up (``shared/kernels/gemv.py``), which calls
+:func:`gated_activation` from here. Invariant: gate and up are widened to fp32 and the product is rounded once.
+"""
+
+import torch
+
+from shared.kernels.launch import launch, launches, tl, triton
+from shared.ops import gated as op
+
+BLOCK = 1024
+
+
+@triton.jit
+def gated_activation(gate, up, ACTIVATION: tl.constexpr):
+    """``silu(gate) · up`` or ``gelu(gate) · up`` in fp32.
+
+    GELU's tanh form is g · ½ (1 + tanh u) with u = √(2/π) (g + 0.044715 g³), and ½ (1 + tanh u) = sigmoid(2u).
+    """
+    if ACTIVATION == "silu":
+        return gate * tl.sigmoid(gate) * up
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        return gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)) * up
+
+
+@triton.jit
+def gated_kernel(gate, up, out, n, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gate + row * gate_stride + i, mask=i < n, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(out + row * n + i, gated_activation(g, u, ACTIVATION), mask=i < n)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """:func:`shared.ops.gated.swiglu` of ``[T, I]`` and ``[T, I]``, which may be the halves of one ``[T, 2I]``."""
+    return _launch(gate, up, "silu") if launches(gate) else op.swiglu(gate, up)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """:func:`shared.ops.gated.geglu` of ``[T, I]`` and ``[T, I]``, which may be the halves of one ``[T, 2I]``."""
+    return _launch(gate, up, "gelu_tanh") if launches(gate) else op.geglu(gate, up)
+
+
+def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    T, I = gate.shape  # noqa: E741
+    out = torch.empty(T, I, dtype=gate.dtype, device=gate.device)
+    if out.numel() == 0:
+        return out
+    gate = gate if gate.stride(1) == 1 else gate.contiguous()
+    up = up if up.stride(1) == 1 else up.contiguous()
+    grid = (T, -(-I // BLOCK))
+    launch(gated_kernel, grid, gate, up, out, I, gate.stride(0), up.stride(0), ACTIVATION=activation, BLOCK=BLOCK)
+    return out

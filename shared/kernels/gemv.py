@@ -1,0 +1,266 @@
+"""Products of 1 to 16 rows with a weight matrix, and what stands around them in a block, in one launch.
+
+Introduced in phase 3.1.
+
+Decoding multiplies every weight by the vector of one token, or of a few: the time is that of reading W once. What can
+be lost is lost around it, by vectors that go through memory between launches. So one launch computes
+
+    out = epilogue(prologue(x) Wᵀ + b)      prologue: RMSNorm;  epilogue: a gated activation, or + residual
+
+and every program computes the prologue again: x is a few kilobytes and stays in the cache. Two kernels do it. In
+:func:`gemv_kernel` a program takes one or a few rows of W, 16 bytes a thread and load, and multiplies them by one row
+of x after the other. In :func:`skinny_kernel` it takes more rows of W, in tiles that the tensor cores multiply by all
+rows of x together: from some rows on, multiplying takes longer than reading. Above ``MAX_ROWS`` the product is
+PyTorch's, with kernels of their own before and after it.
+
+Invariants: W is read once, whatever the number of rows, where the tiling keeps its rules; sums are fp32; the normed x
+is rounded to its dtype, as if it had been written and read back; nothing else is rounded before the result.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from shared.kernels import gated
+from shared.kernels.launch import launch, launches, tl, triton
+from shared.kernels.rmsnorm import Norm, rms_norm
+from shared.kernels.tiling import MAX_ROWS, Tiling, tiling
+from shared.ops import gated as gated_ops
+
+DOT_ROWS = 16  # rows of a tensor core's tile; fewer are padded
+ACTIVATIONS: dict[gated_ops.GatedOp, tuple[str, gated_ops.GatedOp]] = {  # op: its name in a kernel, its own launcher
+    gated_ops.swiglu: ("silu", gated.swiglu),
+    gated_ops.geglu: ("gelu_tanh", gated.geglu),
+}
+
+
+@triton.jit
+def load_weights(rows, is_row, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns k of rows of W: ``[BLOCK_N, BLOCK_K]``. Nothing reads them again, so the cache need not keep them."""
+    inside = is_row[:, None] if K % BLOCK_K == 0 else is_row[:, None] & (k < K)[None, :]
+    return tl.load(rows + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_vector(x, k, K: tl.constexpr):
+    """Numbers k of a vector of K, in fp32. Every program reads them, so the cache should."""
+    return tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def normalized(h, inverse_rms, scale, dtype: tl.constexpr):
+    """``h · inverse_rms · scale`` as it would be read back from memory: rounded to the dtype of x, in fp32."""
+    return (h * inverse_rms * scale).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr):
+    """Columns k of rows m of x, zeros where there is no such row: ``[DOT_ROWS, BLOCK_K]``."""
+    inside = (m < num_rows)[:, None] & (k < K)[None, :]
+    return tl.load(x + m[:, None] * x_stride + k[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def gemv_kernel(
+    x,
+    weight,
+    bias,
+    norm_weight,
+    residual,
+    out,
+    num_rows,
+    N,
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program i makes columns i · BLOCK_N … of all rows of ``out [num_rows, N]``; the grid is ceil(N / BLOCK_N).
+
+    With an activation W is ``[2N, K]``: row n makes the gate of column n, row N + n what the gate lets through.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = n < N
+    k = tl.arange(0, BLOCK_K)
+    rows = weight + n.to(tl.int64)[:, None] * K
+    up_rows = rows if ACTIVATION is None else weight + (N + n).to(tl.int64)[:, None] * K
+    # The first tile stays in registers for all rows of x. The barrier keeps its loads above the norm, whose sum would
+    # otherwise be waited for before W is asked for.
+    first = load_weights(rows, is_row, k, K, BLOCK_K)
+    if ACTIVATION is not None:
+        first_up = load_weights(up_rows, is_row, k, K, BLOCK_K)
+    if norm_weight is not None:
+        tl.debug_barrier()
+        first_scale = load_vector(norm_weight, k, K) + OFFSET
+    for m in range(num_rows):
+        row = x + m * x_stride
+        h = load_vector(row, k, K)
+        if norm_weight is not None:
+            squares = h * h
+            for start in tl.static_range(BLOCK_K, K, BLOCK_K):
+                tile = load_vector(row, start + k, K)
+                squares += tile * tile
+            inverse_rms = tl.rsqrt(tl.sum(squares) / K + eps)
+            h = normalized(h, inverse_rms, first_scale, x.dtype.element_ty)
+        products = h[None, :] * first.to(tl.float32)
+        if ACTIVATION is not None:
+            up_products = h[None, :] * first_up.to(tl.float32)
+        for start in tl.static_range(BLOCK_K, K, BLOCK_K):
+            h = load_vector(row, start + k, K)
+            if norm_weight is not None:
+                scale = load_vector(norm_weight, start + k, K) + OFFSET
+                h = normalized(h, inverse_rms, scale, x.dtype.element_ty)
+            products += h[None, :] * load_weights(rows, is_row, start + k, K, BLOCK_K).to(tl.float32)
+            if ACTIVATION is not None:
+                up_products += h[None, :] * load_weights(up_rows, is_row, start + k, K, BLOCK_K).to(tl.float32)
+        y = tl.sum(products, axis=1)
+        if bias is not None:
+            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+        if ACTIVATION is not None:
+            up = tl.sum(up_products, axis=1)
+            if bias is not None:
+                up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)
+            y = gated.gated_activation(y, up, ACTIVATION)
+        if residual is not None:
+            y += tl.load(residual + m * residual_stride + n, mask=is_row, other=0.0).to(tl.float32)
+        tl.store(out + m * N + n, y, mask=is_row)
+
+
+@triton.jit
+def skinny_kernel(
+    x,
+    weight,
+    bias,
+    norm_weight,
+    residual,
+    out,
+    num_rows,
+    N,
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """As :func:`gemv_kernel`, for all of at most ROWS rows of x together, on the tensor cores (fp32: without them)."""
+    m = tl.arange(0, ROWS)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = n < N
+    rows = weight + n.to(tl.int64)[:, None] * K
+    up_rows = rows if ACTIVATION is None else weight + (N + n).to(tl.int64)[:, None] * K
+    if norm_weight is not None:
+        squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            tile = load_x(x, m, start + tl.arange(0, BLOCK_K), num_rows, x_stride, K).to(tl.float32)
+            squares += tile * tile
+        inverse_rms = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+    y = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    up = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        h = load_x(x, m, k, num_rows, x_stride, K)
+        if norm_weight is not None:
+            scale = load_vector(norm_weight, k, K) + OFFSET
+            h = (h.to(tl.float32) * inverse_rms[:, None] * scale[None, :]).to(x.dtype.element_ty)
+        y = tl.dot(h, load_weights(rows, is_row, k, K, BLOCK_K).T, y, input_precision="ieee")
+        if ACTIVATION is not None:
+            up = tl.dot(h, load_weights(up_rows, is_row, k, K, BLOCK_K).T, up, input_precision="ieee")
+    if bias is not None:
+        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        if bias is not None:
+            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        y = gated.gated_activation(y, up, ACTIVATION)
+    inside = (m < num_rows)[:, None] & is_row[None, :]
+    if residual is not None:
+        y += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m[:, None] * N + n[None, :], y, mask=inside)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    activation: gated_ops.GatedOp | None = None,
+    cut: Tiling | None = None,
+) -> torch.Tensor:
+    """``activation(norm(x) Wᵀ + b) + residual``; every part but W may be absent.
+
+    Args:
+        x: ``[T, K]``; its rows may lie apart.
+        weight: ``[N, K]``, contiguous; with an activation ``[2N, K]``, the gate's rows above the others.
+        bias: as long as W has rows.
+        norm: applied to x on its way in.
+        residual: ``[T, N]``; its rows may lie apart.
+        activation: ``swiglu`` or ``geglu`` of ``shared.ops.gated``, of the first and the second half of the columns.
+        cut: a tiling in place of the table's, to measure it.
+
+    Returns:
+        ``[T, N]`` in the dtype of x.
+    """
+    T, N = len(x), len(weight)
+    if launches(x) and T <= MAX_ROWS:
+        return _launch(x, weight, bias, norm, residual, activation, cut)
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps, norm.offset)
+    y = F.linear(x, weight, bias)
+    if activation is not None:
+        _, gate_and_up = ACTIVATIONS[activation]
+        y = gate_and_up(y[:, : N // 2], y[:, N // 2 :])
+    return y if residual is None else y.add_(residual)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    residual: torch.Tensor | None,
+    activation: gated_ops.GatedOp | None,
+    cut: Tiling | None,
+) -> torch.Tensor:
+    T, K = x.shape
+    N = len(weight) if activation is None else len(weight) // 2
+    if weight.shape[1] != K or not weight.is_contiguous():
+        raise ValueError(f"the weight must be contiguous [N, {K}]; its shape is {weight.shape}, {weight.stride()}")
+    out = torch.empty(T, N, dtype=x.dtype, device=x.device)
+    if T == 0:
+        return out
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    cut = cut or tiling(T, N, K, activation is not None, x.element_size())
+    dot = {"ROWS": DOT_ROWS} if cut.dot else {}
+    launch(
+        skinny_kernel if cut.dot else gemv_kernel,
+        (-(-N // cut.block_n),),
+        x,
+        weight,
+        bias,
+        None if norm is None else norm.weight,
+        residual,
+        out,
+        T,
+        N,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        0.0 if norm is None else norm.eps,
+        K=K,
+        OFFSET=0.0 if norm is None else norm.offset,
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
+        BLOCK_N=cut.block_n,
+        BLOCK_K=cut.block_k,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        **dot,
+    )
+    return out

@@ -1,0 +1,227 @@
+"""``kv.write`` in one launch: QK-norm, rotation, and the store of keys and values. Introduced in phase 3.1.
+
+Between the QKV product and the attention stand, for the families with QK-norm, two norms, a rotation of queries and
+keys, and two copies into the memory: about a dozen operations in PyTorch, each of which reads and writes a few
+kilobytes. Here one program takes a few heads of one token, holds them in registers from the first load to the last
+store, and writes keys and values to their places. The idea is that of the fused RoPE and cache kernels of vLLM
+(``reshape_and_cache``) and FlashInfer, with the norm in front.
+
+Where a token's key and value go is an element offset from the start of the layer's memory to the row of its first head,
+plus one stride from head to head. Contiguous, slotted and paged memory differ in these numbers alone. Invariant: all
+arithmetic is fp32 and each result is rounded once, so the normed head is not rounded before it is rotated, as it is
+between two ops.
+"""
+
+from typing import Protocol
+
+import torch
+
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.rmsnorm import Norm
+
+NUMBERS_PER_PROGRAM = 512
+NUM_WARPS = 2
+
+
+class NormAndRotation(Protocol):
+    """What the launcher reads of a layer's transform; ``shared.models.attention.NormAndRotate`` is one."""
+
+    @property
+    def table(self) -> torch.Tensor: ...  # fp32 [positions, 2, 1, D]
+    @property
+    def q_norm(self) -> Norm | None: ...
+    @property
+    def k_norm(self) -> Norm | None: ...
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@triton.jit
+def norm_and_rotate(
+    x,
+    out,
+    x_head_stride,
+    out_head_stride,
+    first_head,
+    turn,
+    weight,
+    eps,
+    OFFSET: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Norm (if there is a weight) and rotate the HEADS heads from ``first_head`` on; ``turn`` is the table's row."""
+    head = first_head + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
+    d = tl.arange(0, HALF)[None, :]  # [1, HALF], over half a head
+    in_half = d < D // 2
+    inside = (head < NUM_HEADS) & in_half
+    x += head * x_head_stride + d
+    low = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + D // 2, mask=inside, other=0.0).to(tl.float32)
+    # The table's second half has the angle's cosine and, without a changed sign, its sine.
+    cos = tl.load(turn + D // 2 + d, mask=in_half, other=0.0)
+    sin = tl.load(turn + D + D // 2 + d, mask=in_half, other=0.0)
+    if weight is not None:
+        inverse_rms = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+        low *= inverse_rms * (tl.load(weight + d, mask=in_half, other=0.0).to(tl.float32) + OFFSET)
+        high *= inverse_rms * (tl.load(weight + D // 2 + d, mask=in_half, other=0.0).to(tl.float32) + OFFSET)
+    out += head * out_head_stride + d
+    tl.store(out, low * cos - high * sin, mask=inside)
+    tl.store(out + D // 2, high * cos + low * sin, mask=inside)
+
+
+@triton.jit
+def kv_write_kernel(
+    q,
+    k,
+    v,
+    q_out,
+    keys,
+    values,
+    positions,
+    offsets,
+    table,
+    q_weight,
+    k_weight,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    memory_head_stride,
+    q_eps,
+    k_eps,
+    Q_OFFSET: tl.constexpr,
+    K_OFFSET: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)  # first come the queries' programs, then the keys', then the values'
+    ALIGNMENT: tl.constexpr = D & -D  # the largest power of two in D, and so in every offset
+    Q_PARTS: tl.constexpr = (HQ + HEADS - 1) // HEADS
+    KV_PARTS: tl.constexpr = (HKV + HEADS - 1) // HEADS
+    if part < Q_PARTS:
+        norm_and_rotate(
+            q + token * q_token_stride,
+            q_out + token * (HQ * D),
+            q_head_stride,
+            D,
+            part * HEADS,
+            table + tl.load(positions + token) * (2 * D),
+            q_weight,
+            q_eps,
+            Q_OFFSET,
+            HQ,
+            D,
+            HEADS,
+            HALF,
+        )
+    elif part < Q_PARTS + KV_PARTS:
+        norm_and_rotate(
+            k + token * k_token_stride,
+            keys + tl.multiple_of(tl.load(offsets + token), ALIGNMENT),
+            k_head_stride,
+            memory_head_stride,
+            (part - Q_PARTS) * HEADS,
+            table + tl.load(positions + token) * (2 * D),
+            k_weight,
+            k_eps,
+            K_OFFSET,
+            HKV,
+            D,
+            HEADS,
+            HALF,
+        )
+    else:
+        head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)[:, None]
+        d = tl.arange(0, 2 * HALF)[None, :]
+        inside = (head < HKV) & (d < D)
+        row = tl.load(v + token * v_token_stride + head * v_head_stride + d, mask=inside)
+        start = tl.multiple_of(tl.load(offsets + token), ALIGNMENT)
+        tl.store(values + start + head * memory_head_stride + d, row, mask=inside)
+
+
+def kv_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    qk: NormAndRotation,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    head_stride: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Norm and rotate q and k, store k and v in a layer's memory, return the queries.
+
+    Args:
+        q: ``[T, Hq, D]``, D even; q, k and v may be views into one QKV result.
+        k, v: ``[T, Hkv, D]``.
+        positions: int64 ``[T]``, rows of the RoPE table.
+        qk: the layer's transform.
+        keys, values: the layer's memory, each contiguous and of the same layout.
+        offsets: int64 ``[T]``: numbers from the start of the memory to the row of the token's first head; like
+            ``head_stride``, multiples of D.
+        head_stride: numbers from a head's row to the next head's.
+        out: where the queries go, ``[T, Hq, D]`` contiguous; None: new memory.
+
+    Returns:
+        ``[T, Hq, D]`` in the dtype of q.
+    """
+    T, Hq, D = q.shape
+    Hkv = k.shape[1]
+    if not launches(q):
+        q, k = qk(q, k, positions)
+        rows = (offsets[:, None] + head_stride * torch.arange(Hkv, device=k.device)).flatten() // D  # [T · Hkv]
+        keys.view(-1, D).index_copy_(0, rows, k.reshape(-1, D))
+        values.view(-1, D).index_copy_(0, rows, v.reshape(-1, D))
+        return q if out is None else out.copy_(q)
+    if out is None:
+        out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
+    if T == 0:
+        return out
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    heads = max(1, NUMBERS_PER_PROGRAM // next_power_of_two(D))
+    launch(
+        kv_write_kernel,
+        (T, -(-Hq // heads) + 2 * -(-Hkv // heads)),
+        q,
+        k,
+        v,
+        out,
+        keys,
+        values,
+        positions,
+        offsets,
+        qk.table,
+        None if qk.q_norm is None else qk.q_norm.weight,
+        None if qk.k_norm is None else qk.k_norm.weight,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        head_stride,
+        0.0 if qk.q_norm is None else qk.q_norm.eps,
+        0.0 if qk.k_norm is None else qk.k_norm.eps,
+        Q_OFFSET=0.0 if qk.q_norm is None else qk.q_norm.offset,
+        K_OFFSET=0.0 if qk.k_norm is None else qk.k_norm.offset,
+        HQ=Hq,
+        HKV=Hkv,
+        D=D,
+        HEADS=heads,
+        HALF=next_power_of_two(D // 2),
+        num_warps=NUM_WARPS,
+    )
+    return out

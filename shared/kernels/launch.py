@@ -1,0 +1,135 @@
+"""What all launchers share: when to launch, how launches are counted, what the machine must have.
+
+Introduced in phase 3.1.
+
+A kernel file imports ``tl`` and ``triton`` from here, because Triton has no wheels for some systems on which the ops
+run well (macOS): there a stand-in lets the file be imported, and nothing is ever launched. Invariant: whether a
+launcher launches depends on its tensors' device and on ``TRITON_INTERPRET`` alone, which is read once, at import.
+"""
+
+import functools
+import os
+import shutil
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shared.errors import ConfigError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = SimpleNamespace(__version__=None, jit=lambda kernel: kernel)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+
+OLDEST_TRITON = (3, 6)
+OLDEST_CAPABILITY = (8, 0)  # the first GPUs with bf16
+HEAD_SIZES = (16, 32, 64, 128, 256)
+INTERPRETED = triton.__version__ is not None and bool(triton.knobs.runtime.interpret)
+INTERPRETED_MULTIPROCESSORS = 4  # enough for a grid that is fixed to the multiprocessors to have several programs
+
+if INTERPRETED:
+    # Triton 3.6 makes a loop bound of a scalar by int() of an array with one element, which NumPy 2.4 refuses.
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+LAUNCHES: Counter[str] = Counter()  # launches so far, by the kernel's name; read it before and after, or clear() it
+
+
+def launches(tensor: torch.Tensor) -> bool:
+    """Whether a launcher that is given ``tensor`` launches its kernel; else it calls the op."""
+    return INTERPRETED or tensor.is_cuda
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch ``kernel`` over ``grid`` and count it.
+
+    Args:
+        args: the kernel's arguments in order.
+        options: its constexpr arguments by name, and ``num_warps``, ``num_stages``, ``launch_pdl``.
+    """
+    LAUNCHES[kernel.__name__] += 1
+    kernel[grid](*args, **options)
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``: what a block must be to hold n numbers."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has, read once; a small constant under the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_launchable(device: torch.device) -> None:
+    """Raise ConfigError if kernels cannot run on ``device``; a GPU that passes becomes the current one.
+
+    Triton launches on the current device, so this is called once, before anything is computed.
+    """
+    if device.type != "cuda":
+        return
+    check_triton_version(triton.__version__)
+    check_capability(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    check_compiler()
+    torch.cuda.set_device(device)
+
+
+def check_triton_version(version: str | None) -> None:
+    """Raise ConfigError if this is not a Triton that the kernels are written for."""
+    oldest = ".".join(map(str, OLDEST_TRITON))
+    remedy = f"install it with `pip install 'triton>={oldest}'`, or run on the CPU with --device cpu."
+    if version is None:
+        raise ConfigError(f"The kernels need Triton {oldest} or later and this environment has none; {remedy}")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        raise ConfigError(f"The kernels need Triton {oldest} or later and this environment has {version}; {remedy}")
+
+
+def check_capability(name: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError if a GPU is too old to compute in bf16."""
+    if capability < OLDEST_CAPABILITY:
+        raise ConfigError(
+            f"{name} has compute capability {capability[0]}.{capability[1]} and cannot compute in bf16; the kernels "
+            f"need {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} (Ampere) or later: use such a GPU, or --device cpu."
+        )
+
+
+def check_compiler() -> None:
+    """Raise ConfigError if Triton cannot build the C part of a launch: no compiler, or no Python headers."""
+    named = os.environ.get("CC")
+    if not any(shutil.which(compiler) for compiler in ([named] if named else ["gcc", "clang"])):
+        found = f"CC names {named!r}, which is not there" if named else "there is neither gcc nor clang"
+        raise ConfigError(
+            f"Triton builds a kernel's launcher with a C compiler, and {found}; install gcc (on Debian and Ubuntu: "
+            "build-essential) or name a compiler in the environment variable CC, or run on the CPU with --device cpu."
+        )
+    headers = Path(sysconfig.get_path("include", "posix_prefix"))
+    if not (headers / "Python.h").is_file():
+        raise ConfigError(
+            f"Triton builds a kernel's launcher against Python's headers, and there is no Python.h in {headers}; "
+            "install them (on Debian and Ubuntu: python3-dev), or run on the CPU with --device cpu."
+        )
+
+
+def check_head_size(head_dim: int) -> None:
+    """Raise ConfigError if the attention kernels have no form for this head size."""
+    if head_dim not in HEAD_SIZES:
+        raise ConfigError(
+            f"The model's head size is {head_dim}; the kernels take {', '.join(map(str, HEAD_SIZES))}. Run it on the "
+            "CPU with --device cpu, or with a phase up to 3 (--phase 03), which needs no kernels."
+        )

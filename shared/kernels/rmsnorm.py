@@ -1,0 +1,161 @@
+"""RMSNorm, and what stands around it in a block, in one launch. Introduced in phase 3.1.
+
+A norm reads a vector, needs all of it for one number, and writes a vector of the same size: alone it costs a launch and
+two trips through memory. What comes right before it (the residual's addition, a Gemma block's norm behind attention) or
+right after it (again an addition) works on the same vector, so one program takes a row through the chain
+
+    x → [post-norm] → [+ residual → summed] → [norm → normed]
+
+of which each launcher uses a part. Invariants: all arithmetic is fp32; ``summed`` is rounded to the dtype of x before
+it is normed, as if it had been written and read back; each result is rounded once.
+"""
+
+from typing import Protocol
+
+import torch
+
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.ops import rmsnorm as op
+
+
+class Norm(Protocol):
+    """A norm as the launchers take it; ``shared.models.norm.RMSNorm`` is one."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...  # [n]
+    @property
+    def eps(self) -> float: ...
+    @property
+    def offset(self) -> float: ...
+
+
+@triton.jit
+def normalize(h, weight, i, n, eps, OFFSET: tl.constexpr):
+    """``h / sqrt(mean(h²) + eps) · (weight + OFFSET)`` in fp32; h is zero where its index i is not below n."""
+    inverse_rms = tl.rsqrt(tl.sum(h * h) / n + eps)
+    return h * inverse_rms * (tl.load(weight + i, mask=i < n, other=0.0).to(tl.float32) + OFFSET)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    post_weight,
+    residual,
+    weight,
+    summed,
+    normed,
+    n,
+    x_stride,
+    residual_stride,
+    post_eps,
+    eps,
+    POST_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < n
+    h = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
+    if post_weight is not None:
+        h = normalize(h, post_weight, i, n, post_eps, POST_OFFSET)
+    if residual is not None:
+        h += tl.load(residual + row * residual_stride + i, mask=inside, other=0.0).to(tl.float32)
+        rounded = h.to(summed.dtype.element_ty)
+        tl.store(summed + row * n + i, rounded, mask=inside)
+        h = rounded.to(tl.float32)
+    if weight is not None:
+        tl.store(normed + row * n + i, normalize(h, weight, i, n, eps, OFFSET), mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:func:`shared.ops.rmsnorm.rms_norm`, then ``+ residual`` if there is one.
+
+    Args:
+        x: ``[..., n]``; its rows may lie apart.
+        weight: ``[n]``.
+        residual: of the shape and dtype of x.
+    """
+    if not launches(x):
+        normed = op.rms_norm(x, weight, eps, offset)
+        return normed if residual is None else residual + normed
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if residual is None:
+        _launch(x, None, None, weight, eps, offset, summed=None, normed=out)
+    else:
+        _launch(x, (weight, eps, offset), residual, None, 0.0, 0.0, summed=out, normed=None)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    post_norm: Norm | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``summed = x + residual`` and its RMSNorm; returns (normed, summed), both of the shape and dtype of x.
+
+    Args:
+        x, residual: ``[..., n]``; their rows may lie apart.
+        weight, eps, offset: of the norm, as in :func:`shared.ops.rmsnorm.rms_norm`.
+        post_norm: if given, x goes through this norm before it is added (Gemma).
+    """
+    if not launches(x):
+        if post_norm is not None:
+            x = op.rms_norm(x, post_norm.weight, post_norm.eps, post_norm.offset)
+        summed = x + residual
+        return op.rms_norm(summed, weight, eps, offset), summed
+    summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    post = None if post_norm is None else (post_norm.weight, post_norm.eps, post_norm.offset)
+    _launch(x, post, residual, weight, eps, offset, summed, normed)
+    return normed, summed
+
+
+def _launch(
+    x: torch.Tensor,
+    post: tuple[torch.Tensor, float, float] | None,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    summed: torch.Tensor | None,
+    normed: torch.Tensor | None,
+) -> None:
+    """One program a row; the outputs are contiguous."""
+    n = x.shape[-1]
+    if x.numel() == 0:
+        return
+    x = _rows(x)
+    residual = None if residual is None else _rows(residual)
+    post_weight, post_eps, post_offset = post or (None, 0.0, 0.0)
+    block = next_power_of_two(n)
+    launch(
+        rms_norm_kernel,
+        (len(x),),
+        x,
+        post_weight,
+        residual,
+        weight,
+        summed,
+        normed,
+        n,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        post_eps,
+        eps,
+        POST_OFFSET=post_offset,
+        OFFSET=offset,
+        BLOCK=block,
+        num_warps=min(16, max(4, block // 512)),
+    )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as ``[rows, n]`` with adjacent numbers in a row; copied only where strides cannot say it."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -1,0 +1,219 @@
+"""The draw on the GPU: the tokens that ``shared.sampling.sampler.sample`` chooses. Introduced in phase 3.1.
+
+PyTorch takes dozens of operations for a row with top-k and top-p, among them two that order the whole vocabulary. Here
+each row is cut into blocks of logits, one program each, and a launch is a step that all programs must have finished:
+
+    peak     the likeliest token: the answer of a greedy row, and what the others subtract
+    narrow, narrow, collect: the cuts of top-k and top-p where a row has them, see :mod:`shared.kernels.cuts`
+    draw     Gumbel noise for the tokens that stay, and the arg-max
+
+Invariants: the noise is that of :mod:`shared.sampling.noise`, word by word; divisions and comparisons are those of the
+CPU to the last bit, so that only the rounding of exponentials, logarithms and sums differs; the lowest id wins among
+equals; a row's token does not depend on its neighbours; the host reads nothing.
+"""
+
+import torch
+
+from shared.kernels.arrival import is_last_arrival
+from shared.kernels.cuts import (
+    ARRIVALS,
+    FARTHEST,
+    MAX_VOCABULARY,
+    NARROWINGS,
+    ROW_SUMS,
+    collect_kernel,
+    load_keys,
+    load_limits,
+    narrow_kernel,
+    weight_of,
+)
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.sampling import sampler as op
+from shared.sampling.noise import Stream
+from shared.sampling.processors import apply_repetition_penalty, seen_mask
+from shared.sampling.sampler import SamplingBatch
+
+BLOCK = 1024  # logits a program
+NUM_WARPS = 4
+LIST_TILE = 2048  # collected keys that the searching program holds in registers
+
+
+@triton.jit
+def store_best(values, ids, block_values, block_ids, ids_out, counter, BLOCKS: tl.constexpr):
+    """The arg-max of a row, of which this program has ``values`` at ``ids``; returns whether it is stored now, and it.
+
+    Blocks and ids ascend, so the first among equals is the lowest id.
+    """
+    block, num_blocks = tl.program_id(0), tl.num_programs(0)
+    row = tl.program_id(1).to(tl.int64)
+    best, at = tl.max(values, 0, return_indices=True)
+    first = row * num_blocks
+    tl.store(block_values + first + block, best)
+    tl.store(block_ids + first + block, tl.min(ids, 0) + at)
+    is_last = is_last_arrival(counter, num_blocks)
+    if is_last:
+        b = tl.arange(0, BLOCKS)
+        bests = tl.load(block_values + first + b, mask=b < num_blocks, other=float("-inf"), cache_modifier=".cg")
+        best, at = tl.max(bests, 0, return_indices=True)
+        tl.store(ids_out + row, tl.load(block_ids + first + at, cache_modifier=".cg").to(tl.int64))
+    return is_last, best
+
+
+@triton.jit
+def peak_kernel(
+    logits,
+    block_values,
+    block_ids,
+    peaks,
+    ids_out,
+    sums,
+    vocabulary,
+    row_stride,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row * row_stride + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
+    values = tl.where(values == values, values, float("-inf"))  # a NaN, which compares with nothing, is never chosen
+    counter = sums + row * ROW_SUMS + ARRIVALS
+    is_last, peak = store_best(values, ids, block_values, block_ids, ids_out, counter, BLOCKS)
+    if is_last:
+        tl.store(peaks + row, peak)
+
+
+@triton.jit
+def load_gumbel(seed, index, first_id, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+    """:func:`shared.sampling.noise.gumbel` at BLOCK ids from ``first_id``, a multiple of four, on."""
+    groups = first_id // 4 + tl.arange(0, BLOCK // 4)
+    w0, w1, w2, w3 = tl.philox(seed, groups, index.to(tl.int32), STREAM, 0)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
+    uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def draw_kernel(
+    logits,
+    peaks,
+    temperatures,
+    seeds,
+    indices,
+    top_k,
+    top_p,
+    cuts,
+    block_values,
+    block_ids,
+    ids_out,
+    sums,
+    vocabulary,
+    row_stride,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:  # a greedy row has its token
+        first_id = tl.program_id(0) * BLOCK
+        ids = first_id + tl.arange(0, BLOCK)
+        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature)
+        is_kept = keys <= FARTHEST
+        k, p = load_limits(top_k, top_p, row, vocabulary)
+        if cuts is not None and (k < vocabulary) | (p < 1):
+            top_k_cut, top_p_cut = tl.load(cuts + 2 * row), tl.load(cuts + 2 * row + 1)
+            # Tokens are equals in top-p if their weights are, even where the distances differ in the last bit.
+            is_kept = (keys <= top_p_cut) | ((keys <= top_k_cut) & (weight_of(keys) == weight_of(top_p_cut)))
+        noise = load_gumbel(tl.load(seeds + row), tl.load(indices + row), first_id, STREAM, BLOCK)
+        scores = tl.where(is_kept, noise - keys.to(tl.float32, bitcast=True), float("-inf"))
+        store_best(scores, ids, block_values, block_ids, ids_out, sums + row * ROW_SUMS + ARRIVALS + 2, BLOCKS)
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Stream.DRAW) -> torch.Tensor:
+    """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
+
+    A batch of greedy rows takes one launch, one that draws two, with top-k or top-p five. Raises ValueError also for a
+    vocabulary above ``MAX_VOCABULARY``.
+    """
+    if not launches(logits):
+        return op.sample(logits, batch, stream=stream)
+    B, V = logits.shape
+    if batch.num_rows != B:
+        raise ValueError(f"logits have {B} rows, the sampling batch has {batch.num_rows}")
+    if V > MAX_VOCABULARY:
+        raise ValueError(f"a vocabulary of {V} is more than the sampler's sums are made for, {MAX_VOCABULARY}")
+    if batch.repetition_penalty is not None:
+        assert batch.history_rows is not None
+        assert batch.history_ids is not None
+        seen = seen_mask(batch.history_rows, batch.history_ids, logits.shape)
+        logits = apply_repetition_penalty(logits.float(), seen, batch.repetition_penalty)
+    ids = torch.empty(B, dtype=torch.int64, device=logits.device)
+    if B == 0:
+        return ids
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_blocks = triton.cdiv(V, BLOCK)
+    grid = (num_blocks, B)
+    blocks = next_power_of_two(num_blocks)
+    shape = (V, logits.stride(0))
+    sums = torch.zeros(B, int(ROW_SUMS), dtype=torch.int64, device=logits.device)
+    floats = torch.empty(B * (num_blocks + 1), dtype=torch.float32, device=logits.device)
+    block_values, peaks = floats[B:], floats[:B]
+    block_ids = torch.empty(B * num_blocks, dtype=torch.int32, device=logits.device)
+
+    launch(
+        peak_kernel,
+        grid,
+        logits,
+        block_values,
+        block_ids,
+        peaks,
+        ids,
+        sums,
+        *shape,
+        BLOCK=BLOCK,
+        BLOCKS=blocks,
+        num_warps=NUM_WARPS,
+    )
+    if batch.temperature is None:
+        return ids
+    limits = (batch.top_k, batch.top_p)
+    cuts = None
+    if batch.top_k is not None or batch.top_p is not None:
+        rows = (logits, peaks, batch.temperature, *limits, sums)
+        for narrowing in range(int(NARROWINGS)):
+            launch(narrow_kernel, grid, *rows, *shape, NARROWING=narrowing, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        lists = torch.empty(B, V, dtype=torch.int32, device=logits.device)
+        cuts = torch.empty(B, 2, dtype=torch.int32, device=logits.device)
+        launch(
+            collect_kernel,
+            grid,
+            *rows,
+            lists,
+            cuts,
+            *shape,
+            BLOCK=BLOCK,
+            LIST_TILE=LIST_TILE,
+            num_warps=NUM_WARPS,
+        )
+    launch(
+        draw_kernel,
+        grid,
+        logits,
+        peaks,
+        batch.temperature,
+        batch.seeds,
+        batch.indices,
+        *limits,
+        cuts,
+        block_values,
+        block_ids,
+        ids,
+        sums,
+        *shape,
+        STREAM=int(stream),
+        BLOCK=BLOCK,
+        BLOCKS=blocks,
+        num_warps=NUM_WARPS,
+    )
+    return ids

@@ -1,0 +1,106 @@
+"""One way to run the kernel tests: on a GPU for real, elsewhere through Triton's interpreter.
+
+    TRITON_INTERPRET=1 pytest tests/kernels
+
+The variable must be set before Triton is imported, so these tests are a run of their own; without it and without a GPU
+they skip. Every buffer that a launcher allocates is filled with NaN first, so a number that a kernel does not write is
+found.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+
+import numpy
+import pytest
+import torch
+
+from shared.kernels.launch import INTERPRETED, LAUNCHES
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch's deterministic mode asks of cuBLAS
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+BFLOAT16_ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs a GPU, or Triton's interpreter: TRITON_INTERPRET=1 pytest tests/kernels")
+    if INTERPRETED and item.get_closest_marker("gpu"):
+        pytest.skip("Triton's interpreter cannot do this; it runs on a GPU, without TRITON_INTERPRET")
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Fills what torch.empty and its like give with NaN; no TF32; numpy is silent about infinities."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._C._set_deterministic_algorithms(True, warn_only=True)  # the public call loads a compiler, for seconds
+    with numpy.errstate(all="ignore"), torch.inference_mode():
+        yield
+    torch._C._set_deterministic_algorithms(False)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, BFLOAT16_ON_GPU], ids=lambda dtype: str(dtype)[6:])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """For kernels that compute in the dtype itself (``tl.dot``): the interpreter has no bf16 arithmetic."""
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+def stored_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """For kernels that load it, compute in fp32 and store it. The interpreter truncates bf16: allow one ulp more."""
+    return request.param
+
+
+@pytest.fixture
+def randn() -> Callable[..., torch.Tensor]:
+    """``randn(*shape, dtype=float32, scale=1.0)``: normal numbers on the device, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
+
+    return draw
+
+
+@pytest.fixture
+def assert_near() -> Callable[..., None]:
+    """``assert_near(actual, expected, ulps=1.0, scale=None)``: expected in fp64, the bound in steps of actual's dtype.
+
+    A step is the dtype's eps times ``scale``, by default the magnitude of each expected number. A sum that cancels is
+    wrong by steps of its terms, so there ``scale`` is the sum of their magnitudes. The smallest normal number of the
+    dtype is the least scale.
+    """
+
+    def check(
+        actual: torch.Tensor, expected: torch.Tensor, ulps: float = 1.0, scale: torch.Tensor | None = None
+    ) -> None:
+        assert expected.dtype == torch.float64
+        assert actual.shape == expected.shape
+        numbers = torch.finfo(actual.dtype)
+        if INTERPRETED and actual.dtype == torch.bfloat16:
+            ulps += 1
+        steps = (expected.abs() if scale is None else scale).clamp(min=numbers.tiny) * numbers.eps
+        errors = (actual.double() - expected).abs() / steps
+        worst = errors.max().item() if errors.numel() else 0.0
+        assert worst <= ulps, f"off by {worst:.2f} steps of {actual.dtype}, more than {ulps} (NaN: not written)"
+
+    return check
+
+
+@pytest.fixture
+def num_launches() -> Callable[..., int]:
+    """``num_launches(kernel)``: how often a kernel was launched in this test; without a kernel: all launches."""
+    before = LAUNCHES.copy()
+
+    def count(kernel: object = None) -> int:
+        made = LAUNCHES - before
+        return made.total() if kernel is None else made[kernel.__name__]  # type: ignore[attr-defined]
+
+    return count

@@ -1,0 +1,112 @@
+"""The kernels compile for an H100 on a machine without a GPU.
+
+The interpreter runs a kernel as Python, so it accepts what the compiler refuses: a name whose type changes inside a
+branch, a branch that is dead for some arguments. Triton carries its own assembler, so a process of its own, without
+``TRITON_INTERPRET``, can compile every variant of a launch that an engine makes.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shared.kernels.launch import INTERPRETED
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU every kernel test compiles")
+def test_every_variant_compiles(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, __file__], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    compiled = set(process.stdout.split())
+    assert compiled == {
+        "kv_write_kernel",
+        "decode_attention_kernel",
+        "peak_kernel",
+        "narrow_kernel",
+        "collect_kernel",
+        "draw_kernel",
+    }
+
+
+def compile_launch(kernel, grid, *args, num_warps=4, num_stages=3, **constants):
+    """What :func:`shared.kernels.launch.launch` would compile on an H100 for these arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+    from triton.runtime.jit import mangle_type
+
+    values = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    signature, constexprs, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if name in constants or value is None or (type(value) is int and value == 1):
+            signature[name], constexprs[name] = "constexpr", value
+            continue
+        signature[name] = mangle_type(value)
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int) and number % 16 == 0:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compile(ASTSource(kernel, signature, constexprs, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+    print(kernel.__name__)
+
+
+def compile_kv_write():
+    from shared.kernels import kv_write as module
+
+    module.launches, module.launch = lambda tensor: True, compile_launch
+    one = torch.zeros(1, dtype=torch.int64)
+    for dtype, Hq, Hkv, D, has_norm in [
+        (torch.bfloat16, 32, 8, 64, False),
+        (torch.bfloat16, 16, 8, 128, True),
+        (torch.float32, 4, 1, 256, True),
+        (torch.float16, 5, 5, 80, False),
+    ]:
+        norm = SimpleNamespace(weight=torch.ones(D, dtype=dtype), eps=1e-6, offset=1.0) if has_norm else None
+        qk = SimpleNamespace(table=torch.zeros(8, 2, 1, D), q_norm=norm, k_norm=norm)
+        q, k, v = torch.zeros(1, Hq + 2 * Hkv, D, dtype=dtype).split((Hq, Hkv, Hkv), 1)
+        memory = torch.zeros(1, Hkv, 8, D, dtype=dtype)
+        module.kv_write(q, k, v, one, qk, memory, memory, one, 8 * D)
+
+
+def compile_decode_attention():
+    from shared.kernels import decode_attention as module
+
+    module.launches, module.launch = lambda tensor: True, compile_launch
+    one = torch.zeros(1, dtype=torch.int32)
+    for dtype, Hq, Hkv, D, softcap in [
+        (torch.bfloat16, 32, 8, 64, None),
+        (torch.bfloat16, 16, 8, 128, 50.0),
+        (torch.bfloat16, 4, 1, 256, None),
+        (torch.float32, 9, 3, 64, None),
+    ]:
+        workspace = module.DecodeWorkspace.of(1, Hq, Hkv, D, 4096, one.device)
+        memory = torch.zeros(1, Hkv, 32, D, dtype=dtype)
+        q = torch.zeros(1, Hq, D, dtype=dtype)
+        module.decode_attention(q, memory, memory, one, one, scale=0.125, softcap=softcap, workspace=workspace)
+
+
+def compile_sampler():
+    from shared.kernels import sampler as module
+    from shared.sampling.params import SamplingParams
+    from shared.sampling.sampler import SamplingBatch, SamplingRow
+
+    module.launches, module.launch = lambda tensor: True, compile_launch
+    for settings in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}):
+        batch = SamplingBatch.of([SamplingRow(SamplingParams(**settings), 1, 2, ())])
+        module.sample(torch.zeros(1, 128_256, dtype=torch.bfloat16), batch)
+
+
+if __name__ == "__main__":
+    compile_kv_write()
+    compile_decode_attention()
+    compile_sampler()

@@ -1,0 +1,92 @@
+"""Fused blocks with their kernels launched, against the plain blocks: the same model, in as many launches as said."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.cache.contiguous import ContiguousCache, ContiguousView
+from shared.kernels import gemv
+from shared.kernels.gated import gated_kernel
+from shared.kernels.gemv import gemv_kernel, skinny_kernel
+from shared.kernels.launch import INTERPRETED
+from shared.kernels.rmsnorm import rms_norm_kernel
+from shared.kernels.tiling import Tiling
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
+from shared.models.fused import fuse
+from shared.models.tokens import Tokens
+
+STEPS = {"few rows": [5, 1], "both sides of the limit": [17, 16]}
+HALVES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter a program costs milliseconds, so few of them; any tiling gives the same results."""
+    if INTERPRETED:
+        monkeypatch.setattr(gemv, "tiling", lambda rows, *_: Tiling(256, 128, 4, dot=rows > 1))
+
+
+def load(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """The model, under the interpreter its first two layers: the others are like them."""
+    model = load_model(folder, dtype=dtype, device=device, max_positions=64)
+    if INTERPRETED:
+        model.blocks = model.blocks[:2]
+    return model
+
+
+def steps(model: CausalLM, lengths: list[int]) -> torch.Tensor:
+    """Logits of every token of one sequence, run in steps of these lengths."""
+    cache = ContiguousCache(model.config, sum(lengths), model.dtype, model.device)
+    view = ContiguousView(cache)
+    logits = []
+    for length in lengths:
+        positions = torch.arange(cache.length, cache.length + length, device=model.device)
+        view.prepare(length)
+        hidden = model(Tokens(positions * 7 % model.config.vocab_size, positions), view)
+        cache.advance(length)
+        logits.append(model.logits(hidden))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
+def test_a_fused_model_is_the_same_model(model_folder: Path, lengths: list[int], device: torch.device) -> None:
+    model = load(model_folder, torch.float32, device)
+    expected = steps(model, lengths)
+    logits = steps(fuse(model), lengths)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_fused_model_is_as_near_to_fp32_as_the_plain_one(
+    model_folder: Path, dtype: torch.dtype, device: torch.device
+) -> None:
+    lengths = [17, 1]
+    model = load(model_folder, dtype, device)
+    plain = steps(model, lengths).float()
+    truth = steps(load(model_folder, dtype, device).float(), lengths)
+    fused = steps(fuse(model), lengths).float()
+    assert (fused - truth).norm() <= 1.2 * (plain - truth).norm()
+
+
+def test_the_launches_of_a_step(model_folder: Path, device: torch.device, num_launches: Callable) -> None:
+    model = fuse(load(model_folder, torch.float32, device))
+    layers, has_post_norms = len(model.blocks), model.blocks[0].post_mlp_norm is not None
+
+    def made() -> dict[str, int]:
+        products = num_launches(gemv_kernel) + num_launches(skinny_kernel)
+        norms, activations = num_launches(rms_norm_kernel), num_launches(gated_kernel)
+        assert products + norms + activations == num_launches()
+        return {"products": products, "norms": norms, "activations": activations}
+
+    steps(model, [1])
+    few = made()
+    assert few == {"products": 4 * layers + 1, "norms": 2 * layers * has_post_norms, "activations": 0}
+
+    steps(model, [17])
+    many = {kind: count - few[kind] for kind, count in made().items()}
+    # Before QKV, before gate and up with the addition, behind down with the addition; and before the head.
+    assert many == {"products": 0, "norms": (2 + has_post_norms) * layers + 1, "activations": layers}

@@ -1,0 +1,161 @@
+"""The fused view gives what the plain one gives, on every backend, for every family, and on the CPU to the last bit."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import shared.cache.fused_contiguous as module
+from shared.cache.contiguous import ContiguousCache, ContiguousView
+from shared.cache.fused_contiguous import ATTENTION_BACKENDS, FusedContiguousView
+from shared.errors import CapacityError, ConfigError
+from shared.kernels.decode_attention import decode_attention_kernel
+from shared.kernels.kv_write import kv_write_kernel
+from shared.kernels.launch import INTERPRETED
+from shared.loading.loader import load_model
+from shared.models.config import ModelConfig, RopeConfig
+from shared.models.tokens import Tokens
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+STEPS = (13, 1, 2, 1, 1, 1)  # tokens of each step: a prompt, decoding, two at once; past tiny-gemma3's window of 16
+IDS = torch.arange(19) * 113 % 512
+
+
+LAYERS = {"llama": (0, 2), "qwen3": (1, 2), "gemma3_text": (4, 5)}  # Gemma's: the last with a window, the first without
+
+
+def load(folder, family, dtype=torch.float32):
+    """A model cut to two layers, since each costs the interpreter seconds; the cache has room for all."""
+    model = load_model(folder, dtype=dtype, device=DEVICE)
+    model.blocks = torch.nn.ModuleList(model.blocks[layer] for layer in LAYERS[family])
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tiny_checkpoints):
+    return {family: load(folder, family) for family, folder in tiny_checkpoints.items()}
+
+
+def run(model, cache, view):
+    """Hidden states of all steps laid end to end, through a cache that the view stands before."""
+    outputs, start = [], 0
+    for num_new in STEPS:
+        cache.reserve("r", num_new)
+        view.prepare(num_new)
+        ids = IDS[start : start + num_new].to(DEVICE)
+        outputs.append(model(Tokens(ids, torch.arange(start, start + num_new, device=DEVICE)), view))
+        cache.advance(num_new)
+        start += num_new
+    return torch.cat(outputs)
+
+
+def make_cache(config, dtype=torch.float32, capacity=70):
+    cache = ContiguousCache(config, capacity, dtype, DEVICE)
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("llama", "flash"), ("qwen3", "flash"), ("gemma3_text", "flash"), ("gemma3_text", "sdpa")],
+)
+def test_a_model_behind_either_view(models, num_launches, family, backend):
+    model = models[family]
+    plain, fused = make_cache(model.config), make_cache(model.config)
+    expected = run(model, plain, ContiguousView(plain, "naive"))
+    actual = run(model, fused, FusedContiguousView(fused, model.config.num_heads, backend))
+    torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
+    layers, filled = list(LAYERS[family]), sum(STEPS)
+    for ours, theirs in ((fused.keys, plain.keys), (fused.values, plain.values)):
+        torch.testing.assert_close(ours[layers, :, :filled], theirs[layers, :, :filled], rtol=2e-4, atol=2e-5)
+        assert ours[layers, :, filled:].isnan().all()
+    assert num_launches(kv_write_kernel) == len(STEPS) * len(layers)
+    decode_steps = STEPS.count(1) if backend == "flash" else 0
+    assert num_launches(decode_attention_kernel) == decode_steps * len(layers)
+
+
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_on_the_cpu_it_is_the_plain_view(models, monkeypatch, num_launches, backend):
+    model = models["gemma3_text"]
+    monkeypatch.setattr(module, "launches", lambda tensor: False)
+    plain, fused = make_cache(model.config), make_cache(model.config)
+    expected = run(model, plain, ContiguousView(plain, "naive" if backend == "naive" else "sdpa"))
+    assert torch.equal(run(model, fused, FusedContiguousView(fused, model.config.num_heads, backend)), expected)
+    assert num_launches() == 0
+
+
+def test_a_step_uses_the_same_buffers_again(models):
+    """What a CUDA graph would record: the addresses do not change from step to step."""
+    model = models["qwen3"]
+    cache = make_cache(model.config)
+    view = FusedContiguousView(cache, model.config.num_heads)
+    addresses = set()
+    for length in range(3):
+        cache.reserve("r", 1)
+        view.prepare(1)
+        assert view.lengths.tolist() == [length + 1]
+        assert view.new_offsets.tolist() == [length * model.config.head_dim]
+        addresses.add((view.lengths.data_ptr(), view.new_offsets.data_ptr(), view.slots.data_ptr()))
+        cache.advance(1)
+    assert len(addresses) == 1
+
+
+def test_after_a_cut_the_sequence_goes_on_from_there(models):
+    model = models["llama"]
+    cache = make_cache(model.config)
+    view = FusedContiguousView(cache, model.config.num_heads)
+    expected = run(model, cache, view)
+    cache.truncate(16)
+    view.prepare(2)
+    model(Tokens(IDS[:2].to(DEVICE), torch.arange(16, 18, device=DEVICE)), view)  # written over, and forgotten
+    view.prepare(2)
+    again = model(Tokens(IDS[16:18].to(DEVICE), torch.arange(16, 18, device=DEVICE)), view)
+    torch.testing.assert_close(again, expected[16:18])
+    with pytest.raises(CapacityError):
+        cache.reserve("r", 100)
+
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=80,
+    max_position_embeddings=16,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    tie_word_embeddings=True,
+    attention_scale=1.0,
+    rope=RopeConfig(theta=10000.0),
+    windows=(None,),
+)
+
+
+def test_a_head_size_without_a_kernel():
+    cache = ContiguousCache(CONFIG, 16, torch.float32, DEVICE)
+    with pytest.raises(ConfigError, match=r"head size is 80 and .*flash.* 16, 32, 64, 128, 256; choose .*sdpa"):
+        FusedContiguousView(cache, 1, "flash")
+    FusedContiguousView(cache, 1, "sdpa")
+
+
+def test_a_backend_that_does_not_exist():
+    cache = ContiguousCache(dataclasses.replace(CONFIG, head_dim=64), 16, torch.float32, DEVICE)
+    with pytest.raises(ConfigError, match="attention_backend is 'paged'; it must be one of naive, sdpa, flash"):
+        FusedContiguousView(cache, 1, "paged")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_sixteen_bits(tiny_checkpoints, family, dtype):
+    model = load(tiny_checkpoints[family], family, dtype)
+    exact = load(tiny_checkpoints[family], family)
+    caches = [make_cache(model.config, dtype), make_cache(model.config, dtype), make_cache(model.config)]
+    expected = run(exact, caches[2], ContiguousView(caches[2], "naive"))
+    theirs = run(model, caches[1], ContiguousView(caches[1], "naive")).float() - expected
+    ours = run(model, caches[0], FusedContiguousView(caches[0], model.config.num_heads)).float() - expected
+    assert ours.norm() <= 1.5 * theirs.norm()

@@ -1,0 +1,68 @@
+"""SwiGLU and GeGLU in one launch, against the formulas in fp64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shared.kernels.gated import gated_kernel, geglu, swiglu
+
+
+def swiglu_formula(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate.double()) * up.double()
+
+
+def geglu_formula(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate.double(), approximate="tanh") * up.double()
+
+
+ACTIVATIONS = pytest.mark.parametrize(
+    ("kernel", "formula"), [(swiglu, swiglu_formula), (geglu, geglu_formula)], ids=["swiglu", "geglu"]
+)
+FP32_ULPS = 16  # in the tails, x · exp(-|x|) and faster, an exponent loses as many steps as it is large
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1024), (3, 33), (2, 1100), (20, 160)], ids=str)
+def test_any_shape(
+    kernel: Callable,
+    formula: Callable,
+    shape: tuple[int, int],
+    stored_dtype: torch.dtype,
+    randn: Callable,
+    assert_near: Callable,
+    num_launches: Callable,
+) -> None:
+    gate, up = randn(*shape, dtype=stored_dtype), randn(*shape, dtype=stored_dtype)
+    assert_near(kernel(gate, up), formula(gate, up), ulps=FP32_ULPS if stored_dtype == torch.float32 else 1)
+    assert num_launches(gated_kernel) == num_launches() == 1
+
+
+@ACTIVATIONS
+def test_the_halves_of_one_matrix(
+    kernel: Callable, formula: Callable, dtype: torch.dtype, randn: Callable, assert_near: Callable
+) -> None:
+    both = randn(5, 2 * 77, dtype=dtype)
+    gate, up = both.chunk(2, dim=1)
+    assert not gate.is_contiguous()
+    assert_near(kernel(gate, up), formula(gate, up), ulps=FP32_ULPS)
+    columns = randn(77, 5, dtype=dtype).t()
+    assert_near(kernel(columns, up), formula(columns, up), ulps=FP32_ULPS)
+    assert_near(kernel(gate, columns), formula(gate, columns), ulps=FP32_ULPS)
+
+
+@ACTIVATIONS
+def test_far_from_zero_the_gate_is_open_or_shut(
+    kernel: Callable, formula: Callable, stored_dtype: torch.dtype, device: torch.device
+) -> None:
+    far = torch.tensor([[-6e4, -1e3, -100.0, -0.0, 0.0, 100.0, 1e3, 6e4]], device=device, dtype=stored_dtype)
+    up = torch.full_like(far, 0.5)
+    expected = formula(far, up)
+    torch.testing.assert_close(kernel(far, up).double(), expected, rtol=1e-6, atol=1e-30)
+
+
+@ACTIVATIONS
+def test_no_rows_give_no_rows(kernel: Callable, formula: Callable, randn: Callable, num_launches: Callable) -> None:
+    assert kernel(randn(0, 64), randn(0, 64)).shape == (0, 64)
+    assert num_launches() == 0

@@ -1,0 +1,245 @@
+"""Products of few rows, with every prologue and epilogue, in every tiling, against fp64."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shared.kernels import gemv
+from shared.kernels.gemv import DOT_ROWS, gemv_kernel, linear, skinny_kernel
+from shared.kernels.launch import INTERPRETED, next_power_of_two
+from shared.kernels.rmsnorm import rms_norm
+from shared.kernels.tiling import MAX_ROWS, Tiling, tiling
+from shared.models.norm import RMSNorm
+from shared.ops.gated import geglu, swiglu
+
+EPS = 1e-5
+GEMV = Tiling(8, 64, 4)  # several rows of W a program, several tiles: short in the interpreter
+SKINNY = Tiling(16, 32, 4, num_stages=2, dot=True)
+CUTS = pytest.mark.parametrize("cut", [GEMV, SKINNY], ids=["gemv", "skinny"])
+FORMULAS: dict[Callable, Callable] = {
+    swiglu: lambda gate, up: F.silu(gate) * up,
+    geglu: lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+}
+
+
+def norm_of(weight: torch.Tensor, offset: float) -> RMSNorm:
+    norm = RMSNorm(len(weight), EPS, offset)
+    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return norm
+
+
+@pytest.fixture
+def check(assert_near: Callable) -> Callable[..., None]:
+    """``linear`` of the arguments against the formula in fp64.
+
+    The result is rounded once: a step of its own size. The sum adds some steps of fp32, each of the size of its terms;
+    where x is normed, each term carries the rounding of the normed x, half a step of the dtype.
+    """
+
+    def run(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        activation: Callable | None = None,
+        **cut: Any,
+    ) -> None:
+        out = linear(x, weight, bias, norm, residual, activation, **cut)
+        h, w = x.double(), weight.double()
+        share = 8 * torch.finfo(torch.float32).eps / torch.finfo(x.dtype).eps
+        if norm is not None:
+            h = h / (h.square().mean(-1, keepdim=True) + EPS).sqrt() * (norm.weight.double() + norm.offset)
+            share += 1.0 if INTERPRETED and x.dtype == torch.bfloat16 else 0.5
+        if len(x) > MAX_ROWS:
+            share += 1.0  # product, activation and sum are rounded one after the other
+        y, terms = h @ w.t(), h.abs() @ w.abs().t()
+        if bias is not None:
+            y, terms = y + bias.double(), terms + bias.double().abs()
+        if activation is not None:
+            (gate, up), (gate_terms, up_terms) = y.chunk(2, -1), terms.chunk(2, -1)
+            y, terms = FORMULAS[activation](gate, up), gate_terms * up.abs() + gate.abs() * up_terms
+        if residual is not None:
+            y, terms = y + residual.double(), terms + residual.double().abs()
+        assert_near(out, y, ulps=1.0, scale=y.abs() + share * terms)
+
+    return run
+
+
+@CUTS
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_every_prologue_with_every_epilogue(
+    has_bias: bool,
+    has_norm: bool,
+    has_residual: bool,
+    cut: Tiling,
+    dtype: torch.dtype,
+    randn: Callable,
+    check: Callable,
+) -> None:
+    x, weight = randn(2, 100, dtype=dtype), randn(19, 100, dtype=dtype, scale=0.1)
+    bias = randn(19, dtype=dtype) if has_bias else None
+    norm = norm_of(randn(100, dtype=dtype), 1.0) if has_norm else None
+    residual = randn(2, 19, dtype=dtype) if has_residual else None
+    check(x, weight, bias, norm, residual, cut=cut)
+
+
+@CUTS
+@pytest.mark.parametrize("parts", [(False, False, False), (False, True, False), (True, True, True)], ids=str)
+@pytest.mark.parametrize("activation", [swiglu, geglu])
+def test_the_gated_activation_as_epilogue(
+    activation: Callable,
+    parts: tuple[bool, bool, bool],
+    cut: Tiling,
+    dtype: torch.dtype,
+    randn: Callable,
+    check: Callable,
+) -> None:
+    has_bias, has_norm, has_residual = parts
+    x, weight = randn(2, 100, dtype=dtype), randn(2 * 19, 100, dtype=dtype, scale=0.1)
+    bias = randn(2 * 19, dtype=dtype) if has_bias else None
+    norm = norm_of(randn(100, dtype=dtype), 0.0) if has_norm else None
+    residual = randn(2, 19, dtype=dtype) if has_residual else None
+    check(x, weight, bias, norm, residual, activation, cut=cut)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 15, 16])
+def test_few_rows_take_one_launch(
+    rows: int, dtype: torch.dtype, randn: Callable, check: Callable, num_launches: Callable
+) -> None:
+    x, weight = randn(rows, 48, dtype=dtype), randn(6, 48, dtype=dtype)
+    norm, residual = norm_of(randn(48, dtype=dtype), 0.0), randn(rows, 6, dtype=dtype)
+    check(x, weight, None, norm, residual)
+    assert num_launches(gemv_kernel) + num_launches(skinny_kernel) == num_launches() == 1
+    check(x, weight, None, norm, None, swiglu)
+    assert num_launches(gemv_kernel) + num_launches(skinny_kernel) == num_launches() == 2
+
+
+@pytest.mark.parametrize("rows", [MAX_ROWS + 1, 40])
+def test_above_the_limit_the_product_is_pytorchs(
+    rows: int, dtype: torch.dtype, randn: Callable, check: Callable, num_launches: Callable
+) -> None:
+    x, weight = randn(rows, 48, dtype=dtype), randn(26, 48, dtype=dtype)
+    norm, residual = norm_of(randn(48, dtype=dtype), 0.0), randn(rows, 26, dtype=dtype)
+    check(x, weight, randn(26, dtype=dtype), norm, residual)
+    check(x, weight, None, norm, None, geglu)
+    assert num_launches(gemv_kernel) + num_launches(skinny_kernel) == 0
+    assert num_launches() == 3  # two norms, an activation
+
+
+@pytest.mark.parametrize("cut", [Tiling(4, 16, 4), Tiling(2, 128, 4), Tiling(16, 16, 4, dot=True)], ids=str)
+@pytest.mark.parametrize(("N", "K"), [(1, 1), (1, 129), (3, 16), (5, 17), (18, 5)])
+def test_odd_sizes(N: int, K: int, cut: Tiling, dtype: torch.dtype, randn: Callable, check: Callable) -> None:
+    x, weight, norm = randn(1, K, dtype=dtype), randn(2 * N, K, dtype=dtype), norm_of(randn(K, dtype=dtype), 1.0)
+    check(x, weight[:N], norm=norm, cut=cut)
+    check(x, weight, norm=norm, activation=swiglu, cut=cut)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 20])
+def test_rows_and_columns_may_lie_apart(rows: int, dtype: torch.dtype, randn: Callable, check: Callable) -> None:
+    weight, norm = randn(8, 64, dtype=dtype), norm_of(randn(64, dtype=dtype), 0.0)
+    wide, columns = randn(rows, 200, dtype=dtype), randn(64, rows, dtype=dtype).t()
+    residual, across = randn(rows, 60, dtype=dtype)[:, 30:38], randn(8, rows, dtype=dtype).t()
+    check(wide[:, 100:164], weight, norm=norm, residual=residual)
+    check(randn(3 * rows, 64, dtype=dtype)[::3], weight, norm=norm, residual=across)
+    check(columns, weight, norm=norm)
+    check(wide[:1, 7:71].expand(rows, 64), weight, residual=residual)
+
+
+@CUTS
+def test_large_and_small_magnitudes(cut: Tiling, dtype: torch.dtype, randn: Callable, check: Callable) -> None:
+    x, weight = randn(4, 96, dtype=dtype), randn(16, 96, dtype=dtype, scale=1e-3)
+    x[0] *= 1e4
+    x[1] *= 1e-3
+    x[2] = 0
+    x[3, 5] = 6e4
+    check(x, weight, cut=cut)
+    check(x, weight, norm=norm_of(randn(96, dtype=dtype, scale=20), 1.0), cut=cut)
+
+
+@pytest.mark.parametrize("cut", [Tiling(8, 128, 4), GEMV, SKINNY], ids=str)
+def test_sums_are_fp32(cut: Tiling, device: torch.device) -> None:
+    """A partial sum of 4096 takes in 1/64 in fp32 and loses it in fp16; here all results are exact in fp32."""
+    x = torch.ones(2, 128, dtype=torch.float16, device=device)
+    weight = torch.full((8, 128), 1 / 64, dtype=torch.float16, device=device)
+    weight[:, 0], weight[:, 127] = 4096, -4096
+    assert torch.equal(linear(x, weight, cut=cut).double(), x.double() @ weight.double().t())
+
+
+@CUTS
+def test_the_normed_x_is_rounded_before_the_product(cut: Tiling, randn: Callable) -> None:
+    """Differences of neighbours are exact in fp32, so they show what was rounded before them."""
+    x, norm = randn(2, 100, dtype=torch.float16), norm_of(randn(100, dtype=torch.float16), 1.0)
+    neighbours = torch.eye(100, dtype=torch.float16, device=x.device)
+    neighbours = neighbours - neighbours.roll(1, dims=1)
+    normed = rms_norm(x, norm.weight, norm.eps, norm.offset).double()
+    expected = (normed - normed.roll(-1, dims=1)).half()
+    # A norm that is summed in another order may round a number differently, but not many.
+    assert (linear(x, neighbours, norm=norm, cut=cut) == expected).float().mean() > 0.95
+
+
+def test_no_rows_give_no_rows_and_nothing_is_launched(
+    dtype: torch.dtype, randn: Callable, num_launches: Callable
+) -> None:
+    x, weight, residual = randn(0, 32, dtype=dtype), randn(20, 32, dtype=dtype), randn(0, 20, dtype=dtype)
+    norm = norm_of(randn(32, dtype=dtype), 0.0)
+    assert linear(x, weight, norm=norm, residual=residual).shape == (0, 20)
+    assert linear(x, weight, norm=norm, activation=swiglu).shape == (0, 10)
+    assert num_launches() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_nothing_that_is_given_is_changed(rows: int, randn: Callable) -> None:
+    given = randn(rows, 32), randn(8, 32), randn(rows, 8), randn(8)
+    before = [tensor.clone() for tensor in given]
+    x, weight, residual, bias = given
+    linear(x, weight, bias, norm_of(randn(32), 0.0), residual)
+    assert all(torch.equal(now, then) for now, then in zip(given, before, strict=True))
+
+
+def test_a_weight_that_does_not_fit_or_is_not_contiguous_is_refused(randn: Callable) -> None:
+    with pytest.raises(ValueError, match=r"contiguous \[N, 32\]"):
+        linear(randn(1, 32), randn(32, 20).t())
+    with pytest.raises(ValueError, match=r"contiguous \[N, 32\]"):
+        linear(randn(1, 32), randn(20, 33))
+
+
+def test_the_table_keeps_its_rules() -> None:
+    sizes = (1, 72, 96, 576, 1152, 2048, 3072, 6912, 8192, 9728, 14336, 128256)
+    for rows, N, K in itertools.product(range(1, MAX_ROWS + 1), sizes, sizes[:-1]):
+        for is_gated, itemsize in itertools.product((False, True), (2, 4)):
+            cut = tiling(rows, N, K, is_gated, itemsize)
+            assert all(size == next_power_of_two(size) for size in (cut.block_n, cut.block_k))
+            if cut.dot:
+                rows_on_the_way = cut.block_n * (2 if is_gated else 1) + DOT_ROWS
+                assert cut.num_stages * rows_on_the_way * cut.block_k * itemsize <= 99 * 1024
+                assert min(cut.block_n, cut.block_k) >= 16  # what a tensor core takes
+            else:
+                assert rows == 1 or cut.block_k >= K
+
+
+def test_a_tiling_of_ones_own_is_used(randn: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(gemv, "launch", lambda kernel, grid, *_, **options: launched.append((kernel, grid, options)))
+    for cut in (Tiling(16, 32, 8), Tiling(32, 16, 2, num_stages=3, dot=True)):
+        linear(randn(1, 32), randn(64, 32), cut=cut)
+    (first, first_grid, first_options), (second, second_grid, second_options) = launched
+    assert (first, first_grid, first_options["num_warps"]) == (gemv_kernel, (4,), 8)
+    assert (second, second_grid, second_options["num_stages"]) == (skinny_kernel, (2,), 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 17])
+@pytest.mark.parametrize(("N", "K"), [(3072, 2048), (2048, 8192), (1536, 1152), (1152, 6912), (128256, 2048)])
+def test_real_shapes(N: int, K: int, rows: int, dtype: torch.dtype, randn: Callable, check: Callable) -> None:
+    x, weight = randn(rows, K, dtype=dtype), randn(N, K, dtype=dtype, scale=0.02)
+    norm, residual = norm_of(randn(K, dtype=dtype), 0.0), randn(rows, N, dtype=dtype)
+    check(x, weight, norm=norm)
+    check(x, weight, residual=residual)
+    check(x, weight, norm=norm, activation=swiglu)

@@ -1,0 +1,214 @@
+"""Fused blocks on the CPU, where the launchers call the ops: the same model, in the memory of one."""
+
+import dataclasses
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shared.cache.contiguous import ContiguousCache, ContiguousView
+from shared.cache.uncached import UncachedView
+from shared.errors import ConfigError
+from shared.kernels import launch
+from shared.loading.config_json import read_config
+from shared.loading.loader import load_model
+from shared.models import fused
+from shared.models.causal_lm import CausalLM
+from shared.models.fused import FusedBlock, FusedProjection, fuse
+from shared.models.tokens import Tokens
+
+
+@torch.inference_mode()
+def logits(model: CausalLM, num_tokens: int) -> torch.Tensor:
+    ids = torch.arange(num_tokens) * 7 % model.config.vocab_size
+    return model.logits(model(Tokens(ids, torch.arange(num_tokens)), UncachedView([num_tokens])))
+
+
+@torch.inference_mode()
+def greedy(model: CausalLM, num_prompt: int, num_new: int) -> list[int]:
+    """The answer to a prompt, decoded with a contiguous cache."""
+    cache = ContiguousCache(model.config, num_prompt + num_new, model.dtype)
+    view = ContiguousView(cache)
+    ids = [index * 7 % model.config.vocab_size for index in range(num_prompt)]
+    new = ids
+    while len(ids) < num_prompt + num_new:
+        view.prepare(len(new))
+        positions = torch.arange(cache.length, cache.length + len(new))
+        hidden = model(Tokens(torch.tensor(new), positions), view)
+        cache.advance(len(new))
+        new = [int(model.logits(hidden[-1:]).argmax())]
+        ids += new
+    return ids
+
+
+def random_model(folder: Path, **changes: object) -> CausalLM:
+    """A model of the folder's shape with ``changes`` to its configuration and random weights, biases included."""
+    model = CausalLM(dataclasses.replace(read_config(folder), **changes), 64)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            weight = torch.randn(parameter.shape, generator=generator) * 0.2
+            setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 40])
+def test_a_fused_model_is_the_same_model(model_folder: Path, num_tokens: int) -> None:
+    model = load_model(model_folder, dtype=torch.float32)
+    expected = logits(model, num_tokens)
+    assert fuse(model) is model
+    torch.testing.assert_close(logits(model, num_tokens), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_a_fused_model_gives_the_same_tokens(model_folder: Path) -> None:
+    model = load_model(model_folder, dtype=torch.float32)
+    expected = greedy(model, 20, 60)
+    assert greedy(fuse(model), 20, 60) == expected
+
+
+def test_on_the_cpu_nothing_is_launched(model_folder: Path) -> None:
+    before = launch.LAUNCHES.copy()
+    logits(fuse(load_model(model_folder)), 20)
+    assert before == launch.LAUNCHES
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_biases_and_softcaps_are_kept(tiny_checkpoints: dict[str, Path], family: str, num_tokens: int) -> None:
+    changes = {"attention_bias": True, "mlp_bias": True, "logit_softcap": 3.0, "attention_softcap": 2.0}
+    model = random_model(tiny_checkpoints[family], **changes)
+    expected = logits(model, num_tokens)
+    torch.testing.assert_close(logits(fuse(model), num_tokens), expected, rtol=0, atol=1e-5)
+
+
+def test_every_matrix_is_kept_once(model_folder: Path) -> None:
+    model = load_model(model_folder)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    qkv = [projection.weight.clone() for projection in model.blocks[0].attention.qkv.children()]  # type: ignore
+    fuse(model)
+    assert {type(block) for block in model.blocks} == {FusedBlock}
+    assert isinstance(model.head, FusedProjection)
+    assert sum(parameter.numel() for parameter in model.parameters()) == numbers
+    assert torch.equal(model.blocks[0].qkv.weight, torch.cat(qkv))  # type: ignore[union-attr, arg-type]
+    is_tied = model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
+    assert is_tied == model.config.tie_word_embeddings
+
+
+def test_a_layer_is_merged_when_the_one_before_it_is_free(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(model_folder)
+    blocks = [weakref.ref(block) for block in model.blocks]
+    groups = [group for block in model.blocks for group in (block.attention.qkv, block.mlp.gate_up)]  # type: ignore
+    weights = [weakref.ref(projection.weight) for group in groups for projection in group.children()]
+    del groups
+    alive = []
+
+    class Watched(FusedBlock):
+        def __init__(self, block: object) -> None:
+            alive.append([ref() is not None for ref in blocks])
+            super().__init__(block)
+
+    monkeypatch.setattr(fused, "FusedBlock", Watched)
+    fuse(model)
+    num_layers = len(blocks)
+    assert alive == [[layer >= current for layer in range(num_layers)] for current in range(num_layers)]
+    assert not any(ref() is not None for ref in [*blocks, *weights])
+
+
+def passing_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU as check_launchable wants it, without one."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(launch, "triton", SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.setattr(launch.shutil, "which", lambda compiler: {"gcc": "/usr/bin/gcc"}.get(compiler))
+    monkeypatch.setattr(launch.Path, "is_file", lambda path: True)
+    monkeypatch.delenv("CC", raising=False)
+
+
+MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "old triton": (
+        lambda patch: patch.setattr(launch, "triton", SimpleNamespace(__version__="3.5.1")),
+        r"need Triton 3\.6 or later and this environment has 3\.5\.1; install it with `pip install 'triton>=3\.6'`",
+    ),
+    "no triton": (
+        lambda patch: patch.setattr(launch, "triton", SimpleNamespace(__version__=None)),
+        r"need Triton 3\.6 or later and this environment has none; install",
+    ),
+    "old gpu": (
+        lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)),
+        r"NVIDIA Test has compute capability 7\.5 and cannot compute in bf16; the kernels need 8\.0 .* --device cpu",
+    ),
+    "no compiler": (
+        lambda patch: patch.setattr(launch.shutil, "which", lambda compiler: None),
+        r"there is neither gcc nor clang; install gcc .*environment variable CC",
+    ),
+    "another compiler": (
+        lambda patch: patch.setenv("CC", "icc"),
+        r"CC names 'icc', which is not there; install gcc",
+    ),
+    "no headers": (
+        lambda patch: patch.setattr(launch.Path, "is_file", lambda path: False),
+        r"there is no Python\.h in .*python3-dev",
+    ),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_that_cannot_run_the_kernels_is_refused_with_the_remedy(
+    machine: str, tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passing_machine(monkeypatch)
+    launch.check_launchable(torch.device("cuda"))
+    change, message = MACHINES[machine]
+    change(monkeypatch)
+    with pytest.raises(ConfigError, match=message):
+        launch.check_launchable(torch.device("cuda"))
+    launch.check_launchable(torch.device("cpu"))
+    model = load_model(tiny_checkpoints["llama"])
+    monkeypatch.setattr(CausalLM, "device", torch.device("cuda"))
+    with pytest.raises(ConfigError, match=message):
+        fuse(model)
+    assert not any(isinstance(module, FusedBlock | FusedProjection) for module in model.modules())
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.10.1", "4.0.0+git123"])
+def test_later_tritons_are_taken(version: str) -> None:
+    launch.check_triton_version(version)
+
+
+def test_head_sizes() -> None:
+    for size in (64, 128, 256):
+        launch.check_head_size(size)
+    with pytest.raises(ConfigError, match=r"head size is 80; the kernels take 16, 32, 64, 128, 256\..*--device cpu"):
+        launch.check_head_size(80)
+
+
+def test_without_triton_the_kernels_are_imported_and_the_ops_run(tiny_checkpoints: dict[str, Path]) -> None:
+    code = """
+        import importlib, pkgutil, sys
+        for name in ("triton", "triton.language"):
+            sys.modules[name] = None
+        import torch, shared.kernels
+        for module in pkgutil.iter_modules(shared.kernels.__path__):
+            importlib.import_module(f"shared.kernels.{module.name}")
+        from shared.cache.uncached import UncachedView
+        from shared.loading.loader import load_model
+        from shared.models.fused import fuse
+        from shared.models.tokens import Tokens
+        model = fuse(load_model(sys.argv[1]))
+        hidden = model(Tokens(torch.arange(3), torch.arange(3)), UncachedView([3]))
+        print(model.logits(hidden).isfinite().all().item())
+    """
+    lines = "\n".join(line.removeprefix(" " * 8) for line in code.splitlines())
+    done = subprocess.run(
+        [sys.executable, "-c", lines, str(tiny_checkpoints["gemma3_text"])],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
