@@ -224,8 +224,11 @@ def _print_rows(rows: list["Row"]) -> None:
         console.print(table(words=False))
         console.print("  ".join(f"{mark} {said}" for said, mark in _MARKS.items()), style="dim")
     for row in rows:
+        said: dict[str, list[str]] = {}
         for verdict in row.verdicts:
             if str(verdict.outcome) in ("failed", "not run"):
                 where = f", at {verdict.where}" if verdict.where else ""
-                said = f"{row.name}  {verdict.exercise.number} {verdict.outcome}: {verdict.reason}"
-                typer.echo(printable(said)[:_MOST_LETTERS] + printable(where))
+                reason = f"{verdict.outcome}: {printable(verdict.reason)[:_MOST_LETTERS]}{printable(where)}"
+                said.setdefault(reason, []).append(verdict.exercise.number)
+        for reason, numbers in said.items():
+            typer.echo(f"{printable(row.name)}  {', '.join(numbers)} {reason}")
