@@ -119,10 +119,12 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
     attend = f'raise NotImplementedError("exercise 03.4: {title}")'
     learner.write(attend, 'raise RuntimeError("this is mine")')
     command = ("generate", "--model", str(tiny_checkpoints["llama"]), "--prompt", "ab", "--max-tokens", "3")
-    failed = learner.infer(*command, INFER_WORKSHOP="1")
+    failed = learner.infer(*command, INFER_WORKSHOP="1", TERMINAL_WIDTH="300")
     assert failed.returncode == 1
     assert "this is mine" in failed.stderr
-    assert "contiguous.py:129 in attend" in failed.stderr
+    lines = learner.cache.read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if "this is mine" in line)
+    assert f"contiguous.py:{number} in attend" in failed.stderr
     learner.write('raise RuntimeError("this is mine")', attend)
     done = learner.infer(*command, INFER_WORKSHOP="1")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,276 @@
+"""The classroom as teacher and learner use it: real submissions, real processes, a real measurement."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import psutil
+import pytest
+from matplotlib.image import imread
+from typer.testing import CliRunner
+
+from shared.cli import app
+from shared.errors import ConfigError
+from tutorial.workshop import grading, preparation
+from tutorial.workshop.chart import measure
+from tutorial.workshop.chart_figure import save, whose
+from tutorial.workshop.check import Outcome
+from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
+from tutorial.workshop.grading import grade, write_csv
+from tutorial.workshop.limits import Limits
+from tutorial.workshop.skeleton import skeleton
+from tutorial.workshop.workspace import Workspace
+
+STOPPING = find_exercise("02.5")
+"""Its tests compute least of all, so that a submission costs little more than starting pytest."""
+ENDLESS_IN_C = "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)"
+HAZARDS = {
+    "syntax": "return (",
+    "endless": ENDLESS_IN_C,
+    "huge": "return bytearray(200 << 30)",
+    "ends": "import os; os._exit(0)",
+    "exits": "import sys; sys.exit(0)",
+    "forks": "import os, time\nfor _ in range(6): os.fork()\ntime.sleep(600)",
+    "floods": "while True: print('x' * 10000)",
+}
+
+
+def solved(exercise: Exercise, lines: str | None = None) -> str:
+    """The reference's module, with these lines in the exercise's place if given."""
+    source, region = reference(exercise)
+    if lines is None:
+        return source
+    text = source.split("\n")
+    text[region.begin + 1 : region.end] = [region.indent + line for line in lines.split("\n")]
+    return "\n".join(text)
+
+
+def hand_in(folder: Path, *modules: tuple[Exercise, str | bytes]) -> Path:
+    """A submission that is a workspace."""
+    (folder / "shared").mkdir(parents=True)
+    for exercise, text in modules:
+        file = folder / exercise.path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], str]:
+    """The CSV and the table of a class in which nearly everything goes wrong."""
+    root = tmp_path_factory.mktemp("class")
+    hand_in(root / "diligent" / "workspace", (STOPPING, solved(STOPPING)))
+    with zipfile.ZipFile(root / "packed.zip", "w") as archive:
+        archive.writestr(f"infer-workshop-02/workspace/{STOPPING.path}", solved(STOPPING))
+    for name, lines in HAZARDS.items():
+        hand_in(root / name, (STOPPING, solved(STOPPING, lines)))
+    hand_in(root / "late", (STOPPING, skeleton(solved(STOPPING), {STOPPING.number})))
+    hand_in(root / "binary", (STOPPING, b"\xff\xfe\x00\x01"))
+    hand_in(root / "deleted")
+    with zipfile.ZipFile(root / "hostile.zip", "w") as archive:
+        archive.writestr(f"workspace/{STOPPING.path}", solved(STOPPING))
+        archive.writestr("../../outside.py", "mine")
+    names = ["diligent", "packed.zip", *HAZARDS, "late", "binary", "deleted", "hostile.zip"]
+    table = root / "grades.csv"
+    limits = ["--only", STOPPING.number, "--seconds", "3", "--memory", "2", "--jobs", "2", "--csv", str(table)]
+    before = {process.pid for process in psutil.process_iter()}
+    result = CliRunner().invoke(app, ["workshop", "grade", *(str(root / name) for name in names), *limits])
+    assert result.exit_code == 0, result.output
+    left = [p for p in psutil.process_iter() if p.pid not in before and f"{root.parent}" in str(p.environ())]
+    assert not left, "processes of submissions still run"
+    with table.open(newline="", encoding="utf-8") as source:
+        return list(csv.DictReader(source)), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "reason"),
+    [
+        ("diligent", "passed", ""),
+        ("packed", "passed", ""),
+        ("syntax", "failed", "shared/text/stopping.py, line"),
+        ("endless", "not run", "a test had not ended after 3 s"),
+        ("huge", "failed", "MemoryError"),
+        ("ends", "not run", "the run ended before this"),
+        ("exits", "failed", "SystemExit"),
+        ("forks", "not run", "more than"),
+        ("floods", "failed", "File too large"),
+        ("late", "to do", ""),
+        ("binary", "not run", "no UTF-8 text"),
+        ("deleted", "not started", "is not in it"),
+        ("hostile", "not run", "leads out of the zip file"),
+    ],
+)
+def test_each_submission_gets_its_row(graded: tuple, name: str, outcome: str, reason: str) -> None:
+    rows, shown = graded
+    (row,) = [row for row in rows if row["submission"] == name]
+    assert row["02.5"] == outcome, row
+    assert reason in row["02.5 reason"]
+    assert (row["passed"], row["of"]) == ("1" if outcome == "passed" else "0", "1")
+    (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name] and "/1" in line]
+    assert outcome in line
+    assert "passed by" in shown
+    assert "2/13" in shown
+
+
+def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both stand in one file, and the first ends no run of their tests."""
+    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted: None)  # proved above
+    first, second = find_exercise("02.1"), find_exercise("02.2")
+    assert first.path == second.path
+    folder = hand_in(tmp_path / "ada", (first, solved(first, "import os; os._exit(0)")))
+    (row,) = grade([folder], [first, second], limits=Limits(seconds=20))
+    assert [verdict.outcome for verdict in row.verdicts] == [Outcome.NOT_RUN, Outcome.PASSED]
+    assert row.num_passed == 1
+
+
+def test_limits_within_which_the_reference_fails_grade_nobody(tmp_path: Path) -> None:
+    folder = hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING)))
+    with pytest.raises(ConfigError, match=r"The reference itself does not pass 02\.5 here \(.*--memory"):
+        grade([folder], [STOPPING], limits=Limits(memory=0.05))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--phase", "42", "."], "There is no phase '42'; there are 01a"),
+        (["--only", "03.9", "."], "There is no exercise '03.9'; there are 01a.1"),
+        (["--phase", "02", "--only", "03.1", "."], "belongs to phase 03, not to phase 02"),
+        (["no-such-folder"], "There is no submission no-such-folder"),
+        (["--jobs", "0", "."], "jobs is 0"),
+        (["--seconds", "0", "."], "both must be above 0"),
+        (["--memory", "-1", "."], "both must be above 0"),
+        (["--csv", "no-such-folder/grades.csv", "."], "cannot be written"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["workshop", "grade", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_spreadsheet_computes_nothing_of_a_submission(tmp_path: Path) -> None:
+    verdict = grading.Verdict(STOPPING, Outcome.NOT_RUN, reason="@SUM(A1)")
+    write_csv([grading.Row("=cmd()", (verdict,))], tmp_path / "grades.csv")
+    with (tmp_path / "grades.csv").open(newline="") as source:
+        (row,) = csv.DictReader(source)
+    assert row["submission"] == "'=cmd()"
+    assert row["02.5 reason"] == "'@SUM(A1)"
+
+
+def test_submissions_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / "ada" / "workspace", tmp_path / "bob" / "workspace", tmp_path / "eve.zip"]
+    assert grading._names(paths[:2]) == [str(path) for path in paths[:2]]
+    paths[2].write_bytes(b"")
+    assert grading._names(paths[1:]) == ["workspace", "eve"]
+
+
+def test_without_a_phase_the_exercises_that_were_handed_in_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted: None)
+    gaps = skeleton(solved(STOPPING), {STOPPING.number})
+    (row,) = grade([hand_in(tmp_path / "ada", (STOPPING, gaps))])
+    assert [verdict.exercise for verdict in row.verdicts] == [STOPPING]
+    (row,) = grade([hand_in(tmp_path / "bob")])
+    assert [verdict.exercise for verdict in row.verdicts] == list(exercises())
+    assert {verdict.outcome for verdict in row.verdicts} == {Outcome.NEW}
+
+
+def test_the_exported_skeleton_is_a_workspace_for_the_learner_s_commands(tmp_path: Path) -> None:
+    environment = {**os.environ, "INFER_WORKSPACE": str(tmp_path / "workspace"), "NO_COLOR": "1"}
+
+    def infer(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from shared.cli import app; app()", "workshop", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+    exported = infer("export", "3", "--out", str(tmp_path / "hand.zip"))
+    assert exported.returncode == 0, exported.stderr
+    assert "infer-workshop-03/workspace/shared/cache/contiguous.py" in exported.stdout
+    with zipfile.ZipFile(tmp_path / "hand.zip") as archive:
+        archive.extractall(tmp_path)
+    shutil.move(tmp_path / "infer-workshop-03" / "workspace", tmp_path / "workspace")
+    checked = infer("check")
+    assert checked.returncode == 1
+    assert checked.stdout.count("to do") == 4
+    assert "0 of 4 passed" in checked.stdout
+    again = infer("export", "3", "--out", str(tmp_path / "hand.zip"))
+    assert again.returncode == 2
+    assert "replace it with --force" in again.stderr
+
+
+def test_a_learner_s_ladder_says_whose_code_ran_and_draws_it(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> None:
+    workspace = Workspace(tmp_path / "workspace")
+    norm, view = find_exercise("01a.1"), find_exercise("03.2")
+    workspace.start([norm, view])
+    (workspace.root / norm.path).write_text(solved(norm, "print('mine')\n" + "\n".join(_body(norm))))
+    ladder = measure(workspace, str(tiny_checkpoints["llama"]), prompt_tokens=4, new_tokens=3, trials=2)
+    assert [rung.number for rung in ladder.rungs][:2] == ["02", "03"]
+    for rung in ladder.rungs:
+        assert rung.yours == ("01a.1",)
+        assert {"01a.3", "01b.1", "01b.2"} <= set(rung.reference)
+        assert ("03.2" in rung.reference) == (rung.number >= "03")
+        assert rung.own_speed is not None
+        assert rung.own_speed > 0
+        assert rung.reference_speed > 0
+        assert rung.spread >= 1
+        assert rung.is_equal
+        assert whose(rung)[0] == "your code: 01a.1"
+    assert ladder.unchecked == ("01a.1",)
+    line = json.loads(ladder.line())
+    assert line["results"]["03"]["yours"] == ["01a.1"]
+    assert str(tmp_path) not in ladder.line()
+
+    save(ladder, tmp_path / "pictures" / "ladder.png")
+    pixels = imread(tmp_path / "pictures" / "ladder.png")
+    assert (pixels != pixels[0, 0]).any(-1).mean() > 0.01
+    assert (pixels[:, -8:] == pixels[0, 0]).all(), "something is cut off at the right"
+    assert (pixels[..., 3] == 1).all()
+
+
+def test_code_that_raises_ends_the_measurement_with_a_word_about_it(
+    tmp_path: Path, tiny_checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace(tmp_path / "workspace")
+    norm = find_exercise("01a.1")
+    workspace.start([norm])
+    (workspace.root / norm.path).write_text(solved(norm, "raise RuntimeError('this is mine')"))
+    with pytest.raises(ConfigError, match=r"Your code ended the measurement while phase 02: warm up"):
+        measure(workspace, str(tiny_checkpoints["llama"]), prompt_tokens=4, new_tokens=3, trials=1)
+    assert "RuntimeError: this is mine" in capfd.readouterr().err
+
+
+def test_prepare_says_what_is_ready_and_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(preparation, "first_of_each_phase", lambda: [STOPPING])
+    result = CliRunner().invoke(app, ["workshop", "prepare"])
+    assert result.exit_code == 1
+    lines = {re.split(r" {2,}", line)[1]: line for line in result.stdout.splitlines()}
+    assert lines["environment"].startswith("ready")
+    assert lines["demo model"].startswith("missing")
+    assert "infer model pull smollm2-135m" in lines["demo model"]
+    assert lines["skeletons"].startswith(f"ready    skeletons    {len(exercises())} exercises")
+    assert lines["check"].startswith("ready    check        02.5, solved, pass their tests without a network")
+
+
+def test_prepare_reports_a_check_that_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(preparation.OFFLINE, "PYTEST_PLUGINS", "tutorial.workshop.no_such_plugin")
+    item = list(preparation.look([STOPPING]))[-1]
+    assert not item.is_ready
+    assert "02.5, solved, not run without a network" in item.detail
+
+
+def _body(exercise: Exercise) -> list[str]:
+    """The reference's lines of an exercise, without their indentation."""
+    region = reference(exercise)[1]
+    return [line.removeprefix(region.indent) for line in region.lines]

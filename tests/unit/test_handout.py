@@ -1,0 +1,105 @@
+"""A phase packed for handing out, read back as a student unpacks it."""
+
+import json
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tutorial.workshop.handout as handout
+from shared.errors import ConfigError
+from shared.lessons import Lesson, find_lesson
+from tutorial.workshop.exercises import ROOT, exercises_of, reference
+from tutorial.workshop.handout import contents, export, phases_to_hand_out
+from tutorial.workshop.skeleton import has_gap, skeleton
+from tutorial.workshop.workspace import State, Workspace
+
+PHASES = [find_lesson(number) for number in phases_to_hand_out()]
+
+
+def by_number(lesson: Lesson) -> str:
+    return lesson.number
+
+
+@pytest.mark.parametrize("lesson", PHASES, ids=by_number)
+def test_a_student_finds_chapter_pictures_tests_and_skeleton_and_nothing_else(lesson: Lesson, tmp_path: Path) -> None:
+    members = export(lesson, tmp_path / "out.zip")
+    with zipfile.ZipFile(tmp_path / "out.zip") as archive:
+        assert archive.testzip() is None
+        assert archive.namelist() == sorted(members)
+        archive.extractall(tmp_path)
+    folder = tmp_path / f"infer-workshop-{lesson.number}"
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+    wanted = exercises_of(lesson)
+    chapter = f"tutorial/{lesson.folder.name}.md"
+    tests = {test.partition("::")[0] for exercise in wanted for test in exercise.tests}
+    modules = {exercise.path for exercise in wanted}
+    text = (folder / chapter).read_text()
+    pictures = {f"tutorial/{name}" for name in re.findall(r"!\[[^\]]*\]\((images/[^)]+)\)", text)}
+    assert pictures
+    own = {"README.md", "workspace/.progress.json"}
+    assert files == own | {chapter} | tests | pictures | {
+        f"workspace/{a}{m}" for m in modules for a in ("", ".handed/")
+    }
+    for path in {chapter} | tests | pictures:
+        assert (folder / path).read_bytes() == (ROOT / path).read_bytes()
+    for path in modules:
+        numbers = {exercise.number for exercise in wanted if exercise.path == path}
+        assert (folder / "workspace" / path).read_text() == skeleton((ROOT / path).read_text(), numbers)
+    for exercise in wanted:
+        assert has_gap((folder / "workspace" / exercise.path).read_text(), reference(exercise)[1])
+        assert exercise.title in (folder / "README.md").read_text()
+
+    states = Workspace(folder / "workspace").states()
+    assert {exercise for exercise, state in states.items() if state is State.GAP} == set(wanted)
+
+
+def test_the_same_tree_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a.zip", "b.zip"):
+        export(PHASES[0], tmp_path / name)
+    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        for info in archive.infolist():
+            assert (info.date_time, info.create_system, info.compress_type) == ((1980, 1, 1, 0, 0, 0), 3, 0)
+            assert info.external_attr >> 16 == 0o100644
+
+
+def test_a_file_that_exists_is_replaced_only_by_force(tmp_path: Path) -> None:
+    file = tmp_path / "out.zip"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"out\.zip exists; replace it with --force"):
+        export(PHASES[0], file)
+    assert file.read_text() == "mine"
+    export(PHASES[0], file, force=True)
+    assert zipfile.is_zipfile(file)
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export(PHASES[0], tmp_path / "none" / "out.zip")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export(PHASES[0], file / "out.zip")
+
+
+def test_a_phase_without_chapter_or_exercises_is_refused_with_those_that_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handout, "chapter_of", lambda lesson: tmp_path / f"{lesson.number}.md")
+    (tmp_path / "02.md").write_text("# A chapter\n")
+    with pytest.raises(ConfigError, match=r"Phase 03 has no chapter.*phases that have both are 02\."):
+        contents(find_lesson("03"))
+    monkeypatch.undo()
+    monkeypatch.setattr(handout, "exercises", lambda: exercises_of(find_lesson("03")))
+    with pytest.raises(ConfigError, match=r"Phase 02 has no exercises.*phases that have both are 03\."):
+        contents(find_lesson("02"))
+
+
+def test_the_readme_s_commands_exist() -> None:
+    from tutorial.checker.references import COMMAND, command_error
+
+    text = contents(PHASES[0])["README.md"].decode()
+    commands = [command for line in text.splitlines() for command in COMMAND.findall(line)]
+    assert len(commands) >= 4
+    assert [command_error(command) for command in commands] == [None] * len(commands)
+    progress = json.loads(contents(PHASES[0])["workspace/.progress.json"])
+    assert list(progress) == [exercise.number for exercise in exercises_of(PHASES[0])]

@@ -1,0 +1,164 @@
+"""What a run may use, kept against real processes that want more; and a process that may not reach the network."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tutorial.workshop.limits as limits_module
+from tutorial.workshop.check import RunEndedError
+from tutorial.workshop.limits import MOST_FILE_BYTES, Limits, Watch, end_processes
+
+ROOT = Path(__file__).parents[2]
+SMALL = Limits(seconds=0.4, memory=0.25)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes of a test, each in a group of its own, ended with it."""
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    end_processes("INFER_WORKSPACE", str(tmp_path))
+
+
+def start(
+    processes: list[subprocess.Popen[bytes]], code: str, folder: Path, limits: Limits = SMALL
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "INFER_WORKSPACE": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=partial(limits.apply, 1),
+    )
+    processes.append(process)
+    return process
+
+
+def watched(process: subprocess.Popen[bytes], watch: Watch, record: Path) -> str:
+    """Look at a process until the watch says why it must end."""
+    for _ in range(600):
+        try:
+            watch(process.pid, record)
+        except RunEndedError as reason:
+            return str(reason)
+        if process.poll() is not None:
+            return f"ended by itself: {process.stderr.read().decode()}"
+        time.sleep(0.05)
+    return "was never ended"
+
+
+def test_an_allocation_beyond_the_limit_fails_at_once(started: list, tmp_path: Path) -> None:
+    process = start(started, "bytearray(300 << 20)", tmp_path)
+    _, errors = process.communicate(timeout=20)
+    assert b"MemoryError" in errors
+    assert start(started, "bytearray(50 << 20)", tmp_path).wait(20) == 0
+
+
+def test_a_file_cannot_grow_without_end(started: list, tmp_path: Path) -> None:
+    code = "out = open('flood', 'wb', buffering=0)\nwhile True: out.write(bytes(1 << 20))"
+    _, errors = start(started, code, tmp_path).communicate(timeout=20)
+    assert b"File too large" in errors
+    assert (tmp_path / "flood").stat().st_size <= MOST_FILE_BYTES
+
+
+def test_processor_time_ends_a_process_that_nobody_watches(
+    started: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits_module, "SECONDS_TO_START", 0.0)
+    monkeypatch.setattr(limits_module, "GRACE", 0.0)
+    code = "import collections, itertools; collections.deque(itertools.repeat(0), maxlen=0)"
+    process = start(started, code, tmp_path, Limits(seconds=0.5, memory=1.0))
+    assert process.wait(60) < 0
+
+
+def test_memory_that_processes_hold_together_counts(started: list, tmp_path: Path) -> None:
+    code = (
+        "import os, time\n"
+        "block = bytearray(100 << 20)\n"
+        "for _ in range(2): os.fork()\n"
+        "block[::4096] = block[::4096]\n"
+        "time.sleep(60)"
+    )
+    process = start(started, code, tmp_path)
+    reason = watched(process, Watch(Limits(60, 0.25), threading.Event()), tmp_path / "record")
+    assert "GiB, more than 0.25" in reason
+
+
+def test_a_run_with_too_many_processes_is_ended(started: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_module, "MOST_PROCESSES", 4)
+    code = "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)"
+    process = start(started, code, tmp_path)
+    assert watched(process, Watch(Limits(60, 8), threading.Event()), tmp_path / "record").endswith("more than 4")
+
+
+def test_a_test_may_take_its_time_and_no_more(started: list, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    code = "import time\nfor n in range(4): time.sleep(0.3); open('record', 'a').write('line\\n')\ntime.sleep(60)"
+    process = start(started, code, tmp_path)
+    watch = Watch(Limits(seconds=1.0, memory=8), threading.Event())
+    assert watched(process, watch, record) == "a test had not ended after 1 s"
+    assert record.read_text().count("line") == 4, "time since the last test counts, not since the start"
+
+
+def test_loading_has_a_limit_of_its_own(started: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_module, "SECONDS_TO_START", 0.5)
+    process = start(started, "import time; time.sleep(60)", tmp_path)
+    watch = Watch(Limits(seconds=0.01, memory=8), threading.Event())
+    assert watched(process, watch, tmp_path / "record") == "its modules were not loaded after 0.5 s"
+
+
+def test_an_interruption_ends_a_run(started: list, tmp_path: Path) -> None:
+    stop = threading.Event()
+    process = start(started, "import time; time.sleep(60)", tmp_path)
+    stop.set()
+    assert "interrupted" in watched(process, Watch(SMALL, stop), tmp_path / "record")
+
+
+def test_a_process_that_left_its_group_and_parent_is_ended(started: list, tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        "open('pid', 'w').write(str(child.pid))"
+    )
+    process = start(started, code, tmp_path, Limits())
+    assert process.wait(20) == 0
+    stray = psutil.Process(int((tmp_path / "pid").read_text()))
+    assert stray.is_running()
+    end_processes("INFER_WORKSPACE", str(tmp_path))
+    stray.wait(10)
+    assert not psutil.pid_exists(stray.pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_refused"),
+    [
+        ("socket.create_connection(('192.0.2.1', 80), timeout=1)", True),
+        ("socket.getaddrinfo('example.org', 443)", True),
+        ("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 9))", True),
+        ("urllib.request.urlopen('http://192.0.2.1/')", True),
+        ("server = socket.create_server(('127.0.0.1', 0)); socket.create_connection(server.getsockname())", False),
+        ("server = socket.create_server(('localhost', 0)); socket.create_connection(server.getsockname())", False),
+        ("ours, theirs = socket.socketpair(); ours.send(b'x')", False),
+    ],
+)
+def test_without_a_network_only_this_machine_can_be_reached(code: str, is_refused: bool) -> None:
+    program = f"import tutorial.workshop.offline, socket, urllib.request\n{code}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert ("this runs without a network" in done.stderr) == is_refused, done.stderr
+    assert (done.returncode == 0) != is_refused
