@@ -6,9 +6,12 @@ of a head lie next to each other. Invariants: the first ``length`` places hold t
 length (physical) is the cache's own count and is never derived from positions (logical), which belong to the request.
 """
 
+import math
+
 import torch
 
 from shared.errors import CapacityError, ConfigError
+from shared.loading.placement import check_room
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 from shared.ops.attention import ATTENTION_BACKENDS
@@ -31,6 +34,7 @@ class ContiguousCache:
         if capacity < 1:
             raise ConfigError(f"The cache's capacity is {capacity} tokens; it must be at least 1.")
         shape = (config.num_layers, config.num_kv_heads, capacity, config.head_dim)
+        check_room(2 * math.prod(shape) * dtype.itemsize, torch.device(device), f"A cache of {capacity} tokens")
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.capacity = capacity
@@ -83,12 +87,12 @@ class ContiguousView:
     Where the new tokens go and what they may read is cut out of the cache once a step, for all layers together.
 
     Args:
-        backend: ``naive`` or ``sdpa``.
+        backend: ``naive`` or ``sdpa``, which is the default.
     """
 
-    def __init__(self, cache: ContiguousCache, backend: str = "sdpa") -> None:
+    def __init__(self, cache: ContiguousCache, backend: str | None = None) -> None:
         self.cache = cache
-        self.attention = ATTENTION_BACKENDS[backend]
+        self.attention = ATTENTION_BACKENDS[backend or "sdpa"]
 
     def prepare(self, num_new: int) -> None:
         """Say how many tokens T the coming step brings; they go to the places behind the ``num_past`` cached ones.

@@ -21,23 +21,20 @@ from shared.kernels.kv_write import NormAndRotation, kv_write
 from shared.kernels.launch import launches
 from shared.models.tokens import QueryKeyTransform
 
-ATTENTION_BACKENDS = ("naive", "sdpa", "flash")
-
 
 class FusedContiguousView(ContiguousView):
     """A cache as the model sees it during one step, written and (by ``flash``) read by kernels.
 
     Args:
         num_heads: the model's query heads, Hq.
-        backend: ``naive``, ``sdpa`` or ``flash``.
+        backend: ``naive``, ``sdpa`` or ``flash``, which is the default.
 
     Raises:
-        ConfigError: the backend does not exist, or ``flash`` has no kernel for the model's head size.
+        ConfigError: ``flash`` has no kernel for the model's head size.
     """
 
-    def __init__(self, cache: ContiguousCache, num_heads: int, backend: str = "flash") -> None:
-        if backend not in ATTENTION_BACKENDS:
-            raise ConfigError(f"attention_backend is {backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}.")
+    def __init__(self, cache: ContiguousCache, num_heads: int, backend: str | None = None) -> None:
+        backend = backend or "flash"
         super().__init__(cache, "sdpa" if backend == "flash" else backend)
         self.is_launching = launches(cache.keys)
         self.is_flash = self.is_launching and backend == "flash"

@@ -18,12 +18,12 @@ class UncachedView:
 
     Args:
         lengths: tokens of each sequence of the step; they add up to T.
-        backend: ``naive`` or ``sdpa``.
+        backend: ``naive`` or ``sdpa``, which is the default.
     """
 
-    def __init__(self, lengths: Sequence[int], backend: str = "sdpa") -> None:
+    def __init__(self, lengths: Sequence[int], backend: str | None = None) -> None:
         self.lengths = list(lengths)
-        self.attention = ATTENTION_BACKENDS[backend]
+        self.attention = ATTENTION_BACKENDS[backend or "sdpa"]
 
     def write(
         self,

@@ -92,7 +92,8 @@ def _compare(name: str, prompt: str, dtype_name: str, layers: str | None, attent
     from shared.cli.options import fetch_if_known
     from shared.engine.config import EngineConfig
 
-    config = EngineConfig(model=name, dtype=dtype_name, attention_backend=attention_backend)  # checks the words
+    config = EngineConfig(model=name, dtype=dtype_name, attention_backend=attention_backend)
+    config.check({"model", "dtype", "attention_backend"})
     chosen = None if layers is None else parse_layers(layers)
     fetch_if_known(name)
 

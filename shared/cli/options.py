@@ -43,7 +43,10 @@ MaxSeqLen = Annotated[
     int | None, _engine("--max-seq-len", text="Most tokens of prompt and answer; by default the model's, up to 4096.")
 ]
 AttentionBackend = Annotated[
-    str | None, _engine("--attention-backend", text="naive (the formula) or sdpa (PyTorch); by default sdpa.")
+    str | None,
+    _engine(
+        "--attention-backend", text="naive (the formula), sdpa (PyTorch) or flash (our kernel); by default the best."
+    ),
 ]
 PackWeights = Annotated[
     bool,

@@ -122,13 +122,14 @@ def _forward_engine(
 
     given = {"device": device, "dtype": dtype, "attention_backend": backend}
     config = EngineConfig(model=model, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    config.check({"model", *given})
     options.fetch_if_known(model)
     with working(f"loading {model}"):
         return find_lesson(number).engine(
             model,
             dtype=config.torch_dtype,
             device=config.device,
-            attention_backend=config.attention_backend,
+            attention_backend=config.attention_backend or "sdpa",
             **more,
         )
 

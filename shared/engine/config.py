@@ -6,22 +6,29 @@ made, with the rule in the message.
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shared.errors import ConfigError
-from shared.ops.attention import ATTENTION_BACKENDS
 
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("naive", "sdpa", "flash")
 DEFAULT_MAX_SEQ_LEN = 4096
 
 
-def setting(default: Any, phase: str, text: str) -> Any:
-    """A field of the config: its default, the phase that brings it, and one line on what it does."""
-    return dataclasses.field(default=default, metadata={"phase": phase, "help": text})
+def setting(default: Any, phase: str, text: str, values: Mapping[Any, str] | None = None) -> Any:
+    """A field of the config.
+
+    Args:
+        default: the value that every engine knows.
+        phase: the phase that brings the field.
+        text: one line on what it does.
+        values: values that a later phase brings, with that phase.
+    """
+    return dataclasses.field(default=default, metadata={"phase": phase, "help": text, "values": values or {}})
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,19 @@ class EngineConfig:
     device: str = setting("cpu", "02", "cpu or cuda")
     max_seq_len: int | None = setting(None, "02", "most tokens of prompt and answer; default: the model's, up to 4096")
     seed: int | None = setting(None, "02", "where requests without a seed get theirs from; default: the system")
-    attention_backend: str = setting("sdpa", "02", "naive (the formula) or sdpa (PyTorch)")
+    attention_backend: str | None = setting(
+        None,
+        "02",
+        "naive (the formula), sdpa (PyTorch) or flash (our kernel); default: flash on a GPU where the phase has it",
+        values={"flash": "03.1"},
+    )
 
     pack_weights: bool = setting(False, "03", "CPU: keep 16-bit weights 16 bits wide; slower to load, faster to decode")
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
-        if self.attention_backend not in ATTENTION_BACKENDS:
+        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}."
             )
@@ -52,12 +64,21 @@ class EngineConfig:
             raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^64 - 1.")
 
     def check(self, supported: Collection[str]) -> None:
-        """Refuse every setting that was changed and that the engine, an earlier phase, does not have."""
+        """Refuse every setting that was changed and that the engine, an earlier phase, does not have.
+
+        Args:
+            supported: names of fields; and ``field=value`` for each value that came later than its field.
+        """
         for field in dataclasses.fields(self):
-            if field.name not in supported and getattr(self, field.name) != field.default:
+            value = getattr(self, field.name)
+            phase = field.metadata["phase"] if field.name not in supported and value != field.default else None
+            if f"{field.name}={value}" not in supported:
+                phase = phase or field.metadata["values"].get(value)
+            if phase is not None:
+                usual = "out" if field.default is None else f"at {field.default!r}"
                 raise ConfigError(
-                    f"{field.name} = {getattr(self, field.name)!r} arrives in phase {field.metadata['phase']}; leave "
-                    f"it at {field.default!r}, or choose that phase or a later one with --phase."
+                    f"{field.name} = {value!r} arrives in phase {phase}; leave it {usual}, or choose that phase or a "
+                    "later one with --phase."
                 )
 
     @property

@@ -10,7 +10,7 @@ import torch
 from shared.errors import ConfigError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
-from shared.loading.placement import check_device, default_dtype
+from shared.loading.placement import check_device, check_room, default_dtype
 from shared.loading.resolve import resolve_model
 from shared.loading.weights import fill, layer_tensors
 from shared.models.causal_lm import CausalLM
@@ -59,6 +59,8 @@ def load_model(
     if config.tie_word_embeddings:  # the head is the embedding; a copy in the checkpoint is not read
         del tensor_of["head.weight"]
         model.head.weight = model.embedding.weight
+    num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    check_room(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
     fill(model, tensor_of, checkpoint, dtype, device, unused)
     if config.tie_word_embeddings:
         model.head.weight = model.embedding.weight

@@ -22,3 +22,16 @@ def check_device(device: torch.device | str) -> torch.device:
 def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """fp32 on a CPU, where equal output is defined and arithmetic is fastest; on a GPU what the checkpoint declares."""
     return torch.float32 if device.type == "cpu" else getattr(torch, config.dtype)
+
+
+def check_room(num_bytes: int, device: torch.device, what: str) -> None:
+    """Raise ConfigError if ``num_bytes`` for ``what`` are more than the GPU has free; a CPU may swap."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by PyTorch, for reuse
+    if num_bytes > free:
+        raise ConfigError(
+            f"{what} takes {num_bytes / 1e9:.2f} GB and {torch.cuda.get_device_name(device)} has {free / 1e9:.2f} of "
+            f"{total / 1e9:.2f} GB free; choose a smaller model or dtype, lower max_seq_len, or use --device cpu."
+        )

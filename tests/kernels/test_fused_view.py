@@ -1,13 +1,13 @@
 """The fused view gives what the plain one gives, on every backend, for every family, and on the CPU to the last bit."""
 
-import dataclasses
 
 import pytest
 import torch
 
 import shared.cache.fused_contiguous as module
 from shared.cache.contiguous import ContiguousCache, ContiguousView
-from shared.cache.fused_contiguous import ATTENTION_BACKENDS, FusedContiguousView
+from shared.cache.fused_contiguous import FusedContiguousView
+from shared.engine.config import ATTENTION_BACKENDS
 from shared.errors import CapacityError, ConfigError
 from shared.kernels.decode_attention import decode_attention_kernel
 from shared.kernels.kv_write import kv_write_kernel
@@ -140,12 +140,6 @@ def test_a_head_size_without_a_kernel():
     with pytest.raises(ConfigError, match=r"head size is 80 and .*flash.* 16, 32, 64, 128, 256; choose .*sdpa"):
         FusedContiguousView(cache, 1, "flash")
     FusedContiguousView(cache, 1, "sdpa")
-
-
-def test_a_backend_that_does_not_exist():
-    cache = ContiguousCache(dataclasses.replace(CONFIG, head_dim=64), 16, torch.float32, DEVICE)
-    with pytest.raises(ConfigError, match="attention_backend is 'paged'; it must be one of naive, sdpa, flash"):
-        FusedContiguousView(cache, 1, "paged")
 
 
 @pytest.mark.gpu

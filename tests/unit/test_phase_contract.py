@@ -124,10 +124,16 @@ def test_each_added_module_says_what_it_is_and_which_phase_brought_it(lesson: Le
 def test_an_engine_refuses_settings_of_later_phases(lesson: Lesson) -> None:
     supported = lesson.load("engine").SUPPORTED
     fields = EngineConfig.__dataclass_fields__
-    assert supported <= set(fields)
-    for name in supported:
-        assert fields[name].metadata["phase"] <= lesson.number
+    for entry in supported:
+        name, _, value = entry.partition("=")
+        arrives = fields[name].metadata["values"][value] if value else fields[name].metadata["phase"]
+        assert arrives <= lesson.number, entry
     config = EngineConfig(attention_backend="naive")
     with pytest.raises(ConfigError, match=r"attention_backend = 'naive' arrives in phase 02"):
         config.check(supported - {"attention_backend"})
     config.check(supported)
+    for field in fields.values():
+        for value, phase in field.metadata["values"].items():
+            if phase > lesson.number:
+                with pytest.raises(ConfigError, match=f"{field.name} = {value!r} arrives in phase {phase}"):
+                    EngineConfig(**{field.name: value}).check(supported)

@@ -1,0 +1,173 @@
+"""Phase 3.1 answers as phase 3 and transformers do, on any device, and refuses machines that cannot run its kernels."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phases.phase_03.engine import Engine as Unfused
+from phases.phase_03_1.engine import Engine
+from shared.cache.contiguous import ContiguousCache, ContiguousView
+from shared.cache.fused_contiguous import FusedContiguousView
+from shared.checkpoints.make import make_checkpoint
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError
+from shared.kernels import launch
+from shared.loading import placement
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
+from shared.models.fused import FusedBlock, FusedProjection, fuse
+from shared.models.tokens import Tokens
+from shared.parity.reference import greedy_tokens, load_reference
+from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, argmax_shortfall, distance
+from shared.sampling.params import SamplingParams
+
+PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
+DEV_SHAPES = ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"]
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 11}
+
+
+def ids(engine: Any, prompt: str | list[int], num_tokens: int, **params: object) -> list[int]:
+    settings: dict = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": num_tokens} | params
+    return [output.token_id for output in engine.generate(prompt, SamplingParams(**settings))]
+
+
+@torch.inference_mode()
+def forced_logits(model: CausalLM, view: ContiguousView, token_ids: Sequence[int], prompt: int) -> torch.Tensor:
+    """Logits ``[n, V]`` in fp32 behind the prompt and behind every token after it, which are given, one a step."""
+    logits = []
+    for step in [list(token_ids[:prompt]), *([token_id] for token_id in token_ids[prompt:])]:
+        start = view.cache.length
+        positions = torch.arange(start, start + len(step), device=model.device)
+        view.prepare(len(step))
+        hidden = model(Tokens(torch.tensor(step, device=model.device), positions), view)
+        view.cache.advance(len(step))
+        logits.append(model.logits(hidden[-1:]).float())
+    return torch.cat(logits)
+
+
+def test_greedy_tokens_equal_those_of_phase_3_and_of_transformers(model_folder: Path) -> None:
+    config = EngineConfig(model=str(model_folder))
+    engine, unfused, reference = Engine(config), Unfused(config), load_reference(model_folder, torch.float32)
+    for prompt, num_tokens in zip(PROMPTS, (100, 30, 30), strict=True):
+        ours = ids(engine, prompt, num_tokens)
+        assert ours == ids(unfused, prompt, num_tokens), prompt
+        assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), num_tokens), prompt
+
+
+def test_sampled_tokens_equal_those_of_phase_3(model_folder: Path) -> None:
+    config = EngineConfig(model=str(model_folder))
+    assert ids(Engine(config), PROMPTS[0], 40, **SAMPLED) == ids(Unfused(config), PROMPTS[0], 40, **SAMPLED)
+
+
+@pytest.mark.demo
+def test_greedy_tokens_of_the_demo_model_equal_those_of_phase_3(demo_folder: Path) -> None:
+    config = EngineConfig(model=str(demo_folder), max_seq_len=256)
+    ours = ids(Engine(config), PROMPTS[0], 16)
+    assert ours == ids(Unfused(config), PROMPTS[0], 16)
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_every_attention_backend_gives_the_same_tokens(tiny_checkpoints: dict[str, Path], backend: str) -> None:
+    folder = str(tiny_checkpoints["gemma3_text"])
+    ours = ids(Engine(EngineConfig(model=folder, attention_backend=backend)), PROMPTS[2], 40)
+    assert ours == ids(Engine(EngineConfig(model=folder)), PROMPTS[2], 40)
+
+
+def test_every_block_and_the_head_are_fused(model_folder: Path) -> None:
+    model = Engine(EngineConfig(model=str(model_folder))).model
+    assert all(isinstance(block, FusedBlock) for block in model.blocks)
+    assert isinstance(model.head, FusedProjection)
+    plain = load_model(model_folder)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+
+
+def test_an_earlier_phase_names_the_phase_of_flash(tiny_checkpoints: dict[str, Path]) -> None:
+    config = EngineConfig(model=str(tiny_checkpoints["llama"]), attention_backend="flash")
+    with pytest.raises(ConfigError, match=r"attention_backend = 'flash' arrives in phase 03.1; leave it out"):
+        Unfused(config)
+
+
+def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3_000_000_000, 80_000_000_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500_000_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    gpu = torch.device("cuda", 0)
+    placement.check_room(3_400_000_000, gpu, "The model")
+    placement.check_room(10**15, torch.device("cpu"), "The model")
+    with pytest.raises(ConfigError, match=r"The model takes 3\.41 GB and A GPU has 3\.40 of 80\.00 GB free; choose"):
+        placement.check_room(3_410_000_000, gpu, "The model")
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: launch.check_triton_version("3.5.1"), r"Triton 3\.6 or later and this environment has 3\.5\.1"),
+        (lambda: launch.check_triton_version(None), r"need Triton 3\.6 or later and this environment has none"),
+        (lambda: launch.check_capability("Tesla T4", (7, 5)), r"Tesla T4 has compute capability 7\.5 and cannot"),
+    ],
+)
+def test_a_machine_that_cannot_run_the_kernels_is_refused_in_one_sentence(check, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check()
+
+
+def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ConfigError, match="install gcc"):
+        launch.check_compiler()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, backend: str) -> None:
+    on_cpu = Unfused(EngineConfig(model=str(model_folder)))
+    on_gpu = Engine(EngineConfig(model=str(model_folder), device="cuda", dtype="float32", attention_backend=backend))
+    for prompt in PROMPTS:
+        assert ids(on_gpu, prompt, 100) == ids(on_cpu, prompt, 100), prompt
+    assert ids(on_gpu, PROMPTS[0], 60, **SAMPLED) == ids(on_cpu, PROMPTS[0], 60, **SAMPLED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", DEV_SHAPES)
+def test_tokens_of_a_real_shape_equal_those_of_phase_3(shape: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(shape, tmp_path / "model", device="cuda")
+    config = EngineConfig(model=str(folder), device="cuda", dtype="float32", max_seq_len=1024)
+    prompt = list(range(7, 607))  # longer than Gemma's window
+    expected = ids(Unfused(config), prompt, 32)
+    torch.cuda.empty_cache()
+    assert ids(Engine(config), prompt, 32) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", DEV_SHAPES)
+def test_logits_of_a_real_shape_are_within_the_thresholds(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The tokens are given, so that a flip between near equals does not lead the two apart."""
+    folder = make_checkpoint(shape, tmp_path / "model", device="cuda", dtype=str(dtype).removeprefix("torch."))
+    token_ids = torch.randint(0, 50000, (580,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def logits(weights: torch.dtype, is_fused: bool) -> torch.Tensor:
+        model = load_model(folder, dtype=weights, device="cuda", max_positions=600)
+        cache = ContiguousCache(model.config, 600, weights, "cuda")
+        if is_fused:
+            view: ContiguousView = FusedContiguousView(cache, model.config.num_heads)
+            model = fuse(model)
+        else:
+            view = ContiguousView(cache)
+        return forced_logits(model, view, token_ids, prompt=520).cpu()
+
+    truth = logits(torch.float32, is_fused=False)
+    ours, plain = logits(dtype, is_fused=True), logits(dtype, is_fused=False)
+    threshold = THRESHOLDS[dtype]
+    error, peer = distance(ours, truth).typical, distance(plain, truth).typical
+    flips = int((ours.argmax(-1) != truth.argmax(-1)).sum())
+    print(f"{shape} {dtype}: error {error:.2e}, phase 3 {peer:.2e}, flips {flips} of {len(truth)}")
+    assert error <= max(threshold.logits, PEER_FACTOR * peer)
+    assert argmax_shortfall(ours, truth).max() <= max(
+        threshold.argmax, PEER_FACTOR * argmax_shortfall(plain, truth).max().item()
+    )
