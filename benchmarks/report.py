@@ -33,8 +33,9 @@ class Report:
 
     ``results`` holds plain JSON values; by convention its first keys are phase numbers, and a key ends in its unit.
     ``engines`` maps the same keys to whole engine configurations (`engine_settings`), ``model`` comes from
-    `describe_model`, ``flags`` are the options of the run as a reader would type them. The machine is described when
-    the report is made, so make it while the threads of the measurement are set.
+    `describe_model` (empty where a machine was measured and no model), ``flags`` are the options of the run as a reader
+    would type them. The machine is described when the report is made, so make it while the threads of the measurement
+    are set.
     """
 
     name: str
@@ -56,7 +57,8 @@ class Report:
     @property
     def file_stem(self) -> str:
         """Name of the report's files without their ends: benchmark, model, machine."""
-        return f"{slug(self.name)}-{slug(self.model['name'])}-{self.machine_name}"
+        model = f"-{slug(self.model['name'])}" if self.model else ""
+        return f"{slug(self.name)}{model}-{self.machine_name}"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as the JSON file has it."""
@@ -66,7 +68,12 @@ class Report:
 
     def line(self) -> str:
         """The one JSON line that a benchmark prints last: what was run, where, and the results."""
-        head = {"benchmark": self.name, "model": self.model["name"], "machine": self.machine_name, "date": self.date}
+        head = {
+            "benchmark": self.name,
+            "model": self.model.get("name"),
+            "machine": self.machine_name,
+            "date": self.date,
+        }
         return json.dumps(head | {"flags": self.flags, "results": self.results}, ensure_ascii=False, allow_nan=False)
 
 

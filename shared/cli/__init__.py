@@ -6,7 +6,7 @@ of the course appear at once.
 
 import typer
 
-from shared.cli import models, phases, workshop
+from shared.cli import bench, models, phases, workshop
 from shared.cli.chat import EPILOG as CHAT_EPILOG
 from shared.cli.chat import chat
 from shared.cli.compare import EPILOG as COMPARE_EPILOG
@@ -17,6 +17,7 @@ from shared.cli.generate import EPILOG as GENERATE_EPILOG
 from shared.cli.generate import generate
 from shared.cli.ladder import EPILOG as LADDER_EPILOG
 from shared.cli.ladder import ladder
+from shared.cli.roofline import ROOFLINE_EPILOG, roofline
 from shared.cli.terminal import GuardedGroup, examples
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
         "infer phases",
         "infer diff 01b 02",
         "infer ladder",
+        "infer roofline llama-3.2-1b --gpu h100",
         "infer workshop start 01a",
     ),
     add_completion=False,
@@ -40,6 +42,8 @@ app.command("chat", epilog=CHAT_EPILOG)(chat)
 app.add_typer(phases.app, name="phases")
 app.command("diff", epilog=DIFF_EPILOG)(diff)
 app.command("ladder", epilog=LADDER_EPILOG)(ladder)
+app.add_typer(bench.app, name="bench")
+app.command("roofline", epilog=ROOFLINE_EPILOG)(roofline)
 app.command("compare", epilog=COMPARE_EPILOG)(compare)
 app.add_typer(models.app, name="model")
 app.add_typer(workshop.app, name="workshop")

@@ -35,6 +35,7 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "KINETO_LOG_LEVEL": "5",  # of PyTorch's profiler
 }
 # What a terminal would obey instead of show; a model may well say it.
 _CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

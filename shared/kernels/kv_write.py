@@ -19,8 +19,8 @@ import torch
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.kernels.rmsnorm import Norm
 
-NUMBERS_PER_PROGRAM = 512
-NUM_WARPS = 2
+NUMBERS_PER_PROGRAM = 128
+NUM_WARPS = 1
 
 
 class NormAndRotation(Protocol):

@@ -33,11 +33,31 @@ def tiling(rows: int, N: int, K: int, is_gated: bool, itemsize: int) -> Tiling:
     """The tiling for ``rows`` rows of x and W ``[N, K]`` (gated: ``[2N, K]``) of numbers of ``itemsize`` bytes."""
     whole = next_power_of_two(K)
     if rows == 1:
-        if whole <= 1024:
-            return Tiling(2, whole, 4)
-        return Tiling(2 if N >= 65536 else 1, 2048, 4 if whole <= 4096 else 8)
+        return gated_vector_tiling(K) if is_gated else vector_tiling(N, K)
     if rows <= 4 and whole <= 16384:
         return Tiling(1, whole, 4 if whole <= 2048 else 8)
     block_n = 16 if N <= 4096 else 64 if N >= 65536 and not is_gated else 32
     block_bytes = 512 if block_n == 16 or (block_n == 32 and not is_gated) else 256
     return Tiling(block_n, block_bytes // itemsize, 4, num_stages=4, dot=True)
+
+
+def vector_tiling(N: int, K: int) -> Tiling:
+    """The tiling for one row of x: a program has some 4,000 numbers of W on their way, whatever the shape."""
+    whole = next_power_of_two(K)
+    if N >= 65536:
+        return Tiling(8, 1024, 8) if K % 1024 == 0 else Tiling(4, 512, 2)
+    if whole <= 1024:
+        return Tiling(2, whole, 4)
+    if K > 4096:
+        return Tiling(1, 4096, 2)
+    if N > K:
+        return Tiling(4 if N >= 4096 else 2, 512, 2)
+    return Tiling(2, 2048, 4)
+
+
+def gated_vector_tiling(K: int) -> Tiling:
+    """The tiling for one row of x where W holds a gate's row for each other row, and both are on their way."""
+    whole = next_power_of_two(K)
+    if K % 1024 == 0:
+        return Tiling(2, 1024, 4)
+    return Tiling(1, min(whole, 1024), 2)

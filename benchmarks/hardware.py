@@ -1,0 +1,216 @@
+"""What the machine can do at best: the ceilings that every other figure stands beside. Introduced in phase 3.1.
+
+A datasheet's bandwidth is never reached, by anyone; what the simplest kernels reach is the ceiling worth comparing
+with. Four numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions
+a second of a large matrix product, and what a launch costs before any work.
+
+    python -m benchmarks.hardware        the same as: infer bench hardware
+
+Invariant: ceilings hold for one run. Clocks and neighbours change, so a benchmark measures them again itself.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # a script's own folder is on the path, the repository's root is not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.graph_timing import time_calls
+from benchmarks.report import Report, rounded
+from shared.errors import CapacityError
+from shared.kernels.launch import check_launchable, tl, triton
+
+GPU_BUFFER_BYTES = 1 << 30
+CPU_BUFFER_BYTES = 1 << 28
+LEAST_BUFFER_BYTES = 1 << 26
+GPU_MATMUL_SIZE = 8192
+CPU_MATMUL_SIZE = 1024
+READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))
+"""Numbers a tile, tiles a program, warps: which cut reads fastest depends on the chip, so the best one counts."""
+LAUNCHES = 2000
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one device reached in this run; launches are None on a CPU, which has none."""
+
+    copy_bytes_per_second: float  # bytes read plus bytes written
+    read_bytes_per_second: float
+    matmul_flops_per_second: float
+    launch_seconds_eager: float | None  # a Triton kernel from Python, host and stream together
+    launch_seconds_graph: float | None  # the same kernel inside a CUDA graph
+    matmul_dtype: str
+    buffer_bytes: int
+
+    def bytes_per_second(self, kind: str) -> float:
+        """The ceiling ``read`` or ``copy``."""
+        return {"read": self.read_bytes_per_second, "copy": self.copy_bytes_per_second}[kind]
+
+    def results(self) -> dict[str, Any]:
+        """For a report, each key with its unit."""
+
+        def micro(seconds: float | None) -> float | None:
+            return None if seconds is None else rounded(1e6 * seconds)
+
+        return {
+            "copy_gb_per_second": rounded(self.copy_bytes_per_second / 1e9),
+            "read_gb_per_second": rounded(self.read_bytes_per_second / 1e9),
+            "matmul_tflop_per_second": rounded(self.matmul_flops_per_second / 1e12),
+            "matmul_dtype": self.matmul_dtype,
+            "launch_eager_us": micro(self.launch_seconds_eager),
+            "launch_graph_us": micro(self.launch_seconds_graph),
+            "buffer_bytes": self.buffer_bytes,
+        }
+
+
+@triton.jit
+def read_kernel(x, sums, BLOCK: tl.constexpr, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program i sums its TILES · BLOCK numbers into one."""
+    at = x + tl.program_id(0).to(tl.int64) * (BLOCK * TILES) + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for tile in tl.static_range(TILES):
+        total += tl.load(at + tile * BLOCK, eviction_policy="evict_first")
+    tl.store(sums + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def touch_kernel(x):  # type: ignore[no-untyped-def]
+    """Store one number: nearly nothing but its launch."""
+    tl.store(x, 1.0)
+
+
+def device_of(device: str) -> torch.device:
+    """The device by its name, ``cuda`` with the number of the current one."""
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
+
+
+def measure_ceilings(device: str) -> Ceilings:
+    """Measure the ceilings of ``cpu`` or ``cuda``, in seconds.
+
+    Raises ConfigError if the kernels cannot run on this GPU, CapacityError if too little of its memory is free.
+    """
+    where = device_of(device)
+    is_gpu = where.type == "cuda"
+    check_launchable(where)
+    size, dtype = (GPU_MATMUL_SIZE, torch.bfloat16) if is_gpu else (CPU_MATMUL_SIZE, torch.float32)
+    num_bytes = _buffer_bytes(where)
+    a, b = (torch.rand(num_bytes // 4, device=where) for _ in range(2))
+    copy = _seconds(lambda source, target: target.copy_(source), [(a, b), (b, a)])
+    read = _read_seconds(a)
+    del a, b
+    factors = [(torch.randn(size, size, device=where).to(dtype), torch.randn(size, size, device=where).to(dtype))]
+    matmul = _seconds(torch.matmul, factors)
+    del factors
+    launch_eager, launch_graph = _launch_seconds(where) if is_gpu else (None, None)
+    if is_gpu:
+        torch.cuda.empty_cache()
+    return Ceilings(
+        copy_bytes_per_second=2 * num_bytes / copy,
+        read_bytes_per_second=num_bytes / read,
+        matmul_flops_per_second=2 * size**3 / matmul,
+        launch_seconds_eager=launch_eager,
+        launch_seconds_graph=launch_graph,
+        matmul_dtype=str(dtype).removeprefix("torch."),
+        buffer_bytes=num_bytes,
+    )
+
+
+def _buffer_bytes(device: torch.device) -> int:
+    """A power of two; on a GPU of which little is free, less than usual."""
+    if device.type != "cuda":
+        return CPU_BUFFER_BYTES
+    free = torch.cuda.mem_get_info(device)[0]
+    num_bytes = GPU_BUFFER_BYTES
+    while num_bytes > free // 4:
+        num_bytes //= 2
+    if num_bytes < LEAST_BUFFER_BYTES:
+        raise CapacityError(
+            f"{free / 2**30:.2f} GiB of the GPU's memory are free, too little to measure its bandwidth, which takes "
+            f"{4 * LEAST_BUFFER_BYTES / 2**30:.2f} GiB; end the programs that hold the rest, or use --device cpu."
+        )
+    return num_bytes
+
+
+def _seconds(call: Any, input_sets: Sequence[tuple[torch.Tensor, ...]]) -> float:
+    """Of one call that takes long enough for a few to tell."""
+    is_gpu = input_sets[0][0].is_cuda
+    return time_calls(call, input_sets, trials=9 if is_gpu else 3, min_calls=10 if is_gpu else 1).seconds
+
+
+def _read_seconds(x: torch.Tensor) -> float:
+    """To read all of x: on a GPU by the best cut of our kernel, on a CPU by PyTorch's sum."""
+    if not x.is_cuda:
+        return _seconds(torch.sum, [(x,)])
+    total = x.sum(dtype=torch.float64)
+    times = []
+    for block, tiles, num_warps in READ_CUTS:
+        sums = torch.zeros(x.numel() // (block * tiles), device=x.device)
+
+        def read(x: torch.Tensor, sums: torch.Tensor, cut: tuple[int, int, int] = (block, tiles, num_warps)) -> None:
+            read_kernel[(len(sums),)](x, sums, BLOCK=cut[0], TILES=cut[1], num_warps=cut[2])
+
+        read(x, sums)
+        if abs(sums.sum(dtype=torch.float64) / total - 1) > 1e-4:
+            raise RuntimeError(f"the read kernel summed {sums.sum()} where {total} is right")
+        times.append(_seconds(read, [(x, sums)]))
+    return min(times)
+
+
+def _launch_seconds(device: torch.device) -> tuple[float, float]:
+    """Of one launch among many: asked for by Python, and replayed from a graph."""
+    x = torch.zeros(32, device=device)
+
+    def touch(x: torch.Tensor) -> None:
+        touch_kernel[(1,)](x, num_warps=1)
+
+    in_graph = time_calls(touch, [(x,)], min_calls=LAUNCHES).seconds
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(LAUNCHES):
+            touch(x)
+        torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - started) / LAUNCHES)
+    return statistics.median(times), in_graph
+
+
+def hardware_report(ceilings: Ceilings, device: str) -> Report:
+    """A report of the machine alone."""
+    return Report(
+        name="hardware",
+        model={},
+        engines={},
+        seed=0,
+        flags={"device": device},
+        results=ceilings.results(),
+        device=device,
+    )
+
+
+def table_rows(ceilings: Ceilings) -> list[tuple[str, str]]:
+    """What was measured, and the figure with its unit, for a reader."""
+    values = asdict(ceilings)
+    rows = [
+        ("copy, read and written", f"{values['copy_bytes_per_second'] / 1e9:,.1f} GB/s"),
+        ("read only", f"{values['read_bytes_per_second'] / 1e9:,.1f} GB/s"),
+        (f"matrix product, {ceilings.matmul_dtype}", f"{values['matmul_flops_per_second'] / 1e12:,.3g} TFLOP/s"),
+    ]
+    for name, key in (("eager", "launch_seconds_eager"), ("inside a CUDA graph", "launch_seconds_graph")):
+        if values[key] is not None:
+            rows.append((f"launch, {name}", f"{1e6 * values[key]:.2f} µs"))
+    return rows
+
+
+if __name__ == "__main__":
+    from shared.cli.bench_hardware import hardware, run_command
+
+    run_command(hardware)

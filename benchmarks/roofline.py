@@ -1,0 +1,192 @@
+"""From a model's shape to the least time that a token can take. Introduced in phase 3.1.
+
+A decode step reads every weight once, and the keys and values of every sequence it continues; it multiplies each number
+read by another, once for each sequence. A machine reads so many bytes and computes so many products a second: the two
+times that follow are floors under every program, and the larger one says what a step waits for. This is the roofline of
+Williams, Waterman and Patterson (2009), with time upwards.
+
+Invariants: everything follows from a model's configuration, and no weights are needed; parameters, and bytes of
+weights, keys and values, are exact. Activations, and the arithmetic of norms, rotations and soft-maxes, are left out,
+so that a floor stays a floor.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from shared.checkpoints.shapes import SHAPES
+from shared.errors import ModelFolderError
+from shared.loading.config_json import parse_config, read_config
+from shared.loading.resolve import resolve_model
+from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
+
+PARTS = ("embedding", "attention projections", "MLP projections", "norms and biases", "output head")
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least that a step can cost: bytes over bandwidth, or FLOPs over the rate of arithmetic, whichever is more."""
+
+    batch: int
+    num_bytes: int
+    flops: int
+    memory_seconds: float
+    compute_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.memory_seconds, self.compute_seconds)
+
+    @property
+    def is_memory_bound(self) -> bool:
+        return self.memory_seconds >= self.compute_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together, at most."""
+        return self.batch / self.seconds
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """What a decode step of ``batch`` sequences must read and compute.
+
+    ``context`` is everywhere the number of tokens S that a sequence's new token sees, itself included.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Parameters by part, in the order of `PARTS`; a tied head is the embedding and counts none of its own."""
+        counts = dict.fromkeys(PARTS, 0)
+        for name, parameter in CausalLM(self.config, max_positions=1).named_parameters():
+            counts[_part(name)] += parameter.numel()
+        if self.config.tie_word_embeddings:
+            counts["output head"] = 0
+        return counts
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.parameters.values())
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the weights occupy."""
+        return self.num_parameters * self.dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that one step reads whatever its batch: all, but of an embedding that is not the head, none."""
+        unread = 0 if self.config.tie_word_embeddings else self.parameters["embedding"]
+        return (self.num_parameters - unread) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """The embedding's row, read for each token where the table is not read anyway, as the head."""
+        return 0 if self.config.tie_word_embeddings else self.config.hidden_size * self.dtype.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values that one token adds to the memory, in all layers: 2 · layers · Hkv · D · bytes."""
+        return len(self.config.windows) * self._layer_kv_bytes
+
+    def kv_bytes(self, context: int) -> int:
+        """Keys and values that attention touches for one token; a windowed layer sees no more than its window."""
+        return sum(_seen(context, window) for window in self.config.windows) * self._layer_kv_bytes
+
+    def mean_kv_bytes(self, first: int, last: int) -> float:
+        """The mean of :meth:`kv_bytes` over contexts from ``first`` to ``last``, both included."""
+        return sum(map(self.kv_bytes, range(first, last + 1))) / (last - first + 1)
+
+    @property
+    def matmul_flops(self) -> int:
+        """Of the products with weights, for one token: a multiplication and an addition for each weight."""
+        head = self.config.vocab_size * self.config.hidden_size
+        return 2 * (self.parameters["attention projections"] + self.parameters["MLP projections"] + head)
+
+    def attention_flops(self, context: int) -> int:
+        """Of scores and weighted sums, for one token: 4 · Hq · D for each token seen, in each layer."""
+        seen = sum(_seen(context, window) for window in self.config.windows)
+        return 4 * self.config.num_heads * self.config.head_dim * seen
+
+    def flops(self, context: int, batch: int = 1) -> int:
+        """Of a step: the batch shares no arithmetic."""
+        return batch * (self.matmul_flops + self.attention_flops(context))
+
+    def num_bytes(self, context: int, batch: int = 1) -> int:
+        """Of a step: the batch shares the weights, and nothing else."""
+        return self.weight_bytes + batch * (self.row_bytes + self.kv_bytes(context))
+
+    def intensity(self, context: int, batch: int = 1) -> float:
+        """FLOPs for each byte moved."""
+        return self.flops(context, batch) / self.num_bytes(context, batch)
+
+    def floor(self, context: int, bandwidth: float, flops_rate: float, batch: int = 1) -> Floor:
+        """The floor on a machine that reads ``bandwidth`` bytes and computes ``flops_rate`` FLOPs a second."""
+        num_bytes, flops = self.num_bytes(context, batch), self.flops(context, batch)
+        return Floor(batch, num_bytes, flops, num_bytes / bandwidth, flops / flops_rate)
+
+    def turning_batch(self, context: int, bandwidth: float, flops_rate: float) -> int | None:
+        """The smallest batch that waits for arithmetic; None where none does.
+
+        Each sequence adds its own keys and values to read and its own FLOPs to compute. Where reading its keys and
+        values takes longer than its arithmetic, no batch is large enough.
+        """
+        per_sequence = self.flops(context) / flops_rate - (self.row_bytes + self.kv_bytes(context)) / bandwidth
+        if per_sequence <= 0:
+            return None
+        return max(1, math.floor(self.weight_bytes / bandwidth / per_sequence) + 1)
+
+    @property
+    def _layer_kv_bytes(self) -> int:
+        return 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+
+
+def find_config(model: str) -> tuple[str, ModelConfig]:
+    """Name and shape of a model folder, a shape that checkpoints can be made in, a known model, or one of the hub.
+
+    Of the hub's models only ``config.json`` is fetched. Raises ModelFolderError with what would be right.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve().name, read_config(folder)
+    if model in SHAPES:
+        return model, parse_config(dict(SHAPES[model]), f"the shape {model}")
+    if model.count("/") == 1 and all(model.split("/")) and not model.startswith((".", "~")) and not folder.exists():
+        return model, read_config(_hub_config(model).parent)
+    try:
+        return model, read_config(resolve_model(model))
+    except ModelFolderError as error:
+        raise ModelFolderError(f"{error} A shape does as well: {', '.join(SHAPES)}.") from None
+
+
+def _hub_config(name: str) -> Path:
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=constants.HF_HUB_OFFLINE))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    raise ModelFolderError(
+        f"The configuration of {name} could not be had from the hub ({reason}); check the name and the network, or "
+        f"give a model's folder or a shape: {', '.join(SHAPES)}."
+    )
+
+
+def _seen(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
+
+
+def _part(name: str) -> str:
+    if name.startswith(("embedding.", "head.")):
+        return "embedding" if name.startswith("embedding.") else "output head"
+    if name.endswith("_proj.weight"):
+        return "attention projections" if ".attention." in name else "MLP projections"
+    return "norms and biases"

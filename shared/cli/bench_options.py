@@ -1,0 +1,56 @@
+"""What the commands of ``infer bench`` that measure answers share: options, progress, the files that were written.
+
+Introduced in phase 3.1.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shared.cli.terminal import stderr_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shared.checkpoints.progress import Progress
+
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help="A model folder, a known name, or a hub name owner/name.", envvar="INFER_MODEL"),
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda. Default: a GPU where there is one.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of PyTorch. Default: as it chooses.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the synthetic prompts.")]
+
+
+def computing_device(asked: str | None) -> str:
+    """The device asked for, or the GPU where there is one."""
+    import torch
+
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def step_progress() -> "Iterator[Progress]":
+    """A bar on standard error, where that is a terminal, for steps that are named and counted."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("look at the model", total=None)
+
+        def report(text: str, done: int, total: int) -> None:
+            bar.update(task, description=text, completed=done, total=total)
+
+        yield report
+
+
+def tell_written(console: "Console", paths: list[Path]) -> None:
+    """A line for each file, behind an empty one."""
+    for index, path in enumerate(paths):
+        console.print(("\n" if index == 0 else "") + f"wrote {path}", style="bright_black", soft_wrap=True)
