@@ -169,8 +169,12 @@ def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
         assert phase is not None
         return list(exercises_of(find_lesson(phase)))
     exercise = find_exercise(only)
-    if phase is not None and find_lesson(phase).number != exercise.phase:
-        raise ConfigError(f"Exercise {exercise.number} belongs to phase {exercise.phase}, not to phase {phase}.")
+    if phase is not None and (lesson := find_lesson(phase)).number != exercise.phase:
+        those = ", ".join(entry.number for entry in lesson.exercises) or "none yet"
+        raise ConfigError(
+            f"Exercise {exercise.number} belongs to phase {exercise.phase}, not to phase {lesson.number}, whose "
+            f"exercises are {those}."
+        )
     return [exercise]
 
 

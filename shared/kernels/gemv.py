@@ -105,6 +105,10 @@ def gemv_kernel(
                 squares += tile * tile
             inverse_rms = tl.rsqrt(tl.sum(squares) / K + eps)
             h = normalized(h, inverse_rms, first_scale, x.dtype.element_ty)
+        # exercise 03.1.3: a row of x times tiles of W, in fp32
+        # hint: products is [BLOCK_N, BLOCK_K]: h[None, :] times a tile, widened before it is multiplied
+        # hint: further tiles begin at BLOCK_K, 2 BLOCK_K, ... below K: tl.static_range
+        # hint: where there is a norm, what load_vector gives of x is not normed yet; see how h was, above
         products = h[None, :] * first.to(tl.float32)
         if ACTIVATION is not None:
             up_products = h[None, :] * first_up.to(tl.float32)
@@ -116,6 +120,7 @@ def gemv_kernel(
             products += h[None, :] * load_weights(rows, is_row, start + k, K, BLOCK_K).to(tl.float32)
             if ACTIVATION is not None:
                 up_products += h[None, :] * load_weights(up_rows, is_row, start + k, K, BLOCK_K).to(tl.float32)
+        # end exercise
         y = tl.sum(products, axis=1)
         if bias is not None:
             y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
@@ -207,7 +212,7 @@ def linear(
     Returns:
         ``[T, N]`` in the dtype of x.
     """
-    T, N = len(x), len(weight)
+    T, N = x.shape[0], weight.shape[0]
     if launches(x) and T <= MAX_ROWS:
         return _launch(x, weight, bias, norm, residual, activation, cut)
     if norm is not None:
@@ -229,7 +234,7 @@ def _launch(
     cut: Tiling | None,
 ) -> torch.Tensor:
     T, K = x.shape
-    N = len(weight) if activation is None else len(weight) // 2
+    N = weight.shape[0] if activation is None else weight.shape[0] // 2
     if weight.shape[1] != K or not weight.is_contiguous():
         raise ValueError(f"the weight must be contiguous [N, {K}]; its shape is {weight.shape}, {weight.stride()}")
     out = torch.empty(T, N, dtype=x.dtype, device=x.device)

@@ -31,11 +31,8 @@ class Tiling:
 @functools.cache
 def tiling(rows: int, N: int, K: int, is_gated: bool, itemsize: int) -> Tiling:
     """The tiling for ``rows`` rows of x and W ``[N, K]`` (gated: ``[2N, K]``) of numbers of ``itemsize`` bytes."""
-    whole = next_power_of_two(K)
     if rows == 1:
         return gated_vector_tiling(K) if is_gated else vector_tiling(N, K)
-    if rows <= 4 and whole <= 16384:
-        return Tiling(1, whole, 4 if whole <= 2048 else 8)
     block_n = 16 if N <= 4096 else 64 if N >= 65536 and not is_gated else 32
     block_bytes = 512 if block_n == 16 or (block_n == 32 and not is_gated) else 256
     return Tiling(block_n, block_bytes // itemsize, 4, num_stages=4, dot=True)

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tutorial.workshop.exercises import exercises, find_exercise, reference
+
 ROOT = Path(__file__).parents[2]
 KV_BYTES_GAP = 'raise NotImplementedError("exercise 03.1: what one token costs, in bytes")'
+GAP_LINE = reference(find_exercise("03.1"))[1].begin + 2  # where the line of the gap stands, counted from 1
 KV_BYTES = "return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize"
 
 
@@ -34,10 +37,11 @@ class Learner:
     def cache(self) -> Path:
         return self.workspace / "shared" / "cache" / "contiguous.py"
 
-    def write(self, old: str, new: str) -> None:
-        text = self.cache.read_text()
+    def write(self, old: str, new: str, file: Path | None = None) -> None:
+        file = file or self.cache
+        text = file.read_text()
         assert old in text
-        self.cache.write_text(text.replace(old, new))
+        file.write_text(text.replace(old, new))
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def test_from_start_to_passed(learner: Learner) -> None:
     started = learner.workshop("start", "3", "--only", "3.1")
     assert started.returncode == 0, started.stderr
     assert "workspace/shared/cache/contiguous.py" in started.stdout
-    assert "03.1  line   20" in started.stdout
+    assert f"03.1  line {GAP_LINE:>4}" in started.stdout
     assert "infer workshop check 03 --only 03.1" in started.stdout
 
     todo = learner.workshop("check", "03", "--only", "03.1")
@@ -71,7 +75,7 @@ def test_from_start_to_passed(learner: Learner) -> None:
     assert "passed" in learner.workshop("status").stdout
 
     learner.write("return 2 *", "return 1 + 1 *")
-    assert "0 of 17 passed" in learner.workshop("status").stdout, "a check holds for the file that it saw"
+    assert f"0 of {len(exercises())} passed" in learner.workshop("status").stdout, "a check holds for the file it saw"
 
 
 def test_an_error_names_the_learner_s_own_line(learner: Learner) -> None:
@@ -80,13 +84,13 @@ def test_an_error_names_the_learner_s_own_line(learner: Learner) -> None:
     checked = learner.workshop("check")
     assert checked.returncode == 1
     assert "AttributeError" in checked.stdout
-    assert "contiguous.py:20" in checked.stdout
+    assert f"contiguous.py:{GAP_LINE}" in checked.stdout
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("return 2 *", "line 20: invalid syntax"),
+        ("return 2 *", f"line {GAP_LINE}: invalid syntax"),
         ("import sys; sys.exit(0)", "SystemExit"),
         ("import os; os._exit(0)", "the run ended before this"),
     ],
@@ -118,7 +122,8 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
     title = "attend over the cache, of a windowed layer over its window alone"
     attend = f'raise NotImplementedError("exercise 03.4: {title}")'
     learner.write(attend, 'raise RuntimeError("this is mine")')
-    command = ("generate", "--model", str(tiny_checkpoints["llama"]), "--prompt", "ab", "--max-tokens", "3")
+    command = ("generate", "--phase", "03", "--model", str(tiny_checkpoints["llama"]), "--prompt", "ab")
+    command += ("--max-tokens", "3")
     failed = learner.infer(*command, INFER_WORKSHOP="1", TERMINAL_WIDTH="300")
     assert failed.returncode == 1
     assert "this is mine" in failed.stderr
@@ -133,7 +138,7 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
     learner.write(KV_BYTES, "return (")
     broken = learner.infer(*command, INFER_WORKSHOP="1")
     assert broken.returncode == 2
-    assert "contiguous.py, line 20" in broken.stderr
+    assert f"contiguous.py, line {GAP_LINE}" in broken.stderr
     assert "Traceback" not in broken.stderr
 
 
@@ -155,6 +160,45 @@ def test_inspect_sees_the_text_that_runs(learner: Learner) -> None:
     assert KV_BYTES_GAP in raising.stdout
 
 
+def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
+    started = learner.workshop("start", "03.1", "--only", "3.1.1")
+    assert started.returncode == 0, started.stderr
+    assert "  03.1.1  line" in started.stdout
+    kernel = learner.workspace / "shared" / "kernels" / "gated.py"
+    gap = 'raise NotImplementedError("exercise 03.1.1: both gated activations, GELU without a tanh")'
+    sigmoid = "tl.sigmoid({}gate{})"
+    code = 'return gate * up * ({} if ACTIVATION == "silu" else {})'.format(
+        sigmoid.format("", ""), sigmoid.format("1.5957691216057308 * ", " * (1.0 + 0.044715 * gate * gate)")
+    )
+    learner.write(gap, code.replace("tl.sigmoid", "tl.sigmod"), kernel)
+    wrong = learner.workshop("check", "03.1", "--only", "03.1.1")
+    assert wrong.returncode == 1
+    assert "AttributeError: module 'triton.language' has no attribute 'sigmod'" in wrong.stdout
+    number = next(number for number, line in enumerate(kernel.read_text().splitlines(), 1) if "sigmod" in line)
+    assert f"shared/kernels/gated.py:{number}" in wrong.stdout
+    learner.write("tl.sigmod", "tl.sigmoid", kernel)
+    right = learner.workshop("check")
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert "36 tests, run on gated_activation of" in right.stdout
+
+
+def test_the_interpreter_runs_the_text_of_a_kernel_that_the_workspace_gives(learner: Learner) -> None:
+    """The interpreter reads a kernel's source again: with its gaps filled it has to find the lines that ran."""
+    learner.workshop("start", "03.1")
+    code = (
+        "import torch; from shared.kernels import gated; from shared.ops.gated import swiglu\n"
+        "gate, up = torch.randn(2, 33), torch.randn(2, 33)\n"
+        "print(torch.allclose(gated.swiglu(gate, up), swiglu(gate, up), atol=1e-6))\n"
+        "print(gated.gated_kernel.fn.__code__.co_filename)\n"
+    )
+    filled = learner.run(sys.executable, "-c", code, INFER_WORKSHOP="1", TRITON_INTERPRET="1")
+    assert filled.stdout == f"True\n{learner.workspace / 'shared/kernels/gated.py'}\n", filled.stderr
+    raising = learner.run(
+        sys.executable, "-c", code, INFER_WORKSHOP="1", TRITON_INTERPRET="1", INFER_WORKSHOP_GAPS="raise"
+    )
+    assert "NotImplementedError: exercise 03.1.1: both gated activations, GELU without a tanh" in raising.stderr
+
+
 def test_solution_asks_first_and_shows_the_difference(learner: Learner) -> None:
     learner.workshop("start", "03", "--only", "03.1")
     learner.write(KV_BYTES_GAP, "return 7")
@@ -174,6 +218,7 @@ def test_solution_asks_first_and_shows_the_difference(learner: Learner) -> None:
         (("start", "42"), "There is no phase '42'; there are 01a, 01b"),
         (("start", "03", "--only", "03.9"), "There is no exercise '03.9'; there are 01a.1"),
         (("start", "03", "--only", "02.1"), "Exercise 02.1 belongs to phase 02, not to phase 03"),
+        (("start", "03.1", "--only", "03.1"), "belongs to phase 03, not to phase 03.1, whose exercises are 03.1.1,"),
         (("hint", "nonsense"), "There is no exercise 'nonsense'"),
         (("check",), "Nothing has been started in"),
     ],

@@ -1,10 +1,12 @@
 """Fused blocks with their kernels launched, against the plain blocks: the same model, in as many launches as said."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.kernels import gemv
@@ -12,13 +14,14 @@ from shared.kernels.gated import gated_kernel
 from shared.kernels.gemv import gemv_kernel, skinny_kernel
 from shared.kernels.launch import INTERPRETED
 from shared.kernels.rmsnorm import rms_norm_kernel
-from shared.kernels.tiling import Tiling
+from shared.kernels.tiling import MAX_ROWS, Tiling
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.tokens import Tokens
 
 STEPS = {"few rows": [5, 1], "both sides of the limit": [17, 16]}
+ELEMENTWISE = {"add", "add_", "mul", "mul_", "silu", "gelu", "pow", "mean", "rsqrt", "rms_norm", "_fused_rms_norm"}
 HALVES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
@@ -90,3 +93,43 @@ def test_the_launches_of_a_step(model_folder: Path, device: torch.device, num_la
     many = {kind: count - few[kind] for kind, count in made().items()}
     # Before QKV, before gate and up with the addition, behind down with the addition; and before the head.
     assert many == {"products": 0, "norms": (2 + has_post_norms) * layers + 1, "activations": layers}
+
+
+class Echo:
+    """A memory that gives back the queries, so that only the block's own operations are seen."""
+
+    def write(self, layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
+        return q
+
+    def attend(self, layer: int, q: torch.Tensor, **_: object) -> torch.Tensor:
+        return q
+
+
+class Elementwise(TorchDispatchMode):
+    """Counts PyTorch's operations that only turn vectors into vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = operation.__name__.split(".")[0]
+        self.counts[name] += name in ELEMENTWISE
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_between_the_launches_nothing_is_computed(
+    model_folder: Path, rows: int, device: torch.device, randn: Callable
+) -> None:
+    """Norms, activations and additions are in kernels; a prompt's last addition, behind PyTorch's product, is not."""
+    model = load(model_folder, torch.float32, device)
+    x, ids = randn(rows, model.config.hidden_size), torch.arange(rows, device=device)
+    made = []
+    for block in (model.blocks[0], fuse(model).blocks[0]):
+        with Elementwise() as elementwise:
+            block(x, Tokens(ids, ids), Echo())
+        made.append(elementwise.counts.total())
+    plain, fused = made
+    assert plain >= 6
+    assert fused == int(rows > MAX_ROWS and model.blocks[0].post_mlp_norm is None)

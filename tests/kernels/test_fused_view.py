@@ -1,6 +1,5 @@
 """The fused view gives what the plain one gives, on every backend, for every family, and on the CPU to the last bit."""
 
-
 import pytest
 import torch
 

@@ -70,6 +70,33 @@ def check(assert_near: Callable) -> Callable[..., None]:
     return run
 
 
+@pytest.mark.parametrize(("rows", "K"), [(1, 64), (1, 128), (1, 100), (2, 129)])
+def test_one_tile_and_several(rows: int, K: int, randn: Callable, check: Callable, num_launches: Callable) -> None:
+    check(randn(rows, K), randn(19, K, scale=0.1), cut=GEMV)
+    assert num_launches(gemv_kernel) == num_launches() == 1
+
+
+@pytest.mark.parametrize("K", [64, 100, 200])
+def test_every_tile_is_normed(K: int, randn: Callable, check: Callable) -> None:
+    check(randn(2, K, scale=5), randn(19, K, scale=0.1), norm=norm_of(randn(K), 1.0), cut=GEMV)
+
+
+@pytest.mark.parametrize("K", [64, 100])
+def test_gate_and_up_in_one_pass(K: int, randn: Callable, check: Callable) -> None:
+    check(randn(2, K), randn(2 * 19, K, scale=0.1), None, norm_of(randn(K), 0.0), activation=swiglu, cut=GEMV)
+
+
+def test_sixteen_bits_are_widened_before_they_are_multiplied_and_summed(device: torch.device) -> None:
+    """300 squared is more than fp16 can hold, and 4096 with 1/64 added is 4096 there; in fp32 all of it is exact."""
+    x = torch.ones(1, 128, dtype=torch.float16, device=device)
+    weight = torch.full((8, 128), 1 / 64, dtype=torch.float16, device=device)
+    weight[:, 0], weight[:, 127] = 4096, -4096
+    assert (linear(x, weight, cut=GEMV) == 126 / 64).all()
+    x[0, 3] = x[0, 70] = weight[:, 3] = 300
+    weight[:, 70] = -300
+    assert (linear(x, weight, cut=GEMV) == 124 / 64).all()
+
+
 @CUTS
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.cli.classroom import wanted_exercises
 from shared.errors import ConfigError
+from shared.lessons import find_lesson
 from tutorial.workshop.exercises import ROOT, exercises, exercises_of, find_exercise, function_lines, reference, regions
 from tutorial.workshop.skeleton import filled, has_gap, skeleton, with_gap
 from tutorial.workshop.workspace import State, Workspace
@@ -127,6 +129,19 @@ def test_numbers_are_found_as_people_write_them_and_unknown_ones_listed() -> Non
     assert find_exercise("3.1") is find_exercise("03.1")
     with pytest.raises(ConfigError, match=r"There is no exercise '3\.9'; there are 01a\.1, .*03\.1"):
         find_exercise("3.9")
+
+
+def test_a_number_names_an_exercise_or_a_phase_by_where_it_stands() -> None:
+    """03.1 is the first exercise of phase 3, and a phase; the exercises of that phase have three numbers."""
+    assert find_exercise("03.1").phase == find_exercise("3.1").phase == "03"
+    assert find_exercise("3.1.1") is find_exercise("03.1.1")
+    assert find_exercise("03.1.1").phase == find_lesson("3.1").number == "03.1"
+    assert [exercise.number for exercise in wanted_exercises("03.1", None)][:2] == ["03.1.1", "03.1.2"]
+    assert wanted_exercises(None, "03.1") == wanted_exercises("03", "3.1") == [find_exercise("03.1")]
+    assert wanted_exercises("03_1", "03.1.1") == [find_exercise("03.1.1")]
+    for phase, only in (("03.1", "03.1"), ("03", "03.1.1")):
+        with pytest.raises(ConfigError, match=rf"belongs to phase .*, not to phase {phase}, whose exercises are"):
+            wanted_exercises(phase, only)
 
 
 def test_the_reference_reads_well_without_its_markers() -> None:

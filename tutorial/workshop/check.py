@@ -1,5 +1,7 @@
-"""Run the tests of exercises on a workspace, in a process of their own, and judge each exercise.
+"""Run the tests of exercises on a workspace, in processes of their own, and judge each exercise.
 
+Tests of kernels are a run of their own: they go through Triton's interpreter, also where there is a GPU, since a
+compiler takes a kernel with a gap for a mistake in the language. The variable has to be set before Triton is imported.
 Invariant: an exercise passes only if every test mapped to it ran to its end and passed, and the function that it asks
 for was compiled from a file of the workspace.
 """
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from shared.errors import ConfigError
@@ -22,6 +25,8 @@ from tutorial.workshop.exercises import ROOT, Exercise
 from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS
 from tutorial.workshop.recorder import RECORD
 
+KERNEL_TESTS = "tests/kernels/"
+INTERPRET = "TRITON_INTERPRET"
 SECONDS_PER_TEST = 60
 SECONDS_PER_RUN = 300
 SECONDS_PER_LOOK = 0.1
@@ -88,36 +93,59 @@ def run_tests(
     tests = list(dict.fromkeys(test for exercise in wanted for test in exercise.tests))
     if not (ROOT / "tests").is_dir():
         raise ConfigError(f"The tests of the exercises are not in {ROOT}; run this in a checkout of the repository.")
-    ended = "the run ended before this"
+    last = time.monotonic() + seconds
+    entries: list[dict] = []
+    printed: list[str] = []
+    ended: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="workshop-") as folder:
-        record = Path(folder) / "record.jsonl"
-        options = ["-p", "tutorial.workshop.recorder", *tests]
-        variables = {RECORD: str(record), **(environment or {})}
-        look = None if watch is None else lambda pid: watch(pid, record)
-        try:
-            code, output = run_pytest(
-                workspace,
-                options,
-                gaps_raise=gaps_raise,
-                seconds=seconds,
-                environment=variables,
-                before=before,
-                watch=look,
-            )
-            if code is None:
-                ended = f"the run was ended after {seconds:g} s"
-            elif code < 0:
-                ended = f"the run was ended by signal {-code} ({signal.strsignal(-code)})"
-            else:
-                ended += f", with exit code {code}"
-        except RunEndedError as reason:
-            ended, output = str(reason), ""
-        lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
-    entries = [json.loads(line) for line in lines if line.endswith("}")]
+        for is_interpreted in (False, True):
+            part = [test for test in tests if test.startswith(KERNEL_TESTS) == is_interpreted]
+            if not part:
+                continue
+            record = Path(folder) / f"record-{is_interpreted}.jsonl"
+            try:
+                code, output = run_pytest(
+                    workspace,
+                    ["-p", "tutorial.workshop.recorder", *part],
+                    gaps_raise=gaps_raise,
+                    seconds=last - time.monotonic(),
+                    environment={RECORD: str(record), INTERPRET: str(int(is_interpreted)), **(environment or {})},
+                    before=before,
+                    watch=None if watch is None else partial(_look, watch, record),
+                )
+                printed.append(output)
+                ended |= dict.fromkeys(part, _how_it_ended(code, seconds))
+            except RunEndedError as reason:
+                ended |= {test: str(reason) for test in tests if test not in ended}
+            entries += _entries(record)
+            if len(ended) == len(tests):
+                break
     results = [entry for entry in entries if "test" in entry]
-    files: Mapping[str, str | None] = next((entry["files"] for entry in entries if "files" in entry), {})
+    files: dict[str, str | None] = {}
+    for entry in entries:
+        files |= entry.get("files", {})
     errors = {entry["test"]: entry["error"] for entry in results if entry["outcome"] == "failed"}
-    return Run(tuple(_judge(exercise, results, files, workspace, ended) for exercise in wanted), errors, output)
+    verdicts = tuple(_judge(exercise, results, files, workspace, ended) for exercise in wanted)
+    return Run(verdicts, errors, "\n".join(printed))
+
+
+def _look(watch: Callable[[int, Path], None], record: Path, pid: int) -> None:
+    watch(pid, record)
+
+
+def _how_it_ended(code: int | None, seconds: float) -> str:
+    """What is to be said of a test that did not come to its end."""
+    if code is None:
+        return f"the run was ended after {seconds:g} s"
+    if code < 0:
+        return f"the run was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"the run ended before this, with exit code {code}"
+
+
+def _entries(record: Path) -> list[dict]:
+    """What the recorder wrote; of a line that was cut nothing."""
+    lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def run_pytest(
@@ -175,9 +203,10 @@ def _wait(process: subprocess.Popen[bytes], seconds: float, watch: Callable[[int
 
 
 def _judge(
-    exercise: Exercise, results: list[dict], files: Mapping[str, str | None], workspace: Path, ended: str
+    exercise: Exercise, results: list[dict], files: Mapping[str, str | None], workspace: Path, ended: Mapping[str, str]
 ) -> Verdict:
-    mine = [entry for entry in results if any(_covers(test, entry["test"]) for test in exercise.tests)]
+    found = [entry for entry in results if any(_covers(test, entry["test"]) for test in exercise.tests)]
+    mine = [entry for entry in found if entry["outcome"] != "skipped"]  # a case that needs a GPU, say
     passed = [entry for entry in mine if entry["outcome"] == "passed"]
     failed = [entry for entry in mine if entry["outcome"] == "failed"]
     file = files.get(exercise.number)
@@ -189,11 +218,11 @@ def _judge(
         return Verdict(exercise, Outcome.FAILED, *counts, first["error"], first["test"], where, file)
     missing = [test for test in exercise.tests if not any(_covers(test, entry["test"]) for entry in passed)]
     if missing:
-        skipped = [entry["error"] for entry in mine if entry["outcome"] == "skipped"]
-        reason = skipped[0] if skipped else ended
+        skipped = [entry["error"] for entry in found if entry["outcome"] == "skipped"]
+        reason = skipped[0] if skipped else ended[missing[0]]
         return Verdict(exercise, Outcome.NOT_RUN, *counts, reason, missing[0], None, file)
     if not files:
-        return Verdict(exercise, Outcome.NOT_RUN, *counts, ended, None, None, file)
+        return Verdict(exercise, Outcome.NOT_RUN, *counts, ended[exercise.tests[0]], None, None, file)
     if file is None or not Path(file).is_relative_to(workspace):
         reason = f"{exercise.target} that ran is not the workspace's, but {file or 'no function'}"
         return Verdict(exercise, Outcome.NOT_RUN, *counts, reason, None, None, file)

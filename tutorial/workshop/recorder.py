@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 RECORD = "INFER_WORKSHOP_RECORD"
 MOST_LETTERS = 500
 MOST_PLACES = 100
+INTERPRETERS_OWN = "InterpreterError"  # what Triton's interpreter wraps around an error, once for each function
 
 
 class Recorder:
@@ -40,8 +42,9 @@ class Recorder:
             self._write(test=item.nodeid, outcome="skipped", error=str(call.excinfo.value))
             return
         errors = list(_chain(call.excinfo.value))
+        errors = [e for e in errors if type(e).__name__ != INTERPRETERS_OWN] or errors
         error = next((e for e in errors if isinstance(e, NotImplementedError)), errors[0])
-        self._write(test=item.nodeid, outcome="failed", error=_one_line(error), where=_places(call.excinfo))
+        self._write(test=item.nodeid, outcome="failed", error=_one_line(error), where=_places(call.excinfo.value))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -81,9 +84,13 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.strip()}"[:MOST_LETTERS] if text else type(error).__name__
 
 
-def _places(excinfo: pytest.ExceptionInfo[BaseException]) -> list[str]:
-    """The last places that the error went through, innermost last, as file:line."""
-    return [f"{entry.path}:{entry.lineno + 1}" for entry in excinfo.traceback[-MOST_PLACES:]]
+def _places(error: BaseException) -> list[str]:
+    """The last places that the error and its causes went through, innermost last, as file:line."""
+    places = []
+    for each in _chain(error):
+        for frame, line in traceback.walk_tb(each.__traceback__):
+            places.append(f"{frame.f_code.co_filename}:{line}")
+    return places[-MOST_PLACES:]
 
 
 def _file(module: Any, target: str) -> str | None:
