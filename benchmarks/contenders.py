@@ -64,9 +64,9 @@ def generating_lessons(numbers: Sequence[str]) -> list[Lesson]:
 def load_engine(lesson: Lesson, config: EngineConfig, max_seconds: float | None) -> Contender:
     """A phase's engine; its answers break off after ``max_seconds`` of decoding."""
     before = allocated(config.device)
-    engine = lesson.engine(config)
+    engine = lesson.engine_alone(config)
     weights = storage_bytes(engine.model.parameters())
-    kv = engine.cache.num_bytes if hasattr(engine, "cache") else 0
+    kv = engine.stats().get("cache bytes", 0)
 
     def answer(prompt_ids: list[int], new_tokens: int) -> Run:
         return run(engine, prompt_ids, new_tokens, MIN_DECODED, max_seconds)
@@ -80,7 +80,7 @@ def load_engine(lesson: Lesson, config: EngineConfig, max_seconds: float | None)
 
     held = allocated(config.device) - before if is_cuda(config.device) else storage_bytes(held_tensors(engine))
     title = f"phase {lesson.number}: {lesson.title}"
-    return Contender(lesson.number, title, answer, trace, {"config": config}, weights, kv, held)
+    return Contender(lesson.number, title, answer, trace, {"config": engine.config}, weights, kv, held)
 
 
 def load_transformers(folder: Path, dtype: torch.dtype, device: str, ways: tuple[str, ...]) -> list[Contender]:

@@ -97,7 +97,7 @@ def measure_ladder(
         engines = {}
         for lesson in rungs:
             with steps.step(f"phase {lesson.number}: load"):
-                engines[lesson.number] = lesson.engine(config)
+                engines[lesson.number] = lesson.engine_alone(config)
         warm_up = prompts.draw(prompt_tokens)
         for number, engine in engines.items():
             with steps.step(f"phase {number}: warm up"):

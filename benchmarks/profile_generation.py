@@ -73,7 +73,7 @@ def measure_profile(
     prompts = SyntheticPrompts(shape.vocab_size, seed)
     with torch_threads(threads):
         with progress_steps.step(f"phase {lesson.number}: load"):
-            engine = lesson.engine(config)
+            engine = lesson.engine_alone(config)
         with progress_steps.step("warm up"):
             run(engine, prompts.draw(prompt_tokens), new_tokens)
         with progress_steps.step("without the profiler"):

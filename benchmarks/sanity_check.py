@@ -164,7 +164,7 @@ def _answer(name: str, lesson: Lesson, config: EngineConfig, new_tokens: int) ->
     if is_cuda(config.device):
         torch.cuda.reset_peak_memory_stats(config.device)
     started = time.perf_counter()
-    engine = lesson.engine(config)
+    engine = lesson.engine_alone(config)
     loaded = time.perf_counter()
     prompt_ids = engine.tokenizer.encode(PROMPT)
     answer = run(engine, prompt_ids, new_tokens)

@@ -23,3 +23,7 @@ class RequestError(InferError):
 
 class CapacityError(InferError):
     """The KV memory cannot hold what was asked for."""
+
+
+class QueueFullError(InferError):
+    """As many requests wait as may wait; the same request may be welcome later."""

@@ -4,6 +4,7 @@ A phase's number is its folder's name without ``phase_``, points for underscores
 what is said of a phase anywhere (table, diff, ladder, documentation) is read from here.
 """
 
+import dataclasses
 import importlib
 import tomllib
 from dataclasses import dataclass
@@ -52,6 +53,12 @@ class Lesson:
     def engine(self) -> Any:
         """The phase's Engine class."""
         return self.load("engine").Engine
+
+    def engine_alone(self, config: Any) -> Any:
+        """The phase's engine for one request at a time: where it could have more, no memory is kept for them."""
+        if "max_batch_size" in self.load("engine").SUPPORTED:
+            config = dataclasses.replace(config, max_batch_size=1)
+        return self.engine(config)
 
     @property
     def generates(self) -> bool:

@@ -18,7 +18,11 @@ from shared.cli.generate import generate
 from shared.cli.ladder import EPILOG as LADDER_EPILOG
 from shared.cli.ladder import ladder
 from shared.cli.roofline import ROOFLINE_EPILOG, roofline
+from shared.cli.serve import EPILOG as SERVE_EPILOG
+from shared.cli.serve import serve
 from shared.cli.terminal import GuardedGroup, examples
+from shared.cli.trace import EPILOG as TRACE_EPILOG
+from shared.cli.trace import trace
 
 app = typer.Typer(
     name="infer",
@@ -29,6 +33,7 @@ app = typer.Typer(
         "infer model pull smollm2-135m",
         'infer generate --prompt "The capital of France is"',
         "infer chat",
+        "infer serve smollm2-135m --port 8000",
         "infer phases",
         "infer diff 01b 02",
         "infer ladder",
@@ -39,9 +44,11 @@ app = typer.Typer(
 )
 app.command("generate", epilog=GENERATE_EPILOG)(generate)
 app.command("chat", epilog=CHAT_EPILOG)(chat)
+app.command("serve", epilog=SERVE_EPILOG)(serve)
 app.add_typer(phases.app, name="phases")
 app.command("diff", epilog=DIFF_EPILOG)(diff)
 app.command("ladder", epilog=LADDER_EPILOG)(ladder)
+app.command("trace", epilog=TRACE_EPILOG)(trace)
 app.add_typer(bench.app, name="bench")
 app.command("roofline", epilog=ROOFLINE_EPILOG)(roofline)
 app.command("compare", epilog=COMPARE_EPILOG)(compare)

@@ -67,6 +67,7 @@ def chat(
     engine = options.load_engine(
         lesson,
         model,
+        is_alone=True,
         device=device,
         dtype=dtype,
         max_seq_len=max_seq_len,

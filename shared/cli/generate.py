@@ -62,6 +62,7 @@ def generate(
     engine = options.load_engine(
         lesson,
         model,
+        is_alone=True,
         device=device,
         dtype=dtype,
         max_seq_len=max_seq_len,

@@ -114,15 +114,18 @@ def answering_lesson(number: str | None) -> Lesson:
     return lesson
 
 
-def load_engine(lesson: Lesson, model: str, **settings: Any) -> Any:
-    """The phase's engine with its model loaded; settings that are None keep their defaults. Fetches a known model."""
+def load_engine(lesson: Lesson, model: str, *, is_alone: bool = False, **settings: Any) -> Any:
+    """The phase's engine with its model loaded; settings that are None keep their defaults. Fetches a known model.
+
+    ``is_alone`` says that there will be one request at a time, so that no memory is kept for others.
+    """
     from shared.engine.config import EngineConfig
 
     given = {name: value for name, value in settings.items() if value is not None}
     config = EngineConfig(model=model, **given)
     fetch_if_known(model)
     with working(f"loading {model}"):
-        return lesson.engine(config)
+        return lesson.engine_alone(config) if is_alone else lesson.engine(config)
 
 
 def fetch_if_known(model: str) -> None:

@@ -16,6 +16,8 @@ from shared.cli.chat import chat
 from shared.cli.generate import EPILOG as GENERATE_EPILOG
 from shared.cli.generate import generate
 from shared.cli.ladder import ladder
+from shared.cli.serve import EPILOG as SERVE_EPILOG
+from shared.cli.serve import serve, serves
 from shared.cli.terminal import GuardedGroup, examples, printable, stdout_console, working
 from shared.errors import RequestError
 from shared.lessons import Lesson, find_lesson
@@ -32,7 +34,8 @@ def run_phase(package: str) -> None:
     """Run the command line of the phase whose package this is, such as ``phases.phase_02``."""
     lesson = find_lesson(package.rpartition(".")[2])
     number = lesson.number
-    chosen = {"generate": {"phase": number}, "chat": {"phase": number}, "bench": {"phase": [number]}}
+    chosen: dict[str, Any] = {command: {"phase": number} for command in ("generate", "chat", "serve")}
+    chosen["bench"] = {"phase": [number]}
     phase_app(lesson)(prog_name=f"python -m {package}", default_map=chosen)
 
 
@@ -52,6 +55,8 @@ def phase_app(lesson: Lesson) -> typer.Typer:
     else:
         app.command("generate", epilog=GENERATE_EPILOG.replace("infer generate", f"{command} generate"))(generate)
         app.command("chat", epilog=CHAT_EPILOG.replace("infer chat", f"{command} chat"))(chat)
+        if serves(lesson):
+            app.command("serve", epilog=SERVE_EPILOG.replace("infer serve", f"{command} serve"))(serve)
         app.command("bench", epilog=examples(f"{command} bench"))(ladder)
     return app
 

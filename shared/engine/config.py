@@ -17,6 +17,44 @@ from shared.errors import ConfigError
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("naive", "sdpa", "flash")
 DEFAULT_MAX_SEQ_LEN = 4096
+KV_CACHE_BACKENDS = ("contiguous", "paged")
+BATCHING_MODES = ("static", "continuous")
+SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
+QUANTIZATIONS = ("fp8", "int8")
+
+CHOICES = {
+    "dtype": DTYPES,
+    "attention_backend": ATTENTION_BACKENDS,
+    "kv_cache_backend": KV_CACHE_BACKENDS,
+    "batching_mode": BATCHING_MODES,
+    "scheduler_policy": SCHEDULER_POLICIES,
+    "quantization": QUANTIZATIONS,
+}
+"""The values of the fields that name one of a few; None is allowed where it is the default."""
+
+COUNTS = (
+    "max_batch_size",
+    "max_num_batched_tokens",
+    "max_waiting_requests",
+    "max_decode_interval",
+    "block_size",
+    "num_gpu_blocks",
+    "prefill_chunk_size",
+    "max_prefill_chunks_per_step",
+    "spec_length",
+)
+"""The fields that are whole numbers of at least 1; None is allowed where it is the default."""
+
+NEEDS = {
+    "block_size": ("kv_cache_backend", "paged"),
+    "num_gpu_blocks": ("kv_cache_backend", "paged"),
+    "prefill_chunk_size": ("use_chunked_prefill", True),
+    "max_prefill_chunks_per_step": ("use_chunked_prefill", True),
+    "use_prefix_caching": ("kv_cache_backend", "paged"),
+    "draft_model": ("use_speculative_decoding", True),
+    "spec_length": ("use_speculative_decoding", True),
+}
+"""Fields that mean something only with another: changed, they need that field to have that value."""
 
 
 def setting(default: Any, phase: str, text: str, values: Mapping[Any, str] | None = None) -> Any:
@@ -49,19 +87,78 @@ class EngineConfig:
 
     pack_weights: bool = setting(False, "03", "CPU: keep 16-bit weights 16 bits wide; slower to load, faster to decode")
 
+    max_batch_size: int = setting(16, "04", "most requests that run at a time, each with memory of its own")
+    max_num_batched_tokens: int = setting(
+        8192, "04", "most prompt tokens of a step; a longer prompt has a step of its own"
+    )
+    max_waiting_requests: int = setting(1024, "04", "most requests in the queue; more are refused")
+    kv_cache_backend: str = setting(
+        "contiguous", "04", "contiguous: a slot a request; paged: blocks", values={"paged": "06"}
+    )
+    batching_mode: str | None = setting(
+        None,
+        "04",
+        "static: a batch runs to its end before the next; continuous: a request joins as soon as there is room; "
+        "default: the phase's own",
+        values={"continuous": "05"},
+    )
+
+    scheduler_policy: str = setting(
+        "fcfs", "05", "who decodes while prompts are run: fcfs, prefill_first, decode_round_robin"
+    )
+    max_decode_interval: int = setting(4, "05", "every decoding request gets a token at least once in so many steps")
+
+    block_size: int = setting(16, "06", "tokens of a block")
+    num_gpu_blocks: int | None = setting(None, "06", "blocks of the pool; default: what memory is left")
+    use_chunked_prefill: bool = setting(False, "07", "run long prompts in pieces, beside the decoding of others")
+    prefill_chunk_size: int = setting(512, "07", "most tokens of such a piece")
+    max_prefill_chunks_per_step: int = setting(1, "07", "most such pieces of a step")
+    use_prefix_caching: bool = setting(False, "08", "requests that begin alike share blocks")
+    use_cuda_graphs: bool = setting(False, "09", "replay a decode step as one CUDA graph")
+    quantization: str | None = setting(None, "10", "fp8 or int8 weights")
+    use_speculative_decoding: bool = setting(False, "11", "a draft model proposes tokens, the model verifies them")
+    draft_model: str | None = setting(None, "11", "the model that proposes: a folder, a known name, or a hub name")
+    spec_length: int = setting(4, "11", "tokens proposed at a time")
+
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
-        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
-            raise ConfigError(
-                f"attention_backend is {self.attention_backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}."
-            )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_default = value == field.default and type(value) is type(field.default)  # True is not 1 here
+            if field.name in CHOICES and not is_default and value not in CHOICES[field.name]:
+                raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(CHOICES[field.name])}.")
+            if field.name in COUNTS and not is_default and (type(value) is not int or value < 1):
+                raise ConfigError(f"{field.name} is {value!r}; it must be a whole number of at least 1.")
+            other, needed = NEEDS.get(field.name, (field.name, value))
+            if not is_default and getattr(self, other) != needed:
+                raise ConfigError(
+                    f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; the first, which arrives in "
+                    f"phase {field.metadata['phase']}, has a meaning only with {other} = {needed!r}: set that too, or "
+                    f"leave {field.name} out."
+                )
+        self._check_contradictions()
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
                 f"max_seq_len is {self.max_seq_len}; it must be at least 2: a token of prompt and one of answer."
             )
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^64 - 1.")
+
+    def _check_contradictions(self) -> None:
+        """Raise ConfigError for settings of which each is right and which cannot be had together."""
+        if self.batching_mode == "static":
+            for name in ("scheduler_policy", "max_decode_interval", "use_chunked_prefill"):
+                value = getattr(self, name)
+                if value != self.__dataclass_fields__[name].default:
+                    raise ConfigError(
+                        f"{name} is {value!r} and batching_mode is 'static'; a static batch admits nobody while it "
+                        f"runs, so there is nothing to share out: leave {name} out, or choose batching_mode "
+                        "'continuous'."
+                    )
+        if self.use_speculative_decoding and self.draft_model is None:
+            raise ConfigError(
+                "use_speculative_decoding is True and draft_model is None; name the model that proposes tokens with "
+                "draft_model."
+            )
 
     def check(self, supported: Collection[str]) -> None:
         """Refuse every setting that was changed and that the engine, an earlier phase, does not have.
@@ -73,7 +170,7 @@ class EngineConfig:
             value = getattr(self, field.name)
             phase = field.metadata["phase"] if field.name not in supported and value != field.default else None
             if f"{field.name}={value}" not in supported:
-                phase = phase or field.metadata["values"].get(value)
+                phase = field.metadata["values"].get(value, phase)
             if phase is not None:
                 usual = "out" if field.default is None else f"at {field.default!r}"
                 raise ConfigError(

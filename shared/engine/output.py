@@ -13,14 +13,31 @@ from shared.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of a token and of the likeliest ones in its place, from raw logits, before any processor.
+
+    ``top`` holds (token id, log-probability), the likeliest first; the chosen token is there only if it is among them.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class StepOutput:
-    """What one token added to a request's answer; ``text`` may be empty while characters or stop strings are open."""
+    """What one token added to a request's answer; ``text`` may be empty while characters or stop strings are open.
+
+    The last output of a request that failed brings no token: ``finish_reason`` is ERROR and ``error`` says so in a
+    sentence for whoever asked.
+    """
 
     request_id: str
-    token_id: int
+    token_id: int | None
     text: str
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
+    logprobs: TokenLogprobs | None = None  # for a request whose parameters ask for them
+    error: str | None = None
 
 
 class OutputStream:
@@ -37,22 +54,23 @@ class OutputStream:
         self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids
         self.limit = min(request.params.max_new_tokens, max_seq_len - len(request.prompt_ids))
 
-    def push(self, token_id: int) -> StepOutput:
+    def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
         """Append the token to the request and say what it adds."""
         self.request.append(token_id)
+        reason = None
         if token_id in self.eos_ids:
-            return self._output(token_id, self._rest(), FinishReason.EOS)
-        text = self.stops.push(self.decoder.push(token_id))
-        if self.stops.matched is None and len(self.request.output_ids) >= self.limit:
-            return self._output(token_id, text + self._rest(), FinishReason.LENGTH)
-        return self._output(token_id, text, None)
+            text, reason = self._rest(), FinishReason.EOS
+        else:
+            text = self.decoder.push(token_id)
+            if self.request.params.stop:
+                text = self.stops.push(text)
+            if self.stops.matched is None and len(self.request.output_ids) >= self.limit:
+                text, reason = text + self._rest(), FinishReason.LENGTH
+        if self.stops.matched is not None:
+            reason = FinishReason.STOP
+        return StepOutput(self.request.request_id, token_id, text, reason, self.stops.matched, logprobs)
 
     def _rest(self) -> str:
         """What was held back and will not be continued; it may still complete a stop string."""
         text = self.stops.push(self.decoder.flush())
         return text if self.stops.matched is not None else text + self.stops.flush()
-
-    def _output(self, token_id: int, text: str, reason: FinishReason | None) -> StepOutput:
-        if self.stops.matched is not None:
-            reason = FinishReason.STOP
-        return StepOutput(self.request.request_id, token_id, text, reason, self.stops.matched)

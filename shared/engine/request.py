@@ -5,9 +5,22 @@ the prompt followed by the outputs, and only ``append`` changes them.
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
+
+
+class RequestStatus(StrEnum):
+    """Where a request is on its way. WAITING: it holds no memory. PREFILL: it holds memory, and its prompt is not yet
+    computed. DECODE: it gets a token at a time. FINISHED and FAILED: it holds nothing, and nothing follows.
+    """
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+    FAILED = "failed"
 
 
 @dataclass
@@ -20,6 +33,8 @@ class Request:
     seed: int
     output_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # tokens whose keys and values the memory holds; set by the engine
+    status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
+    last_step: int = 0  # the step that gave its last token; set by the scheduler
 
     @property
     def num_tokens(self) -> int:
@@ -30,9 +45,14 @@ class Request:
         """Prompt and outputs."""
         return self.prompt_ids + self.output_ids
 
+    @property
+    def last_token_id(self) -> int:
+        return (self.output_ids or self.prompt_ids)[-1]
+
     def append(self, token_id: int) -> None:
         self.output_ids.append(token_id)
 
     def sampling_row(self) -> SamplingRow:
-        """What the sampler needs to draw the next token."""
-        return SamplingRow(self.params, self.seed, len(self.output_ids), self.token_ids)
+        """What the sampler needs to draw the next token; the ids so far only where they are read, under a penalty."""
+        seen = self.token_ids if self.params.repetition_penalty != 1 else ()
+        return SamplingRow(self.params, self.seed, len(self.output_ids), seen)

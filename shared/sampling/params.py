@@ -12,6 +12,7 @@ from reprlib import repr as short_repr
 from shared.errors import RequestError
 
 MAX_SEED = 2**64 - 1  # a Philox key is 64 bits
+MAX_LOGPROBS = 20  # the likeliest tokens whose log-probabilities a request may ask for, as in the OpenAI API
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,9 @@ class SamplingParams:
 
     ``temperature`` 0 takes the most likely token; ``top_p`` 1, ``top_k`` None and ``repetition_penalty`` 1 change
     nothing. ``max_new_tokens`` counts generated tokens. ``stop`` holds texts that end the answer (one string may be
-    given bare). ``seed`` None lets the engine pick one. ``ignore_eos`` goes on past end-of-sequence ids.
+    given bare). ``seed`` None lets the engine pick one. ``ignore_eos`` goes on past end-of-sequence ids. ``logprobs``
+    asks for the log-probability of each chosen token and of so many of the likeliest (0: of the chosen one alone; None:
+    of none), before any of the above changed them; engines that serve one request at a time leave them out.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -34,6 +37,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         temperature = _real(
@@ -65,6 +69,11 @@ class SamplingParams:
             seed = _integer("seed", self.seed, "a whole number from 0 to 2**64 - 1, or left out for a fresh one")
             _require(0 <= seed <= MAX_SEED, "seed", self.seed, "from 0 to 2**64 - 1; leave it out for a fresh one")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = _integer("logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}, or left out")
+            remedy = f"from 0 to {MAX_LOGPROBS}, how many of the likeliest tokens to report; leave it out for none"
+            _require(0 <= logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, remedy)
         values = {
             "temperature": temperature,
             "top_p": top_p,
@@ -73,6 +82,7 @@ class SamplingParams:
             "max_new_tokens": max_new_tokens,
             "stop": _stop_strings(self.stop),
             "seed": seed,
+            "logprobs": logprobs,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the same values as plain int, float and tuple

@@ -14,11 +14,16 @@ from shared.errors import RequestError
 
 
 class FinishReason(StrEnum):
-    """EOS: the model chose an end id. STOP: a stop string completed. LENGTH: the token limit was reached."""
+    """EOS: the model chose an end id. STOP: a stop string completed. LENGTH: the token limit was reached.
+
+    ABORT: whoever asked does not want the rest. ERROR: the engine could not go on with this request.
+    """
 
     EOS = "eos"
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
 
 
 class StopChecker:

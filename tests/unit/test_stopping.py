@@ -133,5 +133,5 @@ def test_an_empty_stop_string_is_refused(stops):
 
 
 def test_finish_reasons_are_their_words():
-    assert [str(reason) for reason in FinishReason] == ["eos", "stop", "length"]
+    assert [str(reason) for reason in FinishReason] == ["eos", "stop", "length", "abort", "error"]
     assert FinishReason("stop") is FinishReason.STOP

@@ -14,7 +14,7 @@ from sphinx.application import Sphinx
 from course_site import phase_sections, reports
 from shared.lessons import Lesson, lessons
 
-HOME, REFERENCE, MEASURED = "README", ("docs/GLOSSARY", "docs/PERFORMANCE"), "docs/PERFORMANCE"
+HOME, REFERENCE, MEASURED = "README", ("docs/API", "docs/GLOSSARY", "docs/PERFORMANCE"), "docs/PERFORMANCE"
 BEGINNING, TEACHING = "tutorial/start", "tutorial/teachers"
 
 

@@ -1,0 +1,472 @@
+"""Phase 4 gives every request of a batch the answer that it would get alone, and keeps their fates apart."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phases.phase_02.engine import Engine as Plain
+from phases.phase_03_1.engine import Engine as Single
+from phases.phase_04.engine import Engine
+from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.engine.request import Request, RequestStatus
+from shared.errors import ConfigError, QueueFullError, RequestError
+from shared.kernels.launch import LAUNCHES
+from shared.parity.reference import greedy_tokens, load_reference
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+
+SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
+MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+    ("The capital of France is", {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}),
+    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
+    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 12}),
+    (SENTENCE, {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
+    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
+    ([7] * 90, {"temperature": 0.0, "max_new_tokens": 5}),
+    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
+    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
+    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
+]
+
+
+def make(folder: Path, **config: Any) -> Engine:
+    return Engine(EngineConfig(model=str(folder), max_seq_len=256, **config))
+
+
+def run(engine: Any, *, stop_after: int | None = None) -> dict[str, list[StepOutput]]:
+    """Step until the work is done (or so often); the outputs of each request."""
+    outputs: dict[str, list[StepOutput]] = {}
+    number = 0
+    while engine.has_work() and number != stop_after:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        number += 1
+    return outputs
+
+
+def serve(engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]]) -> list[list[StepOutput]]:
+    """All requests at once; each one's outputs, in the order of the requests."""
+    names = [engine.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
+    outputs = run(engine)
+    assert engine.pool.audit() == []
+    return [outputs[name] for name in names]
+
+
+def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
+    return [output.token_id for output in outputs]
+
+
+def ends(outputs: Sequence[StepOutput]) -> tuple[str, FinishReason | None, str | None]:
+    """The text, and why it ended; every output but the last is without a reason."""
+    assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
+    return "".join(o.text for o in outputs), outputs[-1].finish_reason, outputs[-1].stop
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+def test_greedy_tokens_of_a_batch_equal_those_of_every_earlier_loop(model_folder: Path) -> None:
+    engine, reference = make(model_folder), load_reference(model_folder, torch.float32)
+    wanted: list[tuple[str, int]] = [("The capital of France is", 32), ("x", 8), (SENTENCE, 16)]
+    answers = serve(engine, [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted])
+    config = EngineConfig(model=str(model_folder))
+    plain, single = Plain(config), Single(config)
+    for (prompt, n), answer in zip(wanted, answers, strict=True):
+        params = SamplingParams(**GREEDY, max_new_tokens=n)
+        assert tokens(answer) == tokens(list(single.generate(prompt, params))), prompt
+        assert tokens(answer) == tokens(list(plain.generate(prompt, params))), prompt
+        assert tokens(answer) == greedy_tokens(reference, engine.tokenizer.encode(prompt), n), prompt
+
+
+def test_a_request_of_a_mixed_batch_is_answered_as_if_alone(model_folder: Path) -> None:
+    answers = serve(make(model_folder, max_batch_size=5), MIXED)
+    alone = make(model_folder, max_batch_size=1)
+    single = Single(EngineConfig(model=str(model_folder), max_seq_len=256))
+    for (prompt, params), answer in zip(MIXED, answers, strict=True):
+        expected = list(single.generate(prompt, SamplingParams(**params)))
+        assert tokens(answer) == tokens(expected), (prompt, params)
+        assert ends(answer) == ends(expected), (prompt, params)
+        assert tokens(list(alone.generate(prompt, SamplingParams(**params)))) == tokens(expected), (prompt, params)
+    assert {answer[-1].finish_reason for answer in answers} >= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+def test_an_end_of_sequence_inside_a_batch_ends_its_own_answer_alone(model_folder: Path) -> None:
+    requests = [([7 + n] * (3 + n), GREEDY | {"max_new_tokens": 12}) for n in range(5)]
+    whole = [tokens(answer) for answer in serve(make(model_folder), requests)]
+    engine = make(model_folder)
+    engine.tokenizer.eos_ids = frozenset({whole[2][4], whole[4][7]})
+    heeding = [(prompt, params | {"ignore_eos": False}) for prompt, params in requests]
+    for full, answer in zip(whole, serve(engine, heeding), strict=True):
+        places = [place for place, token_id in enumerate(full) if token_id in engine.tokenizer.eos_ids]
+        assert tokens(answer) == full[: places[0] + 1 if places else None]
+        assert answer[-1].finish_reason is (FinishReason.EOS if places else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_every_attention_backend_gives_the_same_tokens(tiny_checkpoints: dict[str, Path], backend: str) -> None:
+    folder = tiny_checkpoints["gemma3_text"]
+    ours = serve(make(folder, attention_backend=backend), MIXED[:4])
+    assert [tokens(a) for a in ours] == [tokens(a) for a in serve(make(folder), MIXED[:4])]
+
+
+def test_packed_weights_serve_a_batch_too(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    packed = serve(make(folder, pack_weights=True), MIXED[:5])
+    single = Single(EngineConfig(model=str(folder), max_seq_len=256, pack_weights=True))
+    expected = [list(single.generate(prompt, SamplingParams(**params))) for prompt, params in MIXED[:5]]
+    assert [tokens(a) for a in packed] == [tokens(a) for a in expected]
+
+
+@pytest.mark.demo
+def test_the_demo_model_answers_a_batch_as_it_answers_one(demo_folder: Path) -> None:
+    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
+    params = GREEDY | {"max_new_tokens": 8}
+    answers = serve(make(demo_folder, max_batch_size=3), [(prompt, params) for prompt in prompts])
+    single = Single(EngineConfig(model=str(demo_folder), max_seq_len=256))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert tokens(answer) == tokens(list(single.generate(prompt, SamplingParams(**params))))
+
+
+def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
+    engine = make(model_folder)
+    params = {"seed": 1, "temperature": 0.5, "repetition_penalty": 1.5, "max_new_tokens": 6, "ignore_eos": True}
+    with_, without, none = serve(
+        engine, [(SENTENCE, params | {"logprobs": 4}), (SENTENCE, params), ("x", params | {"logprobs": 0})]
+    )
+    assert tokens(with_) == tokens(without), "to ask for them changes nothing"
+    assert all(output.logprobs is None for output in without)
+    assert all(output.logprobs is not None and output.logprobs.top == () for output in none)
+    prompt = engine.tokenizer.encode(SENTENCE)
+    ids = [int(output.token_id or 0) for output in with_]
+    with torch.inference_mode():
+        logits = load_reference(model_folder, torch.float32)(torch.tensor([[*prompt, *ids]])).logits[0]
+    truth = logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
+    for row, output in zip(truth, with_, strict=True):
+        assert output.logprobs is not None
+        assert output.logprobs.logprob == pytest.approx(row[output.token_id].item(), abs=1e-4)
+        top = row.topk(4)
+        assert [token_id for token_id, _ in output.logprobs.top] == top.indices.tolist()
+        assert [logprob for _, logprob in output.logprobs.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+# Batches, and who is in them.
+
+
+def test_a_closed_batch_runs_to_its_end(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_batch_size=2)
+    for name, n in (("a", 2), ("b", 4), ("c", 1)):
+        engine.add_request([7] * 5, SamplingParams(**GREEDY, max_new_tokens=n), name)
+    records = []
+    while engine.has_work():
+        engine.step()
+        records.append(engine.last_step)
+    assert [(r.prefilled, r.decoded, r.finished) for r in records if r] == [
+        ((("a", 5), ("b", 5)), (), ()),
+        ((), ("a", "b"), ("a",)),
+        ((), ("b",), ()),
+        ((), ("b",), ("b",)),
+        ((("c", 5),), (), ("c",)),
+    ]
+    assert [r.kv_used_tokens for r in records if r] == [10, 6, 7, 0, 0]
+    assert [(r.step, r.num_running, r.num_waiting) for r in records if r] == [
+        (0, 2, 1),
+        (1, 1, 1),
+        (2, 1, 1),
+        (3, 0, 1),
+        (4, 0, 0),
+    ]
+    assert engine.num_forwards == 5
+    assert engine.num_tokens_computed == 10 + 2 + 1 + 1 + 5, "no token is computed twice, and none is padding"
+
+
+def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
+    requests = [Request("a", [3, 4, 5], SamplingParams(), 0), Request("b", [6], SamplingParams(), 0)]
+    first = Batch.of(requests)
+    assert first.request_ids == ("a", "b")
+    assert first.token_ids.tolist() == [3, 4, 5, 6]
+    assert first.positions.tolist() == [0, 1, 2, 0]
+    assert (first.num_new_tokens.tolist(), first.logit_rows.tolist(), first.num_tokens) == ([3, 1], [2, 3], 4)
+    for request in requests:
+        request.num_computed_tokens = request.num_tokens
+        request.append(9)
+    second = Batch.of(requests)
+    assert (second.token_ids.tolist(), second.positions.tolist()) == ([9, 9], [3, 1])
+    assert [row.index for row in second.sampling_rows] == [1, 1]
+    requests[0].num_computed_tokens = 1
+    assert Batch.of(requests).positions.tolist() == [1, 2, 3, 1]
+    assert Batch.of(requests).token_ids.tolist() == [4, 5, 9, 9]
+
+
+def test_prompt_tokens_of_a_step_stay_within_the_budget(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_num_batched_tokens=64)
+    for length in (60, 4, 1, 100, 30):
+        engine.add_request([7] * length, SamplingParams(**GREEDY, max_new_tokens=9))
+    run(engine, stop_after=1)
+    assert engine.last_step is not None
+    assert [n for _, n in engine.last_step.prefilled] == [60, 4]
+    prefilled = []
+    for _ in range(3):
+        engine.step()
+        prefilled.append([n for _, n in engine.last_step.prefilled])
+    assert prefilled == [[1], [100], [30]]
+
+
+# What goes wrong stays with whom it belongs to.
+
+
+def fail_where(engine: Engine, is_culprit: Callable[[list[int]], bool], error: Exception) -> list[int]:
+    """Let the model raise in a forward whose ids ``is_culprit`` recognises; the number of tokens of each forward."""
+    forward, sizes = engine.model.forward, []
+
+    def failing(tokens: Any, kv: Any) -> torch.Tensor:
+        sizes.append(len(tokens.ids))
+        hidden = forward(tokens, kv)
+        if is_culprit(tokens.ids.tolist()):
+            raise error
+        return hidden
+
+    engine.model.forward = failing
+    return sizes
+
+
+def test_a_request_that_fails_in_its_prompt_takes_nobody_with_it(model_folder: Path, caplog) -> None:
+    prompts = [[7 + n] * (3 + n) for n in range(8)]
+    params = {"max_new_tokens": 6, "ignore_eos": True}
+    expected = serve(make(model_folder), [(p, params | {"seed": n}) for n, p in enumerate(prompts)])
+    culprit = min({*range(512)} - {token_id for answer in expected for token_id in tokens(answer)} - {*range(20)})
+    engine = make(model_folder)
+    sizes = fail_where(engine, lambda ids: culprit in ids, RuntimeError("injected"))
+    prompts[5] = [7, culprit, 7]
+    with caplog.at_level(logging.ERROR):
+        answers = serve(engine, [(p, params | {"seed": n}) for n, p in enumerate(prompts)])
+    (failed,) = answers[5]
+    assert (failed.token_id, failed.text, failed.finish_reason) == (None, "", FinishReason.ERROR)
+    assert failed.error is not None
+    assert "injected" not in failed.error
+    assert "injected" in caplog.text
+    for n in {*range(8)} - {5}:
+        assert tokens(answers[n]) == tokens(expected[n]), n
+    counts = [len(prompt) for prompt in prompts]
+    halves = [range(8), range(4), range(4, 8), range(4, 6), range(4, 5), range(5, 6), range(6, 8)]
+    assert sizes[:7] == [sum(counts[n] for n in half) for half in halves], "found by halving"
+
+
+def test_requests_that_fail_while_they_decode(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    prompts = [[7 + n] * 4 for n in range(5)]
+    params = GREEDY | {"max_new_tokens": 6}
+    expected = [tokens(answer) for answer in serve(make(folder), [(p, params) for p in prompts])]
+    culprits = {expected[1][2], expected[4][2]} - {*expected[0], *expected[2], *expected[3]}
+    assert len(culprits) == 2, "tokens that nobody else gets"
+    engine = make(folder)
+    fail_where(engine, lambda ids: bool(culprits & {*ids}), ValueError("injected"))
+    answers = [tokens(answer) for answer in serve(engine, [(p, params) for p in prompts])]
+    assert [answers[n] for n in (0, 2, 3)] == [expected[n] for n in (0, 2, 3)]
+    for n in (1, 4):
+        got = answers[n]
+        assert got[-1] is None
+        assert got[:-1] == expected[n][: len(got) - 1], "what came before stays"
+    assert serve(engine, [([9] * 4, params)])[0][-1].finish_reason is FinishReason.LENGTH, "the engine goes on"
+
+
+def test_a_failure_after_the_forward_changes_nothing_for_the_others(tiny_checkpoints: dict[str, Path]) -> None:
+    """Nothing is advanced before the tokens are there, so a repeated forward gives the same."""
+    folder = tiny_checkpoints["qwen3"]
+    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 6}) for n in range(4)]
+    expected = [tokens(answer) for answer in serve(make(folder), requests)]
+    engine, calls = make(folder), 0
+    draw = engine.drawing.draw
+
+    def failing(logits: torch.Tensor, rows: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 5):
+            raise RuntimeError("injected, once in a prefill and once in a decode")
+        return draw(logits, rows)
+
+    engine.drawing.draw = failing
+    assert [tokens(answer) for answer in serve(engine, requests)] == expected
+
+
+def test_what_no_request_can_be_blamed_for_is_raised(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"])
+    fail_where(engine, lambda ids: True, NotImplementedError("an operation is missing"))
+    engine.add_request("x", SamplingParams(max_new_tokens=2))
+    with pytest.raises(NotImplementedError, match="an operation is missing"):
+        engine.step()
+
+
+def test_a_failed_request_raises_from_generate(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"])
+    fail_where(engine, lambda ids: True, RuntimeError("injected"))
+    with pytest.raises(RuntimeError, match="could not compute this request"):
+        list(engine.generate("x", SamplingParams(max_new_tokens=2)))
+    assert engine.pool.audit() == []
+
+
+def test_an_interrupted_step_is_made_again(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 6}) for n in range(3)]
+    expected = [tokens(answer) for answer in serve(make(folder), requests)]
+    engine = make(folder)
+    names = [engine.add_request(p, SamplingParams(**params)) for p, params in requests]
+    forward, calls = engine.model.forward, 0
+
+    def interrupted(tokens: Any, kv: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 3):
+            raise KeyboardInterrupt
+        return forward(tokens, kv)
+
+    engine.model.forward = interrupted
+    outputs: dict[str, list[StepOutput]] = {name: [] for name in names}
+    while engine.has_work():
+        try:
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+        except KeyboardInterrupt:
+            assert len(engine.pool.audit()) == 3
+    assert [tokens(outputs[name]) for name in names] == expected
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_an_aborted_request_frees_its_slot_and_changes_nobodys_tokens(
+    tiny_checkpoints: dict[str, Path], num_steps: int
+) -> None:
+    folder = tiny_checkpoints["llama"]
+    expected = [tokens(answer) for answer in serve(make(folder), MIXED[:4])]
+    engine = make(folder, max_batch_size=4)
+    names = [engine.add_request(prompt, SamplingParams(**params)) for prompt, params in MIXED[:4]]
+    before = run(engine, stop_after=num_steps)
+    free = engine.pool.free_tokens
+    assert engine.abort(names[1])
+    assert not engine.abort(names[1])
+    assert engine.pool.free_tokens == (free if num_steps == 0 else free + 256)
+    after = run(engine)
+    assert names[1] not in after
+    for n in (0, 2, 3):
+        assert tokens(before.get(names[n], []) + after.get(names[n], [])) == expected[n]
+    assert engine.pool.audit() == []
+
+
+def test_what_cannot_be_served_is_refused_and_leaves_no_trace(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_waiting_requests=2, seed=5)
+    params = SamplingParams(max_new_tokens=3)
+    for prompt, message in (
+        ([], "The prompt is empty"),
+        ([1, 512], "holds the token id 512"),
+        ([7] * 256, "has 256 tokens and a sequence may have 256"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add_request(prompt, params)
+    assert engine.add_request("a", params, "1") == "1"
+    with pytest.raises(RequestError, match="'1' is waiting or running"):
+        engine.add_request("a", params, "1")
+    assert engine.add_request("b", params) == "0"
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        engine.add_request("c", params)
+    assert len(engine.scheduler.waiting) == 2
+    assert engine.load().num_waiting == 2
+    run(engine)
+    assert engine.add_request("c", params, "1") == "1", "an id may be used again when its request is over"
+    clean = make(tiny_checkpoints["llama"], seed=5)
+    for prompt in "abc":
+        clean.add_request(prompt, params, prompt)
+    clean.step()
+    seeds = [clean.seeds.getrandbits(64), engine.seeds.getrandbits(64)]
+    assert seeds[0] == seeds[1], "a refused request takes no seed from those behind it"
+
+
+def test_the_same_seed_and_queue_give_the_same_steps(tiny_checkpoints: dict[str, Path]) -> None:
+    def everything() -> list[Any]:
+        engine = make(tiny_checkpoints["llama"], seed=3, max_batch_size=3)
+        for length in (5, 9, 2, 30):
+            engine.add_request([7] * length, SamplingParams(max_new_tokens=8))
+        made = []
+        while engine.has_work():
+            made.append((engine.step(), engine.last_step))
+        return made
+
+    assert everything() == everything()
+
+
+def test_statuses(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_batch_size=1)
+    for name in "ab":
+        engine.add_request([7] * 3, SamplingParams(**GREEDY, max_new_tokens=2), name)
+    requests = [engine.scheduler.waiting[name] for name in "ab"]
+    seen = []
+    while engine.has_work():
+        seen.append(tuple(request.status for request in requests))
+        engine.step()
+    waiting, decode, finished = RequestStatus.WAITING, RequestStatus.DECODE, RequestStatus.FINISHED
+    assert seen == [(waiting, waiting), (decode, waiting), (finished, waiting), (finished, decode)]
+    assert requests[1].status is finished
+
+
+def test_iterators_take_turns_and_a_closed_one_is_aborted(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    params = SamplingParams(**GREEDY, max_new_tokens=9)
+    expected = [tokens(answer) for answer in serve(make(folder), [(p, GREEDY | {"max_new_tokens": 9}) for p in "xy"])]
+    engine = make(folder)
+    first, second = engine.generate("x", params), engine.generate("y", params)
+    got = [[next(first)], [next(second)]]
+    for iterator, outputs in ((first, got[0]), (second, got[1])):
+        outputs += iterator
+    assert [tokens(outputs) for outputs in got] == expected
+    with closing(engine.generate("x", params)) as third:
+        next(third)
+        assert engine.has_work()
+    assert not engine.has_work()
+    assert engine.pool.audit() == []
+
+
+def test_load_tells_how_busy_the_engine_is(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_batch_size=4)
+    assert (engine.load().num_running, engine.load().num_waiting, engine.load().kv_usage) == (0, 0, 0.0)
+    for _ in range(5):
+        engine.add_request([7] * 3, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    engine.step()
+    assert (engine.load().num_running, engine.load().num_waiting, engine.load().kv_usage) == (4, 1, 1.0)
+    assert engine.stats()["cache capacity (tokens)"] == 4 * 256
+
+
+def test_an_earlier_phase_names_the_phase_of_batches(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = str(tiny_checkpoints["llama"])
+    with pytest.raises(ConfigError, match=r"max_batch_size = 4 arrives in phase 04; leave it at 16"):
+        Single(EngineConfig(model=folder, max_batch_size=4))
+    with pytest.raises(ConfigError, match=r"batching_mode = 'continuous' arrives in phase 05"):
+        Engine(EngineConfig(model=folder, batching_mode="continuous"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, backend: str) -> None:
+    on_cpu = serve(make(model_folder), MIXED)
+    on_gpu = serve(make(model_folder, device="cuda", dtype="float32", attention_backend=backend), MIXED)
+    assert [tokens(answer) for answer in on_gpu] == [tokens(answer) for answer in on_cpu]
+    assert [ends(answer) for answer in on_gpu] == [ends(answer) for answer in on_cpu]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sequences", [1, 5, 16])
+def test_a_decode_step_writes_and_attends_once_a_layer_for_all(model_folder: Path, num_sequences: int) -> None:
+    engine = make(model_folder, device="cuda", dtype="bfloat16")
+    for n in range(num_sequences):
+        engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
+    engine.step()
+    counts = []
+    for _ in range(3):
+        before = LAUNCHES.copy()
+        engine.step()
+        counts.append((LAUNCHES - before)["kv_write_kernel"])
+        counts.append((LAUNCHES - before)["decode_attention_kernel"])
+    assert counts == [engine.model.config.num_layers] * 6

@@ -1,0 +1,284 @@
+"""Phase 5 gives every request its own answer, whoever comes and goes beside it, under every policy."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phases.phase_02.engine import Engine as Plain
+from phases.phase_03_1.engine import Engine as Single
+from phases.phase_04.engine import Engine as Static
+from phases.phase_05.engine import Engine
+from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
+from shared.engine.output import StepOutput
+from shared.errors import ConfigError
+from shared.kernels.launch import LAUNCHES
+from shared.parity.reference import greedy_tokens, load_reference
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+
+SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
+    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
+    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
+    (SENTENCE, {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
+    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
+    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
+    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
+    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
+    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
+]
+ARRIVALS = [0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each of them comes
+
+
+def make(folder: Path, **config: Any) -> Engine:
+    return Engine(EngineConfig(model=str(folder), max_seq_len=256, **config))
+
+
+def serve(
+    engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
+) -> list[list[StepOutput]]:
+    """Each request's outputs, in the order of the requests, which come before the step that ``arrivals`` says."""
+    coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
+    names: list[str] = []
+    outputs: dict[str, list[StepOutput]] = {}
+    number = 0
+    while coming or engine.has_work():
+        while coming and coming[0][0] <= number:
+            prompt, params = coming.pop(0)[1]
+            names.append(engine.add_request(prompt, SamplingParams(**params)))
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        number += 1
+    assert engine.pool.audit() == []
+    return [outputs[name] for name in names]
+
+
+def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
+    return [output.token_id for output in outputs]
+
+
+def ends(outputs: Sequence[StepOutput]) -> tuple[str, FinishReason | None, str | None]:
+    """The text, and why it ended; every output but the last is without a reason."""
+    assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
+    return "".join(o.text for o in outputs), outputs[-1].finish_reason, outputs[-1].stop
+
+
+def test_whoever_comes_and_goes_each_answer_is_as_if_alone(model_folder: Path) -> None:
+    single = Single(EngineConfig(model=str(model_folder), max_seq_len=256))
+    expected = [list(single.generate(prompt, SamplingParams(**params))) for prompt, params in MIXED]
+    for config in (
+        *({"scheduler_policy": policy, "max_decode_interval": 3} for policy in SCHEDULER_POLICIES),
+        {"batching_mode": "static"},
+    ):
+        engine = make(model_folder, max_batch_size=4, max_num_batched_tokens=100, **config)
+        for (prompt, params), ours, theirs in zip(MIXED, serve(engine, MIXED, ARRIVALS), expected, strict=True):
+            assert tokens(ours) == tokens(theirs), (config, prompt, params)
+            assert ends(ours) == ends(theirs), (config, prompt, params)
+
+
+def test_greedy_tokens_equal_those_of_phase_4_of_the_plain_loop_and_of_transformers(model_folder: Path) -> None:
+    wanted: list[tuple[str, int]] = [("The capital of France is", 32), ("x", 8), (SENTENCE, 16)]
+    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
+    engine = make(model_folder, max_batch_size=2)
+    answers = [tokens(answer) for answer in serve(engine, requests, [0, 2, 5])]
+    static = Static(EngineConfig(model=str(model_folder), max_seq_len=256))
+    assert answers == [tokens(answer) for answer in serve(static, requests)]
+    plain, reference = Plain(EngineConfig(model=str(model_folder))), load_reference(model_folder, torch.float32)
+    for (prompt, n), answer in zip(wanted, answers, strict=True):
+        assert answer == tokens(list(plain.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=n))))
+        assert answer == greedy_tokens(reference, engine.tokenizer.encode(prompt), n)
+
+
+@pytest.mark.demo
+def test_the_demo_model_answers_as_in_phase_3_1(demo_folder: Path) -> None:
+    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
+    requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
+    answers = serve(make(demo_folder, max_batch_size=2), requests, [0, 3, 4])
+    single = Single(EngineConfig(model=str(demo_folder), max_seq_len=256))
+    for (prompt, params), answer in zip(requests, answers, strict=True):
+        assert tokens(answer) == tokens(list(single.generate(prompt, SamplingParams(**params))))
+
+
+def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    expected = [tokens(answer) for answer in serve(make(folder), MIXED[:2])]
+    engine = make(folder)
+    first = engine.generate(MIXED[0][0], SamplingParams(**MIXED[0][1]))
+    got = [next(first)]
+    assert tokens(list(engine.generate(MIXED[1][0], SamplingParams(**MIXED[1][1])))) == expected[1]
+    assert tokens(got + list(first)) == expected[0]
+
+
+def test_a_place_is_taken_in_the_step_after_it_is_free(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_batch_size=2)
+    for name, n in (("a", 2), ("b", 4), ("c", 1)):
+        engine.add_request([7] * 5, SamplingParams(**GREEDY, max_new_tokens=n), name)
+    records = []
+    while engine.has_work():
+        engine.step()
+        records.append(engine.last_step)
+    assert [(r.prefilled, r.decoded, r.finished) for r in records if r] == [
+        ((("a", 5), ("b", 5)), (), ()),
+        ((), ("a", "b"), ("a",)),
+        ((("c", 5),), ("b",), ("c",)),
+        ((), ("b",), ("b",)),
+    ]
+    assert [r.step for r in records if r] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps_to_last_prompt", "longest_wait"),
+    [("fcfs", 5, 1), ("prefill_first", 5, 4), ("decode_round_robin", 10, 3)],
+)
+def test_what_a_policy_is_for(
+    tiny_checkpoints: dict[str, Path], policy: str, steps_to_last_prompt: int, longest_wait: int
+) -> None:
+    """Four decode when ten long prompts come, two of which fit a step."""
+    engine = make(tiny_checkpoints["llama"], max_batch_size=14, max_num_batched_tokens=100, scheduler_policy=policy)
+    early = [engine.add_request([7] * 3, SamplingParams(**GREEDY, max_new_tokens=60)) for _ in range(4)]
+    while not engine.last_step or len(engine.last_step.decoded) < 4:
+        engine.step()
+    for _ in range(10):
+        engine.add_request([7] * 50, SamplingParams(**GREEDY, max_new_tokens=60))
+    last_token, waits, prefilled, number = dict.fromkeys(early, 0), [0], 0, 0
+    forwards = engine.num_forwards
+    while prefilled < 10:
+        number += 1
+        engine.step()
+        assert engine.last_step is not None
+        prefilled += len(engine.last_step.prefilled)
+        for name in early:
+            if name in engine.last_step.decoded:
+                waits.append(number - last_token[name])
+                last_token[name] = number
+    assert number == steps_to_last_prompt
+    assert max([*waits, *(number - step for step in last_token.values())]) == longest_wait
+    decode_forwards = engine.num_forwards - forwards - number
+    assert decode_forwards == {"fcfs": 5, "prefill_first": 1, "decode_round_robin": 10}[policy]
+
+
+def test_requests_that_fail_and_are_aborted_leave_the_others_alone(tiny_checkpoints: dict[str, Path]) -> None:
+    """A random crowd; some are aborted at random moments, some make the model raise; the rest as if alone."""
+    folder = tiny_checkpoints["qwen3"]
+    chance = random.Random(0)
+    single = Single(EngineConfig(model=str(folder), max_seq_len=256))
+    requests: list[tuple[list[int], dict[str, Any]]] = [
+        (
+            [chance.randrange(20, 500) for _ in range(chance.randrange(1, 30))],
+            {"seed": n, "temperature": chance.choice([0.0, 0.8]), "max_new_tokens": chance.randrange(1, 12)},
+        )
+        for n in range(40)
+    ]
+    expected = [tokens(list(single.generate(prompt, SamplingParams(**params)))) for prompt, params in requests]
+    culprit = 511  # no prompt has it; the requests whose answers have it fail when it is their newest token
+    failing = {n for n in range(40) if culprit in expected[n][:-1]} | {3, 17, 18}
+    for n in (3, 17, 18):
+        requests[n][0][-1] = culprit
+    engine = make(folder, max_batch_size=6, max_num_batched_tokens=60)
+    forward = engine.model.forward
+
+    def raising(step: Any, kv: Any) -> torch.Tensor:
+        if culprit in step.ids.tolist():
+            raise RuntimeError("injected")
+        return forward(step, kv)
+
+    engine.model.forward = raising
+    for n, (prompt, params) in enumerate(requests):
+        engine.add_request(prompt, SamplingParams(**params), str(n))
+    aborted: set[int] = set()
+    got: list[list[StepOutput]] = [[] for _ in requests]
+    while engine.has_work():
+        for output in engine.step():
+            assert int(output.request_id) not in aborted
+            got[int(output.request_id)].append(output)
+        if chance.random() < 0.3:
+            n = chance.randrange(40)
+            if engine.abort(str(n)):
+                aborted.add(n)
+        assert len(engine.pool.audit()) == len(engine.scheduler.running)
+    assert engine.pool.audit() == []
+    assert len(aborted) >= 3
+    for n, outputs in enumerate(got):
+        ids = [token_id for token_id in tokens(outputs) if token_id is not None]
+        if n not in (3, 17, 18):
+            assert ids == expected[n][: len(ids)], n
+        if n in failing and n not in aborted:
+            assert outputs[-1].finish_reason is FinishReason.ERROR, n
+        elif n not in aborted:
+            assert ids == expected[n], n
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
+def test_a_step_that_is_broken_off_loses_no_output(
+    tiny_checkpoints: dict[str, Path], error: type[BaseException]
+) -> None:
+    """Also where a prompt's token was committed before the forward that broke off, and was its last."""
+    folder = tiny_checkpoints["llama"]
+    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
+    expected = [tokens(answer) for answer in serve(make(folder), requests)]
+    engine = make(folder)
+    decode, calls = engine.decode, 0
+
+    def broken(batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise error
+        return decode(batch)
+
+    engine.decode = broken
+    outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(4)}
+    for n, (prompt, params) in enumerate(requests):
+        engine.add_request(prompt, SamplingParams(**params), str(n))
+        try:
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+        except error:
+            pass
+    while engine.has_work():
+        try:
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+        except error:
+            pass
+    assert [tokens(answer) for answer in outputs.values()] == expected
+    assert engine.pool.audit() == []
+
+
+def test_settings_that_contradict_each_other_are_refused(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = str(tiny_checkpoints["llama"])
+    with pytest.raises(ConfigError, match="scheduler_policy is 'prefill_first' and batching_mode is 'static'"):
+        EngineConfig(model=folder, batching_mode="static", scheduler_policy="prefill_first")
+    with pytest.raises(ConfigError, match=r"scheduler_policy = 'prefill_first' arrives in phase 05"):
+        Static(EngineConfig(model=folder, scheduler_policy="prefill_first"))
+    with pytest.raises(ConfigError, match=r"kv_cache_backend = 'paged' arrives in phase 06"):
+        Engine(EngineConfig(model=folder, kv_cache_backend="paged"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, policy: str) -> None:
+    config = {"scheduler_policy": policy, "max_batch_size": 4, "max_num_batched_tokens": 100}
+    on_cpu = serve(make(model_folder, **config), MIXED, ARRIVALS)
+    on_gpu = serve(make(model_folder, device="cuda", dtype="float32", **config), MIXED, ARRIVALS)
+    assert [tokens(answer) for answer in on_gpu] == [tokens(answer) for answer in on_cpu]
+
+
+@pytest.mark.gpu
+def test_beside_a_prompt_all_who_decode_share_their_launches(model_folder: Path) -> None:
+    engine = make(model_folder, device="cuda", dtype="bfloat16")
+    for n in range(7):
+        engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
+    engine.step()
+    engine.add_request([7] * 33, SamplingParams(**GREEDY, max_new_tokens=8))
+    before = LAUNCHES.copy()
+    engine.step()
+    made, layers = LAUNCHES - before, engine.model.config.num_layers
+    assert made["kv_write_kernel"] == 2 * layers, "one for the prompt, one for the seven"
+    assert made["decode_attention_kernel"] == layers

@@ -1,0 +1,192 @@
+"""``infer bench serving`` and ``infer bench matrix``: many requests, measured. Introduced in phase 4.
+
+The commands read their options and print; ``benchmarks`` measures. Invariant: the last line on standard output is one
+JSON line; progress goes to standard error.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shared.cli.bench_options import (
+    Device,
+    Dtype,
+    Model,
+    Seed,
+    Threads,
+    computing_device,
+    step_progress,
+    tell_written,
+)
+from shared.cli.options import DEFAULT_MODEL, fetch_if_known
+from shared.cli.terminal import GuardedGroup, examples, stdout_console
+
+SERVING_EPILOG = examples(
+    "infer bench serving",
+    "infer bench serving --experiment tail --tail-requests 128",
+    "infer bench serving --experiment workloads --way engine --contender static --contender continuous",
+    "infer bench serving --model ./llama-1b --device cuda --out reports",
+)
+MATRIX_EPILOG = examples(
+    "infer bench matrix",
+    "infer bench matrix --phase 03.1 --phase 04 --phase 05",
+    "infer bench matrix --model ./llama-1b --device cuda --max-seconds 10 --out reports",
+)
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
+]
+
+
+def serving(
+    model: Model = DEFAULT_MODEL,
+    experiment: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--experiment",
+            "-e",
+            help="workloads, policies, closed-loop, tail, together or http-overhead; repeat it. Default: all.",
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option("--way", help="How the workloads are served: engine, http; repeat it. Default: both."),
+    ] = None,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--contender",
+            "-c",
+            help="Of the workloads: sequential, padded, static or continuous; repeat it. Default: all.",
+        ),
+    ] = None,
+    phase: Annotated[
+        str | None, typer.Option("--phase", "-p", help="Whose engine batches continuously. Default: the newest.")
+    ] = None,
+    large: Annotated[bool, typer.Option("--large", help="W2 with 64 requests open at a time; on a GPU.")] = False,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Let the workloads' requests come by chance, so many a second, not in a loop."),
+    ] = None,
+    tail_requests: Annotated[
+        int | None, typer.Option("--tail-requests", help="Requests of the tail; 512, without a GPU 32.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option("--trials", help="Of http-overhead, whose median counts; 3.")] = None,
+    clients: Annotated[
+        int | None, typer.Option("--clients", help="Processes that send and read; by the number of cores up to 4.")
+    ] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option("--max-seconds", help="Break a trace off after so long, where there is no HTTP.")
+    ] = None,
+    out: Out = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Measure serving under load: one request at a time, static batches, continuous batching and its policies.
+
+    The last line on standard output is the result as JSON.
+    """
+    from benchmarks.bench_serving import default_size, measure_serving
+    from benchmarks.report import write_report
+    from benchmarks.serving_figure import save_figure
+    from benchmarks.serving_view import markdown, print_serving
+
+    device = computing_device(device)
+    size = default_size(device, large)
+    if tail_requests is not None:
+        size = size.with_tail_requests(tail_requests)
+    if trials is not None:
+        size = replace(size, trials=trials)
+    fetch_if_known(model)
+    with step_progress() as progress:
+        report = measure_serving(
+            model,
+            experiments=experiment or None,
+            ways=way or None,
+            contenders=contender or None,
+            phase=phase,
+            size=size,
+            rate=rate,
+            max_seconds=max_seconds,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            clients=clients,
+            progress=progress,
+        )
+    console = stdout_console()
+    print_serving(report, console)
+    if out is not None:
+        drawn = write_report(report, out, table=markdown(report), figure=lambda path: save_figure(report, path))
+        tell_written(console, drawn)
+    typer.echo("")
+    typer.echo(report.line())
+
+
+def matrix(
+    model: Model = DEFAULT_MODEL,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option("--phase", "-p", help="A phase to measure; repeat it. Default: every phase of the main line."),
+    ] = None,
+    max_seconds: Annotated[float, typer.Option("--max-seconds", help="Break a cell off after so long.")] = 20.0,
+    out: Out = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Measure every phase, in every configuration of its own, on W1, W2 and W3: gains over the plain loop.
+
+    The last line on standard output is the result as JSON.
+    """
+    from benchmarks.matrix_view import markdown, print_matrix, save_figure
+    from benchmarks.report import write_report
+    from benchmarks.run_matrix import run_matrix
+
+    device = computing_device(device)
+    fetch_if_known(model)
+    with step_progress() as progress:
+        report = run_matrix(
+            model,
+            phases=phase or None,
+            max_seconds=max_seconds,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            progress=progress,
+        )
+    console = stdout_console()
+    print_matrix(report, console)
+    if out is not None:
+        drawn = write_report(report, out, table=markdown(report), figure=lambda path: save_figure(report, path))
+        tell_written(console, drawn)
+    typer.echo("")
+    typer.echo(report.line())
+
+
+COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "serving": (serving, SERVING_EPILOG),
+    "matrix": (matrix, MATRIX_EPILOG),
+}
+
+
+def alone(name: str) -> typer.Typer:
+    """An application of one command, which is named on its command line all the same."""
+    app = typer.Typer(cls=GuardedGroup, add_completion=False)
+    app.callback()(lambda: None)
+    command, epilog = COMMANDS[name]
+    app.command(name, epilog=epilog)(command)
+    return app
+
+
+def run_alone(name: str) -> None:
+    """Run one command with the process's own arguments, as ``infer bench NAME`` would."""
+    alone(name)([name, *sys.argv[1:]], prog_name="infer bench")

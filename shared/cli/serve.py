@@ -1,0 +1,167 @@
+"""``infer serve``: a model behind an OpenAI-compatible server. Introduced in phase 4.
+
+Invariant: what cannot work is said before the server listens: a taken port before the model is loaded, a bad setting
+before either.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shared.cli import options
+from shared.cli.terminal import examples
+from shared.errors import ConfigError
+from shared.lessons import Lesson, lessons
+
+EPILOG = examples(
+    "infer serve smollm2-135m --port 8000",
+    "infer serve ./my-model --device cuda --max-batch-size 64 --api-key secret",
+    "infer serve smollm2-135m --phase 04 --plain-events",
+    "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
+    """-d '{"model": "smollm2-135m", "prompt": "Once upon a time"}'""",
+)
+_BATCHING, _SERVER = "Batching", "Server"
+
+
+def _batching(*names: str, text: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_BATCHING, show_default=False)
+
+
+def _server(*names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_SERVER, **more)
+
+
+Served = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model folder, a known name, or a hub name.", envvar="INFER_MODEL")
+]
+
+
+def serve(
+    model: Served = options.DEFAULT_MODEL,
+    host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 is all of this machine.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, _server("--port", text="The port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        str | None, _server("--served-model-name", text="What requests call the model; by default its own name.")
+    ] = None,
+    api_key: Annotated[
+        str | None, _server("--api-key", text="The key that requests must carry.", envvar="INFER_API_KEY")
+    ] = None,
+    plain_events: Annotated[
+        bool,
+        _server(
+            "--plain-events", text="/v1/completions without names of events, for load tools that cannot read them."
+        ),
+    ] = False,
+    grace: Annotated[float, _server("--grace", text="Seconds that running requests have after SIGTERM.")] = 30.0,
+    send_timeout: Annotated[
+        float, _server("--send-timeout", text="Seconds after which a client that does not read is cut off.")
+    ] = 20.0,
+    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="A longer body is refused.")] = 2 * 2**20,
+    log_format: Annotated[
+        str | None, _server("--log-format", text="json or text; by default text on a terminal.")
+    ] = None,
+    verbose: Annotated[bool, _server("--verbose", text="Log health checks, metrics and pages too.")] = False,
+    max_batch_size: Annotated[
+        int | None, _batching("--max-batch-size", text="Most requests that run at a time; by default 16.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, _batching("--max-num-batched-tokens", text="Most prompt tokens of a step; by default 8192.")
+    ] = None,
+    max_waiting_requests: Annotated[
+        int | None, _batching("--max-waiting-requests", text="Most requests in the queue; by default 1024.")
+    ] = None,
+    batching_mode: Annotated[
+        str | None, _batching("--batching-mode", text="static or continuous; by default the phase's own.")
+    ] = None,
+    scheduler_policy: Annotated[
+        str | None, _batching("--scheduler-policy", text="fcfs, prefill_first or decode_round_robin; by default fcfs.")
+    ] = None,
+    max_decode_interval: Annotated[
+        int | None, _batching("--max-decode-interval", text="Steps within which every running request gets a token.")
+    ] = None,
+    phase: options.Phase = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    max_seq_len: options.MaxSeqLen = None,
+    attention_backend: options.AttentionBackend = None,
+    pack_weights: options.PackWeights = False,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Where requests without a seed get theirs.", rich_help_panel="Engine")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's completions and chat, streaming, metrics, and a page to try it on."""
+    from shared.server.logs import FORMATS, configure
+    from shared.server.settings import ServerConfig
+
+    style = log_format or ("text" if sys.stderr.isatty() else "json")
+    if style not in FORMATS:
+        raise ConfigError(f"--log-format is {style!r}; it must be one of {', '.join(FORMATS)}.")
+    lesson = serving_lesson(phase)
+    config = ServerConfig(
+        model_name=served_model_name or model_name(model),
+        api_key=api_key,
+        plain_events=plain_events,
+        grace=grace,
+        send_timeout=send_timeout,
+        max_body_bytes=max_body_bytes,
+    )
+    from shared.server.process import bind, run
+
+    bound = bind(host, port)
+    engine = options.load_engine(
+        lesson,
+        model,
+        device=device,
+        dtype=dtype,
+        max_seq_len=max_seq_len,
+        attention_backend=attention_backend,
+        pack_weights=pack_weights or None,
+        seed=seed,
+        max_batch_size=max_batch_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_waiting_requests=max_waiting_requests,
+        batching_mode=batching_mode,
+        scheduler_policy=scheduler_policy,
+        max_decode_interval=max_decode_interval,
+    )
+    warm_up(engine)
+    from shared.server.app import make_app
+
+    configure(style, verbose=verbose)
+    run(make_app(engine, config), config, bound, model=config.model_name, phase=lesson.number)
+
+
+def serving_lesson(number: str | None) -> Lesson:
+    """The phase asked for, or the newest of the main line; raises ConfigError for one that serves nobody."""
+    lesson = options.answering_lesson(number)
+    if not serves(lesson):
+        able = ", ".join(other.number for other in lessons() if serves(other))
+        raise ConfigError(
+            f"Phase {lesson.number} ({lesson.title}) answers one request at a time and cannot be served; choose one of "
+            f"these with --phase: {able}."
+        )
+    return lesson
+
+
+def serves(lesson: Lesson) -> bool:
+    """Whether a phase takes many requests."""
+    return hasattr(lesson.engine, "add_request")
+
+
+def model_name(model: str) -> str:
+    """What requests call the model: a folder's name, or the name as it is."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
+def warm_up(engine: Any) -> None:
+    """One short answer before anybody asks: what is compiled or loaded at first use is not paid by a client."""
+    from shared.sampling.params import SamplingParams
+
+    params = SamplingParams(temperature=0.7, seed=0, max_new_tokens=2, ignore_eos=True)
+    for _ in engine.generate([0] * min(8, engine.max_seq_len - 1), params):
+        pass

@@ -1,0 +1,148 @@
+"""Many prompts at once, without a server: prompts in, answers out. Introduced in phase 4.
+
+    from shared.engine.llm import LLM
+    from shared.sampling.params import SamplingParams
+
+    llm = LLM("smollm2-135m", max_batch_size=32)
+    answers = llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0.0, max_new_tokens=8))
+    print(answers[0].text)
+
+The engine's queue is bounded, so prompts are handed over as it has room, however many there are. Invariants: answers
+come in the order of the prompts; a bad prompt is refused before anything is computed; whatever ends ``generate``, the
+engine holds nothing of it afterwards.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput, TokenLogprobs
+from shared.engine.prompt import check_prompt
+from shared.errors import ConfigError, RequestError
+from shared.lessons import find_lesson, newest_lesson
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Answer:
+    """What became of one prompt. ``error`` is set where the engine could not go on, and then the rest is what came."""
+
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it
+    logprobs: list[TokenLogprobs] | None = None  # of each token, where the parameters ask for them
+    error: str | None = None
+
+    def add(self, output: StepOutput) -> None:
+        """Take what one step added."""
+        self.text += output.text
+        if output.token_id is not None:
+            self.token_ids.append(output.token_id)
+        if output.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.append(output.logprobs)
+        self.finish_reason, self.stop, self.error = output.finish_reason, output.stop, output.error
+
+
+class LLM:
+    """A model that is ready to answer.
+
+    Args:
+        model: a model folder, a known name, or a hub name.
+        phase: the phase whose engine answers, such as 05; by default the newest of the main line.
+        config: the other settings of ``EngineConfig``.
+
+    Raises:
+        ConfigError: a setting makes no sense, or the phase answers one request at a time.
+        ModelFolderError: the model is missing, damaged, unsafe or unsupported.
+    """
+
+    def __init__(self, model: str, phase: str | None = None, **config: Any) -> None:
+        lesson = newest_lesson() if phase is None else find_lesson(phase)
+        if not hasattr(lesson.engine, "step"):
+            raise ConfigError(
+                f"Phase {lesson.number} ({lesson.title}) answers one request at a time; choose phase 04 or a later "
+                "one, or leave phase out for the newest."
+            )
+        self.engine = lesson.engine(EngineConfig(model=model, **config))
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Answer]:
+        """Answer every prompt, text or token ids; one bare text is a list of one.
+
+        Args:
+            params: for all prompts, or one for each; by default those of ``SamplingParams()``.
+            progress: show a bar on standard error.
+
+        Raises:
+            RequestError: a prompt cannot be answered (the message says which), or there are not as many params.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"There are {len(prompts)} prompts and {len(each)} params; give one, or one for each.")
+        answers = [Answer(self._prompt_ids(place, prompt)) for place, prompt in enumerate(prompts)]
+        waiting = deque(zip(answers, each, strict=True))
+        running: dict[str, Answer] = {}
+        try:
+            with _bar(len(answers), progress) as (bar, task):
+                num_tokens = 0
+                while waiting or running:
+                    self._feed(waiting, running)
+                    for output in self.engine.step():
+                        running[output.request_id].add(output)
+                        num_tokens += output.token_id is not None
+                        if output.finish_reason is not None:
+                            del running[output.request_id]
+                            bar.advance(task)
+                    bar.update(task, tokens=num_tokens)
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
+        return answers
+
+    def _prompt_ids(self, place: int, prompt: Prompt) -> list[int]:
+        engine = self.engine
+        if not isinstance(prompt, str | Sequence):
+            raise RequestError(f"Prompt {place} is {prompt!r}; a prompt is a text or a list of token ids.")
+        ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        try:
+            return check_prompt(ids, engine.model.config.vocab_size, engine.max_seq_len)
+        except RequestError as error:
+            raise RequestError(f"Prompt {place}, counted from 0: {error}") from None
+
+    def _feed(self, waiting: deque[tuple[Answer, SamplingParams]], running: dict[str, Answer]) -> None:
+        """Hand over as many prompts as the engine's queue has room for."""
+        room = self.engine.config.max_waiting_requests - self.engine.load().num_waiting
+        for _ in range(min(room, len(waiting))):
+            answer, params = waiting.popleft()
+            running[self.engine.add_request(answer.prompt_ids, params)] = answer
+
+
+@contextmanager
+def _bar(total: int, is_shown: bool) -> Iterator[tuple[Progress, TaskID]]:
+    columns = (
+        TextColumn("answers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
+        yield bar, bar.add_task("answers", total=total, tokens=0)

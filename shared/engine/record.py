@@ -1,0 +1,58 @@
+"""What an engine says of itself: one step, and how busy it is. Introduced in phase 4.
+
+A record holds ids and counts and no clock: whoever calls ``step`` times it. Invariant: the same requests in the same
+order give the same records, so a test can compare them and a timeline can be drawn from them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from shared.engine.output import StepOutput
+from shared.scheduling.scheduler import Schedule, Scheduler
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did. A request is named at most once in each field, in the order of its batch."""
+
+    step: int  # counted from 0
+    prefilled: tuple[tuple[str, int], ...]  # (request id, tokens of its prompt that were computed)
+    decoded: tuple[str, ...]
+    finished: tuple[str, ...]
+    failed: tuple[str, ...]
+    num_waiting: int  # after the step
+    num_running: int  # after the step
+    kv_used_tokens: int  # tokens in the memory after the step, those of finished requests gone
+    kv_capacity_tokens: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
+        """The record of the step that did ``schedule`` and gave ``outputs``."""
+        failed = tuple(output.request_id for output in outputs if output.error is not None)
+        return cls(
+            step=scheduler.num_steps - 1,
+            prefilled=tuple((r.request_id, len(r.prompt_ids)) for r in schedule.prefill if r.request_id not in failed),
+            decoded=tuple(r.request_id for r in schedule.decode if r.request_id not in failed),
+            finished=tuple(o.request_id for o in outputs if o.finish_reason is not None and o.error is None),
+            failed=failed,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            kv_used_tokens=scheduler.pool.used_tokens,
+            kv_capacity_tokens=scheduler.pool.capacity_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How busy an engine is between two steps."""
+
+    num_running: int  # requests that hold memory
+    num_waiting: int
+    kv_usage: float  # share of the memory that no other request can have: 0 to 1
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Self:
+        """The load now."""
+        pool = scheduler.pool
+        return cls(len(scheduler.running), len(scheduler.waiting), 1 - pool.free_tokens / pool.capacity_tokens)

@@ -1,0 +1,123 @@
+"""One request's outputs on their way to its client, and when they came. Introduced in phase 4.
+
+The engine's thread never waits for a client: outputs are pushed here as they come, and the client's task takes all that
+there are. Belongs to the event loop's thread. Invariants: exactly one end (a finish reason or an error), after which
+nothing is added; what waits unread is bounded.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from shared.engine.output import StepOutput
+from shared.server.errors import ApiError, engine_failure
+from shared.text.stopping import FinishReason
+
+_FRAME_BYTES = 320  # of a frame around its text
+_CHARACTER_BYTES = 6  # JSON's longest spelling of a character
+_LOGPROB_BYTES = 96
+
+
+class AnswerStream:
+    """What has been generated and not yet taken.
+
+    Args:
+        num_prompt_tokens: of the request; for its usage.
+        max_unread_bytes: an estimate from above of the bytes that unread outputs will become.
+        abandon: called when the answer is wanted no longer; it must make the engine forget the request.
+
+    ``arrived``, ``scheduled``, ``first_token``, ``last_token`` and ``ended`` are readings of ``time.perf_counter``.
+    """
+
+    def __init__(
+        self, request_id: str, num_prompt_tokens: int, *, max_unread_bytes: int, abandon: Callable[[str], None]
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = 0
+        self.arrived = time.perf_counter()
+        self.scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.ended: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop: str | None = None
+        self.error: ApiError | None = None
+        self.cause: str | None = None
+        self._abandon = abandon
+        self._max_unread_bytes = max_unread_bytes
+        self._unread: deque[StepOutput] = deque()
+        self._unread_bytes = 0
+        self._is_nudged = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.ended is None
+
+    def push(self, output: StepOutput, at: float) -> None:
+        """Add what a step yielded; ``at`` is when the step ended."""
+        if not self.is_open:
+            return
+        if output.token_id is not None:
+            self.num_tokens += 1
+            self.first_token = self.first_token or at
+            self.last_token = at
+            self._unread.append(output)
+            self._unread_bytes += _FRAME_BYTES + _CHARACTER_BYTES * len(output.text)
+            if output.logprobs is not None:
+                self._unread_bytes += _LOGPROB_BYTES * (1 + len(output.logprobs.top))
+        if output.finish_reason is FinishReason.ERROR:
+            self._end(FinishReason.ERROR, at, engine_failure(output.error))
+        elif output.finish_reason is not None:
+            self.stop = output.stop
+            self._end(output.finish_reason, at)
+        elif self._unread_bytes > self._max_unread_bytes:
+            message = f"The answer was not read: more than {self._max_unread_bytes} bytes of it waited."
+            self.cancel("slow_reader", ApiError(408, "slow_reader", message))
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """End with an error that is not the request's own doing; the engine is told to forget it."""
+        self.cancel(error.code, error)
+
+    def cancel(self, cause: str, error: ApiError | None = None) -> None:
+        """End an answer that is wanted no longer, and make the engine forget it; ``cause`` is for the log."""
+        if self.is_open:
+            self.cause = cause
+            self._end(FinishReason.ABORT, time.perf_counter(), error)
+            self._abandon(self.request_id)
+
+    def nudge(self) -> None:
+        """Let who waits in ``take`` come back with nothing."""
+        self._is_nudged = True
+        self._wake()
+
+    async def take(self) -> list[StepOutput]:
+        """All unread outputs, at least one; the empty list after a nudge, and once the answer has ended."""
+        while not self._unread and self.is_open and not self._is_nudged:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._is_nudged = False
+        outputs = list(self._unread)
+        self._unread.clear()
+        self._unread_bytes = 0
+        return outputs
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """OpenAI's account of tokens."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_tokens,
+        }
+
+    def _end(self, reason: FinishReason, at: float, error: ApiError | None = None) -> None:
+        self.finish_reason, self.ended, self.error = reason, at, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

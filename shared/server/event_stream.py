@@ -1,0 +1,164 @@
+"""Answers that watch their client while they are made. Introduced in phase 4.
+
+Invariants: a client that goes away ends its request, whether it was being sent anything or not; a client that does not
+read ends it too, and its connection is broken off after a bounded time; whatever happens inside, the engine is told to
+forget the request.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from shared.engine.output import StepOutput
+from shared.server.answer_stream import AnswerStream
+from shared.server.errors import ApiError
+from shared.server.settings import ServerConfig
+from shared.server.sse import COMMENT
+
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_log = logging.getLogger("infer.server")
+
+
+class Frames(Protocol):
+    """How a kind of answer becomes events; each method returns whole frames."""
+
+    def start(self) -> bytes:
+        """What comes before the first token."""
+
+    def tokens(self, outputs: Sequence[StepOutput]) -> bytes:
+        """One frame a token, or none for a token that shows nothing."""
+
+    def end(self, stream: AnswerStream) -> bytes:
+        """What ends an answer that came to its end."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """What ends any other."""
+
+
+class AnswerResponse(Response):
+    """The base of both kinds: runs ``respond`` and watches its client meanwhile.
+
+    One look every now and then finds who does not read, and what has been silent for long: a timer around each of
+    thousands of frames would cost more than the frames.
+    """
+
+    def __init__(self, stream: AnswerStream, config: ServerConfig) -> None:
+        super().__init__(media_type="application/json")
+        self.stream = stream
+        self.config = config
+        self._last_sent = time.perf_counter()
+        self._is_sending = False
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_watched(message: Message) -> None:
+            self._last_sent, self._is_sending = time.perf_counter(), True
+            await send(message)
+            self._is_sending = False
+
+        work = asyncio.create_task(self.respond(scope, receive, send_watched))
+        watch = asyncio.create_task(_disconnection(receive))
+        cause = "disconnected"
+        try:
+            if await self._watch(work, watch):
+                cause = "slow_reader"
+                work.cancel()
+                await _break_off(scope, watch)
+            elif work.done():
+                await work
+        except asyncio.CancelledError:
+            cause = "shutting_down"
+            raise
+        finally:
+            self.stream.cancel(cause)
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+    async def _watch(self, *tasks: "asyncio.Task[None]") -> bool:
+        """Wait for one of the tasks; True if the client leaves the server unable to send for too long instead."""
+        period = min(self.config.send_timeout, self.config.keep_alive) / 4
+        while not (await asyncio.wait(tasks, timeout=period, return_when=asyncio.FIRST_COMPLETED))[0]:
+            seconds = time.perf_counter() - self._last_sent
+            if self._is_sending and seconds > self.config.send_timeout:
+                return True
+            if not self._is_sending and seconds > self.config.keep_alive:
+                self.stream.nudge()
+        return False
+
+
+class EventStreamResponse(AnswerResponse):
+    """Server-sent events, as they come; what has come together is sent together."""
+
+    def __init__(self, stream: AnswerStream, config: ServerConfig, frames: Frames) -> None:
+        super().__init__(stream, config)
+        self.frames = frames
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if data := self.frames.start():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        is_open = True
+        while is_open:
+            outputs = await self.stream.take()
+            is_open = self.stream.is_open
+            try:
+                data = self._frames_of(outputs)
+            except Exception as bug:
+                _log.error("an answer could not be written", exc_info=bug)
+                data, is_open = self.frames.failure(ApiError(500, "internal_error", "The server failed here.")), False
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": is_open})
+
+    def _frames_of(self, outputs: list[StepOutput]) -> bytes:
+        """The outputs, and the end where they are the last; a comment where there is nothing."""
+        if self.stream.is_open:
+            return self.frames.tokens(outputs) if outputs else COMMENT
+        error = self.stream.error
+        end = self.frames.end(self.stream) if error is None else self.frames.failure(error)
+        return self.frames.tokens(outputs) + end
+
+
+class WholeResponse(AnswerResponse):
+    """One JSON body, once the answer is complete.
+
+    Args:
+        body: makes it of all outputs.
+    """
+
+    def __init__(self, stream: AnswerStream, config: ServerConfig, body: Callable[[list[StepOutput]], bytes]) -> None:
+        super().__init__(stream, config)
+        self.make_body = body
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outputs: list[StepOutput] = []
+        while self.stream.is_open:
+            outputs += await self.stream.take()
+        error = self.stream.error
+        response = (
+            Response(self.make_body(outputs), media_type="application/json") if error is None else error.response()
+        )
+        await response(scope, receive, send)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _break_off(scope: Scope, watch: "asyncio.Task[None]") -> None:
+    """Drop the connection with everything that waits in it; closing alone would wait for the reader for ever."""
+    transport = scope.get("state", {}).get("transport")
+    if transport is not None:
+        transport.abort()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(watch), 1)

@@ -1,0 +1,107 @@
+"""From a checked body to a request in the engine, with every refusal in the API's words. Introduced in phase 4.
+
+Text becomes ids on threads of its own, because a long prompt takes long and the event loop serves others meanwhile.
+Invariant: whatever the engine or the tokenizer says against a request is a 422 or a 503 that names the field.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.requests import Request
+
+from shared.errors import CapacityError, ModelFolderError, QueueFullError, RequestError
+from shared.server.answer_stream import AnswerStream
+from shared.server.engine_thread import EngineThread
+from shared.server.errors import invalid, overloaded
+from shared.server.middleware import record_of
+from shared.server.protocol import Message, SamplingFields
+from shared.server.served_engine import ServedEngine
+from shared.server.settings import ServerConfig
+from shared.text.chat import ChatMessage, choose_template, encode_chat
+
+_NUM_THREADS = 2
+
+
+class Intake:
+    """Takes requests for one engine."""
+
+    def __init__(self, engine: ServedEngine, thread: EngineThread, config: ServerConfig) -> None:
+        self.tokenizer = engine.tokenizer
+        self.max_seq_len = engine.max_seq_len
+        self.config = config
+        self.is_draining = False
+        self._thread = thread
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
+        self._template: str | None = None
+        with contextlib.suppress(ModelFolderError):
+            self._template = choose_template(engine.model.config.family, engine.tokenizer)
+
+    async def text_ids(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._encode("prompt", lambda: self.tokenizer.encode(prompt))
+
+    async def chat_ids(self, messages: list[Message], thinking: bool | None) -> list[int]:
+        template = self._template
+        if template is None:
+            name = self.config.model_name
+            raise invalid(f"The model {name} has no chat format known here; use /v1/completions.", param="model")
+        turns = [ChatMessage(message.role, message.content) for message in messages]
+        return await self._encode(
+            "messages", lambda: encode_chat(self.tokenizer, turns, template=template, thinking=thinking)
+        )
+
+    async def submit(
+        self,
+        request: Request,
+        body: SamplingFields,
+        prompt_ids: list[int],
+        *,
+        param: str,
+        kind: str,
+        max_tokens: int,
+        logprobs: int | None,
+    ) -> AnswerStream:
+        """Hand a request to the engine. ``param`` is the field that the prompt came from, ``kind`` begins its id."""
+        if max_tokens > self.max_seq_len:
+            field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+            raise invalid(
+                f"{field} is {max_tokens}; a sequence of this server has at most {self.max_seq_len} tokens, the prompt "
+                "included.",
+                param=field,
+            )
+        params = body.sampling_params(max_tokens, logprobs)
+        wait = self.config.retry_after
+        try:
+            stream = await self._thread.submit(f"{kind}-{uuid.uuid4().hex}", prompt_ids, params)
+        except QueueFullError as error:
+            raise overloaded(str(error), wait, code="queue_full") from None
+        except (RequestError, CapacityError) as error:
+            raise invalid(str(error), param=param) from None
+        record_of(request.scope).stream = stream
+        return stream
+
+    def check(self, body: SamplingFields) -> None:
+        """Refuse a request for another model, and every request while the server shuts down."""
+        if self.is_draining:
+            raise overloaded("The server is shutting down.", self.config.retry_after, code="shutting_down")
+        if body.model != self.config.model_name:
+            raise invalid(
+                f"There is no model {body.model[:80]!r} here; this server has {self.config.model_name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode(self, param: str, encode: Callable[[], Any]) -> list[int]:
+        try:
+            ids: list[int] = await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        except RequestError as error:
+            raise invalid(str(error), param=param) from None
+        return ids

@@ -1,0 +1,148 @@
+"""What Prometheus is told. Introduced in phase 4.
+
+Names and meanings are vLLM's, with ``infer:`` in front, so that whoever reads one dashboard reads the other.
+Invariant: labels take values of small fixed sets, never a client's words.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from shared.server.answer_stream import AnswerStream
+from shared.text.stopping import FinishReason
+
+SHORT = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+)
+"""Seconds between tokens."""
+LONG = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
+"""Seconds of a request."""
+HANDLERS = ("completions", "chat_completions", "models", "health", "metrics", "page", "debug", "other")
+disable_created_metrics()  # a second sample beside each, which nobody here reads
+
+
+class ServerMetrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        ProcessCollector(registry=self.registry)
+        self._prompt_tokens = self._counter("infer:prompt_tokens", "Prompt tokens that were run.")
+        self._generation_tokens = self._counter("infer:generation_tokens", "Tokens that were generated.")
+        self._ttft = self._histogram("infer:time_to_first_token_seconds", "From arrival to the first token.", LONG)
+        self._gap = self._histogram("infer:inter_token_latency_seconds", "Between a token and the next.", SHORT)
+        self._whole = self._histogram("infer:e2e_request_latency_seconds", "From arrival to the end.", LONG)
+        self._queued = self._histogram("infer:request_queue_time_seconds", "From arrival to the first step.", LONG)
+        self._prefill = self._histogram("infer:request_prefill_time_seconds", "First step to first token.", LONG)
+        self._decode = self._histogram("infer:request_decode_time_seconds", "First token to last token.", LONG)
+        success = Counter(
+            "infer:request_success",
+            "Requests that ended, by why: stop, length, abort or error.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._ended = {
+            reason: success.labels(model_name, label)
+            for reason, label in {
+                FinishReason.EOS: "stop",
+                FinishReason.STOP: "stop",
+                FinishReason.LENGTH: "length",
+                FinishReason.ABORT: "abort",
+                FinishReason.ERROR: "error",
+            }.items()
+        }
+        self._http = Counter(
+            "infer:http_requests", "HTTP requests, by route and status.", ["handler", "status"], registry=self.registry
+        )
+
+    def watch(self, load: Callable[[], Any]) -> None:
+        """Read the gauges from here whenever somebody asks; ``load`` gives an ``EngineLoad``."""
+        self._gauge("infer:num_requests_running", "Requests that hold memory.", lambda: load().num_running)
+        self._gauge("infer:num_requests_waiting", "Requests in the queue.", lambda: load().num_waiting)
+        self._gauge("infer:kv_cache_usage_perc", "Used share of the KV memory; 1 is all.", lambda: load().kv_usage)
+
+    def on_first_token(self, stream: AnswerStream) -> None:
+        assert stream.first_token is not None
+        self._prompt_tokens.inc(stream.num_prompt_tokens)
+        self._generation_tokens.inc()
+        self._ttft.observe(stream.first_token - stream.arrived)
+        if stream.scheduled is not None:
+            self._queued.observe(stream.scheduled - stream.arrived)
+            self._prefill.observe(stream.first_token - stream.scheduled)
+
+    def on_token(self, seconds: float) -> None:
+        self._generation_tokens.inc()
+        self._gap.observe(seconds)
+
+    def on_end(self, stream: AnswerStream) -> None:
+        assert stream.ended is not None
+        assert stream.finish_reason is not None
+        self._ended[stream.finish_reason].inc()
+        self._whole.observe(stream.ended - stream.arrived)
+        if stream.first_token is not None and stream.last_token is not None:
+            self._decode.observe(stream.last_token - stream.first_token)
+
+    def on_http(self, handler: str, status: int) -> None:
+        """``handler`` is one of HANDLERS."""
+        self._http.labels(handler if handler in HANDLERS else "other", str(status)).inc()
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model).set_function(read)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(self._model)

@@ -1,0 +1,181 @@
+"""What surrounds every request: its id, its log line, its key, and the time it has to say what it wants.
+
+Plain ASGI, because a stream of thousands of frames passes through here. Introduced in phase 4. Invariant: every HTTP
+request is logged and counted once, however it ends.
+"""
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.server.answer_stream import AnswerStream
+from shared.server.errors import ApiError
+from shared.server.logs import log_event
+from shared.server.metrics import ServerMetrics
+
+REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
+"""What a client may choose as `X-Request-Id`; anything else is replaced."""
+_QUIET = ("health", "metrics", "page")
+_GUARDED = ("/v1/", "/debug/")
+_HANDLERS = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat_completions",
+    "/metrics": "metrics",
+    "/": "page",
+}
+_PREFIXES = {"/v1/models": "models", "/health": "health", "/page/": "page", "/debug/": "debug"}
+
+
+@dataclass
+class RequestRecord:
+    """What the log line is made of; routes add to it."""
+
+    request_id: str
+    status: int = 499  # until there is another: the client left before
+    stream: AnswerStream | None = None
+    is_streaming: bool | None = None
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """The record of the request that this scope belongs to."""
+    record = scope["state"]["record"]
+    assert isinstance(record, RequestRecord)
+    return record
+
+
+def handler_of(path: str) -> str:
+    """The route's name for metrics; a small fixed set."""
+    if path in _HANDLERS:
+        return _HANDLERS[path]
+    return next((name for prefix, name in _PREFIXES.items() if path.startswith(prefix)), "other")
+
+
+class RequestLog:
+    """Gives each request an id, and logs and counts it when it is over."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        record = RequestRecord(given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.request_id.encode())]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception:
+            record.status = 500
+            raise
+        finally:
+            handler = handler_of(scope["path"])
+            self.metrics.on_http(handler, record.status)
+            _log_request(scope, record, handler, time.perf_counter() - started)
+
+
+class ApiKey:
+    """Refuses what lies below ``/v1`` and ``/debug`` without the key; compares in constant time."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app = app
+        self.wanted = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.wanted):
+                message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
+                headers = {"WWW-Authenticate": "Bearer"}
+                error = ApiError(401, "invalid_api_key", message, headers=headers)
+                await error.response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a body that is too long, and one that does not arrive in time: nobody holds memory or a connection so."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self.max_bytes:
+            await self._too_large().response()(scope, receive, send)
+            return
+        deadline = asyncio.get_running_loop().time() + self.seconds
+        num_bytes, is_complete = 0, False
+
+        async def receive_within_limits() -> Message:
+            nonlocal num_bytes, is_complete
+            if is_complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                said = f"The body did not arrive within {self.seconds:g} seconds."
+                raise ApiError(408, "body_timeout", said, headers={"Connection": "close"}) from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.max_bytes:
+                raise self._too_large()
+            is_complete = not message.get("more_body", False)
+            return message
+
+        await self.app(scope, receive_within_limits, send)
+
+    def _too_large(self) -> ApiError:
+        said = f"The body is longer than {self.max_bytes} bytes, the most that this server takes."
+        return ApiError(413, "body_too_large", said, headers={"Connection": "close"})
+
+
+def _log_request(scope: Scope, record: RequestRecord, handler: str, seconds: float) -> None:
+    stream = record.stream
+    fields: dict[str, object] = {"stream": record.is_streaming}
+    if stream is not None:
+        fields |= {
+            "prompt_tokens": stream.num_prompt_tokens,
+            "completion_tokens": stream.num_tokens,
+            "finish_reason": stream.finish_reason,
+            "cause": stream.cause,
+            "error": stream.error.code if stream.error is not None else None,
+            "queue_s": _between(stream.arrived, stream.scheduled),
+            "ttft_s": _between(stream.arrived, stream.first_token),
+        }
+    client = scope.get("client")
+    log_event(
+        logging.DEBUG if handler in _QUIET and record.status < 400 else logging.INFO,
+        "request",
+        request_id=record.request_id,
+        client=client[0] if client else None,
+        method=scope["method"],
+        path=scope["path"],
+        status=record.status,
+        duration_s=round(seconds, 6),
+        **fields,
+    )
+
+
+def _between(start: float, end: float | None) -> float | None:
+    return None if end is None else round(end - start, 6)

@@ -1,0 +1,169 @@
+// The two ways to ask: a text that goes on, and a conversation. Both stream, and both can be stopped.
+
+import { frames } from "./sse.js";
+
+const byId = (id) => document.getElementById(id);
+const conversation = [];
+let running = null;
+let model = "";
+
+/** What requests must call the model. */
+export function setModel(name) {
+  model = name;
+}
+
+/** Headers of a request to the API. */
+export function headers() {
+  const key = byId("key").value;
+  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+}
+
+function sampling() {
+  const body = { model };
+  for (const name of ["temperature", "top_p", "repetition_penalty", "max_tokens", "top_k", "seed"]) {
+    if (byId(name).value !== "") body[name] = Number(byId(name).value);
+  }
+  if (byId("stop_text").value) body.stop = [byId("stop_text").value];
+  return body;
+}
+
+function complain(text) {
+  byId("complaint").textContent = text;
+  byId("complaint").hidden = !text;
+}
+
+/** One element a token, so that "show tokens" can colour them; its id is the element's title. */
+function append(parent, text, tokenId) {
+  const token = parent.appendChild(document.createElement("span"));
+  token.className = "token";
+  token.textContent = text;
+  if (tokenId !== null) token.title = `token ${tokenId}`;
+  parent.scrollTop = parent.scrollHeight;
+}
+
+function summary({ started, first, count, reason }) {
+  const now = performance.now();
+  const parts = [`${count} ${count === 1 ? "token" : "tokens"}`];
+  if (first) parts.push(`first after ${(first - started).toFixed(0)} ms`);
+  if (count > 1) parts.push(`${((1000 * (count - 1)) / Math.max(1, now - first)).toFixed(1)} tokens/s`);
+  if (reason) parts.push(reason);
+  byId("summary").textContent = parts.join(" · ");
+}
+
+/** Send a request and give each chunk to `show`, which says how many tokens it brought. */
+async function ask(path, body, show) {
+  const state = { started: performance.now(), first: 0, count: 0, reason: "" };
+  running = new AbortController();
+  complain("");
+  byId("run").disabled = true;
+  byId("stop").disabled = false;
+  try {
+    const response = await fetch(path, {
+      method: "POST",
+      headers: headers(),
+      body: JSON.stringify(body),
+      signal: running.signal,
+    });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    for await (const { data } of frames(response)) {
+      if (data === "[DONE]") break;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      const added = show(chunk);
+      if (added) state.first ||= performance.now();
+      state.count = chunk.usage ? chunk.usage.completion_tokens : state.count + added;
+      state.reason = chunk.choices[0]?.finish_reason ?? state.reason;
+      summary(state);
+    }
+  } catch (error) {
+    if (error.name === "AbortError") summary({ ...state, reason: "stopped" });
+    else complain(error.message);
+  } finally {
+    running = null;
+    byId("run").disabled = false;
+    byId("stop").disabled = true;
+  }
+}
+
+async function complete() {
+  const answer = byId("answer");
+  answer.replaceChildren();
+  const given = answer.appendChild(document.createElement("span"));
+  given.className = "given";
+  given.textContent = byId("prompt").value;
+  await ask("/v1/completions", { ...sampling(), prompt: byId("prompt").value }, (chunk) => {
+    if (typeof chunk.token_id !== "number") return 0;
+    append(answer, chunk.choices[0].text, chunk.token_id);
+    return 1;
+  });
+}
+
+function turn(role, text) {
+  const element = byId("turns").appendChild(document.createElement("p"));
+  element.className = `turn ${role}`;
+  element.textContent = text;
+  byId("turns").scrollTop = byId("turns").scrollHeight;
+  return element;
+}
+
+async function chat() {
+  const text = byId("message").value.trim();
+  if (!text) return;
+  byId("message").value = "";
+  turn("user", text);
+  const answer = turn("assistant", "");
+  const system = byId("system").value;
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation, { role: "user", content: text }];
+  let said = "";
+  const body = { ...sampling(), messages, stream: true, stream_options: { include_usage: true } };
+  await ask("/v1/chat/completions", body, (chunk) => {
+    const piece = chunk.choices[0]?.delta.content ?? "";
+    if (!piece) return 0;
+    said += piece;
+    append(answer, piece, null);
+    byId("turns").scrollTop = byId("turns").scrollHeight;
+    return 1;
+  });
+  if (said) conversation.push({ role: "user", content: text }, { role: "assistant", content: said });
+  else answer.remove();
+}
+
+function choose(kind) {
+  for (const name of ["complete", "chat"]) {
+    byId(`tab-${name}`).setAttribute("aria-selected", String(name === kind));
+    byId(`pane-${name}`).hidden = name !== kind;
+  }
+  for (const element of document.querySelectorAll(".chat-only")) element.hidden = kind !== "chat";
+}
+
+const isChat = () => !byId("pane-chat").hidden;
+
+/** Connect the form. */
+export function build() {
+  for (const name of ["complete", "chat"]) byId(`tab-${name}`).addEventListener("click", () => choose(name));
+  for (const name of ["temperature", "top_p", "repetition_penalty"]) {
+    byId(name).addEventListener("input", () => (byId(`${name}-value`).textContent = byId(name).value));
+  }
+  byId("playground").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!running) (isChat() ? chat : complete)();
+  });
+  byId("playground").addEventListener("keydown", (event) => {
+    const sends = event.key === "Enter" && (event.ctrlKey || event.metaKey || (event.target.id === "message" && !event.shiftKey));
+    if (!sends) return;
+    event.preventDefault();
+    byId("playground").requestSubmit();
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+  byId("clear").addEventListener("click", () => {
+    running?.abort();
+    conversation.length = 0;
+    byId("turns").replaceChildren();
+    byId("answer").replaceChildren();
+    complain("");
+    byId("summary").textContent = "";
+  });
+  byId("boundaries").addEventListener("change", (event) => {
+    byId("playground").classList.toggle("boundaries", event.target.checked);
+  });
+}

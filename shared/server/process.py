@@ -1,0 +1,122 @@
+"""A server process: its socket, its signals, its end. Introduced in phase 4.
+
+Invariants: a port that is taken is an error in words before the model is loaded; after SIGTERM nothing new is taken,
+what runs may end by itself until the grace time is nearly over and ends with an error event then, and the exit code is
+0.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from shared.errors import ConfigError
+from shared.server.errors import overloaded
+from shared.server.logs import log_event
+from shared.server.settings import ServerConfig
+
+SEND_BUFFER_BYTES = 128 * 2**10
+"""The kernel's buffer of a connection. Left to itself it grows to megabytes, all of which an unread answer fills."""
+BACKLOG = 2048
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """Lets a response break its own connection off, which ASGI has no word for."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.app_state: dict[str, Any] = {**self.app_state, "transport": transport}
+
+
+class Server(uvicorn.Server):
+    """Ends in an orderly way: see this module's invariants."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=config.grace,  # type: ignore[arg-type]  # seconds, whole or not
+            )
+        )
+        self._application = app
+        self._grace = config.grace
+        self._retry_after = config.retry_after
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self._event_loop is not None:  # a signal may come between any two instructions
+            self._event_loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        """Take nothing more, and end what still runs just before the grace time is over."""
+        intake = self._application.state.intake
+        if intake.is_draining:
+            return
+        intake.is_draining = True
+        thread = self._application.state.thread
+        log_event(logging.INFO, "shutting down", open_requests=thread.num_open_requests, grace_s=self._grace)
+        error = overloaded("The server is shutting down.", self._retry_after, code="shutting_down")
+        asyncio.get_running_loop().call_later(max(0.8 * self._grace, self._grace - 1), thread.end_all, error)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address and does not listen yet. Raises ConfigError when it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # finds a peer that vanished without a word
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"Port {port} of {host} cannot be had ({reason}); choose another with --port, or end what has it."
+        ) from None
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """The address as a client writes it."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: Any) -> None:
+    """Serve until a signal comes. ``described`` goes into the line that says the server is ready.
+
+    SIGTERM returns; SIGINT raises KeyboardInterrupt, as it does for every command.
+    """
+    server = Server(app, config)
+    bound.listen(BACKLOG)
+    log_event(logging.INFO, "ready", url=address_of(bound), **described)
+    # uvicorn raises the signal again when it is done, for whoever had a handler before; for SIGTERM nobody has.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        server.run(sockets=[bound])
+    finally:
+        signal.signal(signal.SIGTERM, before)

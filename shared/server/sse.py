@@ -1,0 +1,24 @@
+"""Server-sent events as bytes. Introduced in phase 4.
+
+A frame is an optional ``event:`` line, one ``data:`` line and an empty line (WHATWG HTML, section 9.2). Invariant: the
+data is JSON on one line, so no text of a model can end a frame.
+"""
+
+import json
+from typing import Any
+
+DONE = b"data: [DONE]\n\n"
+"""What ends a stream in OpenAI's manner."""
+COMMENT = b": still here\n\n"
+"""A line that every reader skips; it tells those on the way that the connection lives."""
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def frame(data: bytes, event: str | None = None) -> bytes:
+    """One event; ``data`` is JSON on one line."""
+    name = f"event: {event}\n".encode() if event is not None else b""
+    return b"%bdata: %b\n\n" % (name, data)

@@ -1,0 +1,119 @@
+"""What the server says of itself: models, health, metrics, and the engine between two steps. Introduced in phase 4.
+
+Invariant: nothing here waits for a step, but for `/debug/engine`, which asks the engine's thread.
+"""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+from shared.server.engine_thread import EngineThread
+from shared.server.errors import ApiError, ErrorBody, overloaded
+from shared.server.intake import Intake
+
+DESCRIBE_TIMEOUT = 30.0
+"""Seconds that `/debug/engine` waits for the step that runs."""
+router = APIRouter()
+
+
+class Model(BaseModel):
+    """A model as OpenAI's clients list it; ``max_model_len`` is vLLM's word for the longest sequence."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "infer"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The models of a server; here always one."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """``live``: restarting would not help. ``ready``: requests are taken."""
+
+    status: str
+    live: bool
+    ready: bool
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage: float
+
+
+@router.get("/v1/models", summary="List the model")
+async def list_models(request: Request) -> ModelList:
+    return ModelList(data=[_model(request)])
+
+
+@router.get("/v1/models/{name:path}", summary="The model", responses={404: {"model": ErrorBody}})
+async def get_model(request: Request, name: str) -> Model:
+    model = _model(request)
+    if name != model.id:
+        message = f"There is no model {name[:80]!r} here; this server has {model.id!r}."
+        raise ApiError(404, "model_not_found", message, param="model")
+    return model
+
+
+@router.get("/health", summary="Whether requests are taken", responses={503: {"model": Health}})
+async def health(request: Request) -> Response:
+    """200 while requests are taken, else 503."""
+    found = _health(request)
+    return JSONResponse(found.model_dump(), 200 if found.ready else 503)
+
+
+@router.get("/health/live", summary="Whether the process is worth keeping", responses={503: {"model": Health}})
+async def live(request: Request) -> Response:
+    """503 once the engine's thread has died: only a restart helps."""
+    found = _health(request)
+    return JSONResponse(found.model_dump(), 200 if found.live else 503)
+
+
+@router.get("/health/ready", summary="Whether requests are taken", responses={503: {"model": Health}})
+async def ready(request: Request) -> Response:
+    """The same as `/health`."""
+    return await health(request)
+
+
+@router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
+async def metrics(request: Request) -> Response:
+    text = request.app.state.metrics.exposition()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/debug/engine", summary="The engine between two steps")
+async def engine(request: Request) -> dict[str, Any]:
+    """Load, statistics, the last step, and what the audit of the KV memory finds: nothing, when nothing runs."""
+    thread: EngineThread = request.app.state.thread
+    try:
+        async with asyncio.timeout(DESCRIBE_TIMEOUT):
+            return {**await thread.describe(), "num_open_requests": thread.num_open_requests}
+    except TimeoutError:
+        raise overloaded(f"A step takes more than {DESCRIBE_TIMEOUT:g} s.", 10, code="engine_busy") from None
+
+
+def _model(request: Request) -> Model:
+    state = request.app.state
+    return Model(id=state.config.model_name, created=int(state.started), max_model_len=state.intake.max_seq_len)
+
+
+def _health(request: Request) -> Health:
+    thread: EngineThread = request.app.state.thread
+    intake: Intake = request.app.state.intake
+    load = thread.load
+    is_ready = thread.is_alive and not intake.is_draining
+    status = "ok" if is_ready else "shutting down" if intake.is_draining else "the engine has stopped"
+    return Health(
+        status=status,
+        live=thread.crash is None,
+        ready=is_ready,
+        num_requests_running=load.num_running,
+        num_requests_waiting=load.num_waiting,
+        kv_cache_usage=round(load.kv_usage, 4),
+    )

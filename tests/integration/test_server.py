@@ -1,0 +1,438 @@
+"""``infer serve`` as a process: OpenAI's own client against it, clients that leave, queues that fill, and its end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+from typer.testing import CliRunner
+
+from shared.cli import app
+from shared.engine.config import EngineConfig
+from shared.lessons import find_lesson, lessons
+from shared.sampling.params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')"]
+MODEL = "tiny-llama"
+SERVING = [lesson.number for lesson in lessons() if hasattr(lesson.engine, "add_request")]
+FIRST, NEWEST = SERVING[0], SERVING[-1]
+START_SECONDS = 90
+EXAMPLES = 30
+MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
+
+
+class ServerProcess:
+    """A server that runs as a user would run it; what it logs goes to a file."""
+
+    def __init__(self, folder: Path, log: Path, *options: str) -> None:
+        self.log = log
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [*INFER, "serve", str(folder), "--port", "0", *options]
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr)
+        wait_until(lambda: bool(self.events("ready")) or self.process.poll() is not None, START_SECONDS)
+        assert self.process.poll() is None, log.read_text()
+        self.url = self.events("ready")[0]["url"]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}")]
+        return [line for line in lines if line["event"] == name]
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=60, max_retries=0)
+
+    def state(self) -> dict[str, Any]:
+        """What the engine says of itself between two steps."""
+        with self.client() as client:
+            return client.get("/debug/engine").json()
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Nothing runs, nothing waits, and the audit of the memory finds nothing."""
+        state: dict[str, Any] = {}
+
+        def is_idle() -> bool:
+            state.update(self.state())
+            return state["num_open_requests"] == 0 and state["load"]["num_running"] == state["load"]["num_waiting"] == 0
+
+        wait_until(is_idle, seconds)
+        assert state["audit"] == []
+        assert state["load"]["kv_usage"] == 0
+
+    def end(self, sig: int = signal.SIGTERM, seconds: float = 20) -> int:
+        """Its exit code after a signal."""
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    started = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - started < seconds, "it did not come in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoints: dict[str, Path]) -> Path:
+    return tiny_checkpoints["llama"]
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The newest phase, with room for everybody."""
+    running = ServerProcess(folder, tmp_path_factory.mktemp("newest") / "log", "--max-waiting-requests", "256")
+    yield running
+    assert running.end() == 0
+    assert "Traceback" not in running.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def short_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The first phase that serves, with short sequences."""
+    log = tmp_path_factory.mktemp("first") / "log"
+    running = ServerProcess(folder, log, "--phase", FIRST, "--max-seq-len", "160")
+    yield running
+    assert running.end(signal.SIGINT) == 130  # interrupted, as every command says; it ends in the same order
+    assert running.events("shutting down")
+    assert "Traceback" not in running.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def plain_engine(folder: Path) -> Any:
+    """The loop for one request at a time, which says what must come out."""
+    return find_lesson("03").engine(EngineConfig(model=str(folder)))
+
+
+def long_body(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "once", "max_tokens": 1900, "ignore_eos": True, **more}
+
+
+# What OpenAI's client sees.
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "abc", "temperature": 0},
+    {"prompt": "The capital of France is", "temperature": 0, "repetition_penalty": 1.3},
+    {"prompt": [5, 6, 7, 8], "temperature": 1, "seed": 11},
+    {"prompt": "x", "temperature": 0.7, "top_p": 0.9, "seed": 12},
+    {"prompt": "日本語", "temperature": 1.5, "top_k": 40, "seed": 13},
+    {"prompt": "stop here", "temperature": 1, "seed": 14, "stop": ["a", "e"]},
+    {"prompt": "abc abc abc", "temperature": 2, "seed": 15},
+    {"prompt": "one two three four", "temperature": 0.3, "seed": 16},
+]
+
+
+def expected_answer(engine: Any, request: dict[str, Any]) -> tuple[list[int], str, str]:
+    """Token ids, text and finish reason of a request that has the engine for itself."""
+    names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+    given = {name: request[name] for name in names if name in request}
+    params = SamplingParams(**given, stop=tuple(request.get("stop", ())), max_new_tokens=12)
+    outputs = list(engine.generate(request["prompt"], params))
+    reason = "length" if outputs[-1].finish_reason == "length" else "stop"
+    return [output.token_id for output in outputs], "".join(output.text for output in outputs), reason
+
+
+@pytest.mark.parametrize("which", ["server", "short_server"])
+def test_openais_client_streams_what_the_plain_loop_answers(
+    which: str, plain_engine: Any, request: pytest.FixtureRequest
+) -> None:
+    client = request.getfixturevalue(which).openai()
+
+    def answer(wanted: dict[str, Any]) -> tuple[list[int], str, str]:
+        body = dict(wanted)
+        extra = {name: body.pop(name) for name in ("top_k", "repetition_penalty") if name in body}
+        stream = client.completions.create(model=MODEL, max_tokens=12, stream=True, extra_body=extra, **body)
+        *chunks, done = list(stream)
+        assert {chunk.object for chunk in (*chunks, done)} == {"text_completion"}
+        assert done.usage is not None
+        assert done.usage.completion_tokens == len(chunks)
+        assert done.usage.total_tokens == done.usage.prompt_tokens + len(chunks)
+        ids = [chunk.token_id for chunk in chunks]  # type: ignore[attr-defined]
+        return ids, "".join(chunk.choices[0].text for chunk in chunks), done.choices[0].finish_reason
+
+    with ThreadPoolExecutor(len(REQUESTS)) as together:
+        answers = list(together.map(answer, REQUESTS))
+    assert answers == [expected_answer(plain_engine, wanted) for wanted in REQUESTS]
+
+
+def test_openais_client_talks(server: ServerProcess) -> None:
+    client = server.openai()
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+    common: Any = {"model": MODEL, "messages": messages, "seed": 3, "max_completion_tokens": 16}
+    whole = client.chat.completions.create(**common, logprobs=True, top_logprobs=2, n=1, presence_penalty=0)
+    chunks = list(client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True}))
+    *answers, usage = chunks
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in answers)
+    assert whole.choices[0].message.content == text
+    assert whole.choices[0].finish_reason == answers[-1].choices[0].finish_reason
+    assert whole.usage is not None
+    assert whole.usage == usage.usage
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == whole.usage.completion_tokens
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 2
+        assert token.logprob <= token.top_logprobs[0].logprob <= 0
+
+
+def test_openais_asynchronous_client_streams(server: ServerProcess) -> None:
+    async def answers() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+
+            async def answer(seed: int) -> str:
+                stream = await client.completions.create(model=MODEL, prompt="ab", seed=seed, max_tokens=8, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return list(await asyncio.gather(*(answer(seed % 4) for seed in range(12))))
+
+    found = asyncio.run(answers())
+    assert found[:4] == found[4:8] == found[8:]
+    assert len(set(found)) > 1
+
+
+def test_openais_client_understands_refusals(server: ServerProcess) -> None:
+    client = server.openai()
+    with pytest.raises(openai.UnprocessableEntityError) as unknown:
+        client.completions.create(model="other", prompt="a", stream=True)
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.UnprocessableEntityError, match="temperature is -1"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="model is missing"):
+        client.post("/completions", body={"prompt": "a"}, cast_to=object)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_a_request_that_no_sequence_or_memory_could_hold_is_refused(server: ServerProcess) -> None:
+    with server.client() as client:
+        limit = client.get("/v1/models").json()["data"][0]["max_model_len"]
+        for prompt, param in (([1] * limit, "prompt"), ([1] * (limit + 7), "prompt"), ([1_000_000], "prompt")):
+            refused = client.post("/v1/completions", json=long_body(prompt=prompt))
+            assert refused.status_code == 422
+            assert refused.json()["error"]["param"] == param
+        ended = client.post("/v1/completions", json=long_body(prompt=[1] * (limit - 3)))
+        assert ended.text.count("event: token") == 3
+
+
+def test_one_line_is_logged_for_each_request(server: ServerProcess) -> None:
+    with server.client() as client:
+        for name, body in (("log-good", {"max_tokens": 2}), ("log-bad", {"max_tokens": 0})):
+            client.post("/v1/completions", json={**long_body(), **body}, headers={"x-request-id": name})
+        client.get("/health", headers={"x-request-id": "log-health"})
+    wait_until(lambda: any(line["request_id"] == "log-bad" for line in server.events("request")), 5)
+    lines = {line["request_id"]: line for line in server.events("request")}
+    assert len(lines) == len(server.events("request"))
+    assert lines["log-good"].items() >= {"status": 200, "completion_tokens": 2, "finish_reason": "length"}.items()
+    assert 0 <= lines["log-good"]["queue_s"] <= lines["log-good"]["ttft_s"] <= lines["log-good"]["duration_s"]
+    assert lines["log-bad"]["status"] == 422
+    assert "log-health" not in lines
+    assert "once" not in server.log.read_text()
+
+
+# Clients that leave.
+
+
+def test_two_hundred_cancelled_requests_leave_nothing_behind(server: ServerProcess) -> None:
+    async def cancel_all() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, trust_env=False) as client:
+
+            async def start() -> None:
+                async with client.stream("POST", "/v1/completions", json=long_body()) as response:
+                    assert response.status_code == 200
+                    async for _ in response.aiter_raw():
+                        pass
+
+            tasks = [asyncio.create_task(start()) for _ in range(200)]
+            async with asyncio.timeout(30):
+                while (await client.get("/health")).json()["num_requests_waiting"] < 150:
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            for task in tasks:
+                assert not task.done()
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(cancel_all())
+    started = time.monotonic()
+    with server.client() as client:
+        answer = client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", "max_tokens": 4})
+    assert answer.text.count("event: token") >= 1
+    assert answer.text.count("event: done") == 1
+    assert time.monotonic() - started < 5
+    server.wait_until_idle(5)
+
+
+def test_random_disconnects_disturb_nobody(server: ServerProcess, plain_engine: Any) -> None:
+    dice = random.Random(4)
+    wanted = {"prompt": "steady", "temperature": 1, "seed": 5}
+    messages = [{"role": "user", "content": "hi"}]
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
+
+            async def leave(index: int) -> None:
+                path = "/v1/completions" if index % 3 else "/v1/chat/completions"
+                body = long_body() if index % 3 else {"model": MODEL, "messages": messages, "max_tokens": 1500}
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(dice.uniform(0, 0.6)):
+                        await client.post(path, json=body)
+
+            async def stay() -> str:
+                return (await client.post("/v1/completions", json={"model": MODEL, "max_tokens": 12, **wanted})).text
+
+            leaving = [asyncio.create_task(leave(index)) for index in range(40)]
+            staying = [asyncio.create_task(stay()) for _ in range(6)]
+            await asyncio.gather(*leaving)
+            return list(await asyncio.gather(*staying))
+
+    expected = expected_answer(plain_engine, wanted)[0]
+    for text in asyncio.run(run()):
+        frames = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+        assert [frame["token_id"] for frame in frames[:-1]] == expected
+    server.wait_until_idle(5)
+
+
+# A full queue, a reader that does not read, and the end.
+
+
+def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Path) -> None:
+    limits = ("--max-batch-size", "1", "--max-waiting-requests", "1", "--grace", "3", "--send-timeout", "1")
+    server = ServerProcess(folder, tmp_path / "log", *limits)
+    try:
+        with server.client() as client:
+            with contextlib.ExitStack() as open_streams:
+                for expected in ({"num_running": 1, "num_waiting": 0}, {"num_running": 1, "num_waiting": 1}):
+                    open_streams.enter_context(client.stream("POST", "/v1/completions", json=long_body()))
+                    wait_until(lambda e=expected: server.state()["load"].items() >= e.items(), 10)
+                refused = client.post("/v1/completions", json=long_body())
+                assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["code"] == "queue_full"
+                with pytest.raises(openai.InternalServerError) as raised:
+                    server.openai().completions.create(model=MODEL, prompt="a", stream=True)
+                assert raised.value.status_code == 503
+            server.wait_until_idle(5)
+
+            port = int(server.url.rpartition(":")[2])
+            content = json.dumps(long_body(logprobs=20)).encode()
+            with socket.socket() as silent:
+                silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                silent.connect(("127.0.0.1", port))
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                silent.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
+                wait_until(lambda: server.state()["load"]["num_running"] == 1, 10)
+                server.wait_until_idle(20)
+                wait_until(lambda: "slow_reader" in server.log.read_text(), 5)
+
+            with client.stream("POST", "/v1/completions", json=long_body(max_tokens=1)) as first:
+                assert first.read().count(b"event: done") == 1
+            with client.stream("POST", "/v1/completions", json=long_body()) as running:
+                lines = running.iter_lines()
+                next(lines)
+                started = time.monotonic()
+                server.process.send_signal(signal.SIGTERM)
+                names = [line for line in lines if line.startswith("event: ")]
+                assert time.monotonic() - started <= 3.5
+        assert set(names[:-1]) <= {"event: token"}
+        assert names[-1] in ("event: error", "event: done")
+        assert server.process.wait(5) == 0
+        assert server.events("shutting down")[0]["open_requests"] == 1
+    finally:
+        server.end()
+
+
+def test_a_server_that_cannot_start_says_why_in_one_sentence(folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = {
+            f"Port {port}": (str(folder), "--port", port),
+            "no such model": (str(tmp_path / "nothing"), "--port", "0"),
+            "Phase 03": (str(folder), "--phase", "03"),
+            "max_batch_size is 0": (str(folder), "--port", "0", "--max-batch-size", "0"),
+            "scheduler_policy": (str(folder), "--port", "0", "--phase", FIRST, "--scheduler-policy", "prefill_first"),
+            "--log-format": (str(folder), "--log-format", "xml"),
+            "API key": (str(folder), "--api-key", "two words"),
+            "grace is": (str(folder), "--grace", "-1"),
+        }
+        for said, arguments in cases.items():
+            result = CliRunner().invoke(app, ["serve", *arguments], prog_name="infer")
+            assert result.exit_code == 2, (arguments, result.output, result.exception)
+            assert result.stdout == ""
+            complaint = result.stderr.strip()
+            assert complaint.startswith("error: "), complaint
+            assert "\n" not in complaint
+            if said != "no such model":
+                assert said in complaint
+        started = subprocess.run(
+            [*INFER, "serve", str(folder), "--port", port], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert started.returncode == 2
+        assert started.stderr.count("\n") == 1
+
+
+# What nobody would send.
+
+
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/health", "/debug/engine"]
+
+
+def statuses_of(operation: Any, mode: GenerationMode) -> set[int]:
+    """Send requests that the description allows, or such that it forbids; every answer must keep to it."""
+    statuses = set()
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @seed(6)
+    def send(case: Any) -> None:
+        name = case.body.get("model") if isinstance(case.body, dict) else None
+        if isinstance(name, str) and len(name) <= 1024:  # a name that is drawn is possible, and never the right one
+            case.body["model"] = MODEL
+        statuses.add(case.call_and_validate(checks=CHECKS, timeout=30).status_code)
+
+    with contextlib.suppress(Unsatisfiable):  # a path without parameters has no invalid request
+        send()
+    return statuses
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_that_the_description_allows_or_forbids_breaks_the_server(
+    path: str, short_server: ServerProcess
+) -> None:
+    api = schemathesis.openapi.from_url(f"{short_server.url}/openapi.json")
+    for operation in api[path].values():
+        allowed, forbidden = (statuses_of(operation, mode) for mode in MODES)
+        if "completions" in path:
+            assert 200 in allowed
+            assert 422 in forbidden
+            assert 200 not in forbidden

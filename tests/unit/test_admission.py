@@ -1,0 +1,123 @@
+"""Who is let in, in which order, and with how much memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.cache.slotted import SlottedKVCachePool
+from shared.engine.config import EngineConfig
+from shared.engine.draw import Drawn
+from shared.engine.output import StepOutput
+from shared.engine.request import Request, RequestStatus
+from shared.models.config import ModelConfig, RopeConfig
+from shared.sampling.params import SamplingParams
+from shared.scheduling.scheduler import Scheduler
+from shared.scheduling.static import StaticScheduler
+from shared.text.tokenizer import Tokenizer
+
+SHAPE = ModelConfig(
+    family="llama",
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    tie_word_embeddings=True,
+    attention_scale=1.0,
+    rope=RopeConfig(theta=10000.0),
+    windows=(None,),
+)
+MAX_SEQ_LEN = 20
+LETTER = 70  # a token of text
+
+
+def pool(num_slots: int) -> SlottedKVCachePool:
+    return SlottedKVCachePool(SHAPE, num_slots, MAX_SEQ_LEN, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoints: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.load(tiny_checkpoints["llama"])
+
+
+def static(tokenizer: Tokenizer, num_slots: int, **config: object) -> Scheduler:
+    return StaticScheduler(EngineConfig(batching_mode="static", **config), pool(num_slots), tokenizer, MAX_SEQ_LEN)
+
+
+def add(scheduler: Scheduler, name: str, num_prompt_tokens: int = 3, max_new_tokens: int = 4) -> Request:
+    request = Request(name, [5] * num_prompt_tokens, SamplingParams(max_new_tokens=max_new_tokens), 0)
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler: Scheduler) -> list[StepOutput]:
+    schedule = scheduler.schedule()
+    outputs = scheduler.commit(schedule.prefill, Drawn([LETTER] * len(schedule.prefill)))
+    return outputs + scheduler.commit(schedule.decode, Drawn([LETTER] * len(schedule.decode)))
+
+
+# The pool.
+
+
+def test_slots_are_granted_until_there_are_none() -> None:
+    slots = pool(2)
+    assert slots.reserve("a", 5)
+    assert slots.reserve("b", 5)
+    before = slots.audit()
+    assert slots.reserve("c", 1) is False
+    assert slots.audit() == before, "a refusal changes nothing"
+    assert slots.free_tokens == 0
+    slots.release("a")
+    assert slots.reserve("c", 1) is True
+    assert slots.places(["b", "c"])[0].tolist() == [1, 0]
+
+
+def test_a_request_keeps_its_slot_and_what_it_was_granted() -> None:
+    slots = pool(3)
+    assert slots.reserve("a", 7)
+    slots.advance("a", 6)
+    assert slots.reserve("a", 2)
+    assert slots.places(["a"]) == ([0], [6], [7])
+    assert slots.reserve("a", 9)
+    slots.advance("a", 3)
+    assert slots.free_tokens == 2 * MAX_SEQ_LEN
+
+
+# The queue.
+
+
+def test_as_many_run_as_may_and_those_who_came_first(tokenizer: Tokenizer) -> None:
+    scheduler = static(tokenizer, 3, max_batch_size=3)
+    requests = [add(scheduler, name) for name in "abcde"]
+    step(scheduler)
+    assert (list(scheduler.running), list(scheduler.waiting)) == (["a", "b", "c"], ["d", "e"])
+    assert set(scheduler.streams) == {"a", "b", "c"}
+    assert [r.status for r in requests] == [RequestStatus.DECODE] * 3 + [RequestStatus.WAITING] * 2
+
+
+def test_whom_memory_refuses_waits_and_nobody_overtakes(tokenizer: Tokenizer) -> None:
+    scheduler = static(tokenizer, 2, max_batch_size=4)
+    for name in "abcd":
+        add(scheduler, name, max_new_tokens=2)
+    step(scheduler)
+    assert (list(scheduler.running), list(scheduler.waiting)) == (["a", "b"], ["c", "d"])
+    assert scheduler.waiting["c"].status is RequestStatus.WAITING
+    step(scheduler)
+    step(scheduler)
+    assert (list(scheduler.running), list(scheduler.waiting)) == (["c", "d"], [])
+
+
+@pytest.mark.parametrize(("max_new_tokens", "granted"), [(1, 4), (9, 12), (500, MAX_SEQ_LEN)])
+def test_a_request_is_granted_memory_for_its_longest_answer(
+    tokenizer: Tokenizer, max_new_tokens: int, granted: int
+) -> None:
+    scheduler = static(tokenizer, 1)
+    add(scheduler, "a", 3, max_new_tokens)
+    scheduler.schedule()
+    assert scheduler.pool.audit() == [f"Request a holds slot 0 with 0 tokens of {granted} granted."]

@@ -1,0 +1,73 @@
+"""Tokens and log-probabilities of a batch's rows, each as its own request asked."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.engine.draw import Drawing
+from shared.engine.output import TokenLogprobs
+from shared.errors import RequestError
+from shared.sampling.logprobs import top_logprobs
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 4),
+    vocabulary=st.integers(1, 30),
+    k=st.integers(0, 25),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_top_logprobs_are_the_likeliest_of_the_softmax(n: int, vocabulary: int, k: int, dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (5 * torch.randn(n, vocabulary, generator=generator)).to(dtype)
+    before = logits.clone()
+    ids = torch.randint(vocabulary, (n,), generator=generator)
+    chosen, values, top_ids = top_logprobs(logits, ids, k)
+    assert torch.equal(logits, before)
+    truth = logits.double().softmax(-1).log()
+    torch.testing.assert_close(chosen.double(), truth[torch.arange(n), ids], rtol=1e-5, atol=1e-5)
+    assert values.shape == top_ids.shape == (n, min(k, vocabulary))
+    torch.testing.assert_close(values.double(), truth.gather(-1, top_ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values.double(), truth.sort(-1, descending=True).values[:, :k], rtol=1e-5, atol=1e-5)
+
+
+def test_each_row_gets_what_it_asked_for() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, 2.0], [0.0, 0.0, 4.0], [1.0, 5.0, 0.0]])
+    asked = [None, 2, 0, 20]
+    rows = [SamplingRow(SamplingParams(temperature=0.0, logprobs=k), 0, 0, ()) for k in asked]
+    drawn = Drawing(CPU).draw(logits, rows)
+    assert drawn.token_ids == [1, 0, 2, 1]
+    assert drawn.logprobs is not None
+    assert drawn.logprobs[0] is None
+    assert [len(found.top) for found in drawn.logprobs[1:] if found] == [2, 0, 3]
+    second = drawn.logprobs[1]
+    assert isinstance(second, TokenLogprobs)
+    assert [token_id for token_id, _ in second.top] == [0, 2]
+    assert second.logprob == second.top[0][1] == pytest.approx(math.log(1 / (1 + math.exp(-2) + math.exp(-1))))
+    assert isinstance(second.top[0][0], int)
+    assert Drawing(CPU).draw(logits[:1], rows[:1]).logprobs is None
+
+
+def test_neither_temperature_nor_penalty_changes_them() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    plain = SamplingRow(SamplingParams(temperature=0.0, logprobs=3), 0, 0, ())
+    changed = SamplingRow(SamplingParams(temperature=9.0, top_k=1, repetition_penalty=1.5, logprobs=3), 0, 0, (0,))
+    (one,), (other,) = (Drawing(CPU).draw(logits, [row]).logprobs or () for row in (plain, changed))
+    assert one is not None
+    assert other is not None
+    assert one.top == other.top
+
+
+@pytest.mark.parametrize("value", [-1, 21, 1.5, True, "3"])
+def test_how_many_may_be_asked_for(value: object) -> None:
+    with pytest.raises(RequestError, match=r"^logprobs is .*; it must be .*from 0 to 20"):
+        SamplingParams(logprobs=value)
+    assert SamplingParams(logprobs=20).logprobs == 20

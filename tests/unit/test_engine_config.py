@@ -1,0 +1,86 @@
+"""Settings: ranges, choices, contradictions, and the phase that brings each."""
+
+import dataclasses
+
+import pytest
+
+from shared.engine.config import CHOICES, COUNTS, NEEDS, EngineConfig
+from shared.errors import ConfigError
+
+FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"])
+def test_a_count_is_a_whole_number_of_at_least_one(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is {value!r}; it must be a whole number of at least 1"):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_is_one_of_those_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is 'other'; it must be one of {CHOICES[name][0]}, "):
+        EngineConfig(**{name: "other"})
+    if FIELDS[name].default is not None:
+        with pytest.raises(ConfigError, match=f"^{name} is None; it must be one of"):
+            EngineConfig(**{name: None})
+
+
+@pytest.mark.parametrize(("name", "value"), [("kv_cache_backend", "contiguous"), ("batching_mode", "static")])
+def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value: str) -> None:
+    EngineConfig(**{name: value}).check({name})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_prefix_caching": True}, "use_prefix_caching is True and kv_cache_backend is 'contiguous'"),
+        ({"block_size": 32}, "has a meaning only with kv_cache_backend = 'paged'"),
+        ({"num_gpu_blocks": 5}, "num_gpu_blocks is 5 and kv_cache_backend is 'contiguous'"),
+        ({"prefill_chunk_size": 64}, "has a meaning only with use_chunked_prefill = True"),
+        ({"max_prefill_chunks_per_step": 2}, "max_prefill_chunks_per_step is 2 and use_chunked_prefill is False"),
+        ({"draft_model": "small"}, "has a meaning only with use_speculative_decoding = True"),
+        ({"spec_length": 2}, "spec_length is 2 and use_speculative_decoding is False"),
+        ({"use_speculative_decoding": True}, "draft_model is None; name the model that proposes"),
+        ({"batching_mode": "static", "scheduler_policy": "prefill_first"}, "a static batch admits nobody while it"),
+        (
+            {"batching_mode": "static", "max_decode_interval": 2},
+            "max_decode_interval is 2 and batching_mode is 'static'",
+        ),
+        ({"batching_mode": "static", "use_chunked_prefill": True}, "or choose batching_mode 'continuous'"),
+    ],
+)
+def test_contradictions_are_refused_with_the_rule(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+def test_what_belongs_together_may_be_set_together() -> None:
+    EngineConfig(kv_cache_backend="paged", block_size=32, num_gpu_blocks=5, use_prefix_caching=True)
+    EngineConfig(use_chunked_prefill=True, prefill_chunk_size=64, max_prefill_chunks_per_step=2)
+    EngineConfig(use_speculative_decoding=True, draft_model="small", spec_length=2)
+    EngineConfig(batching_mode="continuous", scheduler_policy="prefill_first", max_decode_interval=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({"kv_cache_backend": "paged"}, "kv_cache_backend = 'paged' arrives in phase 06"),
+        ({"kv_cache_backend": "paged", "block_size": 32}, "arrives in phase 06"),
+        ({"use_chunked_prefill": True}, "use_chunked_prefill = True arrives in phase 07"),
+        ({"use_cuda_graphs": True}, "use_cuda_graphs = True arrives in phase 09"),
+        ({"quantization": "int8"}, "quantization = 'int8' arrives in phase 10"),
+        ({"use_speculative_decoding": True, "draft_model": "small"}, "arrives in phase 11"),
+    ],
+)
+def test_what_comes_later_is_refused_by_the_name_of_its_phase(settings: dict, refusal: str) -> None:
+    supported = {name for name, field in FIELDS.items() if field.metadata["phase"] <= "05"}
+    with pytest.raises(ConfigError, match=refusal):
+        EngineConfig(**settings).check(supported | {"attention_backend=flash", "batching_mode=continuous"})
+
+
+def test_every_rule_is_about_fields_that_exist() -> None:
+    assert {*CHOICES, *COUNTS, *NEEDS, *(other for other, _ in NEEDS.values())} <= {*FIELDS}
+    for field in FIELDS.values():
+        assert field.metadata["help"]
+        assert set(field.metadata["values"]) <= {*CHOICES.get(field.name, ())}

@@ -1,0 +1,125 @@
+"""The offline entry: any number of prompts, in order, within the engine's bounds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.engine.llm import LLM
+from shared.errors import ConfigError, RequestError
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoints: dict[str, Path]) -> str:
+    return str(tiny_checkpoints["llama"])
+
+
+@pytest.mark.parametrize("phase", [None, "04", "05"])
+def test_answers_come_in_the_order_of_the_prompts(folder: str, phase: str | None) -> None:
+    llm = LLM(folder, phase, max_batch_size=3, max_seq_len=128)
+    prompts = ["The capital of France is", [7, 8, 9], "x", "Stop", [5] * 60]
+    lengths = [9, 2, 14, 1, 5]
+    params = [SamplingParams(**GREEDY, max_new_tokens=n, logprobs=1 if n == 2 else None) for n in lengths]
+    answers = llm.generate(prompts, params, progress=False)
+    for prompt, each, answer in zip(prompts, params, answers, strict=True):
+        outputs = list(llm.engine.generate(prompt, each))
+        assert answer.token_ids == [output.token_id for output in outputs]
+        assert answer.text == "".join(output.text for output in outputs)
+        assert (answer.finish_reason, answer.stop, answer.error) == (FinishReason.LENGTH, None, None)
+        assert answer.prompt_ids == (llm.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        assert (answer.logprobs is None) == (each.logprobs is None)
+        for ours, output in zip(answer.logprobs or (), outputs, strict=each.logprobs is not None):
+            assert ours.logprob == pytest.approx(output.logprobs.logprob, abs=1e-5)
+            assert [token_id for token_id, _ in ours.top] == [token_id for token_id, _ in output.logprobs.top]
+    assert llm.engine.pool.audit() == []
+
+
+def test_thousands_of_prompts_pass_through_a_short_queue(folder: str, capsys) -> None:
+    llm = LLM(folder, max_batch_size=64, max_seq_len=32, max_waiting_requests=10)
+    most = 0
+    add = llm.engine.add_request
+
+    def counting(*args: Any) -> str:
+        nonlocal most
+        name = add(*args)
+        most = max(most, llm.engine.load().num_waiting)
+        return name
+
+    llm.engine.add_request = counting
+    prompts = [[n % 500, n // 500] for n in range(2000)]
+    answers = llm.generate(prompts, SamplingParams(**GREEDY, max_new_tokens=1))
+    assert [answer.prompt_ids for answer in answers] == prompts
+    assert all(len(answer.token_ids) == 1 for answer in answers)
+    assert most == 10
+    assert llm.engine.num_forwards <= 2000 / 10 + 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "2000/2000" in shown.err
+    assert "2000 tokens" in shown.err
+
+
+def test_a_bare_text_is_one_prompt_and_no_prompt_is_no_answer(folder: str) -> None:
+    llm = LLM(folder, max_seq_len=64)
+    (answer,) = llm.generate("x", SamplingParams(**GREEDY, max_new_tokens=3), progress=False)
+    assert len(answer.token_ids) == 3
+    assert llm.generate([], progress=False) == []
+
+
+def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:
+    llm = LLM(folder, max_seq_len=64)
+    for prompts, message in (
+        (["x", [1, 999]], r"Prompt 1, counted from 0: The prompt holds the token id 999"),
+        (["x", "y", [3] * 64], r"Prompt 2, counted from 0: The prompt has 64 tokens"),
+        ([[]], r"Prompt 0, counted from 0: The prompt is empty"),
+        ([7, 8], r"Prompt 0 is 7; a prompt is a text or a list of token ids"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompts, progress=False)
+    with pytest.raises(RequestError, match="There are 2 prompts and 1 params"):
+        llm.generate(["x", "y"], [SamplingParams()], progress=False)
+    assert llm.engine.num_forwards == 0
+    assert not llm.engine.has_work()
+
+
+def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(folder, max_seq_len=64, max_batch_size=2)
+    forward, calls = llm.engine.model.forward, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(llm.engine.model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["x"] * 5, SamplingParams(**GREEDY, max_new_tokens=9), progress=False)
+    assert not llm.engine.has_work()
+    assert llm.engine.pool.audit() == []
+
+
+def test_a_prompt_that_fails_has_an_error_for_an_answer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(folder, max_seq_len=64)
+    forward = llm.engine.model.forward
+
+    def failing(tokens: Any, kv: Any) -> Any:
+        if 400 in tokens.ids.tolist():
+            raise RuntimeError("injected")
+        return forward(tokens, kv)
+
+    monkeypatch.setattr(llm.engine.model, "forward", failing)
+    params = SamplingParams(**GREEDY, max_new_tokens=2)
+    good, bad = llm.generate([[7], [400]], params, progress=False)
+    assert (good.error, len(good.token_ids)) == (None, 2)
+    assert bad.error is not None
+    assert (bad.token_ids, bad.finish_reason) == ([], FinishReason.ERROR)
+
+
+def test_a_phase_that_answers_one_at_a_time_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"Phase 03 \(.*\) answers one request at a time; choose phase 04"):
+        LLM(folder, "03")

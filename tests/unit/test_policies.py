@@ -1,0 +1,54 @@
+"""Who decodes beside prompts, under each policy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.scheduling.policies import everybody, in_turn, when_due
+
+
+@pytest.mark.parametrize(
+    ("steps_since", "turns"),
+    [
+        ([], []),
+        ([1], [False]),
+        ([1, 2, 1], [False] * 3),
+        ([1, 3, 1], [True] * 3),
+        ([7, 1], [True] * 2),
+    ],
+)
+def test_prefill_first_lets_everybody_decode_when_one_is_due(steps_since: list[int], turns: list[bool]) -> None:
+    assert when_due(steps_since, 3) == turns
+
+
+@pytest.mark.parametrize(
+    ("steps_since", "turns"),
+    [
+        ([], []),
+        ([1], [True]),  # a third of one, rounded up
+        ([1, 1, 1], [True, False, False]),
+        ([1, 2, 1], [False, True, False]),
+        ([2, 1, 2, 2], [True, False, True, False]),  # two of four; of equals the first
+        ([1, 3, 3, 3], [False, True, True, True]),  # above the share, since all three are due
+        ([9, 1, 1], [True, False, False]),
+    ],
+)
+def test_round_robin_takes_an_even_share_of_those_that_waited_longest(
+    steps_since: list[int], turns: list[bool]
+) -> None:
+    assert in_turn(steps_since, 3) == turns
+
+
+@given(count=st.integers(1, 20), interval=st.integers(1, 6))
+def test_round_robin_comes_to_each_in_time_and_to_few_at_once(count: int, interval: int) -> None:
+    steps_since = [1] * count
+    for _ in range(5 * interval):
+        turns = in_turn(steps_since, interval)
+        assert sum(turns) == -(-count // interval), "every step does as much as the last"
+        steps_since = [1 if has_turn else steps + 1 for has_turn, steps in zip(turns, steps_since, strict=True)]
+        assert max(steps_since) <= interval
+
+
+@given(steps_since=st.lists(st.integers(1, 9), max_size=12), interval=st.integers(1, 6))
+def test_under_fcfs_everybody_decodes(steps_since: list[int], interval: int) -> None:
+    assert everybody(steps_since, interval) == [True] * len(steps_since)

@@ -1,0 +1,202 @@
+"""Parts of the server that need no socket: settings, frames, the stream between the threads, lines of the log."""
+
+import asyncio
+import dataclasses
+import io
+import json
+import logging
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.engine.output import StepOutput, TokenLogprobs
+from shared.errors import ConfigError
+from shared.server import logs
+from shared.server.answer_stream import AnswerStream
+from shared.server.completions import CompletionFrames
+from shared.server.errors import ApiError
+from shared.server.metrics import ServerMetrics
+from shared.server.process import bind
+from shared.server.settings import ServerConfig
+from shared.server.sse import frame, to_json
+from shared.text.stopping import FinishReason
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "model_name": ["", "a\nb"],
+        "api_key": ["", "two words", "schlüssel"],
+        "max_body_bytes": [0, -1],
+        "max_unread_bytes": [0],
+        "grace": [0, -1, float("inf"), float("nan")],
+        "send_timeout": [0],
+        "retry_after": [0],
+    }.items(),
+)
+def test_settings_that_make_no_sense_are_refused(name: str, values: list[Any]) -> None:
+    config = ServerConfig(model_name="m")
+    for value in values:
+        with pytest.raises(ConfigError, match="API key" if name == "api_key" else name.partition("_")[0]):
+            dataclasses.replace(config, **{name: value})
+
+
+def test_a_key_is_not_repeated_in_a_refusal() -> None:
+    with pytest.raises(ConfigError) as refused:
+        ServerConfig(model_name="m", api_key="my secret")
+    assert "secret" not in str(refused.value)
+
+
+@given(text=st.text())
+def test_no_text_ends_a_frame(text: str) -> None:
+    encoded = frame(to_json({"text": text}), "token").decode()
+    assert encoded.endswith("\n\n")
+    name, data, *rest = encoded.split("\n")
+    assert (name, rest) == ("event: token", ["", ""])
+    assert json.loads(data.removeprefix("data: ")) == {"text": text}
+
+
+@given(text=st.text(), token_id=st.integers(0, 2**31), is_plain=st.booleans(), model=st.text(min_size=1))
+def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_plain: bool, model: str) -> None:
+    """Most of it is made once a request; what results is what json would have made."""
+    frames = CompletionFrames("id", model, tokenizer=None, is_plain=is_plain, wants_usage=False)  # type: ignore[arg-type]
+    encoded = frames.tokens([StepOutput("id", token_id, text)]).decode()
+    name = [] if is_plain else ["event: token"]
+    *head, data, end, last = encoded.split("\n")
+    assert (head, end, last) == (name, "", "")
+    chunk = json.loads(data.removeprefix("data: "))
+    assert chunk["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": None}]
+    assert (chunk["token_id"], chunk["model"], chunk["object"]) == (token_id, model, "text_completion")
+
+
+def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
+    abandoned: list[str] = []
+    return AnswerStream("id", 3, max_unread_bytes=max_unread_bytes, abandon=abandoned.append), abandoned
+
+
+def output(text: str = "x", **more: Any) -> StepOutput:
+    return StepOutput("id", 1, text, **more)
+
+
+def test_a_stream_gives_everything_once_and_then_nothing() -> None:
+    async def run() -> None:
+        stream, abandoned = make_stream()
+        stream.push(output("a"), 1.0)
+        stream.push(output("b"), 2.0)
+        assert [one.text for one in await stream.take()] == ["a", "b"]
+        taking = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        assert not taking.done()
+        stream.push(output("c", finish_reason=FinishReason.STOP, stop="d"), 3.0)
+        assert [one.text for one in await taking] == ["c"]
+        assert await stream.take() == []
+        assert (stream.num_tokens, stream.first_token, stream.last_token, stream.ended) == (3, 1.0, 3.0, 3.0)
+        assert (stream.finish_reason, stream.stop, stream.error) == (FinishReason.STOP, "d", None)
+        assert stream.usage == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        stream.cancel("late")
+        stream.push(output("z"), 4.0)
+        assert (stream.num_tokens, stream.cause, abandoned) == (3, None, [])
+
+    asyncio.run(run())
+
+
+def test_a_nudge_wakes_and_ends_nothing() -> None:
+    async def run() -> None:
+        stream, _ = make_stream()
+        taking = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        stream.nudge()
+        assert await taking == []
+        assert stream.is_open
+        stream.push(output("a"), 1.0)
+        assert len(await stream.take()) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("logprobs", [None, TokenLogprobs(-0.1, tuple((i, -0.123456789012345) for i in range(20)))])
+@pytest.mark.parametrize("text", ["", "x", "\u2028" * 50, '"' * 50])
+def test_what_waits_unread_is_bounded_by_what_it_becomes(text: str, logprobs: TokenLogprobs | None) -> None:
+    async def run() -> None:
+        limit = 100_000
+        stream, abandoned = make_stream(limit)
+        pushed: list[StepOutput] = []
+        while stream.is_open:
+            pushed.append(output(text, logprobs=logprobs))
+            stream.push(pushed[-1], 1.0)
+        assert abandoned == ["id"]
+        assert stream.error is not None
+        assert stream.error.code == "slow_reader"
+
+        class Names:
+            def token_bytes(self, token_id: int) -> bytes:
+                return b"%d" % token_id
+
+        frames = CompletionFrames("cmpl-" + "0" * 32, "a-model-name", Names(), is_plain=False, wants_usage=False)  # type: ignore[arg-type]
+        size = len(frames.tokens(await stream.take()))
+        assert 0.1 * limit < size <= 1.1 * limit
+
+    asyncio.run(run())
+
+
+def test_a_failed_request_ends_with_the_engines_words() -> None:
+    stream, abandoned = make_stream()
+    stream.push(StepOutput("id", None, "", FinishReason.ERROR, error="It broke."), 1.0)
+    assert stream.error is not None
+    assert (stream.error.status_code, stream.error.message, stream.num_tokens) == (500, "It broke.", 0)
+    assert abandoned == []  # the engine has forgotten it already
+
+
+def test_metrics_take_only_labels_of_small_sets() -> None:
+    metrics = ServerMetrics("m")
+    for handler in ("completions", "/../../etc/passwd", "x" * 1000):
+        metrics.on_http(handler, 404)
+    text = metrics.exposition().decode()
+    assert 'handler="other",status="404"} 2.0' in text
+    assert "passwd" not in text
+    assert "_created" not in text
+
+
+def test_errors_are_ascii_whatever_they_repeat() -> None:
+    body = ApiError(422, "invalid_value", "bad \ud800 \u2028", param="x").body()
+    assert body.isascii()
+    assert json.loads(body)["error"]["param"] == "x"
+
+
+@pytest.mark.parametrize("style", logs.FORMATS)
+def test_a_log_line_is_one_line(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = io.StringIO()
+    monkeypatch.setattr("sys.stderr", sink)
+    saved = {
+        name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in ("infer", "uvicorn")
+    }
+    try:
+        logs.configure(style)
+        logs.log_event(logging.INFO, "request", path="/a\nb {x} é", status=200, gone=None)
+        logs.log_event(logging.DEBUG, "request", path="/quiet")
+    finally:
+        for name, (handlers, propagate) in saved.items():
+            logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
+            logging.getLogger(name).setLevel(logging.NOTSET)
+    (line,) = sink.getvalue().splitlines()
+    assert "gone" not in line
+    if style == "json":
+        read = json.loads(line)
+        assert (read["event"], read["level"], read["path"], read["status"]) == ("request", "info", "/a\nb {x} é", 200)
+        assert read["time"].endswith("+00:00")
+    else:
+        assert 'path="/a\\nb {x} \\u00e9" status=200' in line
+
+
+def test_an_address_that_cannot_be_had_is_an_error_in_words() -> None:
+    with bind("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 cannot be had"):
+            bind("127.0.0.1", port)
+        assert first.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 512 * 1024
+    with pytest.raises(ConfigError, match=r"Port 80 of no\.\.host cannot be had"):
+        bind("no..host", 80)
