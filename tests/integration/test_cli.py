@@ -25,6 +25,7 @@ COMMANDS = [
     ("generate",),
     ("chat",),
     ("serve",),
+    ("trace",),
     ("bench",),
     ("bench", "hardware"),
     ("bench", "kernels"),

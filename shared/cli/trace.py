@@ -1,0 +1,253 @@
+"""``infer trace``: a timeline of an engine's run, as a page and for Perfetto. Introduced in phase 4.
+
+The command reads its options and writes; `shared.tracing` records. Invariants: what cannot work is said before a model
+is loaded or, where it takes the model to know, before a step is run; the same options give the same steps and tokens.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.cli import options
+from shared.cli.terminal import examples, stdout_console, working
+from shared.errors import ConfigError
+from shared.lessons import Lesson, lessons
+
+if TYPE_CHECKING:
+    from shared.tracing.trace import Trace
+
+EPILOG = examples(
+    "infer trace",
+    "infer trace --compare static,continuous",
+    "infer trace --phase 05 --scheduler-policy prefill_first --requests 24 --rate 0.5",
+    "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",
+)
+DEFAULT_REQUESTS, DEFAULT_BATCH = 12, 4
+FILES = ("trace.html", "trace.json")
+_WORK, _BATCHING = "Workload", "Batching"
+
+
+def _work(*names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_WORK, **more)
+
+
+def _batching(*names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_BATCHING, **more)
+
+
+def trace(
+    model: options.Model = options.DEFAULT_MODEL,
+    phase: options.Phase = None,
+    requests: Annotated[
+        int | None, _work("--requests", text="Requests of a mixed workload of random tokens; by default 12.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, _work("--prompts", text="Prompts to answer instead, one in each line of this file.")
+    ] = None,
+    max_tokens: Annotated[int, _work("--max-tokens", "-n", text="Most tokens of an answer.")] = 24,
+    every: Annotated[
+        int | None, _work("--every", text="Steps between two requests; 0, the default: all come at once.")
+    ] = None,
+    rate: Annotated[
+        float | None, _work("--rate", text="Instead: the mean number of requests in a step, at random (Poisson).")
+    ] = None,
+    seed: Annotated[int, _work("--seed", text="Of the workload, the arrivals and the engine.")] = 0,
+    compare: Annotated[
+        str | None,
+        _batching(
+            "--compare", text="The same workload under several modes or policies, with commas: static,continuous."
+        ),
+    ] = None,
+    batching_mode: Annotated[
+        str | None, _batching("--batching-mode", text="static or continuous; by default the phase's own.")
+    ] = None,
+    scheduler_policy: Annotated[
+        str | None, _batching("--scheduler-policy", text="fcfs, prefill_first or decode_round_robin; by default fcfs.")
+    ] = None,
+    max_decode_interval: Annotated[
+        int | None, _batching("--max-decode-interval", text="Steps within which every running request gets a token.")
+    ] = None,
+    max_batch_size: Annotated[
+        int, _batching("--max-batch-size", text="Most requests that run at a time; few, so that a queue forms.")
+    ] = DEFAULT_BATCH,
+    max_num_batched_tokens: Annotated[
+        int | None, _batching("--max-num-batched-tokens", text="Most prompt tokens of a step; by default 8192.")
+    ] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    max_seq_len: options.MaxSeqLen = None,
+    out: Annotated[Path, typer.Option("--out", help="The folder for trace.html and trace.json.")] = Path("trace"),
+) -> None:
+    """Run an engine over a few requests and write its timeline: who waits, who is prefilled, who decodes, step by step.
+
+    trace.html opens in a browser and needs nothing else; trace.json opens in https://ui.perfetto.dev.
+    """
+    from shared.cli.serve import model_name, warm_up
+    from shared.engine.config import EngineConfig
+    from shared.sampling.params import SamplingParams
+    from shared.tracing.recorder import Recorder
+    from shared.tracing.workload import arrival_steps, read_prompts, run
+
+    lesson = _tracing_lesson(phase)
+    texts = read_prompts(prompts) if prompts is not None else None
+    number = _number(requests, texts, prompts)
+    if every is not None and rate is not None:
+        raise ConfigError(f"--every is {every} and --rate is {rate}; both say when requests come: give one of them.")
+    steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
+    SamplingParams(max_new_tokens=max_tokens)
+    common: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "max_seq_len": max_seq_len,
+        "seed": seed,
+        "max_batch_size": max_batch_size,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_waiting_requests": number,
+    }
+    variants = _variants(compare, batching_mode, scheduler_policy, max_decode_interval)
+    for _, settings in variants:
+        given = {name: value for name, value in {**common, **settings}.items() if value is not None}
+        EngineConfig(model=model, **given).check(lesson.load("engine").SUPPORTED)
+    _prepare(out)
+    traces = []
+    for title, settings in variants:
+        engine = options.load_engine(lesson, model, **common, **settings)
+        arrivals = _arrivals(engine, steps, texts, max_tokens, seed)
+        warm_up(engine)
+        recorder = Recorder(engine)
+        about = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
+        title = title or ", ".join(str(about[name]) for name in ("batching mode", "policy") if name in about)
+        with working(f"running {number} requests, {title}"):
+            run(recorder, arrivals)
+        traces.append(recorder.trace(title, **about))
+    _write(traces, out, f"infer trace · {model_name(model)}")
+
+
+def _tracing_lesson(number: str | None) -> Lesson:
+    """The phase asked for, or the newest; raises ConfigError for one that has no steps of many requests."""
+    lesson = options.answering_lesson(number)
+    if not _has_steps(lesson):
+        able = ", ".join(other.number for other in lessons() if _has_steps(other))
+        raise ConfigError(
+            f"Phase {lesson.number} ({lesson.title}) answers one request at a time, so there is no timeline of many; "
+            f"choose one of these with --phase: {able}."
+        )
+    return lesson
+
+
+def _has_steps(lesson: Lesson) -> bool:
+    return hasattr(lesson.engine, "step")
+
+
+def _variants(
+    compare: str | None, mode: str | None, policy: str | None, interval: int | None
+) -> list[tuple[str | None, dict[str, Any]]]:
+    """What is run: a title, None for one run by itself, and the settings that make it."""
+    from shared.engine.config import BATCHING_MODES, SCHEDULER_POLICIES
+
+    shared = {"max_decode_interval": interval}  # by all that share steps out, which a static batch does not
+    if compare is None:
+        return [(None, {"batching_mode": mode, "scheduler_policy": policy, **shared})]
+    if mode is not None or policy is not None:
+        raise ConfigError(
+            f"--compare is {compare!r} and --batching-mode or --scheduler-policy is given too; --compare names all "
+            "that is run: leave the others out."
+        )
+    names = [name.strip() for name in compare.split(",")]
+    known = (*BATCHING_MODES, *SCHEDULER_POLICIES)
+    if len(set(names)) != len(names) or len(names) < 2 or not set(names) <= set(known):
+        raise ConfigError(
+            f"--compare is {compare!r}; it must be two or more different ones of {', '.join(known)}, with commas, such "
+            "as static,continuous."
+        )
+    settings: dict[str, dict[str, Any]] = {
+        "static": {"batching_mode": "static"},
+        "continuous": {"batching_mode": "continuous", **shared},
+        **{name: {"batching_mode": "continuous", "scheduler_policy": name, **shared} for name in SCHEDULER_POLICIES},
+    }
+    return [(name, settings[name]) for name in names]
+
+
+def _number(requests: int | None, texts: list[tuple[int, str]] | None, prompts: Path | None) -> int:
+    from shared.tracing.workload import MAX_REQUESTS
+
+    if requests is not None and texts is not None:
+        raise ConfigError(
+            f"--requests is {requests} and --prompts is {str(prompts)!r}; the file says how many there are: leave "
+            "--requests out."
+        )
+    number = len(texts) if texts is not None else DEFAULT_REQUESTS if requests is None else requests
+    if not 1 <= number <= MAX_REQUESTS:
+        source = f"--requests is {number}" if texts is None else f"--prompts holds {number} prompts"
+        raise ConfigError(f"{source}; a timeline can be read for 1 to {MAX_REQUESTS}.")
+    return number
+
+
+def _prepare(out: Path) -> None:
+    """Make the folder, and see that the files can be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        wrong = [out, *(out / name for name in FILES)]
+        wrong = [path for path in wrong if path.exists() and not os.access(path, os.W_OK)]
+    except OSError as error:
+        raise ConfigError(f"--out is {str(out)!r}, which cannot be a folder: {error.strerror}.") from None
+    if wrong:
+        raise ConfigError(f"--out is {str(out)!r}, and {wrong[0].name} may not be written there; name another folder.")
+
+
+def _arrivals(engine: Any, steps: list[int], texts: list[tuple[int, str]] | None, max_tokens: int, seed: int) -> Any:
+    """The workload with its arrivals; the same for every engine of one model and limit."""
+    from shared.tracing.workload import Arrival, mixed_requests, text_requests
+
+    vocab_size = engine.model.config.vocab_size
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": engine.max_seq_len, "max_new_tokens": max_tokens}
+    if texts is None:
+        requests = mixed_requests(len(steps), seed=seed, **sizes)
+        names: list[tuple[int, str | None]] = [(number, None) for number in range(1, len(steps) + 1)]
+    else:
+        requests = text_requests(texts, tokenizer=engine.tokenizer, **sizes)
+        names = [*texts]
+    return [
+        Arrival(step, str(number), ids, params, text)
+        for step, (number, text), (ids, params) in zip(steps, names, requests, strict=True)
+    ]
+
+
+def _settings(
+    engine: Any, lesson: Lesson, model: str, *, every: int | None, rate: float | None, seed: int
+) -> dict[str, str | int | float | None]:
+    """What was run, in the words of the options."""
+    config = engine.config
+    table = lesson.load("engine").SCHEDULERS
+    mode = next(name for name, kind in table.items() if type(engine.scheduler) is kind)
+    settings: dict[str, str | int | float | None] = {"model": model, "phase": lesson.number, "batching mode": mode}
+    if mode != "static":
+        settings |= {"policy": config.scheduler_policy, "max decode interval": config.max_decode_interval}
+    settings["max batch size"] = config.max_batch_size
+    settings["arrivals"] = f"Poisson, {rate:g} a step" if rate else f"one in {every} steps" if every else "all at once"
+    return {**settings, "seed": seed}
+
+
+def _write(traces: "list[Trace]", out: Path, title: str) -> None:
+    """Both files, and the totals on standard output."""
+    from rich.table import Table
+
+    from shared.tracing.chrome import chrome_text
+    from shared.tracing.timeline_page import page, totals_rows
+
+    makers: dict[str, Callable[[], str]] = {
+        "trace.html": lambda: page(traces, title),
+        "trace.json": lambda: chrome_text(traces),
+    }
+    table = Table("", *(trace.title for trace in traces), box=None, pad_edge=False)
+    for name, values in totals_rows(traces):
+        table.add_row(name, *values)
+    console = stdout_console()
+    console.print(table)
+    console.print()
+    for name in FILES:
+        (out / name).write_text(makers[name](), encoding="utf-8")
+        console.print(f"wrote {out / name}", style="bright_black", highlight=False, soft_wrap=True, markup=False)

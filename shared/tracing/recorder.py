@@ -1,0 +1,125 @@
+"""Around an engine's methods, a clock and a notebook. Introduced in phase 4.
+
+The engine takes no time and does no I/O; whoever steps it can therefore watch it from outside. Requests come, run and
+are aborted through the recorder, which passes everything on. Invariant: it changes nothing of what the engine does.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from shared.engine.output import StepOutput
+from shared.engine.record import StepRecord
+from shared.sampling.params import SamplingParams
+from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep, TracedToken
+
+
+class TraceableEngine(Protocol):
+    """What of an engine is used."""
+
+    config: Any
+    tokenizer: Any
+    last_step: StepRecord | None
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
+    def step(self) -> list[StepOutput]: ...
+    def abort(self, request_id: str) -> bool: ...
+    def has_work(self) -> bool: ...
+
+
+class Recorder:
+    """Stands in the engine's place for whoever adds, steps and aborts.
+
+    Args:
+        clock: nanoseconds, never going back.
+
+    Raises:
+        ValueError: the engine has work already, whose beginning would be missing.
+    """
+
+    def __init__(self, engine: TraceableEngine, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        if engine.has_work():
+            raise ValueError("The engine has requests already; record from a moment when it has none.")
+        self.engine = engine
+        self.clock = clock
+        self.zero_ns = clock()
+        self.steps: list[TracedStep] = []
+        self.requests: list[TracedRequest] = []  # without their tokens
+        self.tokens: list[list[TracedToken]] = []  # of each of them
+        self.places: dict[str, int] = {}  # where in those lists: an id may be used again once its request has ended
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        text: str | None = None,
+    ) -> str:
+        """The engine's; ``text`` is shown for a prompt that comes as ids."""
+        prompt_ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        arrived_ns = self._now()
+        request_id = self.engine.add_request(prompt_ids, params, request_id)
+        self.places[request_id] = len(self.requests)
+        self.tokens.append([])
+        self.requests.append(
+            TracedRequest(
+                request_id,
+                num_prompt_tokens=len(prompt_ids),
+                max_new_tokens=params.max_new_tokens,
+                arrival_step=len(self.steps),
+                arrived_ns=arrived_ns,
+                prompt=prompt if isinstance(prompt, str) else text,
+            )
+        )
+        return request_id
+
+    def step(self) -> list[StepOutput]:
+        """The engine's."""
+        started_ns = self._now()
+        outputs = self.engine.step()
+        ended_ns = self._now()
+        record = self.engine.last_step
+        assert record is not None
+        index = len(self.steps)
+        self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns))
+        for output in outputs:
+            self._note(output, index, ended_ns)
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        """The engine's."""
+        was_here = self.engine.abort(request_id)
+        if was_here:
+            self._end(request_id, outcome=Outcome.ABORTED, end_step=len(self.steps), ended_ns=self._now())
+        return was_here
+
+    def trace(self, title: str, **settings: str | int | float | None) -> Trace:
+        """What was recorded so far."""
+        return Trace(
+            title,
+            max_batch_size=self.engine.config.max_batch_size,
+            steps=tuple(self.steps),
+            requests=tuple(replace(r, tokens=tuple(t)) for r, t in zip(self.requests, self.tokens, strict=True)),
+            settings=settings,
+        )
+
+    def _note(self, output: StepOutput, index: int, now_ns: int) -> None:
+        if output.token_id is not None:
+            self.tokens[self.places[output.request_id]].append(TracedToken(index, output.token_id, output.text))
+        if output.finish_reason is not None:
+            self._end(
+                output.request_id,
+                outcome=Outcome.FINISHED if output.error is None else Outcome.FAILED,
+                finish_reason=str(output.finish_reason),
+                error=output.error,
+                end_step=index + 1,
+                ended_ns=now_ns,
+            )
+
+    def _end(self, request_id: str, **changes: Any) -> None:
+        place = self.places[request_id]
+        self.requests[place] = replace(self.requests[place], **changes)
+
+    def _now(self) -> int:
+        return self.clock() - self.zero_ns

@@ -1,0 +1,161 @@
+"""A run as one HTML file that needs nothing else. Introduced in phase 4.
+
+Style, script and data stand inside it; its policy (CSP) allows these, by their hashes, and no request to anybody. The
+script draws; the tables are written here, so that a reader without it, or without eyes, has every figure. Invariant:
+what came from a model or a user is data or escaped text, never markup.
+"""
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shared.tracing.lanes import LANES
+from shared.tracing.trace import CellKind, Trace, TracedRequest
+
+FOLDER = Path(__file__).parent / "page"
+SLOT = re.compile(r"\{\{(\w+)\}\}")
+
+
+def page(traces: Sequence[Trace], title: str) -> str:
+    """The HTML of one page with all traces, one below the other, on the same scale."""
+    style = _part("timeline.css")
+    script = "\n\n".join(map(_part, ("timeline.js", "controls.js")))
+    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
+    slots = {
+        "title": escape(title),
+        "policy": f"{policy}; base-uri 'none'; form-action 'none'",
+        "style": style,
+        "script": script,
+        "data": _embedded({"traces": [trace_data(trace) for trace in traces]}),
+        "totals": _totals_table(traces),
+        "tables": "\n".join(_tables(trace) for trace in traces),
+    }
+    return SLOT.sub(lambda slot: slots[slot[1]], _part("timeline.html"))
+
+
+def trace_data(trace: Trace) -> dict[str, Any]:
+    """What the script draws, as JSON values; a step is its whole record, with its two times."""
+    return {
+        "title": trace.title,
+        "settings": dict(trace.settings),
+        "lanes": [
+            {
+                "name": lane.name,
+                "text": lane.text,
+                "capacity": lane.capacity(trace),
+                "values": [lane.value(step) for step in trace.steps],
+            }
+            for lane in LANES
+        ],
+        "steps": [
+            {**dataclasses.asdict(step.record), "started_ns": step.started_ns, "ended_ns": step.ended_ns}
+            for step in trace.steps
+        ],
+        "requests": [_request_data(trace, request) for request in trace.requests],
+    }
+
+
+def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
+    """The figures of each trace in words: a row each, a value for each trace."""
+    totals = [trace.totals for trace in traces]
+
+    def known(value: float | None, pattern: str) -> str:
+        return "none ran" if value is None else pattern.format(value)
+
+    return [
+        ("steps", [str(each.num_steps) for each in totals]),
+        ("slot utilisation", [f"{each.slot_utilisation:.1%}" for each in totals]),
+        ("mean queue wait", [known(each.mean_queue_steps, "{:.1f} steps") for each in totals]),
+        ("longest queue wait", [known(each.longest_queue_steps, "{} steps") for each in totals]),
+        (
+            "mean queue wait, time",
+            [known(each.mean_queue_seconds, "{:.3f} s") for each in totals],
+        ),
+        ("generated tokens", [str(each.num_tokens) for each in totals]),
+        ("time in steps", [f"{each.seconds:.3f} s" for each in totals]),
+        ("tokens per second", [f"{each.tokens_per_second:.1f}" for each in totals]),
+    ]
+
+
+def _request_data(trace: Trace, request: TracedRequest) -> dict[str, Any]:
+    values = dataclasses.asdict(request)
+    values["tokens"] = [[token.step, token.token_id, token.text] for token in request.tokens]
+    values["runs"] = trace.runs(request)
+    return values
+
+
+def _totals_table(traces: Sequence[Trace]) -> str:
+    return _table(
+        "Totals",
+        ["", *(trace.title for trace in traces)],
+        [[name, *values] for name, values in totals_rows(traces)],
+        name="totals",
+    )
+
+
+def _tables(trace: Trace) -> str:
+    """What the timeline shows, request by request and step by step."""
+    requests = []
+    for request in trace.requests:
+        cells = trace.cells(request)
+        counts = [sum(cell.kind is kind for cell in cells) for kind in CellKind if kind is not CellKind.FAILED]
+        lengths = (request.num_prompt_tokens, len(request.tokens))
+        end = request.outcome + (f" ({request.finish_reason})" if request.finish_reason else "")
+        requests.append([request.request_id, *lengths, request.arrival_step, *counts, end])
+    steps = [
+        [
+            step.record.step,
+            f"{(step.ended_ns - step.started_ns) / 1e6:.2f}",
+            " ".join(f"{name} ({count})" for name, count in step.record.prefilled) or "–",
+            " ".join(step.record.decoded) or "–",
+            " ".join((*step.record.finished, *step.record.failed)) or "–",
+            *(lane.value(step) for lane in LANES),
+        ]
+        for step in trace.steps
+    ]
+    by_request = ["request", "prompt tokens", "answer tokens", "came before step", "steps in the queue"]
+    by_request += ["prefill steps", "decode steps", "stalled steps", "end"]
+    by_step = ["step", "ms", "prefill (tokens)", "decode", "ended", *(lane.name for lane in LANES)]
+    return (
+        f"<details><summary>{escape(trace.title)}, as tables</summary>\n"
+        f"{_table(f'Requests, {trace.title}', by_request, requests)}\n"
+        f"{_table(f'Steps, {trace.title}', by_step, steps)}\n</details>"
+    )
+
+
+def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], name: str = "") -> str:
+    """A table whose first column heads its rows."""
+
+    def line(row: Sequence[object]) -> str:
+        rest = "".join(f"<td>{escape(str(value))}</td>" for value in row[1:])
+        return f'<tr><th scope="row">{escape(str(row[0]))}</th>{rest}</tr>'
+
+    columns = "".join(f'<th scope="col">{escape(text)}</th>' if text else "<td></td>" for text in head)
+    body = "\n".join(map(line, rows))
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<table class="{name}"><caption>{escape(caption)}</caption><thead><tr>{columns}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that ends no script element and opens no comment."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+@cache
+def _part(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8").strip("\n")

@@ -1,0 +1,176 @@
+"""A recorded run as data: steps with their clocks, requests with what became of them. Introduced in phase 4.
+
+Everything that is drawn, counted or written of a run is derived from here. A step's part is the engine's own
+:class:`~shared.engine.record.StepRecord`, whole: what a later phase adds to it, such as who owns which block, is in the
+trace and in both files without a change here. Invariants: steps are numbered from 0 without gaps; a request has exactly
+one cell in each step from its arrival to its end; without the clocks, equal runs give equal traces.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from itertools import groupby
+
+from shared.engine.record import StepRecord
+
+
+class CellKind(StrEnum):
+    """What a step did for a request. QUEUE: nothing yet, it waits for its prompt to be run. STALL: nothing, although
+    its prompt was run before (others had their turn). FAILED: it was tried, and ended there.
+    """
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    STALL = "stall"
+    FAILED = "failed"
+
+
+class Outcome(StrEnum):
+    """How a request ended; OPEN if the recording ended first."""
+
+    OPEN = "open"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One request in one step; ``num_tokens`` were computed for it there."""
+
+    step: int
+    kind: CellKind
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TracedToken:
+    """A token of an answer, the step that gave it, and the text that it released."""
+
+    step: int
+    token_id: int
+    text: str
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One request. Times are nanoseconds of the trace's clock, which starts at 0."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_new_tokens: int
+    arrival_step: int  # the first step that could have run it
+    arrived_ns: int
+    prompt: str | None = None  # its text, where it came as text
+    tokens: tuple[TracedToken, ...] = ()
+    outcome: Outcome = Outcome.OPEN
+    finish_reason: str | None = None
+    error: str | None = None
+    end_step: int | None = None  # the first step that it took no part in any more
+    ended_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step as the engine tells it, between two readings of the clock."""
+
+    record: StepRecord
+    started_ns: int
+    ended_ns: int
+
+    @property
+    def num_served(self) -> int:
+        """Requests that a forward was run for."""
+        return len(self.record.prefilled) + len(self.record.decoded) + len(self.record.failed)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody was served, or waits, or runs; without work a step only lets time pass."""
+        return bool(self.num_served or self.record.num_waiting or self.record.num_running)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A run in a few figures. Waits count the requests whose prompt was run; None where there are none."""
+
+    num_steps: int  # those with work
+    seconds: float  # of the steps with work
+    num_tokens: int  # generated
+    slot_utilisation: float  # places of the batch that served a request, of all places in all steps with work
+    mean_queue_steps: float | None
+    longest_queue_steps: int | None
+    mean_queue_seconds: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run: ``title`` tells it from others on the same page, ``settings`` are what was run, to be shown."""
+
+    title: str
+    max_batch_size: int
+    steps: tuple[TracedStep, ...]
+    requests: tuple[TracedRequest, ...]  # in the order they came
+    settings: Mapping[str, str | int | float | None] = field(default_factory=dict)
+
+    def cells(self, request: TracedRequest) -> tuple[Cell, ...]:
+        """One cell for each step from the request's arrival to its end."""
+        served = self._served.get(request.request_id, {})
+        idle = CellKind.QUEUE
+        cells = []
+        for step in self._span(request):
+            if step in served:
+                idle = CellKind.STALL
+            cells.append(served.get(step) or Cell(step, idle))
+        return tuple(cells)
+
+    def runs(self, request: TracedRequest) -> list[tuple[CellKind, int, int]]:
+        """The cells with neighbours of a kind joined: the kind, its first step, and the step after its last."""
+        joined = []
+        for kind, group in groupby(self.cells(request), key=lambda cell: cell.kind):
+            cells = list(group)
+            joined.append((kind, cells[0].step, cells[-1].step + 1))
+        return joined
+
+    @cached_property
+    def totals(self) -> Totals:
+        """The run's figures."""
+        busy = [step for step in self.steps if step.has_work]
+        waits = []
+        for request in self.requests:
+            served = self._served.get(request.request_id, {})
+            first = next((step for step in self._span(request) if step in served), None)
+            if first is not None:
+                waits.append((first - request.arrival_step, self.steps[first].started_ns - request.arrived_ns))
+        num_slots = len(busy) * self.max_batch_size
+        return Totals(
+            num_steps=len(busy),
+            seconds=sum(step.ended_ns - step.started_ns for step in busy) / 1e9,
+            num_tokens=sum(len(request.tokens) for request in self.requests),
+            slot_utilisation=sum(step.num_served for step in busy) / num_slots if num_slots else 0.0,
+            mean_queue_steps=sum(steps for steps, _ in waits) / len(waits) if waits else None,
+            longest_queue_steps=max(steps for steps, _ in waits) if waits else None,
+            mean_queue_seconds=sum(ns for _, ns in waits) / len(waits) / 1e9 if waits else None,
+        )
+
+    def _span(self, request: TracedRequest) -> range:
+        """The steps from its arrival to its end; outside of it, its id may have been another request's."""
+        return range(request.arrival_step, len(self.steps) if request.end_step is None else request.end_step)
+
+    @cached_property
+    def _served(self) -> dict[str, dict[int, Cell]]:
+        """Of each id that was served, the cells of the steps that served it."""
+        served: dict[str, dict[int, Cell]] = {}
+        for index, step in enumerate(self.steps):
+            for request_id, num_tokens in step.record.prefilled:
+                served.setdefault(request_id, {})[index] = Cell(index, CellKind.PREFILL, num_tokens)
+            for request_id in step.record.decoded:
+                served.setdefault(request_id, {})[index] = Cell(index, CellKind.DECODE, 1)
+            for request_id in step.record.failed:
+                served.setdefault(request_id, {})[index] = Cell(index, CellKind.FAILED)
+        return served

@@ -1,0 +1,141 @@
+"""What a traced engine is asked, and when: prompts with their steps of arrival. Introduced in phase 4.
+
+Requests come in steps and never in seconds, so that a run is the same on a fast and on a slow machine, and the same
+requests can be put to two schedulers. Invariant: a seed gives the same requests wherever it is used.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.engine.prompt import check_prompt
+from shared.errors import ConfigError, RequestError
+from shared.sampling.params import SamplingParams
+from shared.text.tokenizer import Tokenizer
+from shared.tracing.recorder import Recorder
+
+MAX_REQUESTS = 256
+MAX_STEPS = 10_000
+"""What a timeline can still be read at."""
+SHORTEST_PROMPT, LONGEST_PROMPT = 8, 64
+SHORTEST_SHARE = 8
+"""Answers of the mixed workload have at least this part of the most tokens, an eighth."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request: it comes before step ``step``. ``text`` is the prompt where it was given as text."""
+
+    step: int
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    text: str | None = None
+
+
+def mixed_requests(
+    num_requests: int, *, vocab_size: int, max_seq_len: int, max_new_tokens: int, seed: int
+) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Prompts of random ids and answers of set lengths, both short more often than long (even in their logarithm).
+
+    Prompts have 8 to 64 tokens, answers an eighth of ``max_new_tokens`` to all of it, end-of-sequence ignored; both are
+    cut to what the model takes.
+    """
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(num_requests):
+        length = min(_log_uniform(rng, SHORTEST_PROMPT, LONGEST_PROMPT), max_seq_len // 2)
+        new_tokens = _log_uniform(rng, max(1, max_new_tokens // SHORTEST_SHARE), max_new_tokens)
+        ids = tuple(rng.randrange(vocab_size) for _ in range(length))
+        requests.append((ids, SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)))
+    return requests
+
+
+def read_prompts(path: Path) -> list[tuple[int, str]]:
+    """The lines of a file that are not blank, with their numbers from 1; raises ConfigError where there are none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--prompts is {str(path)!r}, which cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--prompts is {str(path)!r}, which is no UTF-8 text (byte {error.start}); save it as UTF-8, one prompt in "
+            "each line."
+        ) from None
+    texts = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not texts:
+        raise ConfigError(f"--prompts is {str(path)!r}, which holds no text; put one prompt in each line.")
+    return texts
+
+
+def text_requests(
+    texts: Sequence[tuple[int, str]], *, tokenizer: Tokenizer, vocab_size: int, max_seq_len: int, max_new_tokens: int
+) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Prompts from numbered lines, answered greedily; raises RequestError, with the number, for one that cannot be."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
+    requests = []
+    for number, text in texts:
+        try:
+            ids = check_prompt(tokenizer.encode(text), vocab_size, max_seq_len)
+        except RequestError as error:
+            raise RequestError(f"Line {number}: {error}") from None
+        requests.append((tuple(ids), params))
+    return requests
+
+
+def arrival_steps(num_requests: int, *, every: int = 0, rate: float | None = None, seed: int = 0) -> list[int]:
+    """The step before which each request comes, the first before step 0.
+
+    Args:
+        every: steps between two requests; 0: all come at once.
+        rate: instead of ``every``, the mean number of requests in a step, with exponential gaps (Poisson arrivals).
+
+    Raises:
+        ConfigError: ``every`` or ``rate`` makes no sense, or the last would come too late to be drawn.
+    """
+    if every < 0:
+        raise ConfigError(
+            f"The steps between two requests are {every}; they must be at least 0, where all come at once."
+        )
+    if rate is not None and not (rate > 0 and math.isfinite(rate)):
+        raise ConfigError(f"The rate is {rate}; it must be above 0, the mean number of requests that come in a step.")
+    rng = random.Random(f"arrivals {seed}")
+    gaps = [float(every) if rate is None else rng.expovariate(rate) for _ in range(num_requests - 1)]
+    moments = [0.0]
+    for gap in gaps:
+        moments.append(moments[-1] + gap)
+    if moments[-1] > MAX_STEPS:
+        raise ConfigError(
+            f"The last request would come before step {moments[-1]:.0f}; a timeline has room for {MAX_STEPS} steps: "
+            "let requests come closer together, or ask for fewer."
+        )
+    return [int(moment) for moment in moments]
+
+
+def run(recorder: Recorder, arrivals: Sequence[Arrival]) -> None:
+    """Put the requests to the recorder's engine, each before its step, and step until every answer has ended.
+
+    Raises:
+        RequestError: the engine cannot answer a request.
+        ConfigError: the answers would take more steps than a timeline can show.
+    """
+    places = recorder.engine.config.max_batch_size
+    least = max(arrivals[-1].step, sum(arrival.params.max_new_tokens for arrival in arrivals) // places)
+    if least > MAX_STEPS:
+        raise ConfigError(
+            f"{len(arrivals)} requests would take at least {least} steps with {places} at a time; a timeline has room "
+            f"for {MAX_STEPS}: ask for shorter answers, or for fewer."
+        )
+    coming = iter(arrivals)
+    following = next(coming, None)
+    while following is not None or recorder.engine.has_work():
+        while following is not None and following.step <= len(recorder.steps):
+            recorder.add_request(following.prompt_ids, following.params, following.request_id, following.text)
+            following = next(coming, None)
+        recorder.step()
+
+
+def _log_uniform(rng: random.Random, least: int, most: int) -> int:
+    return round(math.exp(rng.uniform(math.log(least), math.log(most))))

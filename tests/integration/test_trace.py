@@ -1,0 +1,455 @@
+"""``infer trace`` as a process of its own, and its page in a real Chromium, opened as a file.
+
+The browser is not let onto the network, and any request but the one for the page fails the test. Where there is no
+Chromium the tests of the page say so.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shared.cli import app
+from shared.engine.config import EngineConfig
+from shared.lessons import find_lesson
+from shared.sampling.params import SamplingParams
+from shared.tracing.recorder import Recorder
+from shared.tracing.timeline_page import page as html_page
+
+ROOT = Path(__file__).parents[2]
+INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')"]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
+    "--disable-sync --host-resolver-rules='MAP * ~NOTFOUND'"
+)
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+TEXT_CONTRAST, SHAPE_CONTRAST = 4.5, 3.0
+"""What WCAG 2.2 asks at level AA of text, and of shapes that carry meaning."""
+WORK = ("--requests", "7", "--max-tokens", "24", "--max-batch-size", "2", "--rate", "0.5", "--seed", "4")
+DATA = "() => JSON.parse(document.getElementById('data').textContent).traces"
+WIDE = """() => [...document.querySelectorAll('body *')]
+    .filter(element => element.getBoundingClientRect().right > innerWidth + 1
+        && !element.closest('.scroller > *, .wide > *'))
+    .map(element => element.outerHTML.slice(0, 100))"""
+# The lowest contrast of the elements with what is painted behind them, by a property that has their colour.
+FAINTEST = """([selector, property]) => {
+    const channels = color => color.match(/[\\d.]+/g).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map(value => value / 255)
+        .map(value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, value, index) => sum + value * [0.2126, 0.7152, 0.0722][index], 0);
+    const behind = element => {
+        const painted = channels(getComputedStyle(element).backgroundColor);
+        return painted.length === 4 && painted[3] === 0 ? behind(element.parentElement) : painted;
+    };
+    const found = [...document.querySelectorAll(selector)].map(element => {
+        const own = light(channels(getComputedStyle(element)[property]));
+        const other = light(behind(element.closest('svg') ?? element));
+        return [(Math.max(own, other) + 0.05) / (Math.min(own, other) + 0.05), element.outerHTML.slice(0, 80)];
+    });
+    return [found.length, ...found.reduce((least, one) => one[0] < least[0] ? one : least, [21, 'nothing'])];
+}"""
+TEXTS = "h1, h2, p, legend, label, li, th, td, caption, summary, .names div, output, output b, button, .mark"
+
+
+def infer(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*INFER, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoints: dict[str, Path]) -> str:
+    return str(tiny_checkpoints["llama"])
+
+
+@pytest.fixture(scope="module")
+def written(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the two files of a run under two schedulers."""
+    folder = tmp_path_factory.mktemp("traced")
+    done = infer("trace", "--model", model, *WORK, "--compare", "static,continuous", "--out", "a/b", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (folder / "told.txt").write_text(done.stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def traces(written: Path) -> list[dict[str, Any]]:
+    """The data of the page."""
+    return page_data(written / "a/b/trace.html")
+
+
+def page_data(path: Path) -> list[dict[str, Any]]:
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(data)["traces"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="the browser is driven by the package playwright")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=executable, args=shlex.split(FLAGS))
+        yield running
+        running.close()
+
+
+def opened(browser: Any, path: Path, **settings: Any) -> Iterator[Any]:
+    """The page in a window of its own; complaints of the browser and requests for anything else fail the test."""
+    context = browser.new_context(**{"viewport": DESKTOP, "color_scheme": "light", **settings})
+    tab = context.new_page()
+    complaints: list[str] = []
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("request", lambda r: complaints.append(r.url) if not r.url.startswith((path.as_uri(), "data:")) else None)
+    tab.goto(path.as_uri())
+    yield tab
+    context.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def tab(browser: Any, written: Path) -> Iterator[Any]:
+    yield from opened(browser, written / "a/b/trace.html")
+
+
+def shapes(tab: Any, place: int) -> list[list[Any]]:
+    """Request, kind, first step, step after the last and width of every cell or run of cells in a timeline."""
+    return (
+        tab.locator("section")
+        .nth(place)
+        .evaluate("""section => [...section.querySelectorAll('[data-request]')]
+        .map(shape => [shape.dataset.request, shape.getAttribute('class'), +shape.dataset.first, +shape.dataset.after,
+                       shape.getBBox().width])""")
+    )
+
+
+def test_what_the_command_says(written: Path, traces: list[dict[str, Any]]) -> None:
+    told = (written / "told.txt").read_text()
+    assert re.search(r"static +continuous", told)
+    for trace, column in zip(traces, (1, 2), strict=True):
+        assert trace["settings"]["batching mode"] == trace["title"]
+        busy = [s for s in trace["steps"] if s["num_running"] or s["num_waiting"] or s["prefilled"] or s["decoded"]]
+        served = sum(len(step["prefilled"]) + len(step["decoded"]) for step in busy)
+        rows = [re.split(r"  +", line.strip()) for line in told.splitlines()]
+        assert [row[column] for row in rows if row[0] == "slot utilisation"] == [f"{served / (2 * len(busy)):.1%}"]
+    assert told.splitlines()[-2:] == ["wrote a/b/trace.html", "wrote a/b/trace.json"]
+    assert str(ROOT) not in (written / "a/b/trace.html").read_text()
+
+
+def test_both_schedulers_had_the_same_requests_and_gave_the_same_answers(traces: list[dict[str, Any]]) -> None:
+    static, continuous = (
+        [
+            (r["request_id"], r["arrival_step"], r["num_prompt_tokens"], [token[1:] for token in r["tokens"]])
+            for r in trace["requests"]
+        ]
+        for trace in traces
+    )
+    assert static == continuous
+    assert [request[0] for request in static] == list("1234567")
+    assert all(tokens for *_, tokens in static)
+    assert len(traces[0]["steps"]) > len(traces[1]["steps"])
+
+
+def test_a_seed_gives_the_same_files_but_for_the_clock(model: str, written: Path, tmp_path: Path) -> None:
+    done = infer("trace", "--model", model, *WORK, "--compare", "static,continuous", "--out", ".", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    def timeless(path: Path) -> tuple[object, object]:
+        def without(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {k: without(v) for k, v in value.items() if not k.endswith("_ns") and k not in ("ts", "dur")}
+            return [without(each) for each in value] if isinstance(value, list) else value
+
+        return without(page_data(path / "trace.html")), without(json.loads((path / "trace.json").read_text()))
+
+    assert timeless(written / "a/b") == timeless(tmp_path)
+
+
+def test_prompts_from_a_file_are_answered_as_generate_does(model: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("The capital\n\n</script><b>bold</b>\nx\n")
+    options = ("--prompts", "prompts.txt", "--max-tokens", "6", "--every", "2", "--scheduler-policy", "prefill_first")
+    done = infer("trace", "--model", model, *options, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (trace,) = page_data(tmp_path / "out/trace.html")
+    assert trace["title"] == "continuous, prefill_first"
+    assert [(r["request_id"], r["prompt"], r["arrival_step"]) for r in trace["requests"]] == [
+        ("1", "The capital", 0),
+        ("3", "</script><b>bold</b>", 2),
+        ("4", "x", 4),
+    ]
+    engine = find_lesson("05").engine(EngineConfig(model=model, seed=0))
+    for request in trace["requests"]:
+        alone = list(engine.generate(request["prompt"], SamplingParams(temperature=0.0, max_new_tokens=6)))
+        assert [token[1] for token in request["tokens"]] == [output.token_id for output in alone]
+        assert request["finish_reason"] == alone[-1].finish_reason
+    events = json.loads((tmp_path / "out/trace.json").read_text())["traceEvents"]
+    named = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert named == ["steps", "request 1", "request 3", "request 4"]
+
+
+def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", "--model", model, "--phase", "04", *WORK, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    (trace,) = page_data(tmp_path / "trace.html")
+    assert (trace["title"], trace["settings"]["phase"]) == ("static", "04")
+    assert "policy" not in trace["settings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--requests", "0"], "--requests is 0"),
+        (["--requests", "257"], "for 1 to 256"),
+        (["--max-tokens", "0"], "max_new_tokens is 0"),
+        (["--max-batch-size", "0"], "max_batch_size is 0"),
+        (["--every", "-1"], "-1"),
+        (["--rate", "0"], "The rate is 0.0"),
+        (["--rate", "1", "--every", "1"], "give one of them"),
+        (["--rate", "1e-9"], "room for 10000 steps"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--phase", "03"], "answers one request at a time"),
+        (["--phase", "99"], "'99'"),
+        (["--phase", "04", "--compare", "static,continuous"], "arrives in phase 05"),
+        (["--batching-mode", "dynamic"], "batching_mode is 'dynamic'"),
+        (["--scheduler-policy", "lifo"], "scheduler_policy is 'lifo'"),
+        (["--batching-mode", "static", "--scheduler-policy", "prefill_first"], "a static batch admits nobody"),
+        (["--compare", "static"], "two or more different"),
+        (["--compare", "static,static"], "two or more different"),
+        (["--compare", "static,lifo"], "must be two or more different ones of static, continuous, fcfs"),
+        (["--compare", "static,continuous", "--batching-mode", "static"], "leave the others out"),
+        (["--prompts", "nowhere.txt"], "No such file"),
+        (["--prompts", "."], "Is a directory"),
+        (["--prompts", "empty.txt"], "holds no text"),
+        (["--prompts", "latin.txt"], "no UTF-8 text (byte 1)"),
+        (["--prompts", "good.txt", "--requests", "3"], "leave --requests out"),
+        (["--prompts", "many.txt"], "--prompts holds 257 prompts"),
+        (["--prompts", "good.txt", "--max-seq-len", "4"], "Line 2: The prompt has"),
+        (["--out", "good.txt"], "cannot be a folder"),
+        (["--out", "good.txt/below"], "cannot be a folder"),
+        (["--model", "nowhere/at-all/it"], "nowhere/at-all/it"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_in_one_paragraph(
+    model: str, arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(*_: object) -> None:
+        raise AssertionError("a step was run")
+
+    monkeypatch.setattr("shared.tracing.recorder.Recorder.step", ran)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.txt").write_text("\na good prompt\n")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "latin.txt").write_bytes(b"g\xe4\xff")
+    (tmp_path / "many.txt").write_text("x\n" * 257)
+    before = sorted(tmp_path.iterdir())
+    result = CliRunner().invoke(app, ["trace", "--model", model, *arguments])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert told in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert set(tmp_path.iterdir()) - set(before) <= {tmp_path / "trace"}
+
+
+# The page.
+
+
+def test_the_page_draws_every_run_of_cells(tab: Any, traces: list[dict[str, Any]]) -> None:
+    assert tab.locator("h2").all_inner_texts() == ["static", "continuous"]
+    for place, trace in enumerate(traces):
+        wanted = [[r["request_id"], *run] for r in trace["requests"] for run in r["runs"]]
+        drawn = shapes(tab, place)
+        assert [shape[:4] for shape in drawn] == wanted
+        widths = {shape[4] / (shape[3] - shape[2]) for shape in drawn}
+        assert max(widths) - min(widths) < 0.02, "every step is as wide as any other"
+        section = tab.locator("section").nth(place)
+        ends = section.locator("path[data-end]")
+        assert [ends.nth(n).get_attribute("class") for n in range(ends.count())] == ["finished"] * len(
+            trace["requests"]
+        )
+        names = section.locator(".names div").all_inner_texts()
+        assert names[-1] == f"7 · {trace['requests'][6]['num_prompt_tokens']} + {len(trace['requests'][6]['tokens'])}"
+        assert names[1] == f"served · peak {max(trace['lanes'][0]['values'])} of 2"
+        assert section.locator("[data-lane]").count() == 4
+
+
+def test_by_time_a_cell_is_as_wide_as_it_took(tab: Any, traces: list[dict[str, Any]]) -> None:
+    tab.check("[name=scale][value=time]")
+    for place, trace in enumerate(traces):
+        steps = trace["steps"]
+        scales = []
+        for name, kind, first, after, width in shapes(tab, place):
+            request = next(r for r in trace["requests"] if r["request_id"] == name)
+            start = request["arrived_ns"] if kind == "queue" else steps[first]["started_ns"]
+            if width > 20:
+                scales.append((steps[after - 1]["ended_ns"] - start) / width)
+        assert len(scales) > 3
+        assert max(scales) / min(scales) < 1.02
+    tab.check("[name=scale][value=step]")
+    widths = [shape[4] / (shape[3] - shape[2]) for place in (0, 1) for shape in shapes(tab, place)]
+    assert max(widths) - min(widths) < 0.02, "by step again, and both traces on one scale"
+
+
+def test_zoom_widens_the_timeline_and_not_the_page(tab: Any) -> None:
+    width = "svg => svg.getBoundingClientRect().width"
+    fit = tab.locator("svg").first.evaluate(width)
+    for _ in range(3):
+        tab.click("[data-zoom=in]")
+    assert tab.locator("svg").first.evaluate(width) == pytest.approx(16 + (fit - 16) * 1.5**3, rel=0.01)
+    assert tab.evaluate(WIDE) == []
+    tab.click("[data-zoom=fit]")
+    assert tab.locator("svg").first.evaluate(width) == fit
+
+
+def test_keys_go_through_the_cells(tab: Any, traces: list[dict[str, Any]]) -> None:
+    trace = traces[1]
+    request = trace["requests"][0]
+    first = request["tokens"][0]
+    scroller = tab.locator(".scroller").nth(1)
+    details = tab.locator("#details")
+    scroller.focus()
+    tab.keyboard.press("ArrowRight")
+    text = details.inner_text()
+    assert text.startswith(f"Request 1 · prefill of {request['num_prompt_tokens']} prompt tokens · token 1 of ")
+    assert f"(id {first[1]})" in text
+    assert "continuous, step 0 · " in text
+    assert f"prefill 1 ({request['num_prompt_tokens']} tokens)" in text
+    tab.keyboard.press("ArrowRight")
+    assert f"decode · token 2 of {len(request['tokens'])}" in details.inner_text()
+    assert f"(id {request['tokens'][1][1]})" in details.inner_text()
+    tab.keyboard.press("End")
+    assert f"step {len(trace['steps']) - 1} ·" in details.inner_text()
+    assert details.inner_text().startswith("Request 1 · finished before this step")
+    tab.keyboard.press("Home")
+    for _ in range(9):
+        tab.keyboard.press("ArrowDown")
+    assert details.inner_text().startswith("Request 7 · has not come yet")
+    for _ in range(9):
+        tab.keyboard.press("ArrowUp")
+    assert details.inner_text().startswith("continuous, step 0"), "above the requests there is the step alone"
+    assert scroller.locator(".cursor").count() == 1
+
+
+def test_the_pointer_tells_a_cell_and_a_lane(tab: Any, traces: list[dict[str, Any]]) -> None:
+    request = next(r for r in traces[0]["requests"] if r["runs"][0][0] == "queue")
+    _, first, after = request["runs"][0]
+    line = tab.locator("section").nth(0).locator(f"line[data-request='{request['request_id']}']").bounding_box()
+    tab.mouse.move(line["x"] + line["width"] - 1, line["y"] + 1)
+    assert f"Request {request['request_id']} · queue, step {after - first} of its wait" in tab.inner_text("#details")
+    svg = tab.locator("section svg").nth(0).bounding_box()
+    tab.mouse.move(svg["x"] + 1, svg["y"] + 30)
+    lanes = [f"{lane['name']} {lane['values'][0]}" for lane in traces[0]["lanes"]]
+    assert tab.inner_text("#details").startswith("static, step 0")
+    assert all(lane in tab.inner_text("#details") for lane in lanes)
+
+
+def test_the_same_stands_in_tables(tab: Any, traces: list[dict[str, Any]]) -> None:
+    tab.locator("summary").nth(0).click()
+    rows = tab.locator("details").nth(0).locator("tbody").nth(0).locator("tr")
+    assert rows.count() == 7
+    for place, request in enumerate(traces[0]["requests"]):
+        cells = rows.nth(place).locator("th, td").all_inner_texts()
+        counts = {
+            kind: sum(b - a for k, a, b in request["runs"] if k == kind) for kind in ("queue", "prefill", "decode")
+        }
+        assert cells[:3] == [request["request_id"], str(request["num_prompt_tokens"]), str(len(request["tokens"]))]
+        assert cells[4:7] == [str(count) for count in counts.values()]
+    assert tab.locator("details").nth(0).locator("tbody").nth(1).locator("tr").count() == len(traces[0]["steps"])
+
+
+def test_a_phone_reads_and_taps_it(browser: Any, written: Path, traces: list[dict[str, Any]]) -> None:
+    for tab in opened(browser, written / "a/b/trace.html", viewport=PHONE, has_touch=True, is_mobile=True):
+        tab.evaluate("document.querySelectorAll('details').forEach(details => { details.open = true })")
+        assert tab.evaluate(WIDE) == []
+        assert tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        prefill = tab.locator("section").nth(1).locator("rect.prefill").first
+        prefill.scroll_into_view_if_needed()
+        box = prefill.bounding_box()
+        assert box["width"] >= 3
+        tab.touchscreen.tap(box["x"] + 1, box["y"] + box["height"] / 2)
+        assert tab.inner_text("#details").startswith("Request 1 · prefill")
+
+
+@pytest.fixture(scope="module")
+def eventful(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with every kind of cell and every end: stalls, a failure, an abort."""
+    config = EngineConfig(model=model, max_seq_len=64, seed=0, max_batch_size=3, scheduler_policy="prefill_first")
+    engine = find_lesson("05").engine(config)
+    forward = engine.model.forward
+
+    def failing(tokens: Any, kv: Any) -> Any:
+        if 400 in tokens.ids.tolist():
+            raise RuntimeError("injected")
+        return forward(tokens, kv)
+
+    engine.model.forward = failing
+    recorder = Recorder(engine)
+    params = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    for name, prompt in (("good", [1, 2]), ("bad", [400]), ("unwanted", [3]), ("late", [4])):
+        recorder.add_request(prompt, params, name)
+        recorder.step()
+    recorder.abort("unwanted")
+    while engine.has_work():
+        recorder.step()
+    path = tmp_path_factory.mktemp("eventful") / "trace.html"
+    path.write_text(html_page([recorder.trace("eventful")], "infer trace"), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_and_shapes_stand_out_in_both_colours(browser: Any, eventful: Path, scheme: str) -> None:
+    for tab in opened(browser, eventful, color_scheme=scheme):
+        tab.locator("summary").click()
+        tab.locator(".scroller").focus()
+        tab.keyboard.press("ArrowRight")
+        background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        for _ in range(2):
+            for selector, property, least in (
+                (TEXTS, "color", TEXT_CONTRAST),
+                ("svg text", "fill", TEXT_CONTRAST),
+                ("rect.prefill, rect.decode, rect.failed, .lane, path.finished, path.aborted", "fill", SHAPE_CONTRAST),
+                ("line.queue, line.stall, path.failed", "stroke", SHAPE_CONTRAST),
+            ):
+                count, contrast, element = tab.evaluate(FAINTEST, [selector, property])
+                assert count >= 3
+                assert contrast >= least, (selector, element)
+            tab.click("#theme")  # the other colours, whatever the system's are
+        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == background
+
+
+def test_what_went_wrong_is_marked_and_told(browser: Any, eventful: Path) -> None:
+    for tab in opened(browser, eventful):
+        ends = tab.locator("path[data-end]")
+        assert [(ends.nth(n).get_attribute("data-end"), ends.nth(n).get_attribute("class")) for n in range(4)] == [
+            ("good", "finished"),
+            ("bad", "failed"),
+            ("unwanted", "aborted"),
+            ("late", "finished"),
+        ]
+        kinds = {shape[1] for shape in shapes(tab, 0)}
+        assert {"prefill", "decode", "stall", "failed"} <= kinds
+        box = tab.locator("rect.failed").bounding_box()
+        tab.mouse.move(box["x"] + 3, box["y"] + 3)
+        assert "Request bad · The engine could not compute this request (RuntimeError)" in tab.inner_text("#details")
+        assert "failed bad" in tab.inner_text("#details")
+        box = tab.locator("path[data-end=unwanted]").bounding_box()
+        tab.mouse.move(box["x"] + 4, box["y"] + 4)
+        assert tab.inner_text("#details").startswith("Request unwanted · aborted before this step")
+
+
+def test_without_its_script_the_page_has_the_tables(browser: Any, written: Path) -> None:
+    for tab in opened(browser, written / "a/b/trace.html", java_script_enabled=False):
+        assert tab.locator("noscript p").is_visible()
+        tab.locator("summary").nth(1).click()
+        assert tab.locator("details").nth(1).locator("tbody tr").nth(6).is_visible()
