@@ -72,7 +72,7 @@ def serving(
         typer.Option("--rate", help="Let the workloads' requests come by chance, so many a second, not in a loop."),
     ] = None,
     tail_requests: Annotated[
-        int | None, typer.Option("--tail-requests", help="Requests of the tail; 512, without a GPU 32.")
+        int | None, typer.Option("--tail-requests", help="Requests of the tail; 512, without a GPU 24.")
     ] = None,
     trials: Annotated[int | None, typer.Option("--trials", help="Of http-overhead, whose median counts; 3.")] = None,
     clients: Annotated[
