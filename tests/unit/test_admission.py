@@ -75,15 +75,16 @@ def test_slots_are_granted_until_there_are_none() -> None:
     assert slots.free_tokens == 0
     slots.release("a")
     assert slots.reserve("c", 1) is True
-    assert slots.places(["b", "c"])[0].tolist() == [1, 0]
+    assert sorted(slots.places(["b", "c"])[0].tolist()) == [0, 1], "each has one, and no two the same"
 
 
 def test_a_request_keeps_its_slot_and_what_it_was_granted() -> None:
     slots = pool(3)
     assert slots.reserve("a", 7)
     slots.advance("a", 6)
+    before = slots.audit()
     assert slots.reserve("a", 2)
-    assert slots.places(["a"]) == ([0], [6], [7])
+    assert slots.audit() == before, "the same slot, and nothing taken back"
     assert slots.reserve("a", 9)
     slots.advance("a", 3)
     assert slots.free_tokens == 2 * MAX_SEQ_LEN
@@ -93,7 +94,7 @@ def test_a_request_keeps_its_slot_and_what_it_was_granted() -> None:
 
 
 def test_as_many_run_as_may_and_those_who_came_first(tokenizer: Tokenizer) -> None:
-    scheduler = static(tokenizer, 3, max_batch_size=3)
+    scheduler = static(tokenizer, 5, max_batch_size=3)
     requests = [add(scheduler, name) for name in "abcde"]
     step(scheduler)
     assert (list(scheduler.running), list(scheduler.waiting)) == (["a", "b", "c"], ["d", "e"])

@@ -65,8 +65,8 @@ def test_no_exception_is_alive_while_the_halves_run() -> None:
 @pytest.mark.parametrize("error", [NotImplementedError, KeyboardInterrupt])
 def test_what_is_no_requests_fault_goes_through(error: type[BaseException]) -> None:
     def run(batch: Batch) -> torch.Tensor:
-        raise error
+        raise error("injected")
 
     requests = [Request(str(i), [i], SamplingParams(), 0) for i in range(4)]
-    with pytest.raises(error):
+    with pytest.raises(error, match="injected"):
         list(run_isolated(run, lambda logits, rows: Drawn([]), requests))
