@@ -15,9 +15,22 @@ from typing import Any
 import torch
 
 from benchmarks.graph_timing import Inputs
-from shared.kernels import decode_attention, gated, gemv, kv_write, rmsnorm, sampler
+from shared.kernels import (
+    decode_attention,
+    gated,
+    gemv,
+    kv_write,
+    merge_states,
+    paged_attention,
+    planned_attention,
+    rmsnorm,
+    sampler,
+)
 
-LAUNCHING_MODULES: tuple[Any, ...] = (decode_attention, gated, gemv, kv_write, rmsnorm, sampler)
+LAUNCHING_MODULES: tuple[Any, ...] = (
+    *(decode_attention, gated, gemv, kv_write, merge_states),
+    *(paged_attention, planned_attention, rmsnorm, sampler),
+)
 Compilation = Callable[[], Any]
 
 

@@ -27,3 +27,7 @@ class CapacityError(InferError):
 
 class QueueFullError(InferError):
     """As many requests wait as may wait; the same request may be welcome later."""
+
+
+class BlockError(InferError):
+    """A block of KV memory was given back twice, or by somebody who does not hold it."""

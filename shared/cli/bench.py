@@ -2,6 +2,7 @@
 
 import typer
 
+from shared.cli.bench_attention import ATTENTION_EPILOG, attention
 from shared.cli.bench_generation import COMMANDS as GENERATION_COMMANDS
 from shared.cli.bench_hardware import HARDWARE_EPILOG, KERNELS_EPILOG, hardware, kernels
 from shared.cli.bench_serving import COMMANDS as SERVING_COMMANDS
@@ -14,5 +15,6 @@ app = typer.Typer(
 )
 app.command("hardware", epilog=HARDWARE_EPILOG)(hardware)
 app.command("kernels", epilog=KERNELS_EPILOG)(kernels)
+app.command("attention", epilog=ATTENTION_EPILOG)(attention)
 for _name, (_command, _epilog) in (GENERATION_COMMANDS | SERVING_COMMANDS).items():
     app.command(_name, epilog=_epilog)(_command)

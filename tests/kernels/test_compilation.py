@@ -31,6 +31,8 @@ def test_every_variant_compiles(tmp_path):
     assert compiled == {
         "kv_write_kernel",
         "decode_attention_kernel",
+        "paged_attention_kernel",
+        "paged_prefill_kernel",
         "peak_kernel",
         "narrow_kernel",
         "collect_kernel",
@@ -95,6 +97,28 @@ def compile_decode_attention():
         module.decode_attention(q, memory, memory, one, one, scale=0.125, softcap=softcap, workspace=workspace)
 
 
+def compile_paged_attention():
+    from shared.kernels import paged_attention, paged_prefill
+    from shared.kernels.decode_attention import DecodeWorkspace
+
+    for module in (paged_attention, paged_prefill):
+        module.launches, module.launch = lambda tensor: True, compile_launch
+    one = torch.zeros(1, dtype=torch.int32)
+    for dtype, Hq, Hkv, D, softcap, block_size, T in [
+        (torch.bfloat16, 32, 8, 64, None, 16, 64),
+        (torch.bfloat16, 16, 8, 128, None, 16, 64),
+        (torch.bfloat16, 4, 1, 256, 50.0, 1, 1),
+        (torch.float32, 9, 3, 64, None, 3, 8),
+    ]:
+        workspace = DecodeWorkspace.of(1, Hq, Hkv, D, 4096, one.device)
+        memory = torch.zeros(2, block_size, Hkv, D, dtype=dtype)
+        about = (memory, memory, one, one, one)
+        q = torch.zeros(T, Hq, D, dtype=dtype)
+        paged_attention.paged_attention(q[:1], *about, scale=0.125, softcap=softcap, workspace=workspace)
+        starts = torch.zeros(2, dtype=torch.int32)
+        paged_prefill.paged_prefill(q, *about, starts, scale=0.125, softcap=softcap)
+
+
 def compile_sampler():
     from shared.kernels import sampler as module
     from shared.sampling.params import SamplingParams
@@ -109,4 +133,5 @@ def compile_sampler():
 if __name__ == "__main__":
     compile_kv_write()
     compile_decode_attention()
+    compile_paged_attention()
     compile_sampler()

@@ -1,0 +1,129 @@
+"""Partial attention states become results: by a kernel, or by the last program to arrive. Introduced in phase 6.1.
+
+Where the keys of one query are cut among several programs, each leaves a state: its result and the logarithm of the sum
+of its weights (FlashInfer, arXiv 2501.01005; :mod:`shared.attention.states` has the formula). Two ways to merge them:
+:func:`merge_states` is a second launch, in which every row of a split has a program of its own; the other way is that
+the program that arrives last calls :func:`merged_state` itself, which saves the launch and reads all states of its
+heads through one multiprocessor.
+
+Invariants: states are merged in an order that follows from their number, whoever does it, so a result does not depend
+on timing; a state of no keys (logarithm -inf) changes nothing, and nothing but such states gives zeros; a row of no
+states is not touched, since whoever made its result has stored it.
+"""
+
+import torch
+
+from shared.attention.states import merge_rows
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+
+MERGED_NUMBERS = 4096  # fp32 numbers of states that a program holds at a time
+HEADS_PER_PROGRAM = 1
+NUM_WARPS = 4
+
+
+@triton.jit
+def merged_state(
+    partial,
+    partial_log,
+    begin,
+    end,
+    heads,
+    is_head,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """States ``begin`` to ``end`` of ``heads [ROWS]``: ``[ROWS, D]``, zeros where no state has keys.
+
+    MERGED lanes run side by side, each over every MERGED-th state, and are merged with one another in the end. The
+    loads pass by the first-level cache, which may hold what stood there before others stored.
+    """
+    d = tl.arange(0, D)
+    maximum = tl.full([MERGED, ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([MERGED, ROWS], tl.float32)
+    weighted = tl.zeros([MERGED, ROWS, D], tl.float32)
+    for first in tl.range(begin, end, MERGED):
+        state = first + tl.arange(0, MERGED)
+        row = state.to(tl.int64)[:, None] * HQ + heads[None, :]  # [MERGED, ROWS]
+        is_state = (state < end)[:, None] & is_head[None, :]
+        parts = tl.load(
+            partial + row[:, :, None] * D + d[None, None, :],
+            mask=is_state[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )  # [MERGED, ROWS, D]
+        logs = tl.load(partial_log + row, mask=is_state, other=float("-inf"), cache_modifier=".cg")
+        new_maximum = tl.maximum(maximum, logs)
+        finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # -inf - -inf is NaN
+        weights = tl.exp2(logs - finite)
+        kept = tl.exp2(maximum - finite)
+        total = total * kept + weights
+        weighted = weighted * kept[:, :, None] + weights[:, :, None] * parts
+        maximum = new_maximum
+    largest = tl.max(maximum, 0)
+    weights = tl.exp2(maximum - tl.where(largest == float("-inf"), 0.0, largest)[None, :])
+    total_of_lanes = tl.sum(weights * total, 0)
+    weighted_of_lanes = tl.sum(weights[:, :, None] * weighted, 0)
+    return weighted_of_lanes / tl.where(total_of_lanes == 0.0, 1.0, total_of_lanes)[:, None]
+
+
+@triton.jit
+def merge_states_kernel(
+    partial,
+    partial_log,
+    output_indptr,
+    out,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Program (i, j) merges heads j · ROWS … of row i; the grid is (rows, ceil(HQ / ROWS))."""
+    row = tl.program_id(0)
+    begin = tl.load(output_indptr + row)
+    end = tl.load(output_indptr + row + 1)
+    if begin < end:
+        heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        is_head = heads < HQ
+        result = merged_state(partial, partial_log, begin, end, heads, is_head, HQ, D, ROWS, MERGED)
+        at = (row.to(tl.int64) * HQ + heads)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(out + at, result, mask=is_head[:, None])
+
+
+def merge_states(
+    partial: torch.Tensor, partial_log: torch.Tensor, output_indptr: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Merge each row's states into ``out``; rows without states keep what stands there.
+
+    Args:
+        partial: fp32 ``[states, Hq, D]``, results of parts of the keys.
+        partial_log: fp32 ``[states, Hq]``, the base-2 logarithm of each part's sum of weights; -inf: no keys.
+        output_indptr: int32 ``[rows + 1]``; row i has the states from ``output_indptr[i]`` to ``output_indptr[i + 1]``.
+        out: ``[rows, Hq, D]``, contiguous.
+
+    Returns:
+        ``out``.
+    """
+    num_rows, Hq, D = out.shape
+    if len(output_indptr) != num_rows + 1:
+        raise ValueError(f"{len(output_indptr)} offsets bound {len(output_indptr) - 1} rows of states, not {num_rows}")
+    if not launches(out):
+        return merge_rows(partial, partial_log, output_indptr, out)
+    if num_rows:
+        rows = min(HEADS_PER_PROGRAM, next_power_of_two(Hq))
+        launch(
+            merge_states_kernel,
+            (num_rows, -(-Hq // rows)),
+            partial,
+            partial_log,
+            output_indptr,
+            out,
+            HQ=Hq,
+            D=D,
+            ROWS=rows,
+            MERGED=max(1, MERGED_NUMBERS // (rows * D)),
+            num_warps=NUM_WARPS,
+            num_stages=1,
+        )
+    return out

@@ -1,0 +1,54 @@
+"""A tile of keys and values more, for attention that reads its keys in tiles. Introduced in phase 6.
+
+What phase 3.1's kernel spells out, as the part that every later attention kernel is made of: a running maximum, a sum
+and the weighted values, in fp32 (Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Invariant: a
+row that has seen no key has maximum -inf, sum 0 and values 0, also after tiles of which it may see nothing.
+"""
+
+from shared.kernels.launch import tl, triton
+
+
+@triton.jit
+def add_tile(
+    queries,
+    k,
+    v,
+    is_visible,
+    maximum,
+    total,
+    weighted,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """The state of ROWS rows, after TILE keys more.
+
+    Args:
+        queries: ``[ROWS, D]``.
+        k, v: ``[TILE, D]``, finite where nobody may see them too.
+        is_visible: which row sees which key; anything that broadcasts to ``[ROWS, TILE]``.
+        maximum, total, weighted: ``[ROWS]`` of scores in base 2, ``[ROWS]``, ``[ROWS, D]``, relative to the maximum.
+        scale, softcap: as :func:`in_base_2` gives them.
+    """
+    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SOFTCAP:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    scores = tl.where(is_visible, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # -inf - -inf is NaN
+    weights = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(maximum - base)
+    total = total * kept + tl.sum(weights, 1)
+    weighted = weighted * kept[:, None]
+    weighted += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_maximum, total, weighted
+
+
+LOG2_E = 1.4426950408889634
+
+
+def in_base_2(scale: float, softcap: float | None) -> tuple[float, float]:
+    """The scale and softcap of :func:`add_tile`, whose exponentials are powers of two."""
+    if softcap is None:
+        return scale * LOG2_E, 0.0
+    return 2 * LOG2_E * scale / softcap, softcap * LOG2_E

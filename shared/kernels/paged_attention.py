@@ -1,0 +1,213 @@
+"""Attention of one new token a sequence over blocks of memory: ``flash`` when decoding. Introduced in phase 6.
+
+The kernel of :mod:`shared.kernels.decode_attention` with one more indirection: where a token's key lies is not a
+distance from the sequence's first, it is looked up in the sequence's block table (PagedAttention: Kwon et al., arXiv
+2309.06180). A tile of keys need not begin or end with a block. Each of its rows finds its own block, so any block size
+will do, and a window may begin inside a block. A row's D numbers lie together, 16 bytes to a thread; rows of
+neighbouring heads do too, and are read by neighbouring programs. Looking up costs 4 bytes for the 4 · D of a key and a
+value in 16 bits, from the cache after the first head.
+
+Programs, cut and merge are those of the contiguous kernel: the grid depends on capacities, the loop on the length, and
+the last of a head's programs to arrive merges.
+
+Invariants: only the visible tokens of a sequence are read, and of its table only their entries, so everything else may
+be anything; states are merged in the order of the keys; a sequence of length 0 gives zeros; the counters are zero
+between launches.
+"""
+
+import torch
+
+from shared.kernels.arrival import is_last_arrival
+from shared.kernels.decode_attention import NO_WINDOW, PIPELINE_BYTES, DecodeWorkspace, Tiling, merge
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.online_softmax import add_tile, in_base_2
+from shared.ops.attention import sdpa_attention
+
+TILINGS = {
+    16: Tiling(tile=64, max_splits=64),
+    32: Tiling(tile=64, max_splits=64),
+    64: Tiling(tile=64, max_splits=64),
+    128: Tiling(tile=64, max_splits=64),
+    256: Tiling(tile=32, max_splits=64, merge_numbers=8192),
+}
+"""By head size; how many splits there are is the workspace's choice."""
+
+
+@triton.jit
+def token_rows(table, place, end, kv_head, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr):
+    """Where a head's rows begin in a layer's memory, int64, for the tokens at ``place`` that stand before ``end``."""
+    block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
+    return ((block * BLOCK_SIZE + place % BLOCK_SIZE) * HKV + kv_head) * D
+
+
+@triton.jit
+def paged_attention_kernel(
+    q,
+    keys,
+    values,
+    tables,
+    table_starts,
+    lengths,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    counters,
+    scale,
+    softcap,
+    window,
+    q_row_stride,
+    q_head_stride,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    MERGED: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+):
+    row = tl.program_id(0)  # one for each sequence and key head
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    sequence, kv_head = row // HKV, row % HKV
+    length = tl.load(lengths + sequence)
+    first = tl.maximum(length - window, 0)  # of the visible keys
+    num_tiles = tl.cdiv(length - first, TILE)
+    chunk = tl.cdiv(num_tiles, num_splits) * TILE
+    num_used = tl.cdiv(length - first, tl.maximum(chunk, 1))
+
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    is_head = g < GROUP
+    out += row.to(tl.int64) * (GROUP * D)  # the group's heads lie next to each other
+    if split < num_used:
+        heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
+        queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
+        tables += tl.load(table_starts + sequence)
+        start = first + split * chunk
+        end = tl.minimum(start + chunk, length)
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, D], tl.float32)
+        # Blocks are looked up a tile ahead: the copies of a tile then wait for no look-up, and run behind each other.
+        rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
+        for tile in tl.range(start, end, TILE):
+            place = tile + tl.arange(0, TILE)
+            is_key = place < end
+            tokens = rows[:, None] + d[None, :]
+            rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
+            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
+            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
+            maximum, total, weighted = add_tile(
+                queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+            )
+
+        if num_used == 1:
+            tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
+        else:
+            states = row.to(tl.int64) * num_splits
+            state = (states + split) * GROUP + g
+            tl.store(partial + state[:, None] * D + d[None, :], weighted, mask=is_head[:, None])
+            tl.store(partial_max + state, maximum, mask=is_head)
+            tl.store(partial_sum + state, total, mask=is_head)
+            if is_last_arrival(counters + row, num_used):
+                merge(partial, partial_max, partial_sum, out, states, num_used, GROUP, D, MERGED_ROWS, MERGED)
+    elif split == 0:  # no key at all
+        tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
+
+
+def paged_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    table_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`shared.ops.attention.naive_attention` of one new token for each of B sequences.
+
+    Args:
+        q: ``[B, Hq, D]``; its heads may lie apart, the numbers of a head not.
+        keys, values: ``[blocks, block_size, Hkv, D]``, a layer's memory, contiguous.
+        tables: int32, the sequences' block tables, wherever they stand in it: ``tables[table_starts[b] + i]`` is the
+            block of sequence b's tokens ``i · block_size`` and following.
+        table_starts: int32 ``[B]``.
+        lengths: int32 ``[B]``, each sequence's tokens, the new one last; all three are read on the device, so a
+            captured launch follows them.
+        window: see only the last ``window`` tokens, the token itself included.
+        softcap: scores become ``c · tanh(scores / c)``.
+        workspace: for at least B sequences.
+        out: where the result goes, ``[B, Hq, D]`` contiguous; None: new memory.
+
+    Returns:
+        ``[B, Hq, D]`` in the dtype of q.
+    """
+    B, Hq, D = q.shape
+    _, block_size, Hkv, _ = keys.shape
+    if out is None:
+        out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    if not launches(q):
+        for b, (start, length) in enumerate(zip(table_starts.tolist(), lengths.tolist(), strict=True)):
+            first = 0 if window is None else max(0, length - window)
+            k, v = gathered(keys, values, tables, start, first, length)
+            out[b] = sdpa_attention(q[b : b + 1], k, v, scale=scale, softcap=softcap)[0] if length else 0.0
+        return out
+    if B == 0:
+        return out
+    if workspace.num_sequences < B:
+        raise ValueError(f"the workspace serves {workspace.num_sequences} sequences, not {B}")
+    tiling = TILINGS[D]
+    group = Hq // Hkv
+    rows = next_power_of_two(group)
+    launch(
+        paged_attention_kernel,
+        (B * Hkv, workspace.num_splits),
+        q,
+        keys,
+        values,
+        tables,
+        table_starts,
+        lengths,
+        out,
+        workspace.partial,
+        workspace.partial_max,
+        workspace.partial_sum,
+        workspace.counters,
+        *in_base_2(scale, softcap),
+        NO_WINDOW if window is None else window,
+        q.stride(0),
+        q.stride(1),
+        HAS_SOFTCAP=softcap is not None,
+        BLOCK_SIZE=block_size,
+        HKV=Hkv,
+        GROUP=group,
+        D=D,
+        ROWS=max(16, rows),
+        TILE=tiling.tile,
+        MERGED=max(1, tiling.merge_numbers // (rows * D)),
+        MERGED_ROWS=rows,
+        num_warps=tiling.num_warps,
+        num_stages=min(tiling.num_stages, max(1, PIPELINE_BYTES // (2 * tiling.tile * D * keys.element_size()))),
+    )
+    return out
+
+
+def gathered(
+    keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, start: int, first: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[Hkv, end - first, D]`` of the tokens ``first`` to ``end`` of a table that begins at ``start``.
+
+    For a device on which nothing is launched; the arguments are those of :func:`paged_attention`.
+    """
+    block_size = keys.shape[1]
+    skipped = first // block_size
+    blocks = tables[start + skipped : start - (-end // block_size)].long()
+    tokens = slice(first - skipped * block_size, end - skipped * block_size)
+    k, v = (memory.index_select(0, blocks).flatten(0, 1)[tokens].transpose(0, 1) for memory in (keys, values))
+    return k, v

@@ -1,0 +1,279 @@
+"""Attention of one new token a sequence that only follows a plan: ``planned`` when decoding. Introduced in phase 6.1.
+
+Which program reads which keys was decided once for all layers (:mod:`shared.attention.plan`, after FlashInfer, arXiv
+2501.01005). A program takes an item, a piece of one sequence's keys, for several key heads, and finds all that differs
+from step to step in index arrays on the device, so a captured launch serves every plan of its capacity.
+
+*Packed heads.* In memory ``[block, position, Hkv, D]`` the rows of neighbouring key heads lie next to each other, while
+one head's row of 64 numbers is a mere 128 bytes among a kilobyte of others. And the tensor cores multiply 16 rows of
+queries at a time, of which a group of 4 fills a quarter. So a program takes HEADS key heads as if they were one head of
+HEADS · D numbers. Its queries stand on the diagonal of a matrix of zeros,
+
+    row r holds a query of head r // GROUP in the columns of that head, zeros in those of the others,
+
+so a product with whole rows of keys gives each query the scores of its own head, and of the weighted values each row
+keeps its own head's columns. The products are as many as with padded rows; the loads are HEADS times as wide, and the
+softmax of a tile serves HEADS times as many queries.
+
+Invariants: only a sequence's visible keys are read, so the other places of the pool may hold anything (a number that
+is not finite in one head's keys does reach the heads packed with it, of the same sequence); an item past the plan's
+valid count returns at once; a result does not depend on which program arrives last; a sequence of length 0 gives zeros;
+the counters are zero between launches.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from shared.attention.plan import DevicePlan
+from shared.kernels.arrival import is_last_arrival
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.merge_states import merge_states, merged_state
+from shared.kernels.online_softmax import add_tile, in_base_2
+from shared.kernels.paged_attention import NO_WINDOW, gathered, token_rows
+from shared.kernels.planned_tiling import DecodeTiling
+from shared.ops.attention import sdpa_attention
+
+DOT_ROWS = 16  # rows of a tensor core's tile; fewer are padded
+
+
+@triton.jit
+def planned_decode_kernel(
+    q,
+    keys,
+    values,
+    tables,
+    table_starts,
+    lengths,
+    num_items,
+    chunk_size,
+    request_indices,
+    kv_tile_indices,
+    output_indptr,
+    out,
+    partial,
+    partial_log,
+    counters,
+    scale,
+    softcap,
+    window,
+    q_row_stride,
+    q_head_stride,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_ARRIVAL: tl.constexpr,
+    MERGED: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+):
+    """Program (i, j) takes item j for the key heads i · HEADS …; the grid is (Hkv / HEADS, capacity)."""
+    item = tl.program_id(1)
+    if item < tl.load(num_items):
+        request = tl.load(request_indices + item)
+        kv_tile = tl.load(kv_tile_indices + item)
+        chunk = tl.load(chunk_size)
+        length = tl.load(lengths + request)
+        first_state = tl.load(output_indptr + request)
+        num_states = tl.load(output_indptr + request + 1) - first_state
+        start = tl.maximum(length - window, 0) + kv_tile * chunk
+        end = tl.minimum(start + chunk, length)
+
+        r, c = tl.arange(0, ROWS), tl.arange(0, HEADS * D)
+        first_head = tl.program_id(0) * (HEADS * GROUP)  # of the queries
+        is_row = r < HEADS * GROUP
+        is_own = is_row[:, None] & ((r // GROUP)[:, None] == (c // D)[None, :])  # [ROWS, HEADS · D]
+        queries = tl.load(
+            q + request.to(tl.int64) * q_row_stride + (first_head + r)[:, None] * q_head_stride + (c % D)[None, :],
+            mask=is_own,
+            other=0.0,
+        )
+        tables += tl.load(table_starts + request)
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, HEADS * D], tl.float32)
+        # Blocks are looked up a tile ahead: the copies of a tile then wait for no look-up, and run behind each other.
+        kv_head = tl.program_id(0) * HEADS
+        rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
+        for tile in tl.range(start, end, TILE):
+            place = tile + tl.arange(0, TILE)
+            is_key = place < end
+            tokens = rows[:, None] + c[None, :]  # [TILE, HEADS · D]
+            rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
+            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)
+            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
+            maximum, total, weighted = add_tile(
+                queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+            )
+        row = request.to(tl.int64) * (HKV * GROUP) + first_head  # of the result
+        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no key at all gives zeros
+
+        if num_states == 0:  # nobody else has keys of this sequence
+            tl.store(out + (row + r)[:, None] * D + (c % D)[None, :], result, mask=is_own)
+        else:
+            state = (first_state + kv_tile).to(tl.int64) * (HKV * GROUP) + first_head + r
+            tl.store(partial + state[:, None] * D + (c % D)[None, :], result, mask=is_own)
+            tl.store(partial_log + state, maximum + tl.log2(total), mask=is_row)
+            if IS_ARRIVAL:  # noqa: SIM102 - decided when compiling
+                if is_last_arrival(counters + request * tl.num_programs(0) + tl.program_id(0), num_states):
+                    m = tl.arange(0, MERGED_ROWS)
+                    is_head = m < HEADS * GROUP
+                    merged = merged_state(
+                        partial,
+                        partial_log,
+                        first_state,
+                        first_state + num_states,
+                        first_head + m,
+                        is_head,
+                        HKV * GROUP,
+                        D,
+                        MERGED_ROWS,
+                        MERGED,
+                    )
+                    tl.store(out + (row + m)[:, None] * D + tl.arange(0, D)[None, :], merged, mask=is_head[:, None])
+
+
+@dataclass(frozen=True)
+class PlannedWorkspace:
+    """Scratch of planned attention, allocated once and used by one layer after another on one stream."""
+
+    partial: torch.Tensor  # fp32 [states, Hq, D]
+    partial_log: torch.Tensor  # fp32 [states, Hq], of base 2
+    counters: torch.Tensor  # int32 [B · Hkv], zero between launches
+
+    @classmethod
+    def of(
+        cls, num_states: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> Self:
+        """Scratch for plans of up to so many states (``Grid.max_states``) and, when decoding, sequences."""
+        return cls(
+            torch.empty(num_states, num_heads, head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_states, num_heads, dtype=torch.float32, device=device),
+            torch.zeros(num_sequences * num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+    def check(self, plan: DevicePlan) -> None:
+        """Raise ValueError for a plan that leaves more states than there is room for."""
+        if plan.num_states > len(self.partial):
+            raise ValueError(f"the workspace holds {len(self.partial)} states, and the plan makes {plan.num_states}")
+
+
+def planned_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    table_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    plan: DevicePlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    tiling: DecodeTiling,
+    workspace: PlannedWorkspace,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`shared.ops.attention.naive_attention` of one new token for each of B sequences over paged memory.
+
+    Args:
+        q: ``[B, Hq, D]``; its heads may lie apart, the numbers of a head not.
+        keys, values, tables, table_starts: paged memory, as :func:`shared.kernels.paged_attention.paged_attention` has
+            it: ``[blocks, block_size, Hkv, D]``, and int32 block tables with where each sequence's begins.
+        lengths: int32 ``[B]``, the tokens of each sequence, the new one last: those that were planned.
+        plan: of :func:`shared.attention.plan.plan_decode`, with the same window.
+        window: see only the last ``window`` tokens, the token itself included.
+        softcap: scores become ``c · tanh(scores / c)``.
+        tiling: of :func:`shared.kernels.planned_tiling.decode_tiling`; fixed while a graph is replayed.
+        out: where the result goes, ``[B, Hq, D]`` contiguous; None: new memory.
+
+    Returns:
+        ``[B, Hq, D]`` in the dtype of q. Raises ValueError for a plan or workspace of too few rows or states.
+    """
+    B, Hq, D = q.shape
+    _, block_size, Hkv, _ = keys.shape
+    if out is None:
+        out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    if not launches(q):
+        memory = (keys, values, tables, table_starts.tolist(), lengths.tolist())
+        return attend_by_sequence(q, *memory, [1] * B, scale, window, softcap, out)
+    if B == 0:
+        return out
+    workspace.check(plan)
+    if plan.num_rows != B:
+        raise ValueError(f"the plan is of {plan.num_rows} sequences, and there are {B}")
+    if tiling.is_arrival and len(workspace.counters) < B * Hkv:
+        raise ValueError(f"the workspace serves {len(workspace.counters) // Hkv} sequences, not {B}")
+    group = Hq // Hkv
+    packed = next_power_of_two(tiling.heads * group)
+    launch(
+        planned_decode_kernel,
+        (Hkv // tiling.heads, plan.capacity),
+        q,
+        keys,
+        values,
+        tables,
+        table_starts,
+        lengths,
+        plan.num_items,
+        plan.chunk_size,
+        plan.request_indices,
+        plan.kv_tile_indices,
+        plan.output_indptr,
+        out,
+        workspace.partial,
+        workspace.partial_log,
+        workspace.counters,
+        *in_base_2(scale, softcap),
+        NO_WINDOW if window is None else window,
+        q.stride(0),
+        q.stride(1),
+        HAS_SOFTCAP=softcap is not None,
+        BLOCK_SIZE=block_size,
+        HKV=Hkv,
+        GROUP=group,
+        HEADS=tiling.heads,
+        D=D,
+        ROWS=max(DOT_ROWS, packed),
+        TILE=tiling.tile,
+        IS_ARRIVAL=tiling.is_arrival,
+        MERGED=max(1, tiling.merged_numbers // (packed * D)),
+        MERGED_ROWS=packed,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    if not tiling.is_arrival and plan.is_split:
+        merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)
+    return out
+
+
+def attend_by_sequence(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    table_starts: list[int],
+    lengths: list[int],
+    num_new_tokens: list[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The op, sequence by sequence, for tensors over which nothing is launched."""
+    row = 0
+    for start, length, num_new in zip(table_starts, lengths, num_new_tokens, strict=True):
+        new = slice(row, row + num_new)
+        if length == 0:
+            out[new] = 0.0
+        elif num_new:
+            first = 0 if window is None else max(0, length - num_new + 1 - window)  # that the first new token sees
+            k, v = gathered(keys, values, tables, start, first, length)
+            out[new] = sdpa_attention(q[new], k, v, scale=scale, window=window, softcap=softcap)
+        row += num_new
+    return out

@@ -1,0 +1,193 @@
+"""Attention of a ragged batch's new tokens that only follows a plan: ``planned`` prefill. Introduced in phase 6.1.
+
+Several new tokens a sequence, behind whatever is cached of it: a prompt, a piece of one, drafts to be verified. The new
+tokens of a sequence are cut into tiles, whose rows are (token, head of the group), so a key is loaded once for all
+heads that share it (FlashAttention-2, arXiv 2307.08691; the packing is FlashInfer's, arXiv 2501.01005). A program takes
+one item of the plan for one key head: a tile of rows and a piece of the keys that the tile sees.
+
+Invariants: causality follows the order in the cache; a tile holds whole tokens, so all heads of one have their keys cut
+alike; only keys that some token of the tile sees are read; a row that sees no key of its item leaves a state of none;
+an item past the plan's valid count returns at once.
+"""
+
+import torch
+
+from shared.attention.plan import DevicePlan
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.merge_states import merge_states
+from shared.kernels.online_softmax import add_tile, in_base_2
+from shared.kernels.paged_attention import NO_WINDOW, token_rows
+from shared.kernels.planned_attention import DOT_ROWS, PlannedWorkspace, attend_by_sequence
+from shared.kernels.planned_tiling import PrefillTiling
+
+
+@triton.jit
+def planned_prefill_kernel(
+    q,
+    keys,
+    values,
+    tables,
+    table_starts,
+    lengths,
+    num_items,
+    chunk_size,
+    request_indices,
+    query_tile_indices,
+    kv_tile_indices,
+    query_indptr,
+    output_indptr,
+    out,
+    partial,
+    partial_log,
+    scale,
+    softcap,
+    window,
+    q_row_stride,
+    q_head_stride,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (i, j) takes item j for the key head i; the grid is (Hkv, capacity)."""
+    item = tl.program_id(1)
+    if item < tl.load(num_items):
+        kv_head = tl.program_id(0)
+        request = tl.load(request_indices + item)
+        query_tile = tl.load(query_tile_indices + item)
+        kv_tile = tl.load(kv_tile_indices + item)
+        chunk = tl.load(chunk_size)
+        length = tl.load(lengths + request)
+        first_row = tl.load(query_indptr + request)
+        num_new = tl.load(query_indptr + request + 1) - first_row
+
+        r, d = tl.arange(0, ROWS), tl.arange(0, D)
+        first_token = query_tile * TOKENS
+        token = first_token + r // GROUP
+        is_row = (r < TOKENS * GROUP) & (token < num_new)
+        position = length - num_new + token  # in the cache
+        row = (first_row + token).to(tl.int64)
+        head = kv_head * GROUP + r % GROUP
+        # What the tile sees: from its first token's first key to its last token.
+        first = tl.maximum(length - num_new + first_token + 1 - window, 0)
+        last = length - num_new + tl.minimum(first_token + TOKENS, num_new)
+        start = first + kv_tile * chunk
+        end = tl.minimum(start + chunk, last)
+        tables += tl.load(table_starts + request)
+        queries = tl.load(
+            q + (row * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row[:, None], other=0.0
+        )
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, D], tl.float32)
+        rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
+        for tile in tl.range(start, end, TILE):
+            place = tile + tl.arange(0, TILE)
+            is_key = place < end
+            tokens = rows[:, None] + d[None, :]
+            rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
+            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
+            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
+            is_visible = (place[None, :] <= position[:, None]) & (place[None, :] > position[:, None] - window)
+            maximum, total, weighted = add_tile(
+                queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+            )
+        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+
+        first_state = tl.load(output_indptr + row, mask=is_row, other=0)
+        is_split = tl.load(output_indptr + row + 1, mask=is_row, other=0) > first_state  # alike in all rows
+        result_row = row * (HKV * GROUP) + head
+        tl.store(out + result_row[:, None] * D + d[None, :], result, mask=(is_row & ~is_split)[:, None])
+        state = (first_state + kv_tile).to(tl.int64) * (HKV * GROUP) + head
+        tl.store(partial + state[:, None] * D + d[None, :], result, mask=(is_row & is_split)[:, None])
+        tl.store(partial_log + state, maximum + tl.log2(total), mask=is_row & is_split)
+
+
+def planned_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    table_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    plan: DevicePlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    tiling: PrefillTiling,
+    workspace: PlannedWorkspace,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`shared.ops.attention.naive_attention` of each sequence's new tokens over paged memory.
+
+    Args:
+        q: ``[T, Hq, D]``, the new tokens of all sequences end to end; rows and heads may lie apart.
+        keys, values, tables, table_starts, scale, window, softcap: as
+            :func:`shared.kernels.planned_attention.planned_decode`.
+        lengths: int32 ``[B]``, the tokens of each sequence, the new ones included: those that were planned.
+        plan: of :func:`shared.attention.plan.plan_prefill`, with the same window and the tiling's tokens a tile.
+        tiling: of :func:`shared.kernels.planned_tiling.prefill_tiling`.
+        out: where the result goes, ``[T, Hq, D]`` contiguous; None: new memory.
+
+    Returns:
+        ``[T, Hq, D]`` in the dtype of q. Raises ValueError for a plan that does not fit the launch.
+    """
+    T, Hq, D = q.shape
+    _, block_size, Hkv, _ = keys.shape
+    group = Hq // Hkv
+    if out is None:
+        out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
+    if not launches(q):
+        memory = (keys, values, tables, table_starts.tolist(), lengths.tolist())
+        num_new = plan.query_indptr.diff().tolist()
+        return attend_by_sequence(q, *memory, num_new, scale, window, softcap, out)
+    if T == 0:
+        return out
+    workspace.check(plan)
+    if plan.num_rows != T or plan.tokens_per_tile != tiling.tokens(group):
+        raise ValueError(
+            f"the plan is of {plan.num_rows} tokens in tiles of {plan.tokens_per_tile}, and there are {T} in tiles of "
+            f"{tiling.tokens(group)}"
+        )
+    launch(
+        planned_prefill_kernel,
+        (Hkv, plan.capacity),
+        q,
+        keys,
+        values,
+        tables,
+        table_starts,
+        lengths,
+        plan.num_items,
+        plan.chunk_size,
+        plan.request_indices,
+        plan.query_tile_indices,
+        plan.kv_tile_indices,
+        plan.query_indptr,
+        plan.output_indptr,
+        out,
+        workspace.partial,
+        workspace.partial_log,
+        *in_base_2(scale, softcap),
+        NO_WINDOW if window is None else window,
+        q.stride(0),
+        q.stride(1),
+        HAS_SOFTCAP=softcap is not None,
+        BLOCK_SIZE=block_size,
+        HKV=Hkv,
+        GROUP=group,
+        TOKENS=tiling.tokens(group),
+        D=D,
+        ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)),
+        TILE=tiling.tile,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    if plan.is_split:
+        merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)
+    return out

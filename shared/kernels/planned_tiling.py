@@ -1,0 +1,103 @@
+"""How the planned kernels cut their work: plain tables. Introduced in phase 6.1.
+
+The best cut depends on chip and shape and shows only under a CUDA graph, so nothing is chosen at run time: a tiling
+follows from the shapes and from the largest batch that a captured launch serves. Any of them gives the same results to
+a rounding. Invariant: what a decode tiling has on its way, ``num_stages`` tiles of keys and values, fits
+``PIPELINE_BYTES``; where the table asks for more, the pipeline is shortened, then the tile.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shared.attention.plan import Grid
+from shared.kernels.launch import num_multiprocessors
+
+MOST_ROWS = 16  # queries that a program packs, as far as one group does not have more
+PIPELINE_BYTES = 96 * 1024  # what a program may have on its way, on the smallest GPUs too
+
+
+@dataclass(frozen=True)
+class DecodeTiling:
+    """How decode is cut: keys a tile, key heads a program at most, and what is resident together."""
+
+    tile: int
+    heads: int
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_multiprocessor: int = 2
+    least_chunk: int = 128  # tokens
+    is_arrival: bool = True  # whether the last program to arrive merges, else a launch of its own
+    merged_numbers: int = 4096  # fp32 numbers of states that the merging program holds at a time
+
+    def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
+        """What the plan has to fill; ``heads`` must divide the key heads."""
+        programs = self.programs_per_multiprocessor * num_multiprocessors(device)
+        return Grid(max(1, programs // (num_kv_heads // self.heads)), self.tile, max(self.least_chunk, self.tile))
+
+
+@dataclass(frozen=True)
+class PrefillTiling:
+    """How prefill is cut: rows of queries (token × group) and keys a tile."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int = 2
+    least_chunk: int = 128
+
+    def tokens(self, group: int) -> int:
+        """New tokens a tile: whole tokens, so that all heads of one have their keys cut alike."""
+        return self.rows // group
+
+    def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
+        """What the plan has to fill."""
+        programs = self.programs_per_multiprocessor * num_multiprocessors(device)
+        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_chunk, self.tile))
+
+
+FEW_PAIRS = 64
+"""(sequence, key head) pairs of a batch up to which heads are not packed: each has many pieces, and the fewer heads the
+last program has to merge the sooner it ends."""
+DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: few pairs, many
+    16: (DecodeTiling(64, 1, programs_per_multiprocessor=1), DecodeTiling(64, 8)),
+    32: (DecodeTiling(64, 1, programs_per_multiprocessor=1), DecodeTiling(64, 8)),
+    64: (DecodeTiling(128, 1, programs_per_multiprocessor=1), DecodeTiling(32, 4)),
+    128: (DecodeTiling(64, 1, programs_per_multiprocessor=1), DecodeTiling(32, 2)),
+    256: (DecodeTiling(32, 1, programs_per_multiprocessor=1), DecodeTiling(32, 1)),
+}
+
+
+def decode_tiling(num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
+    """The tiling for batches of up to ``num_sequences``, keys of ``itemsize`` bytes a number."""
+    few, many = DECODE_TILINGS[head_dim]
+    tiling = few if num_sequences * num_kv_heads <= FEW_PAIRS else many
+    return fitted(tiling, num_heads, num_kv_heads, head_dim, itemsize)
+
+
+def fitted(tiling: DecodeTiling, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
+    """The tiling with no more heads than divide ``num_kv_heads`` and fill ``MOST_ROWS``, and no more than fits."""
+    heads, group = tiling.heads, num_heads // num_kv_heads
+    while heads > 1 and (num_kv_heads % heads or heads * group > MOST_ROWS):
+        heads //= 2
+    tile, stages = tiling.tile, tiling.num_stages
+    token_bytes = 2 * heads * head_dim * itemsize
+    while stages > 2 and stages * tile * token_bytes > PIPELINE_BYTES:
+        stages -= 1
+    while tile > 16 and stages * tile * token_bytes > PIPELINE_BYTES:
+        tile //= 2
+    return replace(tiling, heads=heads, tile=tile, num_stages=stages)
+
+
+def prefill_tiling(num_new_tokens: Sequence[int], num_heads: int, num_kv_heads: int, head_dim: int) -> PrefillTiling:
+    """The tiling for a ragged batch, by the mean of its packed rows (FlashInfer's rule)."""
+    group = num_heads // num_kv_heads
+    mean = sum(num_new_tokens) * group / max(1, len(num_new_tokens))
+    rows = 128 if mean > 64 and head_dim < 256 else 64 if mean > 16 else 16
+    while rows < group:
+        rows *= 2
+    if head_dim == 256:
+        return PrefillTiling(rows, 32, 4 if rows == 16 else 8, 2)
+    return PrefillTiling(rows, 64, 8 if rows == 128 else 4, 3)

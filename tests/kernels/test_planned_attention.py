@@ -1,0 +1,547 @@
+"""Planned attention equals the formula in fp64 whatever the plan: decode, prefill, windows, softcaps, any partition."""
+
+import dataclasses
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shared.kernels.planned_attention as decode_module
+import shared.kernels.planned_prefill as prefill_module
+from shared.attention.plan import DevicePlan, Grid, plan_decode, plan_prefill
+from shared.engine.staging import Staging
+from shared.kernels.launch import HEAD_SIZES, INTERPRETED
+from shared.kernels.merge_states import merge_states_kernel
+from shared.kernels.planned_attention import PlannedWorkspace, planned_decode, planned_decode_kernel
+from shared.kernels.planned_prefill import planned_prefill, planned_prefill_kernel
+from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, fitted, prefill_tiling
+from shared.ops.attention import visible
+
+NAN = float("nan")
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+ROOT = Path(__file__).parents[2]
+SMALL = DecodeTiling(tile=16, heads=4, least_chunk=16)
+SMALL_PREFILL = PrefillTiling(rows=16, tile=16, num_warps=4, num_stages=2, least_chunk=16)
+ANY = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class PagedMemory:
+    """Blocks in any order, and around the sequences' own tokens nothing but NaN; ``seen`` is what may be read."""
+
+    def __init__(self, randn, lengths, seen, Hkv, D, dtype, block_size):
+        counts = [-(-length // block_size) for length in lengths]
+        num_blocks = sum(counts) + 3
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(len(lengths))).tolist()
+        shape = (num_blocks, block_size, Hkv, D)
+        self.keys, self.values = (torch.full(shape, NAN, dtype=dtype, device=DEVICE) for _ in range(2))
+        self.table_starts = 2 + 3 * torch.arange(len(lengths)) + torch.tensor(counts, dtype=torch.int64).cumsum(0)
+        tables = torch.full((sum(counts) * 2 + 3 * len(lengths) + 2,), 2**30, dtype=torch.int32)  # not to be read
+        self.table_starts -= torch.tensor(counts, dtype=torch.int64)
+        self.tokens = []
+        for b, (length, count, visible_tokens) in enumerate(zip(lengths, counts, seen, strict=True)):
+            blocks = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int64)
+            start = int(self.table_starts[b])
+            tables[start : start + count] = blocks
+            k, v = randn(length, Hkv, D, dtype=dtype), randn(length, Hkv, D, dtype=dtype)
+            first = length - visible_tokens
+            place = torch.arange(first, length)
+            at = (blocks[place // block_size] * block_size + place % block_size).to(DEVICE)
+            self.keys.view(-1, Hkv, D)[at] = k[first:]
+            self.values.view(-1, Hkv, D)[at] = v[first:]
+            self.tokens.append((k.transpose(0, 1), v.transpose(0, 1)))
+        self.tables, self.table_starts = tables.to(DEVICE), self.table_starts.int().to(DEVICE)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+def reference(q, k, v, scale, window, softcap):
+    """New tokens ``[T, Hq, D]`` of one sequence in fp64: the result, and what its error is measured by, in steps of the
+    dtype: the magnitudes of the weighted values; a score's error, in steps of fp32, becomes a relative one."""
+    T, Hq, D = q.shape
+    Hkv, S, _ = k.shape
+    if S == 0:
+        return torch.zeros_like(q, dtype=torch.float64), torch.ones_like(q, dtype=torch.float64)
+    fp32_steps = torch.finfo(torch.float32).eps / torch.finfo(q.dtype).eps
+    k, v = k.double(), v.double()
+    grouped = q.double().view(T, Hkv, -1, D).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
+    scores, sizes = grouped @ k[:, None].mT * scale, grouped.abs() @ k[:, None].abs().mT * scale
+    if softcap is not None:
+        scores, sizes = softcap * torch.tanh(scores / softcap), sizes + softcap
+    is_seen = visible(T, S, window, q.device)
+    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    sizes = sizes.masked_fill(~is_seen, 0.0).amax(-1, keepdim=True)
+    steps = (1 + sizes * fp32_steps) * (weights @ v[:, None].abs())
+    return tuple(x.permute(2, 0, 1, 3).reshape(T, Hq, D) for x in (weights @ v[:, None], steps))
+
+
+def sent(plan):
+    return DevicePlan.of(plan, Staging(DEVICE).send(plan.arrays()))
+
+
+def poisoned_workspace(num_states, num_sequences, Hq, Hkv, D):
+    workspace = PlannedWorkspace.of(num_states, num_sequences, Hq, Hkv, D, DEVICE)
+    workspace.partial.fill_(NAN)
+    workspace.partial_log.fill_(NAN)
+    return workspace
+
+
+def check_decode(
+    randn,
+    assert_near,
+    lengths,
+    *,
+    Hq=4,
+    Hkv=2,
+    D=16,
+    dtype=torch.float32,
+    window=None,
+    softcap=None,
+    block_size=4,
+    size=1.0,
+    tiling=SMALL,
+    chunk_size=None,
+    resident=6,
+):
+    tiling = fitted(tiling, Hq, Hkv, D, dtype.itemsize)
+    B = len(lengths)
+    q = randn(B, Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]  # part of a larger result
+    seen = [length if window is None else min(window, length) for length in lengths]
+    memory = PagedMemory(randn, lengths, seen, Hkv, D, dtype, block_size)
+    if chunk_size is not None:  # room for all of them, and no more: the interpreter visits idle programs too
+        resident = sum(-(-length // chunk_size) for length in lengths)
+    grid = Grid(resident, tiling.tile, max(tiling.least_chunk, tiling.tile))
+    plan = sent(plan_decode(lengths, grid, window=window, chunk_size=chunk_size))
+    workspace = poisoned_workspace(plan.num_states, B, Hq, Hkv, D)
+    out = planned_decode(
+        q,
+        memory.keys,
+        memory.values,
+        memory.tables,
+        memory.table_starts,
+        memory.lengths,
+        plan,
+        scale=D**-0.5,
+        window=window,
+        softcap=softcap,
+        tiling=tiling,
+        workspace=workspace,
+    )
+    assert out.dtype == dtype
+    for b, (k, v) in enumerate(memory.tokens):
+        expected, steps = reference(q[b, None], k, v, D**-0.5, window, softcap)
+        assert_near(out[b, None], expected, 8 if dtype == torch.float32 else 2, steps)
+        if lengths[b] == 0:
+            assert (out[b] == 0).all()
+    assert (workspace.counters == 0).all()
+    return out
+
+
+def check_prefill(
+    randn,
+    assert_near,
+    batch,
+    *,
+    Hq=4,
+    Hkv=2,
+    D=16,
+    dtype=torch.float32,
+    window=None,
+    softcap=None,
+    block_size=4,
+    size=1.0,
+    tiling=SMALL_PREFILL,
+    chunk_size=None,
+    resident=6,
+):
+    """``batch``: of each sequence its new tokens and those before."""
+    new, lengths = [n for n, _ in batch], [n + past for n, past in batch]
+    q = randn(sum(new), Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]
+    seen = [length if window is None else min(length, n + window - 1) for n, length in zip(new, lengths, strict=True)]
+    memory = PagedMemory(randn, lengths, seen, Hkv, D, dtype, block_size)
+    per_tile = tiling.tokens(Hq // Hkv)
+    if chunk_size is not None:
+        resident = sum(-(-n // per_tile) * -(-length // chunk_size) for n, length in zip(new, lengths, strict=True))
+    grid = Grid(resident, tiling.tile, tiling.tile)
+    plan = sent(plan_prefill(new, lengths, grid, tokens_per_tile=per_tile, window=window, chunk_size=chunk_size))
+    out = planned_prefill(
+        q,
+        memory.keys,
+        memory.values,
+        memory.tables,
+        memory.table_starts,
+        memory.lengths,
+        plan,
+        scale=D**-0.5,
+        window=window,
+        softcap=softcap,
+        tiling=tiling,
+        workspace=poisoned_workspace(plan.num_states, 0, Hq, Hkv, D),
+    )
+    assert out.dtype == dtype
+    for attended, queries, (k, v) in zip(out.split(new), q.split(new), memory.tokens, strict=True):
+        if len(queries):
+            expected, steps = reference(queries, k, v, D**-0.5, window, softcap)
+            assert_near(attended, expected, 8 if dtype == torch.float32 else 2, steps)
+    return out
+
+
+# Decode.
+
+
+@pytest.mark.parametrize("is_arrival", [True, False], ids=["arrival", "launch"])
+def test_a_ragged_batch_and_who_merges_it(randn, assert_near, num_launches, dtype, is_arrival):
+    tiling = dataclasses.replace(SMALL, is_arrival=is_arrival)
+    check_decode(randn, assert_near, [70, 0, 1, 129], dtype=dtype, tiling=tiling)
+    assert num_launches(planned_decode_kernel) == 1
+    assert num_launches(merge_states_kernel) == num_launches() - 1 == (not is_arrival)
+
+
+def test_what_is_not_split_needs_no_merge(randn, assert_near, num_launches):
+    check_decode(randn, assert_near, [16, 3], tiling=dataclasses.replace(SMALL, is_arrival=False))
+    assert num_launches() == 1
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_groups_and_packed_heads(randn, assert_near, group):
+    """Of 4 key heads, as many a program as 16 rows of queries hold: 4, 4, 4, 4, 2, 2, 2, 2."""
+    check_decode(randn, assert_near, [21], Hq=4 * group, Hkv=4, chunk_size=16)
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "heads"), [(4, 4, 1), (8, 4, 2), (16, 8, 8), (6, 6, 4), (9, 3, 4), (17, 1, 1)])
+def test_counts_of_packed_heads(randn, assert_near, Hq, Hkv, heads):
+    tiling = dataclasses.replace(SMALL, heads=heads)
+    check_decode(randn, assert_near, [21], Hq=Hq, Hkv=Hkv, tiling=tiling, chunk_size=16)
+
+
+@pytest.mark.parametrize("D", HEAD_SIZES)
+def test_head_sizes(randn, assert_near, dtype, D):
+    tiling = decode_tiling(100, 4, 2, D, dtype.itemsize)
+    check_decode(randn, assert_near, [tiling.tile + 3], D=D, dtype=dtype, tiling=tiling, chunk_size=tiling.tile)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 100])
+def test_block_sizes(randn, assert_near, block_size):
+    check_decode(randn, assert_near, [50, 7, 16], block_size=block_size, chunk_size=32)
+
+
+def test_lengths_around_the_borders_of_tiles_and_chunks(randn, assert_near):
+    check_decode(randn, assert_near, [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65], chunk_size=32)
+
+
+@pytest.mark.parametrize(("window", "chunk_size"), [(1, 16), (15, 16), (16, 16), (17, 16), (33, 16), (40, 1008)])
+def test_a_window_counts_the_token_itself(randn, assert_near, window, chunk_size):
+    check_decode(randn, assert_near, [41, 16, 0], window=window, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_softcap(randn, assert_near, dtype, softcap):
+    check_decode(randn, assert_near, [40], dtype=dtype, softcap=softcap, size=20.0)
+
+
+def test_scores_in_the_thousands(randn, assert_near, dtype):
+    check_decode(randn, assert_near, [60, 3], dtype=dtype, size=1000.0, chunk_size=16)
+
+
+@ANY
+@given(
+    lengths=st.lists(st.integers(0, 100), min_size=1, max_size=2),
+    window=st.none() | st.integers(1, 100),
+    chunk_size=st.none() | st.sampled_from([16, 32, 96]),
+    resident=st.integers(1, 20),
+    softcap=st.sampled_from([None, None, 3.0]),
+    is_arrival=st.booleans(),
+    merged_numbers=st.sampled_from([1, 128, 4096]),
+)
+def test_any_partition(randn, assert_near, lengths, window, chunk_size, resident, softcap, is_arrival, merged_numbers):
+    tiling = dataclasses.replace(SMALL, is_arrival=is_arrival, merged_numbers=merged_numbers)
+    settled = {"window": window, "chunk_size": chunk_size, "resident": resident, "softcap": softcap}
+    check_decode(randn, assert_near, lengths, Hkv=1, tiling=tiling, **settled)
+
+
+def test_a_padded_sequence_is_left_alone_and_one_of_length_0_is_zero(randn):
+    """A bucket of 4: two sequences, one that is empty, one that is only padding."""
+    q = randn(4, 4, 16)
+    memory = PagedMemory(randn, [40, 5, 0, 0], [40, 5, 0, 0], 2, 16, torch.float32, 4)
+    plan = sent(plan_decode([40, 5, 0], Grid(4, 16, 16), num_rows=4, is_captured=True))
+    out = torch.full_like(q, 7.0)
+    planned_decode(
+        q,
+        memory.keys,
+        memory.values,
+        memory.tables,
+        memory.table_starts,
+        memory.lengths,
+        plan,
+        scale=1.0,
+        tiling=fitted(SMALL, 4, 2, 16, 4),
+        workspace=poisoned_workspace(plan.num_states, 4, 4, 2, 16),
+        out=out,
+    )
+    assert out[:2].isfinite().all()
+    assert (out[:2] != 7.0).all()
+    assert (out[2] == 0.0).all()
+    assert (out[3] == 7.0).all()
+
+
+# Prefill.
+
+
+def test_a_ragged_batch_with_history(randn, assert_near, num_launches, dtype):
+    check_prefill(randn, assert_near, [(5, 40), (0, 7), (1, 0), (11, 0), (1, 30)], dtype=dtype, resident=12)
+    assert num_launches(planned_prefill_kernel) == num_launches(merge_states_kernel) == 1
+
+
+def test_prompts_that_are_not_split_need_no_merge(randn, assert_near, num_launches):
+    check_prefill(randn, assert_near, [(9, 0), (3, 0)], chunk_size=16)
+    assert num_launches() == 1
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_groups_of_a_tile(randn, assert_near, group):
+    check_prefill(randn, assert_near, [(5, 14)], Hq=group, Hkv=1, chunk_size=16)
+
+
+@pytest.mark.parametrize("D", HEAD_SIZES)
+def test_head_sizes_of_prefill(randn, assert_near, dtype, D):
+    tiling = prefill_tiling([9], 4, 2, D)
+    check_prefill(randn, assert_near, [(9, 60)], D=D, dtype=dtype, tiling=tiling, chunk_size=tiling.tile)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "chunk_size"), [(16, [(9, 16)], 32), (64, [(17, 16)], 32), (128, [(65, 0), (3, 20)], 1024)]
+)
+def test_tiles_of_rows(randn, assert_near, rows, batch, chunk_size):
+    tiling = dataclasses.replace(SMALL_PREFILL, rows=rows, tile=32)
+    check_prefill(randn, assert_near, batch, Hkv=1 if rows == 64 else 2, tiling=tiling, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize(("window", "chunk_size"), [(1, 16), (7, 16), (16, 16), (17, 16), (30, 1008)])
+def test_a_window_of_prefill(randn, assert_near, window, chunk_size):
+    check_prefill(randn, assert_near, [(9, 13), (1, 40)], window=window, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 100])
+def test_block_sizes_of_prefill(randn, assert_near, block_size):
+    check_prefill(randn, assert_near, [(5, 20)], block_size=block_size)
+
+
+def test_softcap_and_large_scores_of_prefill(randn, assert_near, dtype):
+    check_prefill(randn, assert_near, [(5, 9)], dtype=dtype, softcap=5.0, size=20.0)
+    check_prefill(randn, assert_near, [(5, 19)], dtype=dtype, size=1000.0, chunk_size=16)
+
+
+@ANY
+@given(
+    batch=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), min_size=1, max_size=2),
+    window=st.none() | st.integers(1, 70),
+    chunk_size=st.none() | st.sampled_from([16, 48]),
+    resident=st.integers(1, 12),
+    softcap=st.sampled_from([None, None, 3.0]),
+)
+def test_any_partition_of_prefill(randn, assert_near, batch, window, chunk_size, resident, softcap):
+    settled = {"window": window, "chunk_size": chunk_size, "resident": resident, "softcap": softcap}
+    check_prefill(randn, assert_near, batch, Hq=3, Hkv=1, **settled)
+
+
+# Both.
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 5.0)])
+def test_without_a_gpu_the_op_does_the_same(randn, assert_near, monkeypatch, num_launches, window, softcap):
+    for module in (decode_module, prefill_module):
+        monkeypatch.setattr(module, "launches", lambda tensor: False)
+    check_decode(randn, assert_near, [10, 0, 2, 33], window=window, softcap=softcap)
+    check_prefill(randn, assert_near, [(4, 6), (0, 3), (2, 0)], window=window, softcap=softcap)
+    assert num_launches() == 0
+
+
+def test_nothing_to_do(randn, num_launches):
+    memory = PagedMemory(randn, [], [], 2, 16, torch.float32, 4)
+    paged = memory.keys, memory.values, memory.tables, memory.table_starts, memory.lengths
+    workspace = poisoned_workspace(1, 1, 4, 2, 16)
+    tiling = fitted(SMALL, 4, 2, 16, 4)
+    plan = sent(plan_decode([], Grid(4, 16, 16)))
+    out = planned_decode(randn(0, 4, 16), *paged, plan, scale=1.0, tiling=tiling, workspace=workspace)
+    assert out.shape == (0, 4, 16)
+    plan = sent(plan_prefill([], [], Grid(4, 16, 16), tokens_per_tile=8))
+    out = planned_prefill(randn(0, 4, 16), *paged, plan, scale=1.0, tiling=SMALL_PREFILL, workspace=workspace)
+    assert out.shape == (0, 4, 16)
+    assert num_launches() == 0
+
+
+def test_what_does_not_fit_is_refused(randn):
+    memory = PagedMemory(randn, [64, 64], [64, 64], 2, 16, torch.float32, 4)
+    paged = memory.keys, memory.values, memory.tables, memory.table_starts, memory.lengths
+    tiling = fitted(SMALL, 4, 2, 16, 4)
+    plan = sent(plan_decode([64, 64], Grid(8, 16, 16)))
+    large = poisoned_workspace(8, 2, 4, 2, 16)
+
+    def decode(plan, workspace):
+        planned_decode(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=tiling, workspace=workspace)
+
+    with pytest.raises(ValueError, match="holds 7 states, and the plan makes 8"):
+        decode(plan, poisoned_workspace(7, 2, 4, 2, 16))
+    with pytest.raises(ValueError, match="serves 1 sequences, not 2"):
+        decode(plan, poisoned_workspace(8, 1, 4, 2, 16))
+    with pytest.raises(ValueError, match="plan is of 1 sequences, and there are 2"):
+        decode(sent(plan_decode([64], Grid(8, 16, 16))), large)
+    plan = sent(plan_prefill([2], [64], Grid(8, 16, 16), tokens_per_tile=4))
+    with pytest.raises(ValueError, match="2 tokens in tiles of 4, and there are 2 in tiles of 8"):
+        planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=SMALL_PREFILL, workspace=large)
+
+
+def test_the_table_packs_no_more_heads_than_there_are_rows_and_memory():
+    assert decode_tiling(32, 32, 8, 64, 2).heads == 4  # 16 queries
+    assert decode_tiling(1, 32, 8, 64, 2).heads == 1
+    assert decode_tiling(128, 64, 8, 64, 2).heads == 2
+    assert decode_tiling(128, 9, 3, 64, 2).heads == 1  # 3 key heads are no pairs
+    assert decode_tiling(128, 32, 1, 64, 2).heads == 1
+    for D in HEAD_SIZES:
+        for itemsize in (2, 4):
+            tiling = decode_tiling(128, 8, 8, D, itemsize)
+            assert tiling.tile >= 16
+            assert tiling.num_stages * 2 * tiling.tile * tiling.heads * D * itemsize <= 96 * 1024
+
+
+def compile_planned_attention():
+    """Every variant of a launch that an engine makes, for an H100, without one; see ``test_compilation.py``."""
+    compile_launch = runpy.run_path(str(Path(__file__).parent / "test_compilation.py"))["compile_launch"]
+    import shared.kernels.merge_states as merge_module
+
+    for module in (decode_module, prefill_module, merge_module):
+        module.launches, module.launch = lambda tensor: True, compile_launch
+    lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+
+    def arrays_of(plan):
+        return DevicePlan.of(plan, [torch.from_numpy(array) for array in plan.arrays()])
+
+    for dtype, Hq, Hkv, D, block_size, softcap, buckets in [
+        (torch.bfloat16, 32, 8, 64, 16, None, ((True, 1), (False, 64))),
+        (torch.bfloat16, 4, 1, 256, 1, 50.0, ((True, 1),)),
+        (torch.float32, 9, 3, 16, 24, None, ((True, 64),)),
+    ]:
+        memory = torch.zeros(50, block_size, Hkv, D, dtype=dtype)
+        paged, about = (memory, memory, tables, lengths, lengths), {"scale": 0.125, "softcap": softcap}
+        for is_arrival, bucket in buckets:
+            tiling = dataclasses.replace(decode_tiling(bucket, Hq, Hkv, D, dtype.itemsize), is_arrival=is_arrival)
+            grid = Grid(10, tiling.tile, tiling.tile)
+            plan = arrays_of(plan_decode(lengths.tolist(), grid))
+            workspace = PlannedWorkspace.of(grid.max_states(), 2, Hq, Hkv, D, lengths.device)
+            q = torch.zeros(2, Hq, D, dtype=dtype)
+            planned_decode(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
+        for new in ([1, 1], [40, 1]) if D == 64 else ([4, 1],):
+            tiling = prefill_tiling(new, Hq, Hkv, D)
+            grid, per_tile = Grid(10, tiling.tile, tiling.tile), tiling.tokens(Hq // Hkv)
+            plan = arrays_of(plan_prefill(new, lengths.tolist(), grid, tokens_per_tile=per_tile))
+            workspace = PlannedWorkspace.of(grid.max_states(per_tile), 0, Hq, Hkv, D, lengths.device)
+            q = torch.zeros(sum(new), Hq, D, dtype=dtype)
+            planned_prefill(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU every kernel test compiles")
+def test_every_variant_compiles(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__]
+    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert set(process.stdout.split()) == {"planned_decode_kernel", "planned_prefill_kernel", "merge_states_kernel"}
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(32, 8, 64), (32, 8, 128), (16, 8, 128), (4, 1, 256)])
+@pytest.mark.parametrize("lengths", [[16384], [300], [1, 512, 0, 5000, 37, 4096, 4097, 2] * 4], ids=len)
+@pytest.mark.parametrize(("window", "is_arrival"), [(None, True), (None, False), (512, True)])
+def test_real_decode(randn, assert_near, dtype, Hq, Hkv, D, lengths, window, is_arrival):
+    tiling = decode_tiling(len(lengths), Hq, Hkv, D, dtype.itemsize)
+    tiling = dataclasses.replace(tiling, is_arrival=is_arrival)
+    resident = tiling.grid(Hkv, DEVICE).resident
+    about = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
+    check_decode(randn, assert_near, lengths, Hq=Hq, Hkv=Hkv, D=D, **about)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(32, 8, 64), (16, 8, 128), (4, 1, 256)])
+@pytest.mark.parametrize("batch", [[(700, 0), (30, 1000), (1, 4000)], [(1, 300), (4, 5000)], [(3000, 0)]], ids=len)
+@pytest.mark.parametrize("window", [None, 512])
+def test_real_prefill(randn, assert_near, dtype, Hq, Hkv, D, batch, window):
+    tiling = prefill_tiling([new for new, _ in batch], Hq, Hkv, D)
+    resident = tiling.grid(Hkv, DEVICE).resident
+    about = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
+    check_prefill(randn, assert_near, batch, Hq=Hq, Hkv=Hkv, D=D, **about)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_arrival", [True, False], ids=["arrival", "launch"])
+def test_one_captured_graph_serves_every_plan_of_its_bucket(randn, assert_near, is_arrival):
+    """A graph for 8 sequences is replayed with other lengths, tables and plans than it was captured with."""
+    Hq, Hkv, D, B, block_size, num_blocks = 32, 8, 64, 8, 16, 4096
+    keys, values = randn(num_blocks, block_size, Hkv, D), randn(num_blocks, block_size, Hkv, D)
+    tiling = dataclasses.replace(decode_tiling(B, Hq, Hkv, D, 4), is_arrival=is_arrival)
+    grid = tiling.grid(Hkv, DEVICE)
+    workspace = poisoned_workspace(grid.max_states(), B, Hq, Hkv, D)
+    staging, q, out = Staging(DEVICE), randn(B, Hq, D), torch.empty(B, Hq, D, device=DEVICE)
+    tables = torch.zeros(B, 1024, dtype=torch.int32, device=DEVICE)
+    table_starts = torch.arange(0, 1024 * B, 1024, dtype=torch.int32, device=DEVICE)
+
+    def prepare(lengths):
+        padded = torch.tensor([*lengths, *[0] * (B - len(lengths))], dtype=torch.int32).numpy()
+        plan = plan_decode(lengths, grid, num_rows=B, is_captured=True)
+        *arrays, on_device = staging.send([*plan.arrays(), padded])
+        return DevicePlan.of(plan, arrays), on_device
+
+    def attend(plan, lengths):
+        about = {"scale": 0.125, "tiling": tiling, "workspace": workspace, "out": out}
+        planned_decode(q, keys, values, tables, table_starts, lengths, plan, **about)
+
+    first = prepare([1] * B)
+    attend(*first)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(*first)
+    for step, lengths in enumerate(([16000], [2048] * 8, [0, 700, 3], [1, 16, 17, 4096, 64, 63, 65], [5])):
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(step)).split(1024)
+        if len(lengths) <= len(order):
+            tables[: len(lengths)] = torch.stack(order[: len(lengths)]).int().to(DEVICE)
+        else:
+            tables[:, : num_blocks // B] = torch.cat(order).view(B, -1).int().to(DEVICE)
+        plan, _ = prepare(lengths)
+        assert plan.request_indices.data_ptr() == first[0].request_indices.data_ptr()
+        out.fill_(NAN)
+        graph.replay()
+        for b, length in enumerate(lengths):
+            place = torch.arange(length, device=DEVICE)
+            at = tables[b, place // block_size].long() * block_size + place % block_size
+            k, v = (memory.view(-1, Hkv, D)[at].transpose(0, 1) for memory in (keys, values))
+            expected, steps = reference(q[b, None], k, v, 0.125, None, None)
+            assert_near(out[b, None], expected, 8, steps)
+
+
+@pytest.mark.gpu
+def test_the_order_in_which_programs_arrive_changes_no_bit(randn):
+    lengths = [4096, 4000, 3000, 2000, 1000, 500, 100, 1]
+    memory = PagedMemory(randn, lengths, lengths, 8, 64, torch.float32, 16)
+    tiling = decode_tiling(8, 32, 8, 64, 4)
+    plan = sent(plan_decode(lengths, Grid(10_000, tiling.tile, tiling.tile), chunk_size=2 * tiling.tile))
+    workspace, q = poisoned_workspace(plan.num_states, 8, 32, 8, 64), randn(8, 32, 64)
+    paged = memory.keys, memory.values, memory.tables, memory.table_starts, memory.lengths
+
+    def attend():
+        return planned_decode(q, *paged, plan, scale=0.125, tiling=tiling, workspace=workspace)
+
+    first = attend()
+    assert first.isfinite().all()
+    assert all(torch.equal(attend(), first) for _ in range(300))
+
+
+if __name__ == "__main__":
+    compile_planned_attention()
