@@ -77,7 +77,7 @@ class CompletionFrames:
         self._length = 0  # characters of the answer so far
         # Everything of a token's frame but the text and the id; a step of many requests writes one for each.
         blank = self._chunk("\0", None, token_id=-1)
-        self._before, rest = frame(to_json(blank), self._name("token")).split(rb'"\u0000"')
+        self._before, _, rest = frame(to_json(blank), self._name("token")).rpartition(rb'"\u0000"')
         self._between = rest.partition(b"-1}")[0]
 
     def start(self) -> bytes:

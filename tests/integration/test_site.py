@@ -361,9 +361,9 @@ def test_fences_show_what_stands_in_the_chapter(site: Path, origin: str, page: A
     for chapter in (ROOT / "tutorial").glob("*.md"):
         page.goto(f"{origin}/tutorial/{chapter.stem}.html")
         shown = page.eval_on_selector_all("article .highlight pre", "all => all.map(block => block.textContent)")
-        blocks = iter([[line.rstrip() for line in text.strip("\n").split("\n")] for text in shown])
+        blocks = iter([[line.rstrip() for line in text.strip("\n").rstrip().split("\n")] for text in shown])
         for indent, body in fence.findall(chapter.read_text(encoding="utf-8")):
-            lines = [line.removeprefix(indent).rstrip() for line in body.strip("\n").split("\n")]
+            lines = [line.removeprefix(indent).rstrip() for line in body.strip("\n").rstrip().split("\n")]
             assert lines in blocks, f"{chapter.name}: {body}"
 
 
