@@ -245,8 +245,8 @@ def test_references_can_fail() -> None:
     assert resolves("shared.engine.config.EngineConfig.model", ROOT)
     assert resolves("shared.ops.attention.ATTENTION_BACKENDS", ROOT)
     assert not resolves("shared.cache.contiguous.ContiguousCache.append", ROOT)
-    assert not resolves("shared.cache.paged", ROOT)
-    assert looks_like_a_path("shared/cache/paged.py")
+    assert not resolves("shared.cache.teleported", ROOT)
+    assert looks_like_a_path("shared/cache/teleported.py")
     assert looks_like_a_path("workspace/shared/cache/contiguous.py")
     assert not looks_like_a_path("text/plain")
 
