@@ -83,6 +83,20 @@ def test_logits_do_not_depend_on_how_the_prompt_is_cut(model_folder: Path, backe
     torch.testing.assert_close(cut, whole, rtol=0, atol=2e-5 * whole.abs().max().item())
 
 
+def test_a_cap_on_scores_is_the_same_over_the_cache(tiny_checkpoints: dict[str, Path]) -> None:
+    model = load_model(tiny_checkpoints["llama"])
+    tokens = sequence(12, model.config.vocab_size)
+    with torch.inference_mode():
+        uncapped = model.logits(model(Tokens(tokens, torch.arange(12)), UncachedView([12])))
+        for block in model.blocks:
+            block.attention.softcap = 0.01  # so small that nearly all scores become equal
+        whole = model.logits(model(Tokens(tokens, torch.arange(12)), UncachedView([12])))
+    cut = run_in_pieces(model, ContiguousCache(model.config, 12, torch.float32), "sdpa", tokens, [7, 1, 4])
+    tolerance = 2e-5 * whole.abs().max().item()
+    torch.testing.assert_close(cut, whole, rtol=0, atol=tolerance)
+    assert (whole - uncapped).abs().max() > 10 * tolerance
+
+
 def test_the_cache_holds_what_a_recomputed_forward_computes(model_folder: Path) -> None:
     """Keys and values of every layer, against a forward that keeps nothing."""
     model = load_model(model_folder)

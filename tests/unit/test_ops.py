@@ -64,6 +64,12 @@ def test_a_score_depends_on_the_distance_alone() -> None:
     torch.testing.assert_close(scores[0], scores[2], rtol=1e-4, atol=1e-4)
 
 
+def test_a_rotation_is_computed_in_fp32_and_rounded_once() -> None:
+    table = rope_table(RopeConfig(10_000.0), 32, 200)
+    x = random(200, 4, 32).bfloat16()
+    assert torch.equal(rotate(x, table), rotate(x.float(), table).bfloat16())
+
+
 def test_llama_3_frequencies_are_those_of_transformers() -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
