@@ -6,6 +6,8 @@ CONSTRAINTS := constraints/constraints.txt
 TRITON := 3.6.0
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
+# As many processes as there are processors, and no more than a laptop's memory has room for.
+PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format env docs workshop clean
@@ -21,8 +23,9 @@ demo: $(READY) ## fetch the demo model, let it answer, and measure every phase o
 	$(BIN)/infer ladder --model smollm2-135m --quick
 
 test: $(READY) ## run every test that this machine can run
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
+	$(BIN)/python -m pytest -m "not measured" $(PARALLEL)
+	$(BIN)/python -m pytest -m measured
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(PARALLEL)
 
 lint: $(READY) ## check style, format and types
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
 FAMILIES = tuple(TINY_SHAPES)
@@ -13,6 +14,10 @@ OWN_FOLDERS = tuple(folder for folder in os.environ.get("INFER_TEST_MODELS", "")
 # Tiny tensors gain nothing from a second thread and lose much where other processes want the cores too. Tests that
 # measure time choose their own count.
 torch.set_num_threads(1)
+
+# How long an example takes says nothing here: the machine has other work, and a first call compiles.
+settings.register_profile("repository", deadline=None)
+settings.load_profile("repository")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from tutorial.workshop.overlay import install
 
         install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name == "test_speedup.py":
+            item.add_marker("measured")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

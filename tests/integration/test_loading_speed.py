@@ -14,6 +14,7 @@ from shared.parity.reference import load_reference
 
 @pytest.mark.demo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.measured
 def test_loading_beside_transformers(demo_folder: Path, dtype: torch.dtype) -> None:
     with torch_threads(2):
         load_reference(demo_folder, dtype)
