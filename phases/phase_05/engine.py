@@ -64,7 +64,7 @@ class Engine:
             fuse(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        self.pool = POOLS[config.kv_cache_backend].for_engine(config, self.model, self.max_seq_len)
+        self.pool = POOLS[config.kv_cache_backend or "contiguous"].for_engine(config, self.model, self.max_seq_len)
         self.view = self.pool.view(self.model.config.num_heads, config.attention_backend)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.tokenizer, self.max_seq_len)

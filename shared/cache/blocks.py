@@ -54,12 +54,18 @@ class BlockAllocator:
         """So many free blocks, int32 ``[count]``; None, with nothing changed, if there are fewer."""
         if count < 0:
             raise BlockError(f"{owner} asks for {count} blocks; a count cannot be negative.")
+        # exercise 06.1: take blocks from the free list
+        # hint: the first num_free entries of the stack are the free blocks; who takes some takes the last of those
+        # hint: if there are fewer than count, the answer is None and nothing has changed
+        # hint: the topmost goes first, as in calls of allocate; a slice of the stack is a view of it: hand out a copy
+        # hint: write down in owners whose they are; an array of block numbers is an index
         if count > self.num_free:
             return None
         self.num_free -= count
         blocks = self.stack[self.num_free : self.num_free + count][::-1].copy()
         self.owners[blocks] = owner
         return blocks
+        # end exercise
 
     def free_many(self, blocks: Blocks, owner: str) -> None:
         """Take blocks back from their owner; raises BlockError, with nothing changed, if one of them is not its own.

@@ -11,6 +11,7 @@ Invariants: a request holds exactly the blocks that its grant fills, and the all
 block stands in two tables; the first ``length`` places of a table hold the request's tokens in order.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Self
 
@@ -26,6 +27,9 @@ from shared.engine.config import EngineConfig
 from shared.errors import CapacityError, ConfigError
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
+
+WATERMARK = 0.01
+"""Share of the blocks that admission leaves free, as in vLLM: room to grow for those that run."""
 
 
 class PagedKVCachePool:
@@ -66,6 +70,7 @@ class PagedKVCachePool:
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.block_size = block_size
         self.max_sequences = max_sequences
+        self.watermark_tokens = math.ceil(WATERMARK * num_blocks) * block_size
         self.request_capacity = min(request_capacity or self.capacity_tokens, self.capacity_tokens)
         self.allocator = BlockAllocator(num_blocks)
         self.rows: dict[str, int] = {}  # of the arrays below, by request
@@ -109,6 +114,12 @@ class PagedKVCachePool:
                 f"Request {request_id} asks for {num_tokens} tokens and the pool has {self.request_capacity} for one "
                 "request; shorten the prompt or the answer, or raise max_seq_len or num_gpu_blocks."
             )
+        # exercise 06.2: let a block table grow
+        # hint: a request that holds something has a row of the tables; num_held says how much of the row is valid
+        # hint: a new one needs a row of free_rows; where no row is free the answer is False, and nothing has changed
+        # hint: blocks_for says how many blocks it must hold in all: ask the allocator for those that are missing
+        # hint: the allocator answers None when it cannot give them all; take a row only after it has given them
+        # hint: new blocks stand behind those that are there; a smaller wish takes nothing back, from granted either
         row = self.rows.get(request_id)
         held = 0 if row is None else self.num_held[row]
         if row is None or num_tokens > held * self.block_size:
@@ -123,6 +134,7 @@ class PagedKVCachePool:
             self.tables[row, held : held + len(blocks)] = blocks
         self.granted[row] = max(self.granted[row], num_tokens)
         return True
+        # end exercise
 
     def shrink(self, request_id: str, num_tokens: int) -> None:
         """Lower a request's grant to so many tokens and take back the blocks behind them.
@@ -195,6 +207,11 @@ class PagedKVCachePool:
     def free_tokens(self) -> int:
         """See ``CachePoolProtocol``; what is left in the last blocks of requests is not counted."""
         return self.allocator.num_free * self.block_size
+
+    def holdings(self) -> tuple[int, dict[str, list[int]]]:
+        """See ``CachePoolProtocol``."""
+        tables = {request_id: self.tables[row, : self.num_held[row]].tolist() for request_id, row in self.rows.items()}
+        return self.block_size, tables
 
     def table(self, request_id: str) -> Blocks:
         """The block table of a request; empty for one that holds nothing."""

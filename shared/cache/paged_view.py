@@ -16,6 +16,7 @@ be run again; what :meth:`PagedView.write` and ``attend`` give in a decode step 
 next layer's call, at the same addresses for the same number of sequences.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,14 +71,18 @@ class PagedView:
         if self.is_flash:
             check_flash_head_size(self.head_dim)
             self.attended = torch.empty_like(self.queries)
-            about = (num_heads, self.num_kv_heads, self.head_dim, pool.request_capacity, device)
-            self.workspaces = [  # for 1, 2, 4, … sequences: the fewer there are, the more programs share one
-                DecodeWorkspace.of(1 << n, *about) for n in range((pool.max_sequences - 1).bit_length() + 1)
-            ]
+            self._make_workspaces(num_heads)
         else:
             self.key_blocks = pool.keys.view(num_layers, num_blocks, -1).unbind(0)
             self.value_blocks = pool.values.view(num_layers, num_blocks, -1).unbind(0)
             self.gathered = torch.empty(2, 0, dtype=dtype, device=device)
+
+    def _make_workspaces(self, num_heads: int) -> None:
+        """For 1, 2, 4, … sequences: the fewer there are, the more programs share one."""
+        about = (num_heads, self.num_kv_heads, self.head_dim, self.pool.request_capacity, self.pool.keys.device)
+        self.workspaces = [
+            DecodeWorkspace.of(1 << n, *about) for n in range((self.pool.max_sequences - 1).bit_length() + 1)
+        ]
 
     def prepare(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
         """See ``BatchView``; raises CapacityError for tokens that were not granted."""
@@ -92,15 +97,21 @@ class PagedView:
             first_rows = num_new.cumsum() - num_new
             places = np.repeat(past - first_rows, num_new) + np.arange(batch.num_tokens)  # [T]
             token_rows = np.repeat(rows, num_new)
+        # exercise 06.5: look it up in the block table
+        # hint: the token at place t of its sequence stands in entry t // block_size of that sequence's table
+        # hint: pool.tables has a row for each sequence: index it with token_rows and with the entries, both [T]
+        # hint: within its block it stands at place t % block_size; block b begins at slot b * block_size
+        # hint: tables are int32; make the blocks int64 before you multiply, and name the result slot_mapping
         blocks = pool.tables[token_rows, places // self.block_size].astype(np.int64)
         slot_mapping = blocks * self.block_size + places % self.block_size  # [T]
+        # end exercise
         offsets = slot_mapping * self.token_stride if self.is_launching else slot_mapping
         arrays: list[NDArray[Any]] = [batch.token_ids, batch.positions, batch.logit_rows, offsets]
         if self.is_flash:
             arrays += self._plan(rows, ends, num_new)
         ids, positions, logit_rows, self.offsets, *plan = self.staging.send(arrays)
         if self.is_flash:
-            self.lengths, self.table_starts, self.query_starts, self.tables = plan
+            self._receive(plan)
         else:
             self.sequences = list(zip(rows.tolist(), past.tolist(), ends.tolist(), strict=True))
             self.num_new = num_new.tolist()
@@ -118,6 +129,10 @@ class PagedView:
         tables = self.pool.tables.reshape(-1)[entries]
         query_starts = np.append(0, num_new.cumsum())
         return [ends.astype(np.int32), starts.astype(np.int32), query_starts.astype(np.int32), tables]
+
+    def _receive(self, sent: Sequence[torch.Tensor]) -> None:
+        """Keep what became of the arrays that ``_plan`` gave, in that order."""
+        self.lengths, self.table_starts, self.query_starts, self.tables = sent
 
     def write(
         self,

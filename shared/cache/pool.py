@@ -34,6 +34,7 @@ class CachePoolProtocol(Protocol):
     capacity_tokens: int
     used_tokens: int  # written; what is neither used nor free is reserved and empty, or can be granted to nobody
     num_bytes: int
+    watermark_tokens: int  # free tokens that admission leaves to those that run; 0 where nobody who runs needs more
 
     @classmethod
     def for_engine(cls, config: EngineConfig, model: CausalLM, max_seq_len: int) -> Self:
@@ -68,6 +69,13 @@ class CachePoolProtocol(Protocol):
         """Tokens that can still be granted."""
         ...
 
+    def holdings(self) -> tuple[int, dict[str, list[int]]]:
+        """Tokens of a block, and of each holder the numbers of its blocks in the order of its tokens.
+
+        The unit that is granted is called a block here; a slot is one large one.
+        """
+        ...
+
     def audit(self) -> Sequence[str]:
         """What is held and what is wrong, a sentence each; empty for a pool in order that nobody uses."""
         ...
@@ -77,6 +85,6 @@ class CachePoolProtocol(Protocol):
 
         Args:
             num_heads: the model's query heads, Hq.
-            backend: ``naive``, ``sdpa`` or ``flash``, which is the default.
+            backend: a value of ``EngineConfig.attention_backend`` that the pool has; None: the last of them.
         """
         ...

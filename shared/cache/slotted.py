@@ -32,6 +32,8 @@ class SlottedKVCachePool:
     Raises ConfigError if there is no room for them or a number is not positive.
     """
 
+    watermark_tokens = 0  # who has a slot has all that it can come to need
+
     def __init__(
         self,
         config: ModelConfig,
@@ -123,6 +125,10 @@ class SlottedKVCachePool:
     def free_tokens(self) -> int:
         """See ``CachePoolProtocol``."""
         return len(self.free_slots) * self.request_capacity
+
+    def holdings(self) -> tuple[int, dict[str, list[int]]]:
+        """See ``CachePoolProtocol``."""
+        return self.request_capacity, {request_id: [slot] for request_id, slot in self.slots.items()}
 
     def audit(self) -> list[str]:
         """See ``CachePoolProtocol``."""

@@ -15,7 +15,7 @@ import torch
 from shared.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("naive", "sdpa", "flash")
+ATTENTION_BACKENDS = ("naive", "sdpa", "flash", "planned")
 DEFAULT_MAX_SEQ_LEN = 4096
 KV_CACHE_BACKENDS = ("contiguous", "paged")
 BATCHING_MODES = ("static", "continuous")
@@ -81,8 +81,9 @@ class EngineConfig:
     attention_backend: str | None = setting(
         None,
         "02",
-        "naive (the formula), sdpa (PyTorch) or flash (our kernel); default: flash on a GPU where the phase has it",
-        values={"flash": "03.1"},
+        "naive (the formula), sdpa (PyTorch), flash (our kernels) or planned (our kernels, after a plan of the step); "
+        "default: on a GPU the last of them that the phase has, else sdpa",
+        values={"flash": "03.1", "planned": "06.1"},
     )
 
     pack_weights: bool = setting(False, "03", "CPU: keep 16-bit weights 16 bits wide; slower to load, faster to decode")
@@ -92,8 +93,8 @@ class EngineConfig:
         8192, "04", "most prompt tokens of a step; a longer prompt has a step of its own"
     )
     max_waiting_requests: int = setting(1024, "04", "most requests in the queue; more are refused")
-    kv_cache_backend: str = setting(
-        "contiguous", "04", "contiguous: a slot a request; paged: blocks", values={"paged": "06"}
+    kv_cache_backend: str | None = setting(
+        None, "04", "contiguous: a slot a request; paged: blocks; default: the phase's own", values={"paged": "06"}
     )
     batching_mode: str | None = setting(
         None,
@@ -129,7 +130,7 @@ class EngineConfig:
             if field.name in COUNTS and not is_default and (type(value) is not int or value < 1):
                 raise ConfigError(f"{field.name} is {value!r}; it must be a whole number of at least 1.")
             other, needed = NEEDS.get(field.name, (field.name, value))
-            if not is_default and getattr(self, other) != needed:
+            if not is_default and getattr(self, other) not in (needed, None):  # None: the phase's own
                 raise ConfigError(
                     f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; the first, which arrives in "
                     f"phase {field.metadata['phase']}, has a meaning only with {other} = {needed!r}: set that too, or "
@@ -154,6 +155,11 @@ class EngineConfig:
                         f"runs, so there is nothing to share out: leave {name} out, or choose batching_mode "
                         "'continuous'."
                     )
+        if self.attention_backend == "planned" and self.kv_cache_backend == "contiguous":
+            raise ConfigError(
+                "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; what is planned is attention "
+                "over blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
+            )
         if self.use_speculative_decoding and self.draft_model is None:
             raise ConfigError(
                 "use_speculative_decoding is True and draft_model is None; name the model that proposes tokens with "

@@ -17,7 +17,7 @@ class StepRecord:
     """What one step did. A request is named at most once in each field, in the order of its batch."""
 
     step: int  # counted from 0
-    prefilled: tuple[tuple[str, int], ...]  # (request id, tokens of its prompt that were computed)
+    prefilled: tuple[tuple[str, int], ...]  # (request id, tokens that were computed, its answer's too if it is not new)
     decoded: tuple[str, ...]
     finished: tuple[str, ...]
     failed: tuple[str, ...]
@@ -25,6 +25,7 @@ class StepRecord:
     num_running: int  # after the step
     kv_used_tokens: int  # tokens in the memory after the step, those of finished requests gone
     kv_capacity_tokens: int
+    preempted: tuple[str, ...] = ()  # before the step's forwards
 
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
@@ -32,10 +33,13 @@ class StepRecord:
         failed = tuple(output.request_id for output in outputs if output.error is not None)
         return cls(
             step=scheduler.num_steps - 1,
-            prefilled=tuple((r.request_id, len(r.prompt_ids)) for r in schedule.prefill if r.request_id not in failed),
+            prefilled=tuple(
+                (r.request_id, r.num_computed_tokens) for r in schedule.prefill if r.request_id not in failed
+            ),
             decoded=tuple(r.request_id for r in schedule.decode if r.request_id not in failed),
             finished=tuple(o.request_id for o in outputs if o.finish_reason is not None and o.error is None),
             failed=failed,
+            preempted=schedule.preempted,
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             kv_used_tokens=scheduler.pool.used_tokens,
@@ -50,9 +54,11 @@ class EngineLoad:
     num_running: int  # requests that hold memory
     num_waiting: int
     kv_usage: float  # share of the memory that no other request can have: 0 to 1
+    num_preemptions: int  # since the engine was made
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:
         """The load now."""
         pool = scheduler.pool
-        return cls(len(scheduler.running), len(scheduler.waiting), 1 - pool.free_tokens / pool.capacity_tokens)
+        kv_usage = 1 - pool.free_tokens / pool.capacity_tokens
+        return cls(len(scheduler.running), len(scheduler.waiting), kv_usage, scheduler.num_preemptions)

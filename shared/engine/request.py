@@ -12,13 +12,15 @@ from shared.sampling.sampler import SamplingRow
 
 
 class RequestStatus(StrEnum):
-    """Where a request is on its way. WAITING: it holds no memory. PREFILL: it holds memory, and its prompt is not yet
-    computed. DECODE: it gets a token at a time. FINISHED and FAILED: it holds nothing, and nothing follows.
+    """Where a request is on its way. WAITING: it holds no memory. PREFILL: it holds memory, and what it has of prompt
+    and answer is not yet computed. DECODE: it gets a token at a time. PREEMPTED: it waits again, after its memory went
+    to an older one. FINISHED and FAILED: it holds nothing, and nothing follows.
     """
 
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    PREEMPTED = "preempted"
     FINISHED = "finished"
     FAILED = "failed"
 

@@ -4,7 +4,8 @@ A scheduler decides and never touches a tensor. ``schedule`` reads counts and ne
 be planned while this one still runs; whether a token ends an answer is found in ``commit``. Which requests join, and
 which of those that run get a token in a step, is what schedulers differ in: the one method that is not here.
 
-A request is admitted only with memory for its prompt and its longest answer, so none that runs can run out of it.
+A request is admitted only with memory for its prompt and its longest answer, so none that runs can run out of it
+(:mod:`shared.scheduling.preemption` does without that).
 Invariants: requests are admitted in the order they came, and none overtakes another; at most ``max_batch_size`` run;
 what a request holds is released in the moment it ends, whichever way; ``schedule`` changes nothing that a repeated
 step would need, so a step that was broken off is planned again.
@@ -31,10 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a step does: whole prompts are run, then a token of each decoding request."""
+    """What a step does: whole prompts are run, then a token of each decoding request.
+
+    ``preempted`` names the requests whose memory others got, and which wait anew.
+    """
 
     prefill: tuple[Request, ...] = ()
     decode: tuple[Request, ...] = ()
+    preempted: tuple[str, ...] = ()
 
 
 class Scheduler(ABC):
@@ -47,8 +52,9 @@ class Scheduler(ABC):
         self.max_seq_len = max_seq_len
         self.waiting: OrderedDict[str, Request] = OrderedDict()  # in the order they came
         self.running: OrderedDict[str, Request] = OrderedDict()  # in the order they were admitted
-        self.streams: dict[str, OutputStream] = {}  # of those that run
+        self.streams: dict[str, OutputStream] = {}  # of all of them
         self.num_steps = 0
+        self.num_preemptions = 0
 
     @abstractmethod
     def schedule(self) -> Schedule:
@@ -78,6 +84,7 @@ class Scheduler(ABC):
     def add(self, request: Request) -> None:
         """Put a request that ``check`` had nothing against at the end of the queue."""
         self.waiting[request.request_id] = request
+        self.streams[request.request_id] = OutputStream(request, self.tokenizer, self.max_seq_len)
 
     def commit(self, requests: Sequence[Request], drawn: Drawn) -> list[StepOutput]:
         """Write a step's tokens back: count what was computed, append, and retire who has reached an end."""
@@ -124,18 +131,20 @@ class Scheduler(ABC):
         """Let the first of the queue run, and the next, as long as there is a place and memory for it."""
         # exercise 04.4: let the first of the queue run
         # hint: go on while somebody waits and fewer than max_batch_size run; look at the first in the queue alone
-        # hint: _most_tokens says what it may come to hold, its longest answer included: ask the pool for that
-        # hint: if the pool refuses, stop: who came first goes first
-        # hint: else it moves from waiting to running and gets an OutputStream in streams and the status PREFILL
+        # hint: _reserve asks the pool for its memory; if that is refused, stop: who came first goes first
+        # hint: else it moves from waiting to running and gets the status PREFILL
         while self.waiting and len(self.running) < self.config.max_batch_size:
             request = next(iter(self.waiting.values()))
-            if not self.pool.reserve(request.request_id, self._most_tokens(len(request.prompt_ids), request.params)):
+            if not self._reserve(request):
                 return
             del self.waiting[request.request_id]
             self.running[request.request_id] = request
-            self.streams[request.request_id] = OutputStream(request, self.tokenizer, self.max_seq_len)
             request.status = RequestStatus.PREFILL
         # end exercise
+
+    def _reserve(self, request: Request) -> bool:
+        """Ask the pool for the request's prompt and its longest answer; whether there is room."""
+        return self.pool.reserve(request.request_id, self._most_tokens(len(request.prompt_ids), request.params))
 
     def _prompts(self) -> list[Request]:
         """Of the prompts that are not computed the first, and those behind it that fit the same step's budget."""

@@ -8,6 +8,7 @@ from shared.engine.config import CHOICES, COUNTS, NEEDS, EngineConfig
 from shared.errors import ConfigError
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
+SLOTS = {"kv_cache_backend": "contiguous"}
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -34,9 +35,9 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_prefix_caching": True}, "use_prefix_caching is True and kv_cache_backend is 'contiguous'"),
-        ({"block_size": 32}, "has a meaning only with kv_cache_backend = 'paged'"),
-        ({"num_gpu_blocks": 5}, "num_gpu_blocks is 5 and kv_cache_backend is 'contiguous'"),
+        (SLOTS | {"use_prefix_caching": True}, "use_prefix_caching is True and kv_cache_backend is 'contiguous'"),
+        (SLOTS | {"block_size": 32}, "has a meaning only with kv_cache_backend = 'paged'"),
+        (SLOTS | {"num_gpu_blocks": 5}, "num_gpu_blocks is 5 and kv_cache_backend is 'contiguous'"),
         ({"prefill_chunk_size": 64}, "has a meaning only with use_chunked_prefill = True"),
         ({"max_prefill_chunks_per_step": 2}, "max_prefill_chunks_per_step is 2 and use_chunked_prefill is False"),
         ({"draft_model": "small"}, "has a meaning only with use_speculative_decoding = True"),
@@ -48,6 +49,7 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
             "max_decode_interval is 2 and batching_mode is 'static'",
         ),
         ({"batching_mode": "static", "use_chunked_prefill": True}, "or choose batching_mode 'continuous'"),
+        (SLOTS | {"attention_backend": "planned"}, "what is planned is attention over blocks"),
     ],
 )
 def test_contradictions_are_refused_with_the_rule(settings: dict, message: str) -> None:
@@ -57,6 +59,7 @@ def test_contradictions_are_refused_with_the_rule(settings: dict, message: str) 
 
 def test_what_belongs_together_may_be_set_together() -> None:
     EngineConfig(kv_cache_backend="paged", block_size=32, num_gpu_blocks=5, use_prefix_caching=True)
+    EngineConfig(block_size=32, num_gpu_blocks=5, use_prefix_caching=True)  # the backend is the phase's own
     EngineConfig(use_chunked_prefill=True, prefill_chunk_size=64, max_prefill_chunks_per_step=2)
     EngineConfig(use_speculative_decoding=True, draft_model="small", spec_length=2)
     EngineConfig(batching_mode="continuous", scheduler_policy="prefill_first", max_decode_interval=2)
@@ -67,6 +70,8 @@ def test_what_belongs_together_may_be_set_together() -> None:
     [
         ({"kv_cache_backend": "paged"}, "kv_cache_backend = 'paged' arrives in phase 06"),
         ({"kv_cache_backend": "paged", "block_size": 32}, "arrives in phase 06"),
+        ({"block_size": 32}, "block_size = 32 arrives in phase 06"),
+        ({"num_gpu_blocks": 5}, "num_gpu_blocks = 5 arrives in phase 06"),
         ({"use_chunked_prefill": True}, "use_chunked_prefill = True arrives in phase 07"),
         ({"use_cuda_graphs": True}, "use_cuda_graphs = True arrives in phase 09"),
         ({"quantization": "int8"}, "quantization = 'int8' arrives in phase 10"),

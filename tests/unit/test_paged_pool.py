@@ -1,4 +1,4 @@
-"""The pool of blocks against a model of it, its view against a cache for each sequence, and engines upon it."""
+"""The pool of blocks against a model of it, and its view against a cache for each sequence."""
 
 import dataclasses
 import random
@@ -15,14 +15,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import phases.phase_05.engine as phase
 from shared.cache import pool_size
 from shared.cache.contiguous import ContiguousCache, ContiguousView, kv_bytes
 from shared.cache.paged import PagedKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
-from shared.errors import BlockError, CapacityError, ConfigError, RequestError
+from shared.errors import BlockError, CapacityError, ConfigError
 from shared.loading.loader import load_model
 from shared.models.config import ModelConfig, RopeConfig
 from shared.sampling.params import SamplingParams
@@ -200,6 +199,27 @@ def test_a_pool_needs_a_block_of_a_token_for_a_sequence(numbers: tuple[int, int,
         make_pool(*numbers)
 
 
+def test_a_table_grows_by_the_blocks_that_are_missing_or_not_at_all() -> None:
+    pool = make_pool(6, 4, 2)
+    assert pool.reserve("a", 9)
+    assert pool.reserve("a", 12)
+    assert pool.table("a").tolist() == [0, 1, 2], "the last block had room"
+    assert pool.reserve("b", 5)
+    assert pool.reserve("a", 13)
+    assert (pool.table("a").tolist(), pool.table("b").tolist()) == ([0, 1, 2, 5], [3, 4])
+    before = pool.audit()
+    assert pool.reserve("a", 2)
+    assert pool.audit() == before, "what was granted stays granted"
+    assert not pool.reserve("b", 9), "no block is free"
+    assert not pool.reserve("c", 0), "no row is free"
+    assert pool.audit() == before, "a refusal changes nothing"
+    pool.release("b")
+    assert not pool.reserve("c", 9), "three blocks are needed and two are free"
+    assert pool.audit() == before[:1]
+    assert pool.reserve("c", 8)
+    assert pool.table("c").tolist() == [3, 4]
+
+
 def test_many_short_sequences_fit_where_one_long_one_does() -> None:
     """What a slot would waste: 64 tokens of memory hold 16 sequences of up to 4, or one of 64."""
     pool = make_pool(16, 4, 16)
@@ -310,93 +330,6 @@ def test_the_view_writes_nothing_that_was_not_granted() -> None:
         view.prepare(batch({"b": 0}, {"b": 1}))
 
 
-@pytest.fixture
-def paged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine of phase 5 with one entry more in its table, and the settings that belong to it."""
-    monkeypatch.setitem(phase.POOLS, "paged", PagedKVCachePool)
-    monkeypatch.setattr(
-        phase, "SUPPORTED", phase.SUPPORTED | {"kv_cache_backend=paged", "block_size", "num_gpu_blocks"}
-    )
-
-
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
-    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
-    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
-    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
-    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
-    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
-    ([9] * 16, {"seed": 3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
-]
-ARRIVALS = [0, 0, 2, 3, 3, 9]
-
-
-def serve(engine: Any) -> list[list[int | None]]:
-    coming, names, number = list(zip(ARRIVALS, REQUESTS, strict=True)), [], 0
-    outputs: dict[str, list[int | None]] = {}
-    while coming or engine.has_work():
-        while coming and coming[0][0] <= number:
-            prompt, params = coming.pop(0)[1]
-            names.append(engine.add_request(prompt, SamplingParams(**params)))
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output.token_id)
-        number += 1
-    assert engine.pool.audit() == []
-    return [outputs[name] for name in names]
-
-
-def test_an_engine_answers_from_blocks_as_from_slots(model_folder: Path, paged: None) -> None:
-    about: dict[str, Any] = {"model": str(model_folder), "max_seq_len": 128, "max_batch_size": 3}
-    expected = serve(phase.Engine(EngineConfig(**about)))
-    for settings_ in (
-        {"block_size": 1},
-        {"block_size": 16},
-        {"block_size": 16, "num_gpu_blocks": 8},  # for one long sequence at a time
-        {"block_size": 3, "attention_backend": "naive"},
-    ):
-        engine = phase.Engine(EngineConfig(**about, kv_cache_backend="paged", **settings_))
-        assert isinstance(engine.pool, PagedKVCachePool)
-        assert serve(engine) == expected, settings_
-
-
-def test_packed_weights_go_with_blocks(tiny_checkpoints: dict[str, Path], paged: None) -> None:
-    about: dict[str, Any] = {"model": str(tiny_checkpoints["llama"]), "max_seq_len": 128, "dtype": "bfloat16"}
-    expected = serve(phase.Engine(EngineConfig(**about, pack_weights=True)))
-    assert serve(phase.Engine(EngineConfig(**about, pack_weights=True, kv_cache_backend="paged"))) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
-        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0; it must be a whole number of at least 1"),
-        (
-            {"num_gpu_blocks": 7, "max_seq_len": 128},
-            r"num_gpu_blocks is 7: 112 tokens in blocks of 16. One sequence may have max_seq_len = 128 tokens, which "
-            "is 8 blocks",
-        ),
-        ({"num_gpu_blocks": 10**12}, r"1000000000000 blocks of 16 tokens take [\d,.]+ GB and cpu has [\d,.]+ GB free"),
-    ],
-)
-def test_what_an_engine_refuses(
-    tiny_checkpoints: dict[str, Path], paged: None, given: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        phase.Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), kv_cache_backend="paged", **given))
-
-
-def test_a_request_that_an_empty_pool_cannot_hold_is_refused_on_arrival(
-    tiny_checkpoints: dict[str, Path], paged: None
-) -> None:
-    about = {"kv_cache_backend": "paged", "max_seq_len": 32, "num_gpu_blocks": 2}
-    engine = phase.Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), **about))
-    assert engine.pool.request_capacity == 32
-    engine.pool.request_capacity = 20  # as of a pool that was made smaller than max_seq_len
-    with pytest.raises(RequestError, match="up to 32; the KV memory holds 20 for one request"):
-        engine.add_request([7] * 10, SamplingParams(max_new_tokens=22))
-    assert not engine.has_work()
-
-
 def measured(folder: Path, **given: Any) -> tuple[PagedKVCachePool, Any]:
     config = EngineConfig(model=str(folder), kv_cache_backend="paged", **given)
     model = load_model(folder)
@@ -450,6 +383,11 @@ def test_the_peak_is_what_lives_at_a_time_and_not_what_was_there() -> None:
     assert pool_size.peak_bytes(run, torch.device("cpu")) == 16000
 
 
+def test_to_measure_loads_no_compiler() -> None:
+    """PyTorch wraps what a mode defines in a function that imports its compiler when it is first called."""
+    assert not hasattr(pool_size.LiveStorages.__torch_dispatch__, "__wrapped__")
+
+
 def test_a_container_that_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool_size.container_bytes(tmp_path) == 2**63
     for limit, expected in (("5000", 5000 - 3000 + 700), ("max", 2**63), ("100", 0)):
@@ -462,15 +400,6 @@ def test_a_container_that_has_less_than_its_machine(tmp_path: Path, monkeypatch:
     assert pool_size.free_bytes(torch.device("cpu")) == 1234
     with pytest.raises(ConfigError, match=r"100 blocks of 64 tokens take .* cpu has 0.00 GB free"):
         make_pool(100, 64)
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_measured_and_left_as_it_was(tiny_checkpoints: dict[str, Path], paged: None) -> None:
-    about: dict[str, Any] = {"model": str(tiny_checkpoints["llama"]), "device": "cuda", "kv_cache_backend": "paged"}
-    engine = phase.Engine(EngineConfig(**about, max_seq_len=1024))
-    assert engine.pool.capacity_tokens == 16 * 1024
-    with pytest.raises(ConfigError, match=r"blocks of 16 tokens take [\d,.]+ GB and cuda has [\d,.]+ GB free"):
-        phase.Engine(EngineConfig(**about, num_gpu_blocks=10**10))
 
 
 def test_configs_of_other_shapes_are_counted_right() -> None:

@@ -1,7 +1,7 @@
-"""A plan covers every key that is seen exactly once, within its capacity; any cut of the keys merges to one result."""
+"""A plan covers every key that is seen exactly once, within its capacity, whatever the batch."""
 
 import timeit
-from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,8 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.attention.plan import IMBALANCE, DevicePlan, Grid, choose_chunk, plan_decode, plan_prefill, smallest_chunk
-from shared.attention.states import attention_state, merge, merge_rows
+import shared.kernels.planned_tiling as tilings
+from shared.attention.descriptor import DevicePlan, Grid
+from shared.attention.plan import (
+    IMBALANCE,
+    choose_chunk,
+    items_of,
+    plan_decode,
+    plan_prefill,
+    smallest_chunk,
+    state_offsets,
+)
 from shared.engine.staging import Staging
 
 GRIDS = st.builds(Grid, resident=st.integers(1, 40), unit=st.sampled_from([1, 16, 64]), least_chunk=st.just(128))
@@ -64,11 +73,19 @@ def test_a_decode_plan_covers_each_sequence_once_and_stays_in_its_capacity(lengt
 
 
 @settings(max_examples=80, deadline=None)
-@given(batch=NEW, grid=GRIDS, window=WINDOWS, tokens_per_tile=st.sampled_from([1, 4, 5, 32]))
-def test_a_prefill_plan_covers_what_each_tile_sees_once(batch, grid, window, tokens_per_tile):
+@given(
+    batch=NEW,
+    grid=GRIDS,
+    window=WINDOWS,
+    tokens_per_tile=st.sampled_from([1, 4, 5, 32]),
+    padding=st.tuples(st.integers(0, 5), st.integers(0, 3)),
+)
+def test_a_prefill_plan_covers_what_each_tile_sees_once(batch, grid, window, tokens_per_tile, padding):
+    """In a bucket of more rows and more sequences too."""
     new, past = [one for one, _ in batch], [one for _, one in batch]
     lengths = [one + before for one, before in batch]
-    plan = plan_prefill(new, lengths, grid, tokens_per_tile=tokens_per_tile, window=window)
+    bucket = {"num_rows": sum(new) + padding[0], "num_requests": len(new) + padding[1]}
+    plan = plan_prefill(new, lengths, grid, tokens_per_tile=tokens_per_tile, window=window, **bucket)
     seen, tokens = {}, {}
     for b in range(len(batch)):
         for tile, first in enumerate(range(0, new[b], tokens_per_tile)):
@@ -79,9 +96,32 @@ def test_a_prefill_plan_covers_what_each_tile_sees_once(batch, grid, window, tok
             seen[b, tile] = visible[1].stop - visible[0].start
             tokens[b, tile] = last - first + 1
     check_plan(plan, grid, seen, tokens)
-    assert plan.num_rows == sum(new)
+    assert plan.num_rows == bucket["num_rows"]
     assert plan.num_states <= grid.max_states(tokens_per_tile)
-    assert np.diff(plan.query_indptr).tolist() == new
+    assert plan.capacity == grid.capacity(len(seen))
+    assert np.diff(plan.query_indptr).tolist() == new + [0] * padding[1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    batch=st.lists(st.tuples(st.integers(1, 40) | st.integers(1, 3000), st.integers(0, 9000)), min_size=1, max_size=40),
+    shape=st.sampled_from([(32, 8, 64, 2), (32, 8, 64, 4), (4, 1, 256, 2), (9, 3, 16, 4), (40, 40, 128, 2)]),
+    multiprocessors=st.sampled_from([4, 132]),
+    window=WINDOWS,
+)
+def test_scratch_of_one_size_serves_whatever_a_step_brings(batch, shape, multiprocessors, window):
+    """Decoded or prefilled, by the tables of tilings: heads of queries and keys, their size, bytes a number."""
+    num_heads, num_kv_heads, _, _ = shape
+    new, lengths = [one for one, _ in batch], [one + before for one, before in batch]
+    with mock.patch.object(tilings, "num_multiprocessors", return_value=multiprocessors):
+        room = tilings.max_states(40, *shape, device=torch.device("cpu"))
+        tiling = tilings.decode_tiling(len(batch), *shape)
+        grid = tiling.grid(num_kv_heads, torch.device("cpu"))
+        assert plan_decode(lengths, grid, window=window).num_states <= room
+        tiling = tilings.prefill_tiling(sum(new), len(new), *shape)
+        grid, tokens = tiling.grid(num_kv_heads, torch.device("cpu")), tiling.tokens(num_heads // num_kv_heads)
+        assert tokens >= 1
+        assert plan_prefill(new, lengths, grid, tokens_per_tile=tokens, window=window).num_states <= room
 
 
 @settings(max_examples=80, deadline=None)
@@ -138,6 +178,44 @@ def test_an_example_in_full():
     assert plan.kv_tile_indices.tolist() == [0, 1, 2, 0, 0, 0, *[0] * 5]
     assert plan.output_indptr.tolist() == [0, 3, 3, 3, 3, 3]
     assert plan.is_split
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tiles", "kv_tiles"),
+    [
+        ([1], [0], [0]),
+        ([3], [0, 0, 0], [0, 1, 2]),
+        ([1, 2, 1, 3], [0, 1, 1, 2, 3, 3, 3], [0, 0, 1, 0, 0, 1, 2]),
+        ([], [], []),
+    ],
+)
+def test_items_that_can_be_checked_by_hand(pieces, tiles, kv_tiles):
+    found = items_of(np.array(pieces, np.int64))
+    assert [array.tolist() for array in found] == [tiles, kv_tiles]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "num_rows", "offsets"),
+    [
+        ([3], 1, [0, 3]),
+        ([1, 1], 2, [0, 0, 0]),  # each item stores its result
+        ([1, 2, 1, 3], 4, [0, 0, 2, 2, 5]),
+        ([2, 1], 5, [0, 2, 2, 2, 2, 2]),  # three rows of padding
+        ([], 2, [0, 0, 0]),
+    ],
+)
+def test_states_that_can_be_checked_by_hand(pieces, num_rows, offsets):
+    found = state_offsets(np.array(pieces, np.int64), num_rows)
+    assert found.tolist() == offsets
+    assert found.dtype == np.int32
+
+
+def test_every_token_of_a_tile_has_states_of_its_own():
+    """Two tiles, of four tokens and of two, which see 68 and 70 keys: three pieces each."""
+    plan = plan_prefill([6], [70], Grid(5, 16, 16), tokens_per_tile=4, chunk_size=32)
+    assert plan.kv_tile_indices[: plan.num_items[0]].tolist() == [0, 1, 2, 0, 1, 2]
+    assert plan.query_tile_indices[: plan.num_items[0]].tolist() == [0, 0, 0, 1, 1, 1]
+    assert plan.output_indptr.tolist() == [0, 3, 6, 9, 12, 15, 18]
 
 
 def test_a_sequence_of_nothing_has_one_item_and_no_state():
@@ -209,56 +287,3 @@ def test_prefill_plans_of_a_bucket_are_of_one_size():
     second = plan_prefill([8] * 4, [8] * 4, H100, **bucket)
     assert [array.shape for array in first.arrays()] == [array.shape for array in second.arrays()]
     assert first.query_indptr.tolist() == [0, 9, 10, 10, 10]
-
-
-# What the pieces leave behind.
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    cuts=st.lists(st.integers(0, 50), max_size=6),
-    order=st.randoms(use_true_random=False),
-    size=st.sampled_from([0.1, 1.0, 40.0]),
-    softcap=st.sampled_from([None, 5.0]),
-)
-def test_any_partition_merges_to_the_attention_of_all_keys(cuts, order, size, softcap):
-    generator = torch.Generator().manual_seed(len(cuts))
-    q = size * torch.randn(6, 8, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 50, 8, generator=generator, dtype=torch.float64)
-    bounds = [0, *sorted(cuts), 50]
-    states = [
-        attention_state(q, k[:, begin:end], v[:, begin:end], scale=0.3, softcap=softcap)
-        for begin, end in pairwise(bounds)  # some of no key at all
-    ]
-    whole = attention_state(q, k, v, scale=0.3, softcap=softcap)
-    while len(states) > 1:  # in any order, any two of them
-        a, b = (states.pop(order.randrange(len(states))) for _ in range(2))
-        states.append(merge(a, b))
-    torch.testing.assert_close(states[0], whole)
-
-
-def test_the_state_of_all_keys_is_attention():
-    q, k, v = torch.randn(4, 8).double(), torch.randn(2, 9, 8).double(), torch.randn(2, 9, 8).double()
-    values, log = attention_state(q, k, v, scale=0.5)
-    weights = torch.exp(0.5 * (q.view(2, 2, 8) @ k.mT))
-    torch.testing.assert_close(values.view(2, 2, 8), weights @ v / weights.sum(-1, keepdim=True))
-    torch.testing.assert_close(log.view(2, 2), weights.sum(-1).log2())
-
-
-def test_no_keys_change_nothing_and_merge_to_zeros():
-    some = torch.randn(3, 8), torch.randn(3)
-    none = torch.zeros(3, 8), torch.full((3,), -torch.inf)
-    for merged in (merge(some, none), merge(none, some)):
-        torch.testing.assert_close(merged, some)
-    values, log = merge(none, none)
-    assert (values == 0).all()
-    assert (log == -torch.inf).all()
-
-
-def test_rows_without_states_keep_their_result():
-    partial, log = torch.randn(3, 2, 4), torch.randn(3, 2)
-    out = torch.full((3, 2, 4), 7.0)
-    merge_rows(partial, log, torch.tensor([0, 2, 2, 3]), out)
-    torch.testing.assert_close(out[0], merge((partial[0], log[0]), (partial[1], log[1]))[0])
-    assert (out[1] == 7.0).all()
-    torch.testing.assert_close(out[2], partial[2])

@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         over = set(self.told) | self.aborted
         assert waiting | running | over == set(self.requests)
         assert len(waiting) + len(running) + len(over) == len(self.requests)
-        assert set(self.scheduler.streams) == running
+        assert set(self.scheduler.streams) == waiting | running
         expected = {RequestStatus.WAITING: waiting}
         for status, names in expected.items():
             assert all(self.requests[name].status is status for name in names)

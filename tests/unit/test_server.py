@@ -39,7 +39,17 @@ POISON = "\x01"
 
 @dataclass
 class EchoPool:
+    """A slot of LIMIT tokens for each request."""
+
     held: list[str] = field(default_factory=list)
+    request_capacity = LIMIT
+    capacity_tokens = 4 * LIMIT
+
+    def holdings(self) -> tuple[int, dict[str, list[int]]]:
+        return LIMIT, {request_id: [slot] for slot, request_id in enumerate(self.held)}
+
+    def length(self, request_id: str) -> int:
+        return 1
 
     def audit(self) -> list[str]:
         return [f"{request_id} holds memory" for request_id in self.held]
@@ -60,6 +70,13 @@ class EchoEngine:
         self.bug: Exception | None = None
         self.waiting: dict[str, OutputStream] = {}
         self.running: dict[str, OutputStream] = {}
+        self.preempted: tuple[str, ...] = ()  # said of the next step
+
+    @property
+    def scheduler(self) -> Any:
+        running = {request_id: stream.request for request_id, stream in self.running.items()}
+        waiting = {request_id: stream.request for request_id, stream in self.waiting.items()}
+        return SimpleNamespace(pool=self.pool, running=running, waiting=waiting, num_preemptions=0)
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         assert request_id is not None
@@ -85,8 +102,9 @@ class EchoEngine:
         prefilled = tuple((request_id, 1) for request_id in admitted)
         load = self.load()
         self.last_step = StepRecord(
-            self.num_steps, prefilled, (), tuple(ended), (), load.num_waiting, load.num_running, 0, 1
+            self.num_steps, prefilled, (), tuple(ended), (), load.num_waiting, load.num_running, 0, 1, self.preempted
         )
+        self.preempted = ()
         self.num_steps += 1
         return outputs
 
@@ -105,7 +123,7 @@ class EchoEngine:
         return {"steps": self.num_steps}
 
     def load(self) -> EngineLoad:
-        return EngineLoad(len(self.running), len(self.waiting), len(self.running) / self.config.max_batch_size)
+        return EngineLoad(len(self.running), len(self.waiting), len(self.running) / self.config.max_batch_size, 0)
 
     def _next(self, stream: OutputStream) -> StepOutput:
         request = stream.request
@@ -530,7 +548,8 @@ def test_a_body_that_does_not_come_is_given_up(folder: Path) -> None:
 def test_an_api_key_guards_the_api_alone(folder: Path) -> None:
     with serving(EchoEngine(folder), api_key="secret") as running, running.client() as client:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/debug/engine")):
+            guarded = (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/debug/engine"))
+            for method, path in (*guarded, ("GET", "/debug/memory")):
                 response = client.request(method, path, headers=headers, content=b"{")
                 assert response.status_code == 401
                 assert response.headers["www-authenticate"] == "Bearer"
@@ -614,6 +633,46 @@ def test_gauges_show_who_runs_and_who_waits(folder: Path) -> None:
         assert found["infer:num_requests_waiting{}"] == 3
         assert found["infer:kv_cache_usage_perc{}"] == 1
         assert client.get("/health").json()["num_requests_waiting"] == 3
+
+
+def test_preemptions_are_counted(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client:
+        assert samples(client)["infer:num_preemptions_total{}"] == 0
+        for preempted in (("a", "b"), (), ("a",)):
+            engine.preempted = preempted
+            client.post("/v1/completions", json=completion())
+        assert samples(client)["infer:num_preemptions_total{}"] == 3
+
+
+def test_the_memory_between_two_steps(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=2)
+    with serving(engine) as running, running.client() as client, contextlib.ExitStack() as open_streams:
+        nothing = client.get("/debug/memory").json()
+        assert (nothing["unit"], nothing["num_blocks"], nothing["num_free"]) == ("slot", 4, 4)
+        assert (nothing["holdings"], nothing["written_share"]) == ([], None)
+        engine.step_seconds = 0.05
+        for _ in range(3):
+            open_streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=1000)))
+        wait_until(lambda: len(engine.running) == 2)
+        found = client.get("/debug/memory").json()
+        assert [holding["blocks"] for holding in found["holdings"]] == [[0], [1]]
+        assert [holding["request_id"] for holding in found["holdings"]] == engine.pool.held
+        assert (found["num_free"], found["num_waiting"], found["num_preemptions"]) == (2, 1, 0)
+
+
+def test_a_step_that_takes_too_long_keeps_nobody_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.server.status.DESCRIBE_TIMEOUT", 0.1)
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client, running.client() as other:
+        engine.step_seconds = 1.0
+        with client.stream("POST", "/v1/completions", json=completion(max_tokens=2)) as response:
+            refused = [other.get(f"/debug/{name}") for name in ("memory", "engine")]
+            engine.step_seconds = 0.0
+            response.read()
+        assert [error_of(answer)["code"] for answer in refused] == ["engine_busy"] * 2
+        monkeypatch.undo()
+        assert client.get("/debug/memory").status_code == 200, "the thread lives on"
 
 
 # One bad request, a slow engine, a dead one.
@@ -880,6 +939,7 @@ def test_the_page_comes_with_a_policy_and_asks_nobody_else(client: httpx.Client)
     assert "default-src 'self'" in page.headers["content-security-policy"]
     parts = [word.split('"')[0] for word in page.text.split('="/page/')[1:]]
     assert {part.rpartition(".")[2] for part in parts} >= {"css", "js", "svg"}
+    assert {"pool.js", "pool.css"} <= set(parts), "what the page of a trace draws with too"
     for part in parts:
         assert client.get(f"/page/{part}").status_code == 200
     assert "http://" not in page.text.replace("http://www.w3.org/", "")
@@ -889,6 +949,7 @@ def test_the_page_comes_with_a_policy_and_asks_nobody_else(client: httpx.Client)
 def test_openapi_describes_bodies_and_errors(client: httpx.Client) -> None:
     described = client.get("/openapi.json").json()
     assert set(described["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"}
+    assert "HoldingState" in described["components"]["schemas"]
     assert "HTTPValidationError" not in json.dumps(described)
     for path in ("/v1/completions", "/v1/chat/completions"):
         responses = described["paths"][path]["post"]["responses"]

@@ -12,18 +12,24 @@ from hypothesis import strategies as st
 
 from benchmarks.engine_load import OneAtATime, drive
 from benchmarks.load_generator import EventReader, request_body
-from benchmarks.run_matrix import OPTIMIZATIONS, add_gains, configurations
+from benchmarks.report import rounded
+from benchmarks.run_matrix import OPTIMIZATIONS, REPLACED, add_gains, configurations
+from benchmarks.serving_contenders import warm_up_trace
+from benchmarks.serving_lineup import draw_up
+from benchmarks.serving_memory import BLOCK_SIZE, capacity_batch, check_sizes
 from benchmarks.serving_results import (
     decode_stalls,
     figures,
     percentiles,
     ratio,
     requests_overtaken,
+    saturated_figures,
     saturated_tokens_per_second,
     slot_utilisation,
+    tokens_recomputed,
 )
 from benchmarks.serving_run import ServedRequest, ServedRun, TimedStep
-from benchmarks.workloads.serving import DEMO, FULL, LARGE, Trace, TraceRequest, Workload, make_trace
+from benchmarks.workloads.serving import DEMO, FULL, LARGE, ServingSize, Trace, TraceRequest, Workload, make_trace
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
@@ -37,7 +43,8 @@ MIXED = Workload("mixed", "Mixed", 40, 4, (8, 20), (3, 9))
 def step(started: float, ended: float, **fields: Any) -> TimedStep:
     blank = {"step": 0, "finished": (), "failed": (), "num_running": 0, "num_waiting": 0}
     blank |= {"prefilled": (), "decoded": (), "kv_used_tokens": 0, "kv_capacity_tokens": 100}
-    fields["prefilled"] = tuple((name, 5) for name in fields.get("prefilled", ()))
+    entries = fields.get("prefilled", ())  # ids, of which each has 5 tokens, or entries with their tokens
+    fields["prefilled"] = tuple((entry, 5) if isinstance(entry, str) else entry for entry in entries)
     return TimedStep(started, ended, StepRecord(**(blank | fields)))
 
 
@@ -123,7 +130,40 @@ def test_the_sizes_are_those_of_the_course() -> None:
     assert (FULL.together.num_requests, FULL.together.new_tokens) == (64, (128, 128))
     assert LARGE.w2.concurrency == LARGE.max_batch_size == 64
     assert list(DEMO.workloads) == ["w1", "w2", "w3"]
+    assert (FULL.capacity.prompt_tokens, FULL.capacity.new_tokens) == (FULL.w2.prompt_tokens, FULL.w2.new_tokens)
+    assert (FULL.wide_slots[1], FULL.capacity.longest) == (4096, 1280)
     assert DEMO.with_tail_requests(5).tail.num_requests == 5
+
+
+@pytest.mark.parametrize("size", [FULL, LARGE, DEMO])
+def test_the_memory_of_capacity_divides_into_slots_and_blocks_and_leaves_a_queue(size: ServingSize) -> None:
+    check_sizes(size)
+    num_tight = size.capacity_tokens // size.capacity.longest
+    num_wide = size.wide_slots[0]
+    # The slots' widths are to each other as 4,096 to 1,280, whatever the scale.
+    assert num_tight / num_wide == pytest.approx(4096 / 1280)
+    mean = np.mean(size.capacity.prompt_tokens) + np.mean(size.capacity.new_tokens)
+    fit = size.capacity_tokens / (mean + BLOCK_SIZE / 2)
+    assert num_tight < fit < size.capacity.num_requests / 2, "more wait than run"
+    assert capacity_batch(size) > 1.4 * fit, "memory is what limits them"
+    assert size.capacity.concurrency == size.capacity.num_requests
+
+
+@pytest.mark.parametrize("wide", [(5, 250), (3, 256), (0, 256), (16, 64)])
+def test_a_memory_that_does_not_divide_is_refused(wide: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=f"{wide[0]} slots of {wide[1]} tokens"):
+        check_sizes(replace(DEMO, wide_slots=wide))
+
+
+def test_a_warm_up_fits_into_the_memory_half_of_it_prompts() -> None:
+    slots = warm_up_trace(16, 1280, is_gpu=True)
+    assert slots == warm_up_trace(16, 1280, is_gpu=True, capacity_tokens=16 * 1280)
+    assert [r.new_tokens for r in slots.requests] == list(range(2, 18)), "the batch shrinks by one a step"
+    blocks = warm_up_trace(238, 4096, is_gpu=True, capacity_tokens=81_920)
+    assert sum(len(r.prompt_ids) for r in blocks.requests) <= 81_920 / 2
+    running = [sum(len(r.prompt_ids) + step for r in blocks.requests if r.new_tokens > step) for step in range(240)]
+    assert max(running) <= 81_920, "nobody is preempted"
+    assert [len(r.prompt_ids) for r in warm_up_trace(16, 8, is_gpu=False).requests] == [4, 4]
 
 
 # Results
@@ -168,6 +208,47 @@ def test_figures_by_hand() -> None:
     assert found["decode_stalls"] == found["requests_overtaken"] == 0
 
 
+def test_a_request_that_was_preempted_counts_from_its_first_prefill() -> None:
+    """Request 1 is computed, preempted, and computed anew with the two tokens it had; 2 is preempted uncomputed."""
+    steps = [
+        step(0, 1, prefilled=["0", "1"], num_waiting=1, num_running=2, kv_used_tokens=10),
+        step(1, 2, decoded=("0", "1"), num_waiting=1, num_running=3, kv_used_tokens=12),
+        step(2, 3, decoded=("0",), preempted=("2", "1"), num_waiting=2, num_running=1, kv_used_tokens=7),
+        step(3, 4, decoded=("0",), num_waiting=2, num_running=1, kv_used_tokens=8),
+        step(4, 5, decoded=("0",), num_waiting=2, num_running=1, kv_used_tokens=9),
+        step(5, 6, decoded=("0",), finished=("0",), num_waiting=2, num_running=0),
+        step(6, 7, prefilled=[("1", 7), "2"], num_running=2, kv_used_tokens=12),
+        step(7, 8, decoded=("1", "2"), finished=("1", "2")),
+    ]
+    # Of the 7 tokens 5 were its prompt's and 1 its first answer's; the last it would have computed in any case.
+    assert tokens_recomputed(steps) == 6
+    assert decode_stalls(steps, max_decode_interval=4) == 0, "who is preempted does not decode"
+    assert requests_overtaken(steps, bound=0) == 0, "it was begun in the first step"
+    run = ServedRun([request(0.0, 0.0, [1.0])], steps, num_forwards=8)
+    found = figures(run, max_batch_size=3, max_decode_interval=4)
+    assert (found["preemptions"], found["tokens_recomputed"]) == (2, 6)
+    # Of the six steps that left any waiting: who held memory in them, those who ended in them too.
+    told = saturated_figures(run)
+    assert told["peak_concurrent"] == 3
+    assert told["mean_concurrent"] == rounded((2 + 3 + 1 + 1 + 1 + 1) / 6)
+    assert told["saturated_kv_utilisation"] == rounded((10 + 12 + 7 + 8 + 9 + 0) / 600)
+    assert told["saturated_tokens_per_second"] == rounded(1 / 6)
+
+
+def test_overtaking_is_counted_by_the_first_prefill() -> None:
+    again = [step(0, 1, prefilled=["0"]), step(1, 2, prefilled=["1"]), step(2, 3, preempted=("0",))]
+    assert requests_overtaken([*again, step(3, 4, prefilled=[("0", 6)])], bound=0) == 0
+
+
+def test_pieces_of_a_prompt_and_a_second_preemption_are_told_from_recomputing() -> None:
+    pieces = [step(n, n + 1, prefilled=["0"]) for n in range(3)]
+    assert tokens_recomputed(pieces) == 0
+    lost = step(3, 4, preempted=("0",))
+    assert tokens_recomputed([*pieces, lost, *pieces]) == 15
+    # The second time it has only got to 10 of its 15 tokens when it is preempted again.
+    assert tokens_recomputed([*pieces, lost, *pieces[:2], lost, *pieces, step(9, 10, decoded=("0",))]) == 10 + 15
+
+
 def test_what_only_steps_tell_is_absent_without_them() -> None:
     found = figures(ServedRun([request(0.0, None, [1.0])], steps=None, num_forwards=None), 4, 4)
     assert found["queue_wait_ms"] is found["slot_utilisation"] is found["decode_stalls"] is None
@@ -205,6 +286,36 @@ def test_slots_and_ratios() -> None:
     assert slot_utilisation([step(0, 1, prefilled=["0"], decoded=("1", "2")), step(1, 2, decoded=("1",))], 4) == 0.5
     assert ratio(3.0, 2.0) == 1.5
     assert ratio(None, 2.0) is ratio(3.0, None) is ratio(3.0, 0.0) is None
+
+
+# The lineup
+
+
+def phase(number: str, *, many: bool = True, continuous: bool = True, blocks: bool = True) -> Any:
+    engine = SimpleNamespace(SCHEDULERS={"continuous": 0} if continuous else {}, POOLS={"paged": 0} if blocks else {})
+    shown = SimpleNamespace(add_request=0) if many else SimpleNamespace()
+    return SimpleNamespace(number=number, engine=shown, load=lambda part: engine)
+
+
+def test_each_idea_is_shown_by_its_own_phase_and_the_newest_stands_beside_them() -> None:
+    main = [
+        phase("03", many=False),
+        phase("03.1", many=False),
+        phase("04", continuous=False, blocks=False),
+        phase("05", blocks=False),
+        phase("06"),
+        phase("06.1"),
+        phase("07"),
+    ]
+    every = ("sequential", "padded", "static", "continuous", "paged", "newest")
+    for last, number_of_contenders in (("05", 4), ("06", 5), ("06.1", 6), ("07", 6)):
+        found = draw_up(main, next(lesson for lesson in main if lesson.number == last))
+        assert found.contenders == every[:number_of_contenders]
+        assert (found.sequential.number, found.slots.number, found.newest.number) == ("03.1", "05", last)
+        in_blocks = [lesson.number for lesson in found.in_blocks.values()]
+        assert in_blocks == {"05": [], "06": ["06"]}.get(last, ["06", last])
+    side = draw_up(main, phase("06.2"))
+    assert side.in_blocks["newest"].number == "06.2"
 
 
 # The loop
@@ -352,21 +463,35 @@ def test_a_request_asks_for_what_the_engine_alone_is_asked() -> None:
 
 
 def test_every_phase_has_a_row_and_each_of_its_optimizations_another() -> None:
-    found = [row.name for row in configurations([lesson for lesson in lessons() if lesson.generates])]
+    rows = configurations([lesson for lesson in lessons() if lesson.generates])
+    found = [row.name for row in rows]
     assert found[:5] == ["02", "03", "03.1", "04", "05"]
     assert found[5:7] == ["05 scheduler_policy=prefill_first", "05 scheduler_policy=decode_round_robin"]
-    assert set(OPTIMIZATIONS) <= set(EngineConfig.__dataclass_fields__)
-    later = configurations([SimpleNamespace(number=f"{n:02}") for n in range(6, 11)])  # type: ignore[misc]
+    assert found[7:9] == ["06", "06 kv_cache_backend=contiguous"]
+    assert set(OPTIMIZATIONS) | set(REPLACED) <= set(EngineConfig.__dataclass_fields__)
+    for row in rows:
+        EngineConfig(**row.settings).check(row.lesson.load("engine").SUPPORTED)
+    numbers = ["05", "06", "06.1", *(f"{n:02}" for n in range(7, 11))]
+    later = configurations([SimpleNamespace(number=number) for number in numbers])  # type: ignore[misc]
     for row in later:
         EngineConfig(**row.settings)  # what a setting needs is beside it
     assert [row.name for row in later if row.settings] == [
-        "06 kv_cache_backend=paged",
+        "05 scheduler_policy=prefill_first",
+        "05 scheduler_policy=decode_round_robin",
+        "06 kv_cache_backend=contiguous",
+        "06.1 attention_backend=flash",
         "07 use_chunked_prefill=True",
         "08 kv_cache_backend=paged use_prefix_caching=True",
         "09 use_cuda_graphs=True",
         "10 quantization=fp8",
         "10 quantization=int8",
     ]
+
+
+def test_on_a_cpu_no_row_repeats_another_under_a_kernels_name() -> None:
+    found = [SimpleNamespace(number=number) for number in ("06", "06.1")]
+    names = [row.name for row in configurations(found, "cpu")]  # type: ignore[arg-type]
+    assert names == ["06", "06 kv_cache_backend=contiguous", "06.1"]
 
 
 def test_gains_are_over_the_first_row_and_over_the_phase_before_in_its_defaults() -> None:

@@ -1,0 +1,504 @@
+"""Phase 6 answers from blocks as phase 5 does from slots, and through preemption as if there had been none."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+from phases.phase_02.engine import Engine as Plain
+from phases.phase_03_1.engine import Engine as Single
+from phases.phase_05.engine import Engine as Slotted
+from phases.phase_06.engine import Engine
+from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
+from shared.engine.output import StepOutput
+from shared.engine.record import StepRecord
+from shared.errors import ConfigError, RequestError
+from shared.kernels.launch import LAUNCHES
+from shared.parity.reference import greedy_tokens, load_reference
+from shared.sampling.params import SamplingParams
+from shared.server.app import make_app
+from shared.server.settings import ServerConfig
+from shared.text.stopping import FinishReason
+
+MAX_SEQ_LEN = 128
+SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
+    ("y", GREEDY | {"max_new_tokens": 75}),
+    ("z", GREEDY | {"max_new_tokens": 75}),
+    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
+    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
+    (SENTENCE, {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
+    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
+    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
+    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
+    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
+    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
+]
+SHORT = [MIXED[0], *MIXED[3:]]
+ARRIVALS = [0, 0, 0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each of them comes
+
+
+def make(folder: Path, block_size: int = 16, tokens: int | None = None, **config: Any) -> Engine:
+    """An engine whose pool holds so many tokens, rounded up to blocks; None: as much as can be used."""
+    config = {"max_seq_len": MAX_SEQ_LEN, "block_size": block_size} | config
+    num_blocks = None if tokens is None else -(-tokens // block_size)
+    return Engine(EngineConfig(model=str(folder), num_gpu_blocks=num_blocks, **config))
+
+
+def serve(
+    engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
+) -> tuple[list[list[StepOutput]], list[StepRecord]]:
+    """Each request's outputs, in the order of the requests, which come before the step that ``arrivals`` says."""
+    coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
+    names: list[str] = []
+    outputs: dict[str, list[StepOutput]] = {}
+    records: list[StepRecord] = []
+    preempted = engine.load().num_preemptions
+    while coming or engine.has_work():
+        while coming and coming[0][0] <= len(records):
+            prompt, params = coming.pop(0)[1]
+            names.append(engine.add_request(prompt, SamplingParams(**params)))
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        records.append(engine.last_step)
+    assert engine.pool.audit() == []
+    assert sum(len(record.preempted) for record in records) == engine.load().num_preemptions - preempted
+    return [outputs[name] for name in names], records
+
+
+def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
+    return [output.token_id for output in outputs]
+
+
+def seen(outputs: Sequence[StepOutput]) -> list[StepOutput]:
+    """All that a client sees, but for its name and the log-probabilities."""
+    return [replace(output, request_id="", logprobs=None) for output in outputs]
+
+
+def logprobs(outputs: Sequence[StepOutput]) -> list[float]:
+    return [p for o in outputs if o.logprobs for p in (o.logprobs.logprob, *(p for _, p in o.logprobs.top))]
+
+
+def alone(folder: Path, requests: Sequence[tuple[str | list[int], dict[str, Any]]]) -> list[list[StepOutput]]:
+    single = Single(EngineConfig(model=str(folder), max_seq_len=MAX_SEQ_LEN))
+    return [list(single.generate(prompt, SamplingParams(**params))) for prompt, params in requests]
+
+
+# The same tokens.
+
+
+def test_whoever_comes_goes_or_gives_way_each_answer_is_that_of_phase_5(model_folder: Path) -> None:
+    """The pools have room for one sequence of 128 tokens, in blocks of several sizes."""
+    slotted = Slotted(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
+    expected, _ = serve(slotted, MIXED, ARRIVALS)
+    for block_size, config in (
+        (1, {"scheduler_policy": "fcfs"}),
+        (3, {"scheduler_policy": "prefill_first", "max_decode_interval": 3}),
+        (16, {"scheduler_policy": "decode_round_robin", "max_decode_interval": 3, "attention_backend": "naive"}),
+    ):
+        engine = make(model_folder, block_size, 128, max_batch_size=5, max_num_batched_tokens=100, **config)
+        answers, _ = serve(engine, MIXED, ARRIVALS)
+        for (prompt, params), ours, theirs in zip(MIXED, answers, expected, strict=True):
+            assert seen(ours) == seen(theirs), (config, prompt, params)
+            assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-4)
+        assert engine.load().num_preemptions > 0, config
+
+
+@pytest.mark.parametrize("config", [{}, {"batching_mode": "static"}])
+def test_where_nobody_has_to_give_way_each_answer_is_as_if_alone(
+    tiny_checkpoints: dict[str, Path], config: dict[str, str]
+) -> None:
+    folder = tiny_checkpoints["qwen3"]
+    engine = make(folder, max_batch_size=3, **config)
+    answers, _ = serve(engine, SHORT, ARRIVALS[2:])
+    assert [seen(answer) for answer in answers] == [seen(answer) for answer in alone(folder, SHORT)]
+    assert engine.load().num_preemptions == 0
+
+
+def test_greedy_tokens_equal_those_of_phase_5_of_the_plain_loop_and_of_transformers(model_folder: Path) -> None:
+    wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
+    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
+    engine = make(model_folder, block_size=2, tokens=112, max_seq_len=112)
+    found, records = serve(engine, requests, [0, 2, 5])
+    answers = [tokens(answer) for answer in found]
+    assert any(record.preempted for record in records)
+    slotted = Slotted(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
+    assert answers == [tokens(answer) for answer in serve(slotted, requests)[0]]
+    plain, reference = Plain(EngineConfig(model=str(model_folder))), load_reference(model_folder, torch.float32)
+    for (prompt, n), answer in zip(wanted, answers, strict=True):
+        assert answer == tokens(list(plain.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=n))))
+        assert answer == greedy_tokens(reference, engine.tokenizer.encode(prompt), n)
+
+
+@pytest.mark.demo
+def test_the_demo_model_answers_as_in_phase_3_1(demo_folder: Path) -> None:
+    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
+    requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
+    engine = make(demo_folder, block_size=2, tokens=20, max_seq_len=20)
+    answers, _ = serve(engine, requests, [0, 1, 2])
+    assert engine.load().num_preemptions > 0
+    for answer, expected in zip(answers, alone(demo_folder, requests), strict=True):
+        assert tokens(answer) == tokens(expected)
+
+
+@pytest.mark.parametrize(
+    "config", [*({"scheduler_policy": p} for p in SCHEDULER_POLICIES), {"batching_mode": "static"}]
+)
+def test_with_slots_outputs_and_steps_are_those_of_phase_5(
+    tiny_checkpoints: dict[str, Path], config: dict[str, str]
+) -> None:
+    about: dict[str, Any] = {"max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4, "max_num_batched_tokens": 100, **config}
+    about |= {"model": str(tiny_checkpoints["qwen3"]), "kv_cache_backend": "contiguous"}
+    ours, theirs = (serve(engine(EngineConfig(**about)), SHORT, ARRIVALS[2:]) for engine in (Engine, Slotted))
+    assert ours == theirs
+
+
+def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, Path]) -> None:
+    """The second takes the memory that the first had, and gives it back."""
+    folder = tiny_checkpoints["llama"]
+    long: list[tuple[list[int], dict[str, Any]]] = [([7] * 40, GREEDY | {"max_new_tokens": 60}), ([9] * 60, GREEDY)]
+    expected = [tokens(answer) for answer in alone(folder, long)]
+    engine = make(folder, tokens=128)
+    first, second = (engine.generate(prompt, SamplingParams(**params)) for prompt, params in long)
+    got = [next(first)]
+    assert tokens(list(second)) == expected[1]
+    assert tokens(got + list(first)) == expected[0]
+    assert engine.load().num_preemptions > 0
+    assert engine.pool.audit() == []
+
+
+# Preemption.
+
+
+def test_what_a_request_asks_for_survives_preemption(tiny_checkpoints: dict[str, Path]) -> None:
+    """Each kind of request gives way, far into its answer, to one that came first and goes on for long."""
+    folder = str(tiny_checkpoints["qwen3"])
+    engine = make(tiny_checkpoints["qwen3"], block_size=4, tokens=128)
+    slotted = Slotted(EngineConfig(model=folder, max_seq_len=MAX_SEQ_LEN))
+    first = ("x", GREEDY | {"max_new_tokens": 60})
+
+    def both(**params: Any) -> tuple[list[StepOutput], list[StepOutput]]:
+        """What the request gets where it gives way and where it need not."""
+        requests = [first, (SENTENCE, {"max_new_tokens": 40, "ignore_eos": True} | params)]
+        (_, ours), records = serve(engine, requests)
+        name = ours[0].request_id
+        assert [record.preempted for record in records if record.preempted] == [(name,)]
+        (_, prompt), (_, recomputed) = (p for record in records for p in record.prefilled if p[0] == name)
+        assert recomputed > prompt + 20
+        return ours, serve(slotted, requests)[0][1]
+
+    for params in (
+        {"seed": 2, "top_k": 20, "top_p": 0.9},
+        {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.5},
+        {"seed": 4, "logprobs": 4},
+    ):
+        ours, theirs = both(**params)
+        assert seen(ours) == seen(theirs), params
+        assert len(ours) == 40
+        assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-4)
+    assert len(logprobs(ours)) == 40 * 5
+    stop = "".join(output.text for output in ours)[-6:-2]
+    ours, theirs = both(seed=4, stop=(stop,))
+    assert seen(ours) == seen(theirs)
+    assert (ours[-1].finish_reason, ours[-1].stop) == (FinishReason.STOP, stop)
+
+
+@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
+def test_nothing_fails_nothing_deadlocks_and_the_oldest_always_ends(
+    tiny_checkpoints: dict[str, Path], policy: str
+) -> None:
+    """Each of eight could fill the memory alone, and all of them begin."""
+    folder = tiny_checkpoints["llama"]
+    requests = [([7 + n] * (1 + n), GREEDY | {"max_new_tokens": 31 - n}) for n in range(8)]
+    expected = [tokens(answer) for answer in alone(folder, requests)]
+    engine = make(folder, 2, 32, max_seq_len=32, max_batch_size=8, scheduler_policy=policy, max_decode_interval=2)
+    answers, records = serve(engine, requests)
+    assert [tokens(answer) for answer in answers] == expected
+    assert all(answer[-1].finish_reason is FinishReason.LENGTH for answer in answers)
+    assert engine.load().num_preemptions >= 8
+    ended: set[str] = set()
+    for record in records:
+        oldest = next(name for name in map(str, range(8)) if name not in ended)
+        assert oldest not in record.preempted
+        prefilled = {name for name, _ in record.prefilled}
+        assert not (prefilled & set(record.preempted)), "nobody is let in again in the step that took the memory"
+        assert not record.failed
+        ended |= set(record.finished)
+    recomputed = engine.num_tokens_computed - sum(
+        len(prompt) + len(a) - 1 for (prompt, _), a in zip(requests, answers, strict=True)
+    )
+    assert recomputed == computed_twice(records, requests)
+
+
+def computed_twice(records: Sequence[StepRecord], requests: Sequence[tuple[list[int], dict[str, Any]]]) -> int:
+    """Tokens that were computed and lost, from the records alone: what preempted requests had in memory."""
+    computed = dict.fromkeys(map(str, range(len(requests))), 0)
+    lost = 0
+    for record in records:
+        for name in record.preempted:
+            lost += computed[name]
+            computed[name] = 0
+        for name, num_tokens in record.prefilled:
+            assert computed[name] == 0
+            computed[name] = num_tokens
+        for name in record.decoded:
+            computed[name] += 1
+    return lost
+
+
+def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoints: dict[str, Path]) -> None:
+    """A random crowd in too little memory; some are aborted at random moments, some make the model raise."""
+    folder = tiny_checkpoints["qwen3"]
+    chance = random.Random(0)
+    requests: list[tuple[list[int], dict[str, Any]]] = [
+        (
+            [chance.randrange(20, 500) for _ in range(chance.randrange(1, 30))],
+            {"seed": n, "temperature": chance.choice([0.0, 0.8]), "max_new_tokens": chance.randrange(1, 12)},
+        )
+        for n in range(40)
+    ]
+    expected = [tokens(answer) for answer in alone(folder, requests)]
+    culprit = 511  # no prompt has it; the requests whose answers have it fail when it is their newest token
+    failing = {n for n in range(40) if culprit in expected[n][:-1]} | {3, 17, 18}
+    for n in (3, 17, 18):
+        requests[n][0][-1] = culprit
+    engine = make(folder, block_size=3, tokens=60, max_seq_len=48, max_batch_size=6, max_num_batched_tokens=60)
+    forward = engine.model.forward
+
+    def raising(step: Any, kv: Any) -> torch.Tensor:
+        if culprit in step.ids.tolist():
+            raise RuntimeError("injected")
+        return forward(step, kv)
+
+    engine.model.forward = raising
+    for n, (prompt, params) in enumerate(requests):
+        engine.add_request(prompt, SamplingParams(**params), str(n))
+    aborted: set[int] = set()
+    got: list[list[StepOutput]] = [[] for _ in requests]
+    while engine.has_work():
+        for output in engine.step():
+            assert int(output.request_id) not in aborted
+            got[int(output.request_id)].append(output)
+        if chance.random() < 0.3:
+            n = chance.randrange(40)
+            if engine.abort(str(n)):
+                aborted.add(n)
+        assert engine.pool.audit_blocks() == []
+        assert len(engine.pool.audit()) == len(engine.scheduler.running)
+    assert engine.pool.audit() == []
+    assert engine.pool.free_tokens == engine.pool.capacity_tokens
+    assert len(aborted) >= 3
+    assert engine.load().num_preemptions >= 3
+    for n, outputs in enumerate(got):
+        ids = [token_id for token_id in tokens(outputs) if token_id is not None]
+        if n not in (3, 17, 18):
+            assert ids == expected[n][: len(ids)], n
+        if n in failing and n not in aborted:
+            assert outputs[-1].finish_reason is FinishReason.ERROR, n
+        elif n not in aborted:
+            assert ids == expected[n], n
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
+def test_a_step_that_is_broken_off_loses_no_output(
+    tiny_checkpoints: dict[str, Path], error: type[BaseException]
+) -> None:
+    """Also where somebody had to give way in it, and where prompts had their tokens before the forward that broke."""
+    folder = tiny_checkpoints["llama"]
+    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 if n == 2 else 12}) for n in range(5)]
+    expected = [tokens(answer) for answer in alone(folder, requests)]
+    engine = make(folder, block_size=2, tokens=24, max_seq_len=16)
+    decode, calls, broken_off = engine.decode, 0, 0
+
+    def broken(batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise error
+        return decode(batch)
+
+    engine.decode = broken
+    outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(5)}
+    coming = list(enumerate(requests))
+    while coming or engine.has_work():
+        if coming:
+            n, (prompt, params) = coming.pop(0)
+            engine.add_request(prompt, SamplingParams(**params), str(n))
+        before = engine.load().num_preemptions
+        try:
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+        except error:
+            broken_off += engine.load().num_preemptions > before
+        assert engine.pool.audit_blocks() == []
+    assert broken_off > 0, "no step was broken off in which somebody had to give way"
+    assert [tokens(answer) for answer in outputs.values()] == expected
+    assert engine.pool.audit() == []
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
+        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0; it must be a whole number of at least 1"),
+        (
+            {"num_gpu_blocks": 7, "max_seq_len": 128},
+            r"num_gpu_blocks is 7: 112 tokens in blocks of 16. One sequence may have max_seq_len = 128 tokens, which "
+            "is 8 blocks",
+        ),
+        ({"num_gpu_blocks": 10**12}, r"1000000000000 blocks of 16 tokens take [\d,.]+ GB and cpu has [\d,.]+ GB free"),
+        (
+            {"kv_cache_backend": "contiguous", "block_size": 8},
+            "block_size is 8 and kv_cache_backend is 'contiguous'; the first, which arrives in phase 06",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
+
+
+def test_earlier_phases_know_no_blocks(tiny_checkpoints: dict[str, Path]) -> None:
+    for given, named in (
+        ({"kv_cache_backend": "paged"}, "kv_cache_backend = 'paged'"),
+        ({"block_size": 8}, "block_si"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{named}.* arrives in phase 06"):
+            Slotted(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
+
+
+def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: dict[str, Path]) -> None:
+    """By its numbers, and over HTTP with 422; what was refused leaves nothing behind."""
+    engine = make(tiny_checkpoints["llama"], tokens=32, max_seq_len=32)
+    assert engine.pool.request_capacity == 32, "an engine's pool holds the longest sequence that it takes"
+    with pytest.raises(RequestError, match=r"has 32 tokens .* 32"):
+        engine.add_request([7] * 32, SamplingParams(max_new_tokens=1))
+    engine.pool.request_capacity = 20  # as of a pool that is smaller than that
+    with pytest.raises(RequestError, match="has 10 tokens and with its answer up to 21; the KV memory holds 20"):
+        engine.add_request([7] * 10, SamplingParams(max_new_tokens=11))
+    assert not engine.has_work()
+    with TestClient(make_app(engine, ServerConfig(model_name="tiny"))) as client:
+        for length, answer, status in ((10, 11, 422), (40, 1, 422), (10, 10, 200)):
+            body = {"model": "tiny", "prompt": [7] * length, "max_tokens": answer, "ignore_eos": True}
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == status, response.text
+            if length == 10 and status == 422:
+                assert "the KV memory holds 20 for one request" in response.json()["error"]["message"]
+    assert engine.pool.audit() == []
+
+
+def test_without_a_number_of_blocks_the_pool_sizes_itself(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_seq_len=100, max_batch_size=3)
+    assert engine.pool.capacity_tokens == 3 * 7 * 16, "no more than three sequences can fill"
+    assert engine.stats()["cache capacity (tokens)"] == 3 * 7 * 16
+    assert engine.stats()["cache bytes"] == engine.pool.keys.nbytes + engine.pool.values.nbytes
+
+
+def test_packed_weights_go_with_blocks(tiny_checkpoints: dict[str, Path]) -> None:
+    about: dict[str, Any] = {"dtype": "bfloat16", "pack_weights": True, "max_batch_size": 3}
+    both = [make(tiny_checkpoints["llama"], **about), make(tiny_checkpoints["llama"], tokens=128, **about)]
+    many, few = (serve(engine, MIXED[:3])[0] for engine in both)
+    assert [len(answer) for answer in many] == [len(answer) for answer in few]
+
+
+# What a step does for its layers.
+
+
+def test_a_step_s_index_tensors_are_made_once_for_all_layers(model_folder: Path) -> None:
+    """One plan is sent for each forward; on a CPU blocks are listed once for each kind of window that a model has."""
+    engine = make(model_folder)
+    windows = set(engine.model.config.windows)
+    sends, cuts = counted(engine.view.staging, "send"), counted(engine.view, "_cut")
+    answers, _ = serve(engine, MIXED[:4])
+    assert len(answers) == 4
+    assert sends == [1] * engine.num_forwards
+    assert len(cuts) == len(windows) * engine.num_forwards
+    assert len(windows) < engine.model.config.num_layers
+
+
+def counted(owner: Any, name: str) -> list[int]:
+    """An entry for each call of the method from now on."""
+    calls: list[int] = []
+    method = getattr(owner, name)
+
+    def counting(*args: Any) -> Any:
+        calls.append(1)
+        return method(*args)
+
+    setattr(owner, name, counting)
+    return calls
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("policy", "block_size"), list(zip(SCHEDULER_POLICIES, (1, 3, 16), strict=True)))
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, policy: str, block_size: int) -> None:
+    about: dict[str, Any] = {"scheduler_policy": policy, "max_batch_size": 5, "max_num_batched_tokens": 100}
+    engines = [
+        make(model_folder, block_size, 128, device=device, dtype="float32", **about) for device in ("cpu", "cuda")
+    ]
+    on_cpu, on_gpu = (serve(engine, MIXED, ARRIVALS) for engine in engines)
+    assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]
+    assert on_gpu[1] == on_cpu[1], "the same steps"
+    assert engines[1].load().num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_paged_kernels_run_once_for_each_layer(model_folder: Path, dtype: str) -> None:
+    engine = make(model_folder, device="cuda", dtype=dtype)
+    layers = engine.model.config.num_layers
+    for n in range(7):
+        engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
+    sends = counted(engine.view.staging, "send")
+    made = launched(engine)
+    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"], made["kv_write_kernel"]) == (
+        layers,
+        0,
+        layers,
+    )
+    assert len(sends) == 1
+    made = launched(engine)
+    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"], made["kv_write_kernel"]) == (
+        0,
+        layers,
+        layers,
+    )
+    assert len(sends) == 2
+    engine.add_request([7] * 33, SamplingParams(**GREEDY, max_new_tokens=8))
+    made = launched(engine)
+    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"]) == (layers, layers)
+    assert made["kv_write_kernel"] == 2 * layers, "one for the prompt, one for the seven"
+    assert made["decode_attention_kernel"] == 0
+    assert len(sends) == 4
+
+
+def launched(engine: Engine) -> Any:
+    """The launches of one step, by kernel."""
+    before = LAUNCHES.copy()
+    engine.step()
+    return LAUNCHES - before
+
+
+@pytest.mark.gpu
+def test_the_pool_takes_what_the_gpu_has_left(tiny_checkpoints: dict[str, Path]) -> None:
+    about: dict[str, Any] = {"device": "cuda", "max_seq_len": 1024}
+    engine = make(tiny_checkpoints["llama"], **about)
+    assert engine.pool.capacity_tokens == 16 * 1024, "what sixteen sequences can fill"
+    free, _ = torch.cuda.mem_get_info()
+    of_a_token = engine.pool.num_bytes // engine.pool.capacity_tokens
+    with pytest.raises(ConfigError, match=r"blocks of 16 tokens take [\d,.]+ GB and cuda has [\d,.]+ GB free"):
+        make(tiny_checkpoints["llama"], tokens=2 * math.ceil(free / of_a_token), **about)

@@ -1,0 +1,90 @@
+"""What parts of the keys leave behind: of two states one, and attention of all keys however they are cut."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.attention.states import attention_state, merge, merge_rows
+
+
+def of_one_head(value, log):
+    """A state of one head whose values are one number."""
+    return torch.tensor([[value]], dtype=torch.float64), torch.tensor([log], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ((1.0, 0.0), (3.0, 0.0), (2.0, 1.0)),  # weights 1 and 1
+        ((1.0, 1.0), (4.0, 0.0), (2.0, math.log2(3))),  # 2 and 1
+        ((5.0, 3.0), (0.0, 3.0), (2.5, 4.0)),
+        ((1.0, 2000.0), (3.0, 2000.0), (2.0, 2001.0)),  # 2^2000 is no number
+        ((1.0, -2000.0), (3.0, -2000.0), (2.0, -1999.0)),
+        ((1.0, 2000.0), (3.0, 0.0), (1.0, 2000.0)),
+    ],
+)
+def test_two_states_that_can_be_merged_by_hand(a, b, expected):
+    for merged in (merge(of_one_head(*a), of_one_head(*b)), merge(of_one_head(*b), of_one_head(*a))):
+        torch.testing.assert_close(merged, of_one_head(*expected))
+
+
+def test_every_head_has_weights_of_its_own():
+    values, logs = torch.randn(2, 3, 8).double(), torch.tensor([[0.0, 5.0, -torch.inf], [0.0, -5.0, 1.0]]).double()
+    merged, log = merge((values[0], logs[0]), (values[1], logs[1]))
+    weights = logs.exp2()
+    torch.testing.assert_close(merged, (weights[..., None] * values).sum(0) / weights.sum(0)[:, None])
+    torch.testing.assert_close(log, weights.sum(0).log2())
+
+
+def test_no_keys_change_nothing_and_merge_to_zeros():
+    some = torch.randn(3, 8), torch.randn(3)
+    none = torch.zeros(3, 8), torch.full((3,), -torch.inf)
+    for merged in (merge(some, none), merge(none, some)):
+        torch.testing.assert_close(merged, some)
+    values, log = merge(none, none)
+    assert (values == 0).all()
+    assert (log == -torch.inf).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 50), max_size=6),
+    order=st.randoms(use_true_random=False),
+    size=st.sampled_from([0.1, 1.0, 40.0]),
+    softcap=st.sampled_from([None, 5.0]),
+)
+def test_any_partition_merges_to_the_attention_of_all_keys(cuts, order, size, softcap):
+    generator = torch.Generator().manual_seed(len(cuts))
+    q = size * torch.randn(6, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 50, 8, generator=generator, dtype=torch.float64)
+    bounds = [0, *sorted(cuts), 50]
+    states = [
+        attention_state(q, k[:, begin:end], v[:, begin:end], scale=0.3, softcap=softcap)
+        for begin, end in pairwise(bounds)  # some of no key at all
+    ]
+    whole = attention_state(q, k, v, scale=0.3, softcap=softcap)
+    while len(states) > 1:  # in any order, any two of them
+        a, b = (states.pop(order.randrange(len(states))) for _ in range(2))
+        states.append(merge(a, b))
+    torch.testing.assert_close(states[0], whole)
+
+
+def test_the_state_of_all_keys_is_attention():
+    q, k, v = torch.randn(4, 8).double(), torch.randn(2, 9, 8).double(), torch.randn(2, 9, 8).double()
+    values, log = attention_state(q, k, v, scale=0.5)
+    weights = torch.exp(0.5 * (q.view(2, 2, 8) @ k.mT))
+    torch.testing.assert_close(values.view(2, 2, 8), weights @ v / weights.sum(-1, keepdim=True))
+    torch.testing.assert_close(log.view(2, 2), weights.sum(-1).log2())
+
+
+def test_rows_without_states_keep_their_result():
+    partial, log = torch.randn(3, 2, 4), torch.randn(3, 2)
+    out = torch.full((3, 2, 4), 7.0)
+    merge_rows(partial, log, torch.tensor([0, 2, 2, 3]), out)
+    torch.testing.assert_close(out[0], merge((partial[0], log[0]), (partial[1], log[1]))[0])
+    assert (out[1] == 7.0).all()
+    torch.testing.assert_close(out[2], partial[2])

@@ -1,0 +1,156 @@
+"""The map of the memory against the pool's own books, on real engines with slots and with few blocks."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.engine.config import EngineConfig
+from shared.engine.memory_map import HoldingState, MemoryMap
+from shared.lessons import find_lesson, lessons
+from shared.sampling.params import SamplingParams
+
+BLOCK, BLOCKS = 4, 8
+HELD = re.compile(r"Request (\S+) holds (\d+) blocks with (\d+) tokens of (\d+) granted\.")
+PAGED = [
+    lesson.number for lesson in lessons() if "kv_cache_backend=paged" in getattr(lesson.load("engine"), "SUPPORTED", ())
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoints: dict[str, Path]) -> Path:
+    return tiny_checkpoints["llama"]
+
+
+def make_engine(folder: Path, phase: str = "06", **settings: Any) -> Any:
+    """By default 8 blocks of 4 tokens."""
+    sizes = (
+        {"block_size": BLOCK, "num_gpu_blocks": BLOCKS} if phase >= "06" and "kv_cache_backend" not in settings else {}
+    )
+    config = EngineConfig(model=str(folder), max_seq_len=BLOCK * BLOCKS, seed=0, **sizes, **settings)
+    return find_lesson(phase).engine(config)
+
+
+def add(engine: Any, name: str, num_prompt: int, num_answer: int) -> None:
+    params = SamplingParams(temperature=0.0, max_new_tokens=num_answer, ignore_eos=True)
+    engine.add_request(list(range(1, num_prompt + 1)), params, name)
+
+
+def seen(engine: Any) -> MemoryMap:
+    return MemoryMap.of(engine.scheduler, engine.last_step)
+
+
+def check(engine: Any, memory: MemoryMap) -> None:
+    """No block is drawn twice, and the figures are those of the pool and of its audit."""
+    blocks = [block for holding in memory.holdings for block in holding.blocks]
+    assert len(set(blocks)) == len(blocks) == memory.num_held
+    assert set(blocks) <= set(range(memory.num_blocks))
+    assert memory.num_written == engine.pool.used_tokens
+    assert (memory.num_blocks - memory.num_held) * memory.block_tokens == engine.pool.free_tokens
+    told = {match[1]: (int(match[2]), int(match[3])) for match in map(HELD.match, engine.pool.audit()) if match}
+    assert told == {h.request_id: (len(h.blocks), h.num_written) for h in memory.holdings if h.blocks}
+    assert memory.num_preemptions == engine.scheduler.num_preemptions
+    assert memory.num_waiting == len(engine.scheduler.waiting)
+
+
+@pytest.mark.parametrize("phase", PAGED)
+def test_blocks_by_hand_through_a_preemption(folder: Path, phase: str) -> None:
+    """a and b have 10 tokens each and grow; 8 blocks are full at 16 tokens each, and b has to go."""
+    engine = make_engine(folder, phase)
+    add(engine, "a", 10, 15)
+    add(engine, "b", 10, 10)
+    states: dict[str, list[str]] = {"a": [], "b": []}
+    while engine.has_work():
+        engine.step()
+        memory = seen(engine)
+        check(engine, memory)
+        for holding in memory.holdings:
+            states[holding.request_id].append(holding.state.value)
+        if engine.last_step.step == 0:
+            assert [(h.request_id, h.blocks, h.num_tokens, h.num_written) for h in memory.holdings] == [
+                ("a", (0, 1, 2), 11, 10),
+                ("b", (3, 4, 5), 11, 10),
+            ]
+            assert (memory.unit, memory.block_tokens, memory.num_blocks) == ("block", BLOCK, BLOCKS)
+            assert memory.written_share == 20 / 24
+        if engine.last_step.preempted:
+            assert engine.last_step.preempted == ("b",)
+            b = memory.holdings[-1]
+            assert (b.request_id, b.state, b.blocks, b.num_written) == ("b", HoldingState.PREEMPTED, (), 0)
+            assert b.num_tokens > b.num_prompt_tokens == 10
+    assert states["a"] == ["prefill"] + ["decode"] * 13
+    preempted = states["b"].count("preempted")
+    assert states["b"] == ["prefill"] + ["decode"] * 6 + ["preempted"] * preempted + ["recompute", "decode"]
+    assert preempted > 1
+    end = seen(engine)
+    assert (end.holdings, end.num_held, end.written_share, end.num_preemptions) == ((), 0, None, 1)
+
+
+@pytest.mark.parametrize(("phase", "settings"), [("04", {}), ("05", {}), ("06", {"kv_cache_backend": "contiguous"})])
+def test_a_slot_is_one_large_block_and_mostly_empty(folder: Path, phase: str, settings: dict[str, str]) -> None:
+    engine = make_engine(folder, phase, max_batch_size=3, **settings)
+    add(engine, "a", 10, 4)
+    add(engine, "b", 3, 4)
+    engine.step()
+    memory = seen(engine)
+    assert (memory.unit, memory.block_tokens, memory.num_blocks, memory.num_held) == ("slot", 32, 3, 2)
+    assert [(h.request_id, h.blocks, h.num_written) for h in memory.holdings] == [("a", (0,), 10), ("b", (1,), 3)]
+    assert memory.written_share == 13 / 64
+
+
+def test_who_is_computed_again_is_marked_while_it_waits_for_its_turn(folder: Path) -> None:
+    """A request that holds its memory again and is not computed yet is being recomputed; a new one is not."""
+    engine = make_engine(folder, max_num_batched_tokens=4)
+    add(engine, "a", 4, 9)
+    add(engine, "b", 4, 9)
+    engine.step()
+    assert [(h.request_id, h.state) for h in seen(engine).holdings] == [("a", "prefill"), ("b", "prefill")]
+    engine.step()
+    add(engine, "c", 4, 9)
+    engine.scheduler._preempt(engine.scheduler.running["b"])
+    assert [(h.request_id, h.state) for h in seen(engine).holdings] == [("a", "decode"), ("b", "preempted")]
+    engine.scheduler.schedule()
+    memory = seen(engine)
+    check(engine, memory)
+    assert [(h.request_id, h.state) for h in memory.holdings] == [("a", "decode"), ("b", "recompute"), ("c", "prefill")]
+    assert [h.num_written for h in memory.holdings][1:] == [0, 0]
+
+
+def test_memory_that_nobody_owns_is_shown(folder: Path) -> None:
+    engine = make_engine(folder)
+    assert engine.pool.reserve("ghost", 5)
+    (ghost,) = seen(engine).holdings
+    assert (ghost.request_id, ghost.state, len(ghost.blocks), ghost.num_written) == ("ghost", "lost", 2, 0)
+    check(engine, seen(engine))
+
+
+def test_a_map_is_json_and_changes_no_more(folder: Path) -> None:
+    engine = make_engine(folder)
+    add(engine, "a", 10, 4)
+    engine.step()
+    memory = seen(engine)
+    told = json.loads(json.dumps(memory.as_json()))
+    assert told == {
+        "unit": "block",
+        "block_tokens": 4,
+        "num_blocks": 8,
+        "num_free": 5,
+        "written_share": 10 / 12,
+        "num_waiting": 0,
+        "num_preemptions": 0,
+        "holdings": [
+            {
+                "request_id": "a",
+                "state": "prefill",
+                "num_prompt_tokens": 10,
+                "num_tokens": 11,
+                "num_written": 10,
+                "blocks": [0, 1, 2],
+            }
+        ],
+    }
+    engine.abort("a")
+    assert json.loads(json.dumps(memory.as_json())) == told
+    assert seen(engine).holdings == ()
