@@ -16,117 +16,14 @@ capacity, whatever the step, so that a captured graph can be replayed with anoth
 ``num_items`` is zero. Counting is int64, what is sent int32.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
-
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
+
+from shared.attention.descriptor import AttentionPlan, Grid, Int32s
 
 IMBALANCE = 2
 
-Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What a plan has to fill: one kernel on one device."""
-
-    resident: int  # items that run at once: resident programs over the groups of heads that each item is for
-    unit: int  # tokens of a chunk come in multiples of it: the keys of a kernel's tile
-    least_chunk: int  # tokens; a shorter piece is not worth a program
-
-    def capacity(self, num_tiles: int) -> int:
-        """The most items of a plan for so many tiles of queries."""
-        return self.resident + num_tiles
-
-    def max_states(self, tokens_per_tile: int = 1) -> int:
-        """The most states of a plan: a tile that is cut in n leaves n for each of its tokens.
-
-        With chunks of a fair share or more, fewer than ``resident`` tiles are cut, into at most twice as many pieces.
-        """
-        return 2 * self.resident * tokens_per_tile
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """A step's plan on the host. ``rows`` are new tokens: one a sequence when decoding."""
-
-    num_items: Int32s  # [1]
-    chunk_size: Int32s  # [1], in tokens
-    request_indices: Int32s  # [capacity], of each item
-    query_tile_indices: Int32s  # [capacity], which tile of the request's new tokens; 0 when decoding
-    kv_tile_indices: Int32s  # [capacity], which chunk of the keys that the tile sees
-    query_indptr: Int32s  # [requests + 1], the rows of each
-    output_indptr: Int32s  # [rows + 1], the states of each row; none: its item stores the result itself
-    tokens_per_tile: int
-    is_split: bool  # whether a row may have states; always, where a graph is captured
-
-    @property
-    def capacity(self) -> int:
-        """Items that a launch has programs for."""
-        return len(self.request_indices)
-
-    @property
-    def num_rows(self) -> int:
-        """New tokens, the padding of a bucket included."""
-        return len(self.output_indptr) - 1
-
-    @property
-    def num_states(self) -> int:
-        """States that are stored in between."""
-        return int(self.output_indptr[-1])
-
-    def arrays(self) -> tuple[Int32s, ...]:
-        """What has to be sent, for :meth:`shared.engine.staging.Staging.send` together with all else of the step."""
-        return (
-            self.num_items,
-            self.chunk_size,
-            self.request_indices,
-            self.query_tile_indices,
-            self.kv_tile_indices,
-            self.query_indptr,
-            self.output_indptr,
-        )
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """The arrays of an :class:`AttentionPlan` where kernels read them."""
-
-    num_items: torch.Tensor
-    chunk_size: torch.Tensor
-    request_indices: torch.Tensor
-    query_tile_indices: torch.Tensor
-    kv_tile_indices: torch.Tensor
-    query_indptr: torch.Tensor
-    output_indptr: torch.Tensor
-    capacity: int
-    num_rows: int
-    num_states: int
-    tokens_per_tile: int
-    is_split: bool
-
-    @classmethod
-    def of(cls, plan: AttentionPlan, sent: Sequence[torch.Tensor]) -> Self:
-        """``sent`` is what became of ``plan.arrays()``, in that order."""
-        num_items, chunk_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr = sent
-        return cls(
-            num_items,
-            chunk_size,
-            request_indices,
-            query_tile_indices,
-            kv_tile_indices,
-            query_indptr,
-            output_indptr,
-            plan.capacity,
-            plan.num_rows,
-            plan.num_states,
-            plan.tokens_per_tile,
-            plan.is_split,
-        )
 
 
 def plan_decode(
@@ -266,6 +163,34 @@ def smallest_chunk(units: Int64s, budget: int, least: int) -> int:
     # end exercise
 
 
+def items_of(pieces: Int64s) -> tuple[Int64s, Int64s]:
+    """Of each item, its tile of queries and which piece of the tile's keys it is: ``pieces`` items for each tile, the
+    items of a tile behind each other."""
+    # exercise 06.1.3: whose each item is, and which piece
+    # hint: tile i stands pieces[i] times in a row: np.repeat
+    # hint: which piece is an item's number less that of its tile's first item
+    # hint: a tile's first item has as many before it as the tiles before have together: cumsum, less its own pieces
+    tiles = np.repeat(np.arange(len(pieces)), pieces)
+    first_items = pieces.cumsum() - pieces
+    return tiles, np.arange(len(tiles)) - first_items[tiles]
+    # end exercise
+
+
+def state_offsets(pieces: Int64s, num_rows: int) -> Int32s:
+    """``output_indptr [num_rows + 1]``: row i leaves the states from entry i to entry i + 1, as many as its keys have
+    ``pieces``. A row of one piece leaves none, since that item stores the result itself; nor does padding."""
+    # exercise 06.1.4: which states are whose
+    # hint: count the states of each row first; how many has a row of one piece?
+    # hint: where a row's states end is where the next one's begin: the sum of the counts so far
+    # hint: the rows behind the last have no states, so their begin and end are one number
+    offsets = np.zeros(num_rows + 1, np.int32)
+    ends = (pieces * (pieces > 1)).cumsum()
+    offsets[1 : len(ends) + 1] = ends
+    offsets[len(ends) + 1 :] = offsets[len(ends)]
+    return offsets
+    # end exercise
+
+
 def _plan(
     grid: Grid,
     seen: Int64s,
@@ -290,23 +215,19 @@ def _plan(
         if chunk < 1 or chunk * grid.unit != chunk_size:
             raise ValueError(f"the chunk is {chunk_size} tokens and must be a multiple of {grid.unit}")
     pieces = (units + (chunk - 1)) // chunk
-    ends = pieces.cumsum()
-    num_items = int(ends[-1]) if len(ends) else 0
+    num_items = int(np.add.reduce(pieces))
     if num_items > capacity:
         raise ValueError(f"chunks of {chunk * grid.unit} tokens make {num_items} items, of which {capacity} have room")
-    tiles = np.repeat(np.arange(len(pieces)), pieces)  # of each item
+    tiles, kv_tiles = items_of(pieces)
     indices = np.zeros((3, capacity), np.int32)
     indices[0, :num_items] = tiles if requests is None else requests[tiles]
     if query_tiles is not None:
         indices[1, :num_items] = query_tiles[tiles]
-    indices[2, :num_items] = np.arange(num_items) - (ends - pieces)[tiles]
+    indices[2, :num_items] = kv_tiles
     is_split = num_items > len(pieces)
     output_indptr = np.zeros(num_rows + 1, np.int32)
     if is_split:
-        states = pieces * (pieces > 1)
-        row_ends = (states if tokens is None else np.repeat(states, tokens)).cumsum()
-        output_indptr[1 : len(row_ends) + 1] = row_ends
-        output_indptr[len(row_ends) + 1 :] = row_ends[-1]
+        output_indptr = state_offsets(pieces if tokens is None else np.repeat(pieces, tokens), num_rows)
     return AttentionPlan(
         num_items=np.array([num_items], np.int32),
         chunk_size=np.array([chunk * grid.unit], np.int32),

@@ -44,12 +44,17 @@ def attention_state(
 def merge(a: State, b: State) -> State:
     """One state of two, whose parts have no key in common."""
     (values_a, log_a), (values_b, log_b) = a, b
+    # exercise 06.1.2: one state of two
+    # hint: the formula stands in the module's docstring; the logarithms lack the last dimension of the values
+    # hint: with weights relative to the larger logarithm no power of two overflows
+    # hint: two parts without keys are -inf both: take 0 for M, and divide by 1 where there is no weight
     largest = torch.maximum(log_a, log_b)
     largest = torch.where(largest == -torch.inf, 0.0, largest)  # -inf - -inf is NaN
     weight_a, weight_b = torch.exp2(log_a - largest), torch.exp2(log_b - largest)
     total = weight_a + weight_b
     weighted = weight_a[..., None] * values_a + weight_b[..., None] * values_b
     return weighted / torch.where(total == 0, 1.0, total)[..., None], largest + torch.log2(total)
+    # end exercise
 
 
 def merge_rows(

@@ -21,18 +21,16 @@ valid count returns at once; a result does not depend on which program arrives l
 the counters are zero between launches.
 """
 
-from dataclasses import dataclass
-from typing import Self
-
 import torch
 
-from shared.attention.plan import DevicePlan
+from shared.attention.descriptor import DevicePlan
 from shared.kernels.arrival import is_last_arrival
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.kernels.merge_states import merge_states, merged_state
 from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.kernels.paged_attention import NO_WINDOW, gathered, token_rows
 from shared.kernels.planned_tiling import DecodeTiling
+from shared.kernels.planned_workspace import PlannedWorkspace
 from shared.ops.attention import sdpa_attention
 
 DOT_ROWS = 16  # rows of a tensor core's tile; fewer are padded
@@ -81,18 +79,24 @@ def planned_decode_kernel(
         length = tl.load(lengths + request)
         first_state = tl.load(output_indptr + request)
         num_states = tl.load(output_indptr + request + 1) - first_state
-        start = tl.maximum(length - window, 0) + kv_tile * chunk
-        end = tl.minimum(start + chunk, length)
 
         r, c = tl.arange(0, ROWS), tl.arange(0, HEADS * D)
         first_head = tl.program_id(0) * (HEADS * GROUP)  # of the queries
         is_row = r < HEADS * GROUP
+        # exercise 06.1.5: an item's piece of the keys, and its queries on the diagonal
+        # hint: what is seen begins at length - window, or at 0; pieces are a chunk long, and the last ends with length
+        # hint: row r is of the program's head r // GROUP, column c of head c // D: is_own is where both are the same
+        # hint: queries is [ROWS, HEADS · D]: of head first_head + r the number c % D, and 0 where it is not own
+        # hint: a row of q lies q_row_stride numbers behind the one before, a head q_head_stride; see the loads below
+        start = tl.maximum(length - window, 0) + kv_tile * chunk
+        end = tl.minimum(start + chunk, length)
         is_own = is_row[:, None] & ((r // GROUP)[:, None] == (c // D)[None, :])  # [ROWS, HEADS · D]
         queries = tl.load(
             q + request.to(tl.int64) * q_row_stride + (first_head + r)[:, None] * q_head_stride + (c % D)[None, :],
             mask=is_own,
             other=0.0,
         )
+        # end exercise
         tables += tl.load(table_starts + request)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -136,31 +140,6 @@ def planned_decode_kernel(
                         MERGED,
                     )
                     tl.store(out + (row + m)[:, None] * D + tl.arange(0, D)[None, :], merged, mask=is_head[:, None])
-
-
-@dataclass(frozen=True)
-class PlannedWorkspace:
-    """Scratch of planned attention, allocated once and used by one layer after another on one stream."""
-
-    partial: torch.Tensor  # fp32 [states, Hq, D]
-    partial_log: torch.Tensor  # fp32 [states, Hq], of base 2
-    counters: torch.Tensor  # int32 [B · Hkv], zero between launches
-
-    @classmethod
-    def of(
-        cls, num_states: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-    ) -> Self:
-        """Scratch for plans of up to so many states (``Grid.max_states``) and, when decoding, sequences."""
-        return cls(
-            torch.empty(num_states, num_heads, head_dim, dtype=torch.float32, device=device),
-            torch.empty(num_states, num_heads, dtype=torch.float32, device=device),
-            torch.zeros(num_sequences * num_kv_heads, dtype=torch.int32, device=device),
-        )
-
-    def check(self, plan: DevicePlan) -> None:
-        """Raise ValueError for a plan that leaves more states than there is room for."""
-        if plan.num_states > len(self.partial):
-            raise ValueError(f"the workspace holds {len(self.partial)} states, and the plan makes {plan.num_states}")
 
 
 def planned_decode(

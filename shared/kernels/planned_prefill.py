@@ -12,13 +12,14 @@ an item past the plan's valid count returns at once.
 
 import torch
 
-from shared.attention.plan import DevicePlan
+from shared.attention.descriptor import DevicePlan
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.kernels.merge_states import merge_states
 from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.kernels.paged_attention import NO_WINDOW, token_rows
-from shared.kernels.planned_attention import DOT_ROWS, PlannedWorkspace, attend_by_sequence
+from shared.kernels.planned_attention import DOT_ROWS, attend_by_sequence
 from shared.kernels.planned_tiling import PrefillTiling
+from shared.kernels.planned_workspace import PlannedWorkspace
 
 
 @triton.jit

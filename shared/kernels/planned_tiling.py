@@ -1,18 +1,18 @@
 """How the planned kernels cut their work: plain tables. Introduced in phase 6.1.
 
 The best cut depends on chip and shape and shows only under a CUDA graph, so nothing is chosen at run time: a tiling
-follows from the shapes and from the largest batch that a captured launch serves. Any of them gives the same results to
-a rounding. Invariant: what a decode tiling has on its way, ``num_stages`` tiles of keys and values, fits
+follows from the shapes and from the batch, the largest one that a captured launch serves. Any of them gives the same
+results to a rounding. Invariant: what a decode tiling has on its way, ``num_stages`` tiles of keys and values, fits
 ``PIPELINE_BYTES``; where the table asks for more, the pipeline is shortened, then the tile.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from shared.attention.plan import Grid
-from shared.kernels.launch import num_multiprocessors
+from shared.attention.descriptor import Grid
+from shared.kernels import paged_prefill
+from shared.kernels.launch import next_power_of_two, num_multiprocessors
 
 MOST_ROWS = 16  # queries that a program packs, as far as one group does not have more
 PIPELINE_BYTES = 96 * 1024  # what a program may have on its way, on the smallest GPUs too
@@ -91,13 +91,27 @@ def fitted(tiling: DecodeTiling, num_heads: int, num_kv_heads: int, head_dim: in
     return replace(tiling, heads=heads, tile=tile, num_stages=stages)
 
 
-def prefill_tiling(num_new_tokens: Sequence[int], num_heads: int, num_kv_heads: int, head_dim: int) -> PrefillTiling:
-    """The tiling for a ragged batch, by the mean of its packed rows (FlashInfer's rule)."""
+def prefill_tiling(
+    num_new_tokens: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> PrefillTiling:
+    """The tiling for a ragged batch of so many new tokens in all: phase 6's tile, of whole tokens."""
     group = num_heads // num_kv_heads
-    mean = sum(num_new_tokens) * group / max(1, len(num_new_tokens))
-    rows = 128 if mean > 64 and head_dim < 256 else 64 if mean > 16 else 16
-    while rows < group:
-        rows *= 2
-    if head_dim == 256:
-        return PrefillTiling(rows, 32, 4 if rows == 16 else 8, 2)
-    return PrefillTiling(rows, 64, 8 if rows == 128 else 4, 3)
+    cut = paged_prefill.prefill_tiling(num_new_tokens * group, num_sequences, head_dim, itemsize)
+    return PrefillTiling(max(cut.rows, next_power_of_two(group)), cut.tile, cut.num_warps, cut.num_stages)
+
+
+def max_states(
+    num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, device: torch.device
+) -> int:
+    """The most states of any plan that these tables lead to, for up to ``num_sequences`` sequences.
+
+    It does not grow with the tokens of a step: fewer tiles than programs are ever cut (``Grid.max_states``).
+    """
+    about = (num_heads, num_kv_heads, head_dim, itemsize)
+    decode = [decode_tiling(count, *about) for count in (1, num_sequences)]
+    prefill = [prefill_tiling(1 << n, 1, *about) for n in range(11)]  # by the new tokens of a sequence
+    group = num_heads // num_kv_heads
+    return max(
+        *(tiling.grid(num_kv_heads, device).max_states() for tiling in decode),
+        *(tiling.grid(num_kv_heads, device).max_states(tiling.tokens(group)) for tiling in prefill),
+    )

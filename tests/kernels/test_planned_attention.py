@@ -12,15 +12,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import shared.kernels.merge_states as merge_module
 import shared.kernels.planned_attention as decode_module
 import shared.kernels.planned_prefill as prefill_module
-from shared.attention.plan import DevicePlan, Grid, plan_decode, plan_prefill
+from shared.attention.descriptor import DevicePlan, Grid
+from shared.attention.plan import plan_decode, plan_prefill
 from shared.engine.staging import Staging
 from shared.kernels.launch import HEAD_SIZES, INTERPRETED
 from shared.kernels.merge_states import merge_states_kernel
-from shared.kernels.planned_attention import PlannedWorkspace, planned_decode, planned_decode_kernel
+from shared.kernels.planned_attention import planned_decode, planned_decode_kernel
 from shared.kernels.planned_prefill import planned_prefill, planned_prefill_kernel
-from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, fitted, prefill_tiling
+from shared.kernels.planned_tiling import (
+    DecodeTiling,
+    PrefillTiling,
+    decode_tiling,
+    fitted,
+    prefill_tiling,
+)
+from shared.kernels.planned_workspace import PlannedWorkspace
 from shared.ops.attention import visible
 
 NAN = float("nan")
@@ -288,6 +297,31 @@ def test_a_padded_sequence_is_left_alone_and_one_of_length_0_is_zero(randn):
     assert (out[3] == 7.0).all()
 
 
+@pytest.mark.parametrize("is_arrival", [True, False], ids=["arrival", "launch"])
+def test_launches_of_a_bucket_differ_by_the_contents_of_arrays_alone(randn, monkeypatch, is_arrival):
+    """What a captured graph repeats: grids, numbers and sizes do not follow the plan."""
+    launched = []
+
+    def record(kernel, grid, *args, **options):
+        args = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
+        launched.append((kernel.__name__, grid, args, options))
+
+    for one in (decode_module, merge_module):
+        monkeypatch.setattr(one, "launch", record)
+    tiling = dataclasses.replace(fitted(SMALL, 4, 2, 16, 4), is_arrival=is_arrival)
+    grid, memory, q = Grid(12, 16, 16), randn(1, 16, 2, 16), randn(8, 4, 16)
+    workspace = poisoned_workspace(grid.max_states(), 8, 4, 2, 16)
+    index = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    kinds = set()
+    for lengths in ([3], [5000], [2048] * 8, [0, 700], []):
+        plan = sent(plan_decode(lengths, grid, num_rows=8, is_captured=True))
+        launched.clear()
+        planned_decode(q, memory, memory, index, index, index, plan, scale=1.0, tiling=tiling, workspace=workspace)
+        kinds.add(repr(launched))
+    assert len(launched) == (1 if is_arrival else 2)
+    assert len(kinds) == 1
+
+
 # Prefill.
 
 
@@ -308,7 +342,7 @@ def test_groups_of_a_tile(randn, assert_near, group):
 
 @pytest.mark.parametrize("D", HEAD_SIZES)
 def test_head_sizes_of_prefill(randn, assert_near, dtype, D):
-    tiling = prefill_tiling([9], 4, 2, D)
+    tiling = prefill_tiling(9, 1, 4, 2, D, dtype.itemsize)
     check_prefill(randn, assert_near, [(9, 60)], D=D, dtype=dtype, tiling=tiling, chunk_size=tiling.tile)
 
 
@@ -411,8 +445,6 @@ def test_the_table_packs_no_more_heads_than_there_are_rows_and_memory():
 def compile_planned_attention():
     """Every variant of a launch that an engine makes, for an H100, without one; see ``test_compilation.py``."""
     compile_launch = runpy.run_path(str(Path(__file__).parent / "test_compilation.py"))["compile_launch"]
-    import shared.kernels.merge_states as merge_module
-
     for module in (decode_module, prefill_module, merge_module):
         module.launches, module.launch = lambda tensor: True, compile_launch
     lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
@@ -435,7 +467,7 @@ def compile_planned_attention():
             q = torch.zeros(2, Hq, D, dtype=dtype)
             planned_decode(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
         for new in ([1, 1], [40, 1]) if D == 64 else ([4, 1],):
-            tiling = prefill_tiling(new, Hq, Hkv, D)
+            tiling = prefill_tiling(sum(new), len(new), Hq, Hkv, D, dtype.itemsize)
             grid, per_tile = Grid(10, tiling.tile, tiling.tile), tiling.tokens(Hq // Hkv)
             plan = arrays_of(plan_prefill(new, lengths.tolist(), grid, tokens_per_tile=per_tile))
             workspace = PlannedWorkspace.of(grid.max_states(per_tile), 0, Hq, Hkv, D, lengths.device)
@@ -473,7 +505,7 @@ def test_real_decode(randn, assert_near, dtype, Hq, Hkv, D, lengths, window, is_
 @pytest.mark.parametrize("batch", [[(700, 0), (30, 1000), (1, 4000)], [(1, 300), (4, 5000)], [(3000, 0)]], ids=len)
 @pytest.mark.parametrize("window", [None, 512])
 def test_real_prefill(randn, assert_near, dtype, Hq, Hkv, D, batch, window):
-    tiling = prefill_tiling([new for new, _ in batch], Hq, Hkv, D)
+    tiling = prefill_tiling(sum(new for new, _ in batch), len(batch), Hq, Hkv, D, dtype.itemsize)
     resident = tiling.grid(Hkv, DEVICE).resident
     about = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
     check_prefill(randn, assert_near, batch, Hq=Hq, Hkv=Hkv, D=D, **about)

@@ -1,0 +1,193 @@
+"""Phase 6.1 answers as phase 6 does, in the same steps, whether attention is planned or not."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phases.phase_02.engine import Engine as Plain
+from phases.phase_06.engine import Engine as Paged
+from phases.phase_06_1.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.engine.record import StepRecord
+from shared.errors import ConfigError
+from shared.kernels.launch import LAUNCHES
+from shared.parity.reference import greedy_tokens, load_reference
+from shared.sampling.params import SamplingParams
+
+SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
+    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
+    (SENTENCE, {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
+    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
+    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
+    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
+]
+ARRIVALS = [0, 0, 2, 3, 3, 9]  # the step before which each of them comes
+SMALL: dict[str, Any] = {"max_seq_len": 128, "block_size": 3, "num_gpu_blocks": 43}  # for one long sequence at a time
+
+
+def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
+    return phase(EngineConfig(model=str(folder), **config))
+
+
+def serve(
+    engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
+) -> tuple[list[list[StepOutput]], list[StepRecord]]:
+    """Each request's outputs, in the order of the requests, which come before the step that ``arrivals`` says."""
+    coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
+    names: list[str] = []
+    outputs: dict[str, list[StepOutput]] = {}
+    records: list[StepRecord] = []
+    while coming or engine.has_work():
+        while coming and coming[0][0] <= len(records):
+            prompt, params = coming.pop(0)[1]
+            names.append(engine.add_request(prompt, SamplingParams(**params)))
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        records.append(engine.last_step)
+    assert engine.pool.audit() == []
+    return [outputs[name] for name in names], records
+
+
+def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
+    return [output.token_id for output in outputs]
+
+
+def seen(answers: Sequence[Sequence[StepOutput]]) -> list[list[StepOutput]]:
+    """All that clients see, but for the names."""
+    return [[replace(output, request_id="") for output in answer] for answer in answers]
+
+
+def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:
+    """In a pool that is too small for all, so some give way and come back."""
+    expected, steps = serve(make(model_folder, Paged, **SMALL), MIXED, ARRIVALS)
+    engine = make(model_folder, **SMALL)
+    answers, records = serve(engine, MIXED, ARRIVALS)
+    assert seen(answers) == seen(expected)
+    assert records == steps
+    assert engine.load().num_preemptions > 0
+
+
+def test_every_backend_gives_the_same_answers(tiny_checkpoints: dict[str, Path]) -> None:
+    """Planning can be turned off, and so can blocks."""
+    folder, about = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, **about), MIXED, ARRIVALS)[0])
+    for name in ("naive", "sdpa", "flash", "planned"):
+        assert seen(serve(make(folder, **about, attention_backend=name), MIXED, ARRIVALS)[0]) == expected, name
+    assert seen(serve(make(folder, **about, kv_cache_backend="contiguous"), MIXED, ARRIVALS)[0]) == expected
+
+
+def test_greedy_tokens_equal_those_of_the_plain_loop_and_of_transformers(model_folder: Path) -> None:
+    wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
+    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
+    engine = make(model_folder, **SMALL | {"max_batch_size": 2})
+    answers, _ = serve(engine, requests, [0, 2, 5])
+    plain, reference = Plain(EngineConfig(model=str(model_folder))), load_reference(model_folder, torch.float32)
+    for (prompt, n), answer in zip(wanted, answers, strict=True):
+        assert tokens(answer) == tokens(list(plain.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=n))))
+        assert tokens(answer) == greedy_tokens(reference, engine.tokenizer.encode(prompt), n)
+
+
+@pytest.mark.demo
+def test_the_demo_model_answers_as_in_phase_6(demo_folder: Path) -> None:
+    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
+    requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
+    about: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 2}
+    answers, paged = (serve(make(demo_folder, phase, **about), requests, [0, 3, 4])[0] for phase in (Engine, Paged))
+    assert seen(answers) == seen(paged)
+
+
+def test_on_a_cpu_nothing_is_planned_and_nothing_launched(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_seq_len=128)
+    before = LAUNCHES.copy()
+    list(engine.generate("x", SamplingParams(**GREEDY, max_new_tokens=3)))
+    assert before == LAUNCHES
+    assert not engine.view.is_planned
+    assert not hasattr(engine.view, "workspace")
+
+
+def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = str(tiny_checkpoints["llama"])
+    with pytest.raises(ConfigError, match="what is planned is attention over blocks: leave attention_backend out, or"):
+        EngineConfig(model=folder, attention_backend="planned", kv_cache_backend="contiguous")
+    with pytest.raises(ConfigError, match=r"attention_backend = 'planned' arrives in phase 06.1; leave it out"):
+        Paged(EngineConfig(model=folder, attention_backend="planned"))
+
+
+# On a GPU. A prompt of 600 tokens is cut, and so are the keys that each token behind it reads.
+
+
+LONG: list[tuple[str | list[int], dict[str, Any]]] = [
+    ([(31 * n) % 500 for n in range(600)], GREEDY | {"max_new_tokens": 12}),
+    *MIXED,
+    ([(17 * n) % 500 for n in range(300)], GREEDY | {"max_new_tokens": 6}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block_size", "room"), [(1, 640), (3, 640), (16, 2000)])
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, block_size: int, room: int) -> None:
+    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "block_size": block_size}
+    about["num_gpu_blocks"] = -(-room // block_size)
+    arrivals = [0, *ARRIVALS, 10]
+    on_cpu, on_gpu = (
+        serve(make(model_folder, device=device, dtype="float32", **about), LONG, arrivals) for device in ("cpu", "cuda")
+    )
+    assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]
+    assert on_gpu[1] == on_cpu[1], "the same steps"
+    assert (sum(len(record.preempted) for record in on_gpu[1]) > 0) is (room < 1000)
+
+
+def launched(engine: Engine) -> Counter[str]:
+    """The launches of one step, by kernel."""
+    before = LAUNCHES.copy()
+    engine.step()
+    return LAUNCHES - before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: str) -> None:
+    """And a merge in each layer whose plan has cut a prompt; a decode step's pieces are merged by who comes last."""
+    engine = make(model_folder, device="cuda", dtype=dtype, max_seq_len=1024)
+    windows = engine.model.config.windows
+    engine.add_request([7] * 600, SamplingParams(**GREEDY, max_new_tokens=8))
+    engine.add_request([7] * 20, SamplingParams(**GREEDY, max_new_tokens=8))
+    sends: list[int] = []
+    send = engine.view.staging.send
+    engine.view.staging.send = lambda arrays: (sends.append(1), send(arrays))[1]
+
+    made = launched(engine)
+    merges = sum(engine.view.plans[window].is_split for window in windows)
+    assert merges == windows.count(None), "all layers but those of a window of 16"
+    assert (made["planned_prefill_kernel"], made["merge_states_kernel"]) == (len(windows), merges)
+    assert made["planned_decode_kernel"] == 0
+    assert len(sends) == 1
+
+    made = launched(engine)
+    assert engine.view.plans[None].is_split
+    assert (made["planned_decode_kernel"], made["merge_states_kernel"]) == (len(windows), 0)
+    assert made["planned_prefill_kernel"] == 0
+    assert len(sends) == 2
+    assert made["paged_attention_kernel"] == made["decode_attention_kernel"] == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_flash_gives_the_same_tokens_without_a_plan(model_folder: Path) -> None:
+    about: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seq_len": 640, "max_batch_size": 5}
+    planned, flash = (make(model_folder, attention_backend=backend, **about) for backend in ("planned", "flash"))
+    expected, _ = serve(planned, LONG)
+    before = LAUNCHES.copy()
+    answers, _ = serve(flash, LONG)
+    made = LAUNCHES - before
+    assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]
+    assert made["paged_attention_kernel"] > 0
+    assert made["planned_decode_kernel"] == made["planned_prefill_kernel"] == 0

@@ -1,0 +1,150 @@
+"""What planning buys: nobody waits for the longest sequence. Counted in tokens for an H100; the clock needs a GPU."""
+
+import heapq
+import statistics
+import time
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shared.kernels.planned_tiling as tilings
+from benchmarks.attention_cases import SHAPES
+from benchmarks.bench_attention import measure_shape
+from benchmarks.graph_timing import TRIALS
+from benchmarks.hardware import measure_ceilings
+from phases.phase_06.engine import Engine as Paged
+from phases.phase_06_1.engine import Engine
+from shared.attention.descriptor import AttentionPlan, Grid
+from shared.attention.plan import plan_decode
+from shared.checkpoints.make import make_checkpoint
+from shared.engine.config import EngineConfig
+from shared.kernels.decode_attention import choose_splits
+from shared.kernels.planned_tiling import decode_tiling
+from shared.sampling.params import SamplingParams
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+H100_MULTIPROCESSORS = 132
+HEADS = (32, 8, 64)  # queries, keys, size: Llama 3.2 1B
+MIXED = [256] * 16 + [16384] + [256] * 15
+MOST_MICROSECONDS = 400  # on a slow machine that others use too
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Grid]:
+    """What a decode plan of so many sequences has to fill on an H100."""
+    monkeypatch.setattr(tilings, "num_multiprocessors", lambda device: H100_MULTIPROCESSORS)
+    return lambda count: decode_tiling(count, *HEADS, itemsize=2).grid(HEADS[1], torch.device("cpu"))
+
+
+def tokens_of_items(plan: AttentionPlan, lengths: list[int]) -> list[int]:
+    """Keys that each item reads."""
+    chunk = int(plan.chunk_size[0])
+    items = slice(0, int(plan.num_items[0]))
+    return [
+        min(chunk, lengths[request] - kv_tile * chunk)
+        for request, kv_tile in zip(
+            plan.request_indices[items].tolist(), plan.kv_tile_indices[items].tolist(), strict=True
+        )
+    ]
+
+
+def makespan(items: list[int], programs: int) -> int:
+    """Tokens that the busiest of so many programs reads: each takes the next item as soon as it is done."""
+    loads = [0] * programs
+    for item in items:
+        heapq.heapreplace(loads, loads[0] + item)
+    return max(loads)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "num_items", "least_gain"),
+    [
+        (MIXED, 256, 95, 64.0),
+        ([4096] * 32, 1024, 128, 4.0),
+        ([16384], 1024, 16, 16.0),  # one group of heads a program: 16 items for each of 8 key heads
+        ([2048] * 128, 2048, 128, 1.0),  # as many sequences as programs, all of one length: nothing to win
+        ([16384] + [256] * 255, 640, 281, 15.0),  # more sequences than programs: the long one is cut all the same
+    ],
+    ids=["mixed", "32x4096", "1x16384", "128x2048", "mixed-256"],
+)
+def test_the_longest_sequence_is_shared_out(
+    h100: Callable[[int], Grid], lengths: list[int], longest: int, num_items: int, least_gain: float
+) -> None:
+    grid = h100(len(lengths))
+    plan = plan_decode(lengths, grid)
+    items = tokens_of_items(plan, lengths)
+    assert (max(items), len(items), sum(items)) == (longest, num_items, sum(lengths))
+    assert makespan(lengths, grid.resident) / makespan(items, grid.resident) >= least_gain
+
+
+def test_mixed_lengths_beside_phase_6(h100: Callable[[int], Grid]) -> None:
+    """There the share of a program is fixed beforehand, for the longest sequence that there may be."""
+    splits = choose_splits(len(MIXED) * HEADS[1], max(MIXED), HEADS[2], H100_MULTIPROCESSORS)
+    items = tokens_of_items(plan_decode(MIXED, h100(len(MIXED))), MIXED)
+    assert max(MIXED) / splits >= 3 * max(items)
+
+
+@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
+def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8))
+    params = SamplingParams(**GREEDY, max_new_tokens=16)
+    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+    before = engine.num_tokens_computed
+    list(engine.generate([7] * 32, params))
+    assert engine.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
+
+
+@pytest.mark.benchmark(group="plan of a decode step, H100")
+@pytest.mark.parametrize("num_sequences", [1, 32, 256])
+def test_planning_takes_no_time_that_a_step_would_notice(
+    h100: Callable[[int], Grid], benchmark, num_sequences: int
+) -> None:
+    lengths, grid = np.random.default_rng(0).integers(1, 8192, num_sequences), h100(num_sequences)
+    benchmark.pedantic(plan_decode, args=(lengths, grid), rounds=100, warmup_rounds=10)
+    trials = np.array(timeit.repeat(lambda: plan_decode(lengths, grid), number=1, repeat=160)).reshape(4, 40)
+    assert 1e6 * np.median(trials, axis=1).min() < MOST_MICROSECONDS
+
+
+@pytest.mark.gpu
+def test_mixed_lengths_are_three_times_as_fast_as_unsplit() -> None:
+    """One layer's attention, checked, then timed in a CUDA graph over inputs that are in no cache."""
+    shape = next(one for one in SHAPES if one.name == "mixed")
+    row = measure_shape(shape, torch.device("cuda"), torch.bfloat16, measure_ceilings("cuda"), (), TRIALS, seed=0)
+    variants = row["variants"]
+    assert [one["error"] for one in variants.values()] == [None] * len(variants)
+    assert row["times_unsplit"] >= 3, row
+    assert variants["planned"]["time_us"] < variants["paged"]["time_us"], row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [MIXED, [1024] * 32], ids=["mixed", "equal"])
+def test_a_decode_step_at_a_real_shape_is_not_slower_than_phase_6_s(tmp_path: Path, lengths: list[int]) -> None:
+    folder = make_checkpoint("llama-3.2-1b", tmp_path / "model", device="cuda")
+    config = EngineConfig(
+        model=str(folder),
+        device="cuda",
+        max_seq_len=max(lengths) + 128,
+        max_batch_size=len(lengths),
+        num_gpu_blocks=2 * sum(lengths) // 16,
+    )
+    engines = {"paged": Paged(config), "planned": Engine(config)}
+    for engine in engines.values():
+        for n, length in enumerate(lengths):
+            engine.add_request([7 + n] * length, SamplingParams(**GREEDY, max_new_tokens=100))
+        while engine.last_step is None or len(engine.last_step.decoded) < len(lengths):
+            engine.step()
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(60):
+        for name, engine in engines.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            engine.step()  # ends with the tokens on the host
+            seconds[name].append(time.perf_counter() - started)
+            assert len(engine.last_step.decoded) == len(lengths)
+    medians = {name: statistics.median(taken[10:]) for name, taken in seconds.items()}
+    assert medians["planned"] <= 1.05 * medians["paged"], medians
