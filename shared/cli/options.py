@@ -45,8 +45,18 @@ MaxSeqLen = Annotated[
 AttentionBackend = Annotated[
     str | None,
     _engine(
-        "--attention-backend", text="naive (the formula), sdpa (PyTorch) or flash (our kernel); by default the best."
+        "--attention-backend",
+        text="naive (the formula), sdpa (PyTorch), flash or planned (our kernels); by default the best.",
     ),
+]
+KVCacheBackend = Annotated[
+    str | None,
+    _engine("--kv-cache-backend", text="contiguous (a slot a request) or paged (blocks); by default the phase's own."),
+]
+BlockSize = Annotated[int | None, _engine("--block-size", text="Tokens of a block of KV memory; by default 16.")]
+NumBlocks = Annotated[
+    int | None,
+    _engine("--num-gpu-blocks", text="Blocks of KV memory, on any device; by default what memory is left."),
 ]
 PackWeights = Annotated[
     bool,

@@ -88,6 +88,9 @@ def serve(
     dtype: options.Dtype = None,
     max_seq_len: options.MaxSeqLen = None,
     attention_backend: options.AttentionBackend = None,
+    kv_cache_backend: options.KVCacheBackend = None,
+    block_size: options.BlockSize = None,
+    num_gpu_blocks: options.NumBlocks = None,
     pack_weights: options.PackWeights = False,
     seed: Annotated[
         int | None, typer.Option("--seed", help="Where requests without a seed get theirs.", rich_help_panel="Engine")
@@ -119,6 +122,9 @@ def serve(
         dtype=dtype,
         max_seq_len=max_seq_len,
         attention_backend=attention_backend,
+        kv_cache_backend=kv_cache_backend,
+        block_size=block_size,
+        num_gpu_blocks=num_gpu_blocks,
         pack_weights=pack_weights or None,
         seed=seed,
         max_batch_size=max_batch_size,

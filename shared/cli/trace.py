@@ -23,6 +23,8 @@ EPILOG = examples(
     "infer trace",
     "infer trace --compare static,continuous",
     "infer trace --phase 05 --scheduler-policy prefill_first --requests 24 --rate 0.5",
+    "infer trace --num-gpu-blocks 12 --block-size 8 --max-seq-len 96 --max-tokens 48",
+    "infer trace --compare contiguous,paged --max-seq-len 256",
     "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",
 )
 DEFAULT_REQUESTS, DEFAULT_BATCH = 12, 4
@@ -58,7 +60,8 @@ def trace(
     compare: Annotated[
         str | None,
         _batching(
-            "--compare", text="The same workload under several modes or policies, with commas: static,continuous."
+            "--compare",
+            text="The same workload under several modes, policies or memories, with commas: static,continuous.",
         ),
     ] = None,
     batching_mode: Annotated[
@@ -79,9 +82,13 @@ def trace(
     device: options.Device = None,
     dtype: options.Dtype = None,
     max_seq_len: options.MaxSeqLen = None,
+    kv_cache_backend: options.KVCacheBackend = None,
+    block_size: options.BlockSize = None,
+    num_gpu_blocks: options.NumBlocks = None,
     out: Annotated[Path, typer.Option("--out", help="The folder for trace.html and trace.json.")] = Path("trace"),
 ) -> None:
-    """Run an engine over a few requests and write its timeline: who waits, who is prefilled, who decodes, step by step.
+    """Run an engine over a few requests and write its timeline: who waits, who is prefilled, who decodes, step by step,
+    and who holds which block of the KV memory.
 
     trace.html opens in a browser and needs nothing else; trace.json opens in https://ui.perfetto.dev.
     """
@@ -107,7 +114,8 @@ def trace(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_waiting_requests": number,
     }
-    variants = _variants(compare, batching_mode, scheduler_policy, max_decode_interval)
+    blocks = {"kv_cache_backend": kv_cache_backend, "block_size": block_size, "num_gpu_blocks": num_gpu_blocks}
+    variants = _variants(compare, batching_mode, scheduler_policy, max_decode_interval, blocks)
     for _, settings in variants:
         given = {name: value for name, value in {**common, **settings}.items() if value is not None}
         EngineConfig(model=model, **given).check(lesson.load("engine").SUPPORTED)
@@ -143,30 +151,32 @@ def _has_steps(lesson: Lesson) -> bool:
 
 
 def _variants(
-    compare: str | None, mode: str | None, policy: str | None, interval: int | None
+    compare: str | None, mode: str | None, policy: str | None, interval: int | None, blocks: dict[str, Any]
 ) -> list[tuple[str | None, dict[str, Any]]]:
     """What is run: a title, None for one run by itself, and the settings that make it."""
-    from shared.engine.config import BATCHING_MODES, SCHEDULER_POLICIES
+    from shared.engine.config import BATCHING_MODES, KV_CACHE_BACKENDS, SCHEDULER_POLICIES
 
-    shared = {"max_decode_interval": interval}  # by all that share steps out, which a static batch does not
+    shared = {**blocks, "max_decode_interval": interval}  # the interval by all that share steps out, as static does not
     if compare is None:
         return [(None, {"batching_mode": mode, "scheduler_policy": policy, **shared})]
-    if mode is not None or policy is not None:
+    if mode is not None or policy is not None or blocks["kv_cache_backend"] is not None:
         raise ConfigError(
-            f"--compare is {compare!r} and --batching-mode or --scheduler-policy is given too; --compare names all "
-            "that is run: leave the others out."
+            f"--compare is {compare!r} and --batching-mode, --scheduler-policy or --kv-cache-backend is given too; "
+            "--compare names all that is run: leave the others out."
         )
     names = [name.strip() for name in compare.split(",")]
-    known = (*BATCHING_MODES, *SCHEDULER_POLICIES)
+    known = (*BATCHING_MODES, *SCHEDULER_POLICIES, *KV_CACHE_BACKENDS)
     if len(set(names)) != len(names) or len(names) < 2 or not set(names) <= set(known):
         raise ConfigError(
             f"--compare is {compare!r}; it must be two or more different ones of {', '.join(known)}, with commas, such "
             "as static,continuous."
         )
     settings: dict[str, dict[str, Any]] = {
-        "static": {"batching_mode": "static"},
+        "static": {"batching_mode": "static", **blocks},
         "continuous": {"batching_mode": "continuous", **shared},
         **{name: {"batching_mode": "continuous", "scheduler_policy": name, **shared} for name in SCHEDULER_POLICIES},
+        "contiguous": {"max_decode_interval": interval, "kv_cache_backend": "contiguous"},
+        "paged": {**shared, "kv_cache_backend": "paged"},
     }
     return [(name, settings[name]) for name in names]
 
@@ -220,6 +230,8 @@ def _settings(
     engine: Any, lesson: Lesson, model: str, *, every: int | None, rate: float | None, seed: int
 ) -> dict[str, str | int | float | None]:
     """What was run, in the words of the options."""
+    from shared.engine.memory_map import MemoryMap
+
     config = engine.config
     table = lesson.load("engine").SCHEDULERS
     mode = next(name for name, kind in table.items() if type(engine.scheduler) is kind)
@@ -227,6 +239,8 @@ def _settings(
     if mode != "static":
         settings |= {"policy": config.scheduler_policy, "max decode interval": config.max_decode_interval}
     settings["max batch size"] = config.max_batch_size
+    memory = MemoryMap.of(engine.scheduler)
+    settings["KV memory"] = f"{memory.num_blocks} {memory.unit}s of {memory.block_tokens} tokens"
     settings["arrivals"] = f"Poisson, {rate:g} a step" if rate else f"one in {every} steps" if every else "all at once"
     return {**settings, "seed": seed}
 

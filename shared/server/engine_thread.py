@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from shared.engine.memory_map import MemoryMap
 from shared.engine.output import StepOutput
 from shared.errors import InferError, QueueFullError
 from shared.sampling.params import SamplingParams
@@ -28,6 +29,7 @@ from shared.text.stopping import FinishReason
 STOP_TIMEOUT = 10.0
 """Seconds that stopping waits for the step that runs."""
 _log = logging.getLogger("infer.engine")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class StepReport:
     ended: float
     outputs: list[StepOutput]
     prefilled: tuple[str, ...]
+    num_preempted: int
 
 
 class EngineThread:
@@ -122,17 +125,27 @@ class EngineThread:
 
     async def describe(self) -> dict[str, Any]:
         """What the engine says of itself between two steps; ``audit`` lists what its memory holds or has wrong."""
+        return await self._ask(self._description)
+
+    async def memory(self) -> MemoryMap:
+        """Which block of the memory belongs to whom between two steps."""
+        return await self._ask(lambda: MemoryMap.of(self._engine.scheduler, self._engine.last_step))
+
+    async def _ask(self, question: Callable[[], Answer]) -> Answer:
+        """What the engine's thread answers between two steps; raises ApiError when there is none."""
         if not self.is_alive:
             raise _stopped()
-        answer: Future[dict[str, Any]] = Future()
+        answer: Future[Answer] = Future()
 
-        def describe() -> None:
+        def reply() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # who asked waits no more
             try:
-                answer.set_result(self._description())
+                answer.set_result(question())
             except Exception as bug:
                 answer.set_exception(bug)
 
-        self._inbox.put(describe)
+        self._inbox.put(reply)
         return await asyncio.wrap_future(answer)
 
     def _forget(self, request_id: str) -> None:
@@ -148,9 +161,10 @@ class EngineThread:
             admission.set_result(None) if error is None else admission.set_exception(error)
 
     def _deliver(self, report: StepReport) -> None:
+        self._observer.on_preemptions(report.num_preempted)
         for request_id in report.prefilled:
             stream = self._streams.get(request_id)
-            if stream is not None and stream.scheduled is None:
+            if stream is not None and stream.scheduled is None:  # else it was preempted, and is prefilled again
                 stream.scheduled = report.started
         for output in report.outputs:
             stream = self._streams.get(output.request_id)
@@ -210,11 +224,12 @@ class EngineThread:
         ended = time.perf_counter()
         self.load = self._engine.load()
         record = self._engine.last_step
-        prefilled = tuple(request_id for request_id, _ in record.prefilled) if record is not None else ()
+        assert record is not None
+        prefilled = tuple(request_id for request_id, _ in record.prefilled)
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
                 _log.error("request %s failed: %s", output.request_id, output.error)
-        self._call(self._deliver, StepReport(started, ended, outputs, prefilled))
+        self._call(self._deliver, StepReport(started, ended, outputs, prefilled, len(record.preempted)))
 
     def _add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         error: Exception | None = None

@@ -64,7 +64,7 @@ LONG = (
     300.0,
 )
 """Seconds of a request."""
-HANDLERS = ("completions", "chat_completions", "models", "health", "metrics", "page", "debug", "other")
+HANDLERS = ("completions", "chat_completions", "models", "health", "metrics", "page", "memory", "debug", "other")
 disable_created_metrics()  # a second sample beside each, which nobody here reads
 
 
@@ -77,6 +77,7 @@ class ServerMetrics:
         ProcessCollector(registry=self.registry)
         self._prompt_tokens = self._counter("infer:prompt_tokens", "Prompt tokens that were run.")
         self._generation_tokens = self._counter("infer:generation_tokens", "Tokens that were generated.")
+        self._preemptions = self._counter("infer:num_preemptions", "Times a request lost its memory to an older one.")
         self._ttft = self._histogram("infer:time_to_first_token_seconds", "From arrival to the first token.", LONG)
         self._gap = self._histogram("infer:inter_token_latency_seconds", "Between a token and the next.", SHORT)
         self._whole = self._histogram("infer:e2e_request_latency_seconds", "From arrival to the end.", LONG)
@@ -121,6 +122,9 @@ class ServerMetrics:
     def on_token(self, seconds: float) -> None:
         self._generation_tokens.inc()
         self._gap.observe(seconds)
+
+    def on_preemptions(self, count: int) -> None:
+        self._preemptions.inc(count)
 
     def on_end(self, stream: AnswerStream) -> None:
         assert stream.ended is not None

@@ -21,12 +21,13 @@ from shared.server.metrics import ServerMetrics
 
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 """What a client may choose as `X-Request-Id`; anything else is replaced."""
-_QUIET = ("health", "metrics", "page")
+_QUIET = ("health", "metrics", "page", "memory")
 _GUARDED = ("/v1/", "/debug/")
 _HANDLERS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat_completions",
     "/metrics": "metrics",
+    "/debug/memory": "memory",
     "/": "page",
 }
 _PREFIXES = {"/v1/models": "models", "/health": "health", "/page/": "page", "/debug/": "debug"}

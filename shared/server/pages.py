@@ -11,6 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "page"
+SHARED = [Path(__file__).parents[1] / "tracing/page" / name for name in ("pool.js", "pool.css")]
+"""What the page of `infer trace` draws with too."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 router = APIRouter(include_in_schema=False)
@@ -30,7 +32,7 @@ async def part(name: str) -> Response:
 
 @cache
 def _files() -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    return {path.name: path.read_bytes() for path in (*FOLDER.iterdir(), *SHARED) if path.suffix in TYPES}
 
 
 def _response(name: str) -> Response:

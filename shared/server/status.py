@@ -1,22 +1,25 @@
 """What the server says of itself: models, health, metrics, and the engine between two steps. Introduced in phase 4.
 
-Invariant: nothing here waits for a step, but for `/debug/engine`, which asks the engine's thread.
+Invariant: nothing here waits for a step, but for what lies below `/debug`, which asks the engine's thread.
 """
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
+from shared.engine.memory_map import HoldingState
 from shared.server.engine_thread import EngineThread
 from shared.server.errors import ApiError, ErrorBody, overloaded
 from shared.server.intake import Intake
 
 DESCRIBE_TIMEOUT = 30.0
-"""Seconds that `/debug/engine` waits for the step that runs."""
+"""Seconds that `/debug/engine` and `/debug/memory` wait for the step that runs."""
 router = APIRouter()
+Answer = TypeVar("Answer")
 
 
 class Model(BaseModel):
@@ -45,6 +48,30 @@ class Health(BaseModel):
     num_requests_running: int
     num_requests_waiting: int
     kv_cache_usage: float
+
+
+class HoldingBody(BaseModel):
+    """What one request has of the KV memory. ``blocks`` is its block table; who was preempted has none."""
+
+    request_id: str
+    state: HoldingState
+    num_prompt_tokens: int
+    num_tokens: int
+    num_written: int
+    blocks: list[int]
+
+
+class MemoryBody(BaseModel):
+    """The KV memory between two steps. ``written_share`` is that of the held blocks, null where none is held."""
+
+    unit: str
+    block_tokens: int
+    num_blocks: int
+    num_free: int
+    written_share: float | None
+    num_waiting: int
+    num_preemptions: int
+    holdings: list[HoldingBody]
 
 
 @router.get("/v1/models", summary="List the model")
@@ -91,9 +118,23 @@ async def metrics(request: Request) -> Response:
 async def engine(request: Request) -> dict[str, Any]:
     """Load, statistics, the last step, and what the audit of the KV memory finds: nothing, when nothing runs."""
     thread: EngineThread = request.app.state.thread
+    return {**await _between_steps(thread.describe()), "num_open_requests": thread.num_open_requests}
+
+
+@router.get(
+    "/debug/memory", summary="Which block of the KV memory belongs to whom", responses={200: {"model": MemoryBody}}
+)
+async def memory(request: Request) -> Response:
+    """The KV memory between two steps: its blocks, who holds which of them, and who was preempted."""
+    thread: EngineThread = request.app.state.thread
+    return JSONResponse((await _between_steps(thread.memory())).as_json())
+
+
+async def _between_steps(answer: Awaitable[Answer]) -> Answer:
+    """What the engine's thread answers, unless the step that runs takes too long."""
     try:
         async with asyncio.timeout(DESCRIBE_TIMEOUT):
-            return {**await thread.describe(), "num_open_requests": thread.num_open_requests}
+            return await answer
     except TimeoutError:
         raise overloaded(f"A step takes more than {DESCRIBE_TIMEOUT:g} s.", 10, code="engine_busy") from None
 

@@ -14,6 +14,7 @@ from shared.tracing.lanes import LANES
 from shared.tracing.trace import CellKind, Outcome, Trace, TracedRequest
 
 STEPS_THREAD = 0
+IDLE = (CellKind.QUEUE, CellKind.STALL, CellKind.PREEMPTED)
 Event = dict[str, Any]
 
 
@@ -49,8 +50,8 @@ def _events(trace: Trace, pid: int) -> Iterator[Event]:
 
 
 def _request_events(trace: Trace, request: TracedRequest, pid: int, tid: int) -> Iterator[Event]:
-    """The queue as one event, then one for each step that served it, then its end."""
-    cells = [cell for cell in trace.cells(request) if cell.kind not in (CellKind.QUEUE, CellKind.STALL)]
+    """The queue as one event, then one for each step that served it or took its memory, then its end."""
+    cells = [cell for cell in trace.cells(request) if cell.kind not in IDLE]
     first_ns = trace.steps[cells[0].step].started_ns if cells else request.ended_ns
     queue_ns = first_ns if first_ns is not None else (trace.steps[-1].ended_ns if trace.steps else request.arrived_ns)
     about = {"prompt tokens": request.num_prompt_tokens, "max new tokens": request.max_new_tokens}
@@ -64,6 +65,10 @@ def _request_events(trace: Trace, request: TracedRequest, pid: int, tid: int) ->
         if cell.kind is CellKind.FAILED:
             args["error"] = request.error
         yield _span(cell.kind.value, cell.kind.value, pid, tid, step.started_ns, step.ended_ns, args)
+    for index in trace.preemptions(request):
+        step = trace.steps[index]
+        at = {"pid": pid, "tid": tid, "ts": step.started_ns / 1000}
+        yield {"name": "preempted", "cat": "preemption", "ph": "i", "s": "t", **at, "args": {"step": index}}
     if request.outcome is not Outcome.OPEN and request.ended_ns is not None:
         end = {"finish_reason": request.finish_reason, "generated tokens": len(request.tokens)}
         at = {"pid": pid, "tid": tid, "ts": request.ended_ns / 1000}

@@ -24,9 +24,19 @@ def _kv_capacity(trace: Trace) -> int | None:
     return trace.steps[0].record.kv_capacity_tokens if trace.steps else None
 
 
+def _num_held(step: TracedStep) -> int:
+    return step.memory.num_held if step.memory is not None else 0
+
+
+def _num_blocks(trace: Trace) -> int | None:
+    memory = trace.steps[0].memory if trace.steps else None
+    return memory.num_blocks if memory is not None else None
+
+
 LANES = (
     Lane("served", "requests that the step ran", lambda step: step.num_served, lambda trace: trace.max_batch_size),
     Lane("running", "after the step", lambda step: step.record.num_running, lambda trace: trace.max_batch_size),
     Lane("waiting", "after the step", lambda step: step.record.num_waiting, lambda trace: None),
     Lane("KV tokens", "in the memory after the step", lambda step: step.record.kv_used_tokens, _kv_capacity),
+    Lane("KV blocks", "held after the step; a slot is one large block", _num_held, _num_blocks),
 )

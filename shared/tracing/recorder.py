@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from shared.engine.memory_map import MemoryMap
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.sampling.params import SamplingParams
@@ -20,6 +21,7 @@ class TraceableEngine(Protocol):
 
     config: Any
     tokenizer: Any
+    scheduler: Any
     last_step: StepRecord | None
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
@@ -82,7 +84,8 @@ class Recorder:
         record = self.engine.last_step
         assert record is not None
         index = len(self.steps)
-        self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns))
+        memory = MemoryMap.of(self.engine.scheduler, record)
+        self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns, memory))
         for output in outputs:
             self._note(output, index, ended_ns)
         return outputs

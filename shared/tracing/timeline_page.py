@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from shared.tracing.holdings import memory_data
 from shared.tracing.lanes import LANES
 from shared.tracing.trace import CellKind, Trace, TracedRequest
 
@@ -25,8 +26,8 @@ SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 def page(traces: Sequence[Trace], title: str) -> str:
     """The HTML of one page with all traces, one below the other, on the same scale."""
-    style = _part("timeline.css")
-    script = "\n\n".join(map(_part, ("timeline.js", "controls.js")))
+    style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
+    script = "\n\n".join(map(_part, ("timeline.js", "pool.js", "memory.js", "controls.js")))
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
     slots = {
         "title": escape(title),
@@ -59,6 +60,7 @@ def trace_data(trace: Trace) -> dict[str, Any]:
             for step in trace.steps
         ],
         "requests": [_request_data(trace, request) for request in trace.requests],
+        "memory": memory_data(trace),
     }
 
 
@@ -79,6 +81,8 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
             [known(each.mean_queue_seconds, "{:.3f} s") for each in totals],
         ),
         ("generated tokens", [str(each.num_tokens) for each in totals]),
+        ("preemptions", [str(each.num_preemptions) for each in totals]),
+        ("tokens computed again", [str(each.num_recomputed_tokens) for each in totals]),
         ("time in steps", [f"{each.seconds:.3f} s" for each in totals]),
         ("tokens per second", [f"{each.tokens_per_second:.1f}" for each in totals]),
     ]
@@ -88,6 +92,7 @@ def _request_data(trace: Trace, request: TracedRequest) -> dict[str, Any]:
     values = dataclasses.asdict(request)
     values["tokens"] = [[token.step, token.token_id, token.text] for token in request.tokens]
     values["runs"] = trace.runs(request)
+    values["preemptions"] = trace.preemptions(request)
     return values
 
 
@@ -113,6 +118,7 @@ def _tables(trace: Trace) -> str:
         [
             step.record.step,
             f"{(step.ended_ns - step.started_ns) / 1e6:.2f}",
+            " ".join(step.record.preempted) or "–",
             " ".join(f"{name} ({count})" for name, count in step.record.prefilled) or "–",
             " ".join(step.record.decoded) or "–",
             " ".join((*step.record.finished, *step.record.failed)) or "–",
@@ -121,8 +127,8 @@ def _tables(trace: Trace) -> str:
         for step in trace.steps
     ]
     by_request = ["request", "prompt tokens", "answer tokens", "came before step", "steps in the queue"]
-    by_request += ["prefill steps", "decode steps", "stalled steps", "end"]
-    by_step = ["step", "ms", "prefill (tokens)", "decode", "ended", *(lane.name for lane in LANES)]
+    by_request += ["prefill steps", "decode steps", "stalled steps", "preempted steps", "recompute steps", "end"]
+    by_step = ["step", "ms", "preempted", "prefill (tokens)", "decode", "ended", *(lane.name for lane in LANES)]
     return (
         f"<details><summary>{escape(trace.title)}, as tables</summary>\n"
         f"{_table(f'Requests, {trace.title}', by_request, requests)}\n"

@@ -1,29 +1,33 @@
 """A recorded run as data: steps with their clocks, requests with what became of them. Introduced in phase 4.
 
 Everything that is drawn, counted or written of a run is derived from here. A step's part is the engine's own
-:class:`~shared.engine.record.StepRecord`, whole: what a later phase adds to it, such as who owns which block, is in the
-trace and in both files without a change here. Invariants: steps are numbered from 0 without gaps; a request has exactly
-one cell in each step from its arrival to its end; without the clocks, equal runs give equal traces.
+:class:`~shared.engine.record.StepRecord`, whole: what a later phase adds to it is in the trace and in both files
+without a change here. Invariants: steps are numbered from 0 without gaps; a request has exactly one cell in each step
+from its arrival to its end; without the clocks, equal runs give equal traces.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
 
+from shared.engine.memory_map import MemoryMap
 from shared.engine.record import StepRecord
 
 
 class CellKind(StrEnum):
     """What a step did for a request. QUEUE: nothing yet, it waits for its prompt to be run. STALL: nothing, although
-    its prompt was run before (others had their turn). FAILED: it was tried, and ended there.
+    its prompt was run before (others had their turn). PREEMPTED: nothing, others have its memory. RECOMPUTE: its prompt
+    and its answer so far were run again. FAILED: it was tried, and ended there.
     """
 
     QUEUE = "queue"
     PREFILL = "prefill"
     DECODE = "decode"
     STALL = "stall"
+    PREEMPTED = "preempted"
+    RECOMPUTE = "recompute"
     FAILED = "failed"
 
 
@@ -74,11 +78,12 @@ class TracedRequest:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as the engine tells it, between two readings of the clock."""
+    """A step as the engine tells it, between two readings of the clock, and the memory after it."""
 
     record: StepRecord
     started_ns: int
     ended_ns: int
+    memory: MemoryMap | None = None
 
     @property
     def num_served(self) -> int:
@@ -102,6 +107,8 @@ class Totals:
     mean_queue_steps: float | None
     longest_queue_steps: int | None
     mean_queue_seconds: float | None
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0  # computed again for those who were preempted
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,12 +128,18 @@ class Trace:
     def cells(self, request: TracedRequest) -> tuple[Cell, ...]:
         """One cell for each step from the request's arrival to its end."""
         served = self._served.get(request.request_id, {})
+        first_token = request.tokens[0].step if request.tokens else len(self.steps)
         idle = CellKind.QUEUE
         cells = []
         for step in self._span(request):
-            if step in served:
+            cell = served.get(step)
+            if request.request_id in self.steps[step].record.preempted:
+                idle = CellKind.PREEMPTED
+            if cell is not None:
                 idle = CellKind.STALL
-            cells.append(served.get(step) or Cell(step, idle))
+                if cell.kind is CellKind.PREFILL and step > first_token:
+                    cell = replace(cell, kind=CellKind.RECOMPUTE)
+            cells.append(cell or Cell(step, idle))
         return tuple(cells)
 
     def runs(self, request: TracedRequest) -> list[tuple[CellKind, int, int]]:
@@ -136,6 +149,10 @@ class Trace:
             cells = list(group)
             joined.append((kind, cells[0].step, cells[-1].step + 1))
         return joined
+
+    def preemptions(self, request: TracedRequest) -> list[int]:
+        """The steps in which it had to give its memory to others."""
+        return [step for step in self._span(request) if request.request_id in self.steps[step].record.preempted]
 
     @cached_property
     def totals(self) -> Totals:
@@ -156,6 +173,13 @@ class Trace:
             mean_queue_steps=sum(steps for steps, _ in waits) / len(waits) if waits else None,
             longest_queue_steps=max(steps for steps, _ in waits) if waits else None,
             mean_queue_seconds=sum(ns for _, ns in waits) / len(waits) / 1e9 if waits else None,
+            num_preemptions=sum(len(step.record.preempted) for step in self.steps),
+            num_recomputed_tokens=sum(
+                cell.num_tokens
+                for request in self.requests
+                for cell in self.cells(request)
+                if cell.kind is CellKind.RECOMPUTE
+            ),
         )
 
     def _span(self, request: TracedRequest) -> range:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -257,6 +258,68 @@ def test_one_line_is_logged_for_each_request(server: ServerProcess) -> None:
     assert "once" not in server.log.read_text()
 
 
+# Few blocks: several answers that the memory cannot hold to their ends.
+
+BLOCKS, BLOCK_SIZE = 12, 8
+COUNTED = (
+    "infer:num_preemptions_total",
+    "infer:time_to_first_token_seconds_count",
+    "infer:request_queue_time_seconds_count",
+    "infer:prompt_tokens_total",
+)
+
+
+@pytest.mark.skipif(NEWEST < "06", reason="there are no blocks yet")
+def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: Path, plain_engine: Any) -> None:
+    sizes = ("--num-gpu-blocks", str(BLOCKS), "--block-size", str(BLOCK_SIZE), "--max-seq-len", "96")
+    server = ServerProcess(folder, tmp_path / "log", *sizes)
+    prompts = [[n + 1] * 10 for n in range(4)]
+    body = {"model": MODEL, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    states: dict[str, list[str]] = {}
+    try:
+        with server.client() as client, ThreadPoolExecutor(len(prompts)) as together:
+
+            def answer(prompt: list[int]) -> list[int]:
+                text = client.post("/v1/completions", json={**body, "prompt": prompt}).text
+                frames = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+                return [frame["token_id"] for frame in frames[:-1]]
+
+            answers = [together.submit(answer, prompt) for prompt in prompts]
+            while not all(done.done() for done in answers):
+                memory = client.get("/debug/memory").json()
+                blocks = [block for holding in memory["holdings"] for block in holding["blocks"]]
+                assert len(set(blocks)) == len(blocks) == BLOCKS - memory["num_free"]
+                assert (memory["unit"], memory["block_tokens"], memory["num_blocks"]) == ("block", BLOCK_SIZE, BLOCKS)
+                written = 0
+                for holding in memory["holdings"]:
+                    states.setdefault(holding["request_id"], []).append(holding["state"])
+                    written += holding["num_written"]
+                    if holding["state"] == "preempted":
+                        assert (holding["blocks"], holding["num_written"]) == ([], 0)
+                    else:
+                        assert len(holding["blocks"]) >= -(-holding["num_written"] // BLOCK_SIZE)
+                if blocks:
+                    assert memory["written_share"] == pytest.approx(written / len(blocks) / BLOCK_SIZE)
+            params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+            for prompt, done in zip(prompts, answers, strict=True):
+                assert done.result() == [output.token_id for output in plain_engine.generate(prompt, params)]
+            metrics = client.get("/metrics").text
+        server.wait_until_idle(5)
+        state = server.state()
+    finally:
+        assert server.end() == 0
+    preempted = [name for name, seen in states.items() if "preempted" in seen]
+    assert preempted, "one waits until another has ended, which takes many steps"
+    assert all(states[name][-1] != "preempted" for name in preempted)
+    assert len(states) == len(prompts)
+    found = {name: re.search(rf"^{name}{{.*}} (\S+)$", metrics, re.MULTILINE) for name in COUNTED}
+    counts = {name: float(match[1]) for name, match in found.items() if match}
+    assert counts["infer:num_preemptions_total"] == state["load"]["num_preemptions"] >= len(preempted)
+    # Who was preempted and came again is one request, with one first token and one wait in the queue.
+    assert [counts[name] for name in COUNTED[1:]] == [4, 4, 40]
+    assert all(line["path"] != "/debug/memory" for line in server.events("request")), "what a page asks is not logged"
+
+
 # Clients that leave.
 
 
@@ -404,7 +467,15 @@ def test_a_server_that_cannot_start_says_why_in_one_sentence(folder: Path, tmp_p
 # What nobody would send.
 
 
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/health", "/debug/engine"]
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/models/{name}",
+    "/health",
+    "/debug/engine",
+    "/debug/memory",
+]
 
 
 def statuses_of(operation: Any, mode: GenerationMode) -> set[int]:

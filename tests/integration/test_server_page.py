@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +29,7 @@ FLAGS = (
 )
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 KEY = "a-key"
+BLOCKS = 12
 CONTRAST = 4.5
 """What WCAG 2.2 asks of text at level AA."""
 WIDE = """() => [...document.querySelectorAll('body *')]
@@ -67,7 +70,18 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def url(browser: Any, tiny_checkpoints: dict[str, Path]) -> Iterator[str]:
     """A server that asks for a key."""
-    command = [*INFER, "serve", str(tiny_checkpoints["llama"]), "--port", "0", "--api-key", KEY]
+    yield from serving(tiny_checkpoints["llama"], "--api-key", KEY)
+
+
+@pytest.fixture(scope="module")
+def crowded_url(browser: Any, tiny_checkpoints: dict[str, Path]) -> Iterator[str]:
+    """A server with few blocks."""
+    sizes = ("--num-gpu-blocks", str(BLOCKS), "--block-size", "16", "--max-seq-len", str(16 * BLOCKS))
+    yield from serving(tiny_checkpoints["llama"], *sizes)
+
+
+def serving(folder: Path, *options: str) -> Iterator[str]:
+    command = [*INFER, "serve", str(folder), "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -91,6 +105,23 @@ def page(browser: Any, url: str) -> Iterator[Any]:
     tab.fill("#key", KEY)
     tab.press("#key", "Tab")
     expect(tab, "#model", "tiny-llama, up to 2048 tokens")
+    yield tab
+    context.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def crowded(browser: Any, crowded_url: str) -> Iterator[Any]:
+    """The page of the server with few blocks, the memory in sight."""
+    context = browser.new_context(viewport=DESKTOP, color_scheme="light")
+    tab = context.new_page()
+    complaints: list[str] = []
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("request", lambda r: complaints.append(r.url) if not r.url.startswith(crowded_url) else None)
+    tab.goto(crowded_url)
+    tab.locator("#memory-panel").scroll_into_view_if_needed()
+    expect(tab, ".pool-figures", f"0 of {BLOCKS}")
     yield tab
     context.close()
     assert complaints == []
@@ -194,6 +225,115 @@ def test_the_charts_move_with_the_metrics(page: Any) -> None:
     assert "L" in tokens.locator("path").first.get_attribute("d")
     assert int(expect(page, "#totals div:nth-child(2) dd", r"\d").replace(",", "")) > 0
     expect(page, "#health", "^ready$")
+
+
+SQUARES = """() => [...document.querySelectorAll('.pool-holder')].map(holder => [
+    holder.dataset.holder, holder.dataset.state,
+    holder.querySelector('.pool-edge').getAttribute('d').match(/M[^h]+/g), holder.getAttribute('class')])"""
+
+
+def ask(url: str, number: int) -> None:
+    """A long answer for another client."""
+    body = {"model": "tiny-llama", "prompt": [number + 1] * 10, "max_tokens": 170, "temperature": 0, "ignore_eos": True}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+
+
+def test_the_memory_is_shown_live(crowded: Any, crowded_url: str) -> None:
+    """Four answers that few blocks cannot hold: somebody is preempted, waits, and comes again."""
+    colours: dict[str, set[str]] = {}
+    states = set()
+    with ThreadPoolExecutor(4) as together:
+        answers = [together.submit(ask, crowded_url, number) for number in range(4)]
+        while not all(answer.done() for answer in answers):
+            squares = crowded.evaluate(SQUARES)
+            corners = [corner for _, _, own, _ in squares for corner in own]
+            assert len(set(corners)) == len(corners) <= BLOCKS, "no square is drawn for two"
+            for name, state, _, colour in squares:
+                colours.setdefault(name, set()).add(colour)
+                states.add(state)
+            assert len({colour for *_, colour in squares}) == len(squares)
+            states |= set(crowded.locator(".pool-list li").evaluate_all("all => all.map(li => li.dataset.state)"))
+            crowded.wait_for_timeout(30)
+    for answer in answers:
+        answer.result()
+    assert {"decode", "preempted", "recompute"} <= states
+    assert {len(own) for own in colours.values()} == {1}, "a request keeps its colour"
+    expect(crowded, ".pool-figures", f"0 of {BLOCKS}")
+    assert int(crowded.locator(".pool-figures dd").nth(3).inner_text()) >= 1
+    label = crowded.locator(".pool-frame").get_attribute("aria-label")
+    assert f"0 blocks of {BLOCKS} held by 0 requests, {BLOCKS} free" in label
+    expect(crowded, "#totals", r"preemptions\s*[1-9]")
+
+
+def test_the_memory_tells_a_square_and_can_be_read(crowded: Any, crowded_url: str) -> None:
+    frame = crowded.locator(".pool-frame")
+    frame.focus()
+    crowded.keyboard.press("ArrowRight")
+    assert crowded.locator(".pool-told").inner_text() == "Block 0 is free."
+    with ThreadPoolExecutor(1) as together:
+        answer = together.submit(ask, crowded_url, 0)
+        told = expect(crowded, ".pool-told", r"^Block 0: request \d+ ")
+        answer.result()
+    assert re.search(
+        r"place 0 of its block table, tokens 0 to 15; \d+ of 16 written\. The request: .* in \d+ blocks?\.$", told
+    )
+    for scheme in ("dark", "light"):
+        crowded.emulate_media(color_scheme=scheme)
+        contrast, where = crowded.evaluate(FAINTEST)
+        assert contrast >= CONTRAST, where
+    crowded.click("#memory-whole")
+    crowded.wait_for_timeout(300)
+    assert crowded.evaluate("document.fullscreenElement.id") == "memory-panel"
+
+
+def test_the_memory_is_asked_for_only_in_sight_and_with_the_key(page: Any, url: str) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/debug/memory") else None)
+    page.locator("#memory-panel").scroll_into_view_if_needed()
+    expect(page, ".pool-figures", r"held\s*0 of ")
+    page.evaluate("scrollTo(0, 0)")
+    page.set_viewport_size({"width": 1280, "height": 300})
+    page.wait_for_timeout(600)
+    asked.clear()
+    page.wait_for_timeout(800)
+    assert asked == []
+    page.set_viewport_size(DESKTOP)
+    page.locator("#memory-panel").scroll_into_view_if_needed()
+    page.fill("#key", "wrong")
+    page.press("#key", "Tab")
+    expect(page, "#memory-complaint", "needs the API key")
+    page.wait_for_timeout(300)
+    asked.clear()
+    page.wait_for_timeout(600)
+    assert asked == [], "not before there is another key"
+
+
+def test_a_large_memory_is_drawn_in_squares_of_several_blocks(crowded: Any) -> None:
+    """3,000 blocks: a square of three, divided among who holds them."""
+    drawn = crowded.evaluate("""() => {
+        const parent = document.body.appendChild(document.createElement('div'));
+        const picture = new PoolPicture(parent);
+        const cast = new PoolPicture.Cast();
+        const holding = (id, blocks, written) => ({
+            request_id: id, state: 'decode', num_prompt_tokens: 1, num_tokens: written, num_written: written, blocks });
+        const memory = { unit: 'block', block_tokens: 16, num_blocks: 3000, num_waiting: 0, num_preemptions: 0,
+            holdings: [holding('a', [0, 1, 2999], 40), holding('b', [2], 16)] };
+        picture.show(memory, cast.meet(['a', 'b']));
+        picture.select(0);
+        const first = picture.told.textContent;
+        picture.select(999);
+        const told = [picture.squares.length, picture.note.textContent, first, picture.told.textContent,
+            parent.querySelectorAll('.pool-name').length];
+        parent.remove();
+        return told;
+    }""")
+    assert drawn == [
+        1000,
+        "A square stands for 3 blocks and is divided among their holders. A block has room for 16 tokens.",
+        "Blocks 0 to 2: 1 holds 2, 2 holds 1, 0 free.",
+        "Blocks 2997 to 2999: 1 holds 1, 2 free.",
+        0,
+    ]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

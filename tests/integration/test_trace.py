@@ -58,6 +58,19 @@ FAINTEST = """([selector, property]) => {
     });
     return [found.length, ...found.reduce((least, one) => one[0] < least[0] ? one : least, [21, 'nothing'])];
 }"""
+# Of the ink on a colour of the palette.
+ON_COLOUR = """colour => {
+    const probe = document.querySelector('.pool').appendChild(document.createElement('i'));
+    probe.className = `pool-swatch colour-${colour}`;
+    const style = getComputedStyle(probe);
+    const light = color => color.match(/[\\d.]+/g).slice(0, 3).map(value => value / 255)
+        .map(value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, value, index) => sum + value * [0.2126, 0.7152, 0.0722][index], 0);
+    const [own, other] = [light(style.color), light(style.backgroundColor)];
+    probe.remove();
+    return (Math.max(own, other) + 0.05) / (Math.min(own, other) + 0.05);
+}"""
+TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))))"
 TEXTS = "h1, h2, p, legend, label, li, th, td, caption, summary, .names div, output, output b, button, .mark"
 
 
@@ -229,6 +242,10 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
         (["--compare", "static,static"], "two or more different"),
         (["--compare", "static,lifo"], "must be two or more different ones of static, continuous, fcfs"),
         (["--compare", "static,continuous", "--batching-mode", "static"], "leave the others out"),
+        (["--compare", "contiguous,paged", "--kv-cache-backend", "paged"], "leave the others out"),
+        (["--phase", "05", "--num-gpu-blocks", "8"], "arrives in phase 06"),
+        (["--num-gpu-blocks", "0"], "num_gpu_blocks is 0"),
+        (["--num-gpu-blocks", "3", "--block-size", "8", "--max-seq-len", "32"], "is 4 blocks"),
         (["--prompts", "nowhere.txt"], "No such file"),
         (["--prompts", "."], "Is a directory"),
         (["--prompts", "empty.txt"], "holds no text"),
@@ -281,7 +298,7 @@ def test_the_page_draws_every_run_of_cells(tab: Any, traces: list[dict[str, Any]
         names = section.locator(".names div").all_inner_texts()
         assert names[-1] == f"7 · {trace['requests'][6]['num_prompt_tokens']} + {len(trace['requests'][6]['tokens'])}"
         assert names[1] == f"served · peak {max(trace['lanes'][0]['values'])} of 2"
-        assert section.locator("[data-lane]").count() == 4
+        assert section.locator("[data-lane]").count() == 5
 
 
 def test_by_time_a_cell_is_as_wide_as_it_took(tab: Any, traces: list[dict[str, Any]]) -> None:
@@ -417,7 +434,7 @@ def test_texts_and_shapes_stand_out_in_both_colours(browser: Any, eventful: Path
         for _ in range(2):
             for selector, property, least in (
                 (TEXTS, "color", TEXT_CONTRAST),
-                ("svg text", "fill", TEXT_CONTRAST),
+                (".timeline svg text", "fill", TEXT_CONTRAST),
                 ("rect.prefill, rect.decode, rect.failed, .lane, path.finished, path.aborted", "fill", SHAPE_CONTRAST),
                 ("line.queue, line.stall, path.failed", "stroke", SHAPE_CONTRAST),
             ):
@@ -446,6 +463,153 @@ def test_what_went_wrong_is_marked_and_told(browser: Any, eventful: Path) -> Non
         box = tab.locator("path[data-end=unwanted]").bounding_box()
         tab.mouse.move(box["x"] + 4, box["y"] + 4)
         assert tab.inner_text("#details").startswith("Request unwanted · aborted before this step")
+
+
+# Few blocks: the memory after each step.
+
+CROWDED = ("--num-gpu-blocks", "8", "--block-size", "4", "--max-seq-len", "32", "--requests", "6", "--max-tokens", "20")
+
+
+@pytest.fixture(scope="module")
+def crowded(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which somebody is preempted, beside the same requests in slots."""
+    folder = tmp_path_factory.mktemp("crowded")
+    done = infer("trace", "--model", model, *CROWDED, "--compare", "contiguous,paged", "--out", ".", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "told.txt").write_text(done.stdout)
+    return folder / "trace.html"
+
+
+def owners(tab: Any, place: int) -> dict[str, int]:
+    """Squares that each request holds in the picture of a trace, counted from its outline."""
+    return (
+        tab.locator("section")
+        .nth(place)
+        .evaluate("""section => Object.fromEntries([...section.querySelectorAll('.pool-holder')].map(holder => [
+            holder.dataset.holder, holder.querySelector('.pool-edge').getAttribute('d').split('M').length - 1]))""")
+    )
+
+
+def held_after(trace: dict[str, Any], step: int) -> dict[str, list[int]]:
+    """The block tables after a step, as the page's data has them."""
+    tables = {
+        request["request_id"]: [block for block, first, after in told["blocks"] if first <= step < after]
+        for request, told in zip(trace["requests"], trace["memory"]["holdings"], strict=True)
+    }
+    return {name: blocks for name, blocks in tables.items() if blocks}
+
+
+def test_preemptions_are_told_and_give_the_same_answers(crowded: Path) -> None:
+    slots, blocks = page_data(crowded)
+    rows = [re.split(r"  +", line.strip()) for line in (crowded.parent / "told.txt").read_text().splitlines()]
+    preempted = [len(step["preempted"]) for step in blocks["steps"]]
+    assert sum(preempted) > 0
+    assert [row[1:] for row in rows if row[0] == "preemptions"] == [["0", str(sum(preempted))]]
+    answers = [[[token[1:] for token in r["tokens"]] for r in trace["requests"]] for trace in (slots, blocks)]
+    assert answers[0] == answers[1]
+    assert (slots["settings"]["KV memory"], blocks["settings"]["KV memory"]) == (
+        "4 slots of 32 tokens",
+        "8 blocks of 4 tokens",
+    )
+    for step in range(len(blocks["steps"])):
+        tables = held_after(blocks, step)
+        held = [block for table in tables.values() for block in table]
+        assert len(set(held)) == len(held) == blocks["lanes"][4]["values"][step]
+
+
+def test_the_slider_shows_the_memory_after_each_step(browser: Any, crowded: Path) -> None:
+    trace = page_data(crowded)[1]
+    for tab in opened(browser, crowded):
+        section = tab.locator("section").nth(1)
+        slider = section.locator("input[type=range]")
+        for step in range(0, len(trace["steps"]), 3):
+            slider.fill(str(step))
+            tables = held_after(trace, step)
+            assert owners(tab, 1) == {name: len(blocks) for name, blocks in tables.items()}
+            held = sum(map(len, tables.values()))
+            assert section.locator(".pool-figures dd").first.inner_text() == f"{held} of 8"
+            label = section.locator(".pool-frame").get_attribute("aria-label")
+            assert re.search(rf"\b{held} blocks? of 8 held by {len(tables)} requests?, {8 - held} free", label)
+            assert tab.inner_text("#details").startswith(f"paged, step {step} · ")
+        tab.locator(".scroller").nth(1).focus()
+        tab.keyboard.press("Home")
+        assert slider.input_value() == "0", "the cursor of the timeline moves it too"
+
+
+def test_preemption_and_recompute_are_drawn_and_told(browser: Any, crowded: Path) -> None:
+    trace = page_data(crowded)[1]
+    for tab in opened(browser, crowded):
+        section = tab.locator("section").nth(1)
+        drawn = {(shape[0], shape[1]) for shape in shapes(tab, 1)}
+        name, step = next((step["preempted"][0], step["step"]) for step in trace["steps"] if step["preempted"])
+        assert {(name, "preempted"), (name, "recompute")} <= drawn
+        marks = section.locator("path[data-preempted]")
+        assert marks.count() == sum(len(step["preempted"]) for step in trace["steps"])
+        section.locator("input[type=range]").fill(str(step))
+        gone = section.locator(f".pool-list li[data-holder='{name}']")
+        assert gone.get_attribute("data-state") == "preempted"
+        assert re.search(r"preempted, waits to be recomputed \(\d+ tokens\)", gone.inner_text())
+        again = next(
+            run for r in trace["requests"] for run in r["runs"] if r["request_id"] == name and run[0] == "recompute"
+        )
+        section.locator("input[type=range]").fill(str(again[1]))
+        holder = section.locator(f".pool-holder[data-holder='{name}']")
+        assert holder.get_attribute("data-state") == "recompute"
+        assert "url(#" in holder.locator(".pool-over").get_attribute("fill")
+        box = section.locator(f"rect.recompute[data-request='{name}']").first.bounding_box()
+        tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 3)
+        assert re.search(
+            rf"^Request {name} · recompute of \d+ tokens, prompt and answer so far", tab.inner_text("#details")
+        )
+
+
+def test_a_square_tells_whose_it_is_by_pointer_and_by_keys(browser: Any, crowded: Path) -> None:
+    slots, trace = page_data(crowded)
+    for tab in opened(browser, crowded):
+        section = tab.locator("section").nth(1)
+        section.locator("input[type=range]").fill("0")
+        name, table = next(iter(held_after(trace, 0).items()))
+        box = section.locator(".pool-frame").bounding_box()
+        edge = section.locator(f".pool-holder[data-holder='{name}'] .pool-edge").evaluate(
+            "path => path.getBBox().height"
+        )
+        tab.mouse.move(box["x"] + 5, box["y"] + 5)
+        told = section.locator(".pool-told").inner_text()
+        assert re.match(rf"Block 0: request {name}, place 0 of its block table, tokens 0 to 3; 4 of 4 written\.", told)
+        assert section.locator(".pool-name").first.text_content() == "[0]"
+        assert edge > 20
+        section.locator(".pool-frame").focus()
+        for _ in range(7):
+            tab.keyboard.press("ArrowRight")
+        last = section.locator(".pool-told").inner_text()
+        assert last == "Block 7 is free." if 7 not in table else last.startswith("Block 7: ")
+        assert (
+            "A slot has room for the longest request there may be, 32 tokens."
+            in tab.locator(".pool-note").first.inner_text()
+        )
+        assert owners(tab, 0) == dict.fromkeys(held_after(slots, 0), 1)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_memory_can_be_read_in_both_colours_and_on_a_phone(browser: Any, crowded: Path, scheme: str) -> None:
+    step = next(step["step"] for step in page_data(crowded)[1]["steps"] if step["preempted"])
+    for tab in opened(browser, crowded, color_scheme=scheme):
+        tab.locator("section input[type=range]").nth(1).fill(str(step))
+        for selector, property, least in (
+            (".pool dt, .pool dd, .pool li, .pool-note, .pool-told, .slider", "color", TEXT_CONTRAST),
+            ("line.preempted, path.preemption", "stroke", SHAPE_CONTRAST),
+            ("rect.recompute", "fill", SHAPE_CONTRAST),
+        ):
+            count, contrast, element = tab.evaluate(FAINTEST, [selector, property])
+            assert count >= 1
+            assert contrast >= least, (selector, element)
+        # A name stands on the colour of its request, and a letter of Okabe and Ito's colours is told from its ground.
+        for colour in range(8):
+            contrast = tab.evaluate(ON_COLOUR, colour)
+            assert contrast >= TEXT_CONTRAST, colour
+        tab.set_viewport_size(PHONE)
+        tab.evaluate(TWO_FRAMES)
+        assert tab.evaluate(WIDE) == []
 
 
 def test_without_its_script_the_page_has_the_tables(browser: Any, written: Path) -> None:

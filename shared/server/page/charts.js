@@ -130,6 +130,7 @@ function showTotals(list, { samples }) {
     "ended: length": ended.length ?? 0,
     "ended: abort": ended.abort ?? 0,
     "ended: error": ended.error ?? 0,
+    preemptions: total(samples, "infer:num_preemptions_total"),
   };
   list.replaceChildren(
     ...Object.entries(rows).map(([name, value]) => {

@@ -1,6 +1,7 @@
-// Puts the page together: the model's name, the server's health, the playground, the charts.
+// Puts the page together: the model's name, the server's health, the playground, the charts, the KV memory.
 
 import { build as buildCharts, update } from "./charts.js";
+import { build as buildMemory } from "./memory.js";
 import { build as buildPlayground, headers, setModel } from "./playground.js";
 
 const PERIOD = 1000; // milliseconds between readings of the metrics
@@ -40,6 +41,7 @@ async function watch() {
 
 buildPlayground();
 buildCharts(byId("charts"));
+buildMemory();
 byId("key").addEventListener("change", showModel);
 showModel();
 watch();

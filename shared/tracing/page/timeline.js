@@ -3,6 +3,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const [ROW, AXIS, LANE, LANE_GAP] = [20, 20, 30, 8];
+const WAITS = ["queue", "stall", "preempted"]; // drawn as lines
 const END = 16; // room for the mark behind the last cell
 const { traces } = JSON.parse(document.getElementById("data").textContent);
 const details = document.getElementById("details");
@@ -66,6 +67,7 @@ class Timeline {
     this.scroller.addEventListener("pointermove", (event) => this.point(event));
     this.scroller.addEventListener("pointerdown", (event) => this.point(event));
     this.scroller.addEventListener("keydown", (event) => this.move(event));
+    this.memory = trace.memory && new MemoryHistory(this, section);
   }
 
   nameRows() {
@@ -99,6 +101,7 @@ class Timeline {
       const cuts = trace.steps.map((_, step) => `M${round(from(trace, step) * pixels)} ${AXIS}V${height}`);
       draw("path", { class: "boundaries", d: cuts.join("") }, this.svg);
     }
+    trace.requests.forEach((request, place) => this.drawPreemptions(request, top + place * ROW));
     trace.requests.forEach((request, place) => this.drawEnd(request, top + place * ROW + ROW / 2));
     this.cursor = draw("g", {}, this.svg);
     this.scroller.replaceChildren(this.svg);
@@ -126,6 +129,14 @@ class Timeline {
     if (lane.capacity === most) draw("path", { class: "limit", d: `M0 ${y}H${extent(this.trace) * this.pixels}` }, this.svg);
   }
 
+  // Where a request lost its memory, a bar across its row.
+  drawPreemptions(request, y) {
+    for (const step of request.preemptions) {
+      const x = round(from(this.trace, step) * this.pixels);
+      draw("path", { class: "preemption", "data-preempted": request.request_id, d: `M${x} ${y + 2}v${ROW - 4}m-3 -4l3 4l3 -4` }, this.svg);
+    }
+  }
+
   drawRequest(request, y) {
     const { trace, pixels } = this;
     for (const [kind, first, after] of request.runs) {
@@ -134,11 +145,12 @@ class Timeline {
       const width = Math.max(1, round(to(trace, after - 1) * pixels - x));
       const data = { class: kind, "data-request": request.request_id, "data-first": first, "data-after": after };
       const middle = y + ROW / 2;
-      if (kind === "queue" || kind === "stall") {
+      if (WAITS.includes(kind)) {
         draw("line", { ...data, x1: x, x2: x + width, y1: middle, y2: middle }, this.svg);
       } else {
         const inset = kind === "decode" ? 5 : 2;
         draw("rect", { ...data, x, width, y: y + inset, height: ROW - 2 * inset }, this.svg);
+        if (kind === "recompute") draw("path", { class: "again", d: `M${x} ${middle}h${width}` }, this.svg);
       }
     }
   }
@@ -180,6 +192,11 @@ class Timeline {
     if (left < scrollLeft || right > scrollLeft + clientWidth) this.scroller.scrollLeft = left - clientWidth / 2;
   }
 
+  // By the slider: the request that was chosen stays.
+  turnTo(step) {
+    this.select(step, this.row);
+  }
+
   select(step, row) {
     if (step < 0 || row >= this.trace.requests.length || (step === this.step && row === this.row)) return;
     for (const other of timelines) if (other !== this) other.leave();
@@ -205,12 +222,14 @@ class Timeline {
     details.replaceChildren();
     if (row !== undefined) this.tellRequest(trace.requests[row], step);
     this.tellStep(trace.steps[step], step);
+    this.memory?.show(step);
   }
 
   tellStep(record, step) {
     const prompts = record.prefilled.map(([id, count]) => `${id} (${count} tokens)`);
     const facts = [
       milliseconds(record.ended_ns - record.started_ns),
+      record.preempted.length && `preempted ${record.preempted.join(", ")}`,
       prompts.length && `prefill ${prompts.join(", ")}`,
       record.decoded.length && `decode ${record.decoded.join(", ")}`,
       record.finished.length && `finished ${record.finished.join(", ")}`,
@@ -234,12 +253,20 @@ class Timeline {
     if (!run) return step < request.arrival_step ? "has not come yet" : `${request.outcome} before this step`;
     const [kind, first] = run;
     if (kind === "queue") return `queue, step ${step - first + 1} of its wait`;
+    if (kind === "preempted") return `preempted, step ${step - first + 1} without its memory, which others needed`;
     if (kind === "stall") return "stall: it has memory, and others had their turn";
     if (kind === "failed") return request.error;
+    const again = kind === "recompute" && this.trace.steps[step].prefilled.find(([id]) => id === request.request_id)[1];
+    if (again) return [`recompute of ${some(again, "token")}, prompt and answer so far`, ...this.given(request, step)].join(" · ");
     const what = kind === "prefill" ? `prefill of ${some(request.num_prompt_tokens, "prompt token")}` : "decode";
+    return [what, ...this.given(request, step)].join(" · ");
+  }
+
+  // The token that the step gave, and the end.
+  given(request, step) {
     const given = request.tokens.map((token, index) => [index, ...token]).filter(([, at]) => at === step);
     const told = given.map(([index, , id, text]) => `token ${index + 1} of ${request.tokens.length} is “${text}” (id ${id})`);
     const end = request.outcome === "finished" && request.end_step === step + 1 ? [`finished (${request.finish_reason})`] : [];
-    return [what, ...told, ...end].join(" · ");
+    return [...told, ...end];
   }
 }

@@ -1,0 +1,73 @@
+// The KV memory, live: asks /debug/memory while the panel is in sight, and has it drawn (pool.js).
+
+import { headers } from "./playground.js";
+
+const PERIOD = 250; // milliseconds between two looks
+const MANY = 10000; // held blocks; with more, looks are rarer in proportion, so that the engine has its time
+const LINGER = 1000; // milliseconds for which a recomputed request stays marked: a step may be shorter than a look
+const RETRY = 2000; // after a failure
+
+const byId = (id) => document.getElementById(id);
+const cast = new PoolPicture.Cast();
+const marked = new Map(); // of recomputed requests, until when
+let picture = null;
+let before = new Map(); // states at the last look
+let shown = "";
+let isInSight = false;
+let timer = 0;
+
+/** States as they are drawn: who was recomputed a moment ago is still marked. */
+function withMarks(memory, now) {
+  for (const { request_id: id, state, blocks } of memory.holdings) {
+    const isBack = before.get(id) === "preempted" && blocks.length;
+    if (state === "recompute" || isBack) marked.set(id, now + LINGER);
+  }
+  before = new Map(memory.holdings.map(({ request_id: id, state }) => [id, state]));
+  for (const [id, until] of marked) if (until < now || !before.has(id)) marked.delete(id);
+  const drawn = ({ request_id: id, state }) => (marked.has(id) && state === "decode" ? "recompute" : state);
+  return { ...memory, holdings: memory.holdings.map((holding) => ({ ...holding, state: drawn(holding) })) };
+}
+
+function complain(text) {
+  byId("memory-complaint").textContent = text;
+  byId("memory-complaint").hidden = !text;
+}
+
+async function look() {
+  clearTimeout(timer);
+  if (!isInSight || document.hidden) return;
+  let wait = RETRY;
+  try {
+    const response = await fetch("/debug/memory", { headers: headers() });
+    if (response.status === 401) {
+      complain("The picture of the memory needs the API key.");
+      return; // until there is another key
+    }
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    const memory = withMarks(await response.json(), performance.now());
+    wait = PERIOD * Math.max(1, (memory.num_blocks - memory.num_free) / MANY);
+    const text = JSON.stringify(memory);
+    if (text !== shown) picture.show(memory, cast.meet(memory.holdings.map(({ request_id: id }) => id)));
+    shown = text;
+    complain("");
+  } catch (error) {
+    complain(`The memory cannot be seen: ${error.message}`);
+  }
+  clearTimeout(timer);
+  timer = setTimeout(look, wait);
+}
+
+/** Connect the panel. */
+export function build() {
+  const panel = byId("memory-panel");
+  const isWhole = () => document.fullscreenElement === panel;
+  picture = new PoolPicture(byId("memory"), { height: () => (isWhole() ? innerHeight / 2 : 300) });
+  new IntersectionObserver((entries) => {
+    const [isNow, was] = [entries.at(-1).isIntersecting, isInSight];
+    isInSight = isNow;
+    if (isNow && !was) look();
+  }).observe(panel);
+  document.addEventListener("visibilitychange", look);
+  byId("key").addEventListener("change", look);
+  byId("memory-whole").addEventListener("click", () => (isWhole() ? document.exitFullscreen() : panel.requestFullscreen()));
+}

@@ -1,0 +1,54 @@
+// The memory of a trace after any of its steps: a slider, and the picture of the blocks. Follows pool.js and timeline.js.
+
+class MemoryHistory {
+  constructor(timeline, section) {
+    this.timeline = timeline;
+    this.trace = timeline.trace;
+    const last = Math.max(0, this.trace.steps.length - 1);
+    const label = make("label", "KV memory after step ", section, "slider");
+    this.number = make("b", "0", label);
+    this.slider = make("input", "", label);
+    Object.assign(this.slider, { type: "range", min: 0, max: last, value: 0 });
+    this.slider.addEventListener("input", () => timeline.turnTo(Number(this.slider.value)));
+    this.element = make("div", "", section);
+    this.picture = new PoolPicture(this.element, {
+      height: () => Math.min(300, innerHeight / 3),
+      label: `${this.trace.title}: KV memory`,
+    });
+    this.cast = new PoolPicture.Cast((id) => id);
+    this.colours = this.trace.steps.map((_, step) => new Map(this.cast.meet(this.held(step).map(({ request_id: id }) => id))));
+    if (this.trace.steps.length) this.show(0);
+  }
+
+  // Who holds what after a step, in the order of arrival; those without memory last.
+  held(step) {
+    const found = [];
+    for (const [place, { blocks, written }] of this.trace.memory.holdings.entries()) {
+      const request = this.trace.requests[place];
+      const [kind] = request.runs.find(([, first, after]) => first <= step && step < after) ?? [];
+      const mine = blocks.filter(([, first, after]) => first <= step && step < after).map(([block]) => block);
+      if (!mine.length && kind !== "preempted") continue;
+      found.push({
+        request_id: request.request_id,
+        state: { stall: "decode", queue: "prefill" }[kind] ?? kind,
+        num_prompt_tokens: request.num_prompt_tokens,
+        num_tokens: request.num_prompt_tokens + request.tokens.filter(([at]) => at <= step).length,
+        num_written: mine.length ? written[step - request.arrival_step] : 0,
+        blocks: mine,
+      });
+    }
+    return found.sort((a, b) => (a.state === "preempted") - (b.state === "preempted"));
+  }
+
+  show(step) {
+    this.slider.value = step;
+    this.slider.setAttribute("aria-valuetext", `step ${step}`);
+    this.number.textContent = step;
+    const record = this.trace.steps[step];
+    const { unit, block_tokens, num_blocks } = this.trace.memory;
+    const before = this.trace.steps.slice(0, step + 1).reduce((sum, { preempted }) => sum + preempted.length, 0);
+    const holdings = this.held(step);
+    const memory = { unit, block_tokens, num_blocks, num_waiting: record.num_waiting, num_preemptions: before, holdings };
+    this.picture.show(memory, this.colours[step]);
+  }
+}

@@ -1,0 +1,315 @@
+// A memory as a picture: a square a block, in the colour and under the name of whoever holds it, filled as far as it is
+// written. A classic script, since two pages use it: the server's own, and the one that `infer trace` writes.
+
+const PoolPicture = (() => {
+  "use strict";
+  const SVG = "http://www.w3.org/2000/svg";
+  const COLOURS = 8; // told apart by colour-blind eyes (Okabe and Ito); with more holders the names tell the rest
+  const MOST_SQUARES = 1024;
+  const MOST_LISTED = 24;
+  const [LEAST, LARGEST, NAMED] = [6, 84, 20]; // pixels of a square; from NAMED on it carries a name
+  const [BAR, MOST_BARS] = [44, 16]; // of a slot: its height, and how many stand in one column
+  const STATES = {
+    prefill: "prompt just computed",
+    decode: "decoding",
+    recompute: "being recomputed",
+    preempted: "preempted, waits to be recomputed",
+    lost: "held by nobody who runs",
+  };
+  let count = 0;
+
+  const draw = (name, attributes, parent) => {
+    const element = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    parent?.append(element);
+    return element;
+  };
+  const make = (name, className, parent, text = "") => {
+    const element = parent.appendChild(document.createElement(name));
+    element.className = className;
+    element.textContent = text;
+    return element;
+  };
+  const some = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
+  const box = (x, y, width, height) => `M${x.toFixed(1)} ${y.toFixed(1)}h${width.toFixed(1)}v${height.toFixed(1)}h${(-width).toFixed(1)}z`;
+
+  /** Names and colours of requests, the same as long as each is here; no two of up to eight have one colour. */
+  class Cast {
+    constructor(nameOf = (id, number) => String(number)) {
+      this.nameOf = nameOf;
+      this.known = new Map();
+      this.number = 0;
+    }
+
+    meet(ids) {
+      const here = new Set(ids);
+      for (const id of this.known.keys()) if (!here.has(id)) this.known.delete(id);
+      for (const id of here) {
+        if (this.known.has(id)) continue;
+        const used = [...this.known.values()].map(({ colour }) => colour);
+        const uses = (colour) => used.filter((other) => other === colour).length;
+        const order = Array.from({ length: COLOURS }, (_, next) => (this.number + next) % COLOURS);
+        const colour = order.reduce((best, next) => (uses(next) < uses(best) ? next : best));
+        this.number += 1;
+        this.known.set(id, { name: this.nameOf(id, this.number), colour });
+      }
+      return this.known;
+    }
+  }
+
+  return class PoolPicture {
+    static Cast = Cast;
+    static STATES = STATES;
+
+    /** Inside the element; `height` gives the most pixels that the grid may take. */
+    constructor(parent, { height = () => 320, label = "KV memory" } = {}) {
+      this.id = `pool-${(count += 1)}`;
+      this.height = height;
+      this.label = label;
+      parent.classList.add("pool");
+      this.figures = make("dl", "pool-figures", parent);
+      this.frame = make("div", "pool-frame", parent);
+      this.frame.tabIndex = 0;
+      this.frame.setAttribute("role", "application");
+      this.note = make("p", "pool-note", parent);
+      this.told = make("output", "pool-told", parent);
+      this.told.id = `${this.id}-told`;
+      this.told.setAttribute("aria-live", "polite");
+      this.frame.setAttribute("aria-describedby", this.told.id);
+      this.legend(make("ul", "pool-legend", parent));
+      this.list = make("ul", "pool-list", parent);
+      this.list.setAttribute("aria-label", "Who holds it");
+      this.frame.addEventListener("pointermove", (event) => this.point(event));
+      this.frame.addEventListener("pointerdown", (event) => this.point(event));
+      this.frame.addEventListener("pointerleave", () => this.select(undefined));
+      this.frame.addEventListener("keydown", (event) => this.move(event));
+      this.width = 0;
+      new ResizeObserver(() => this.memory && this.frame.clientWidth !== this.width && this.render()).observe(this.frame);
+    }
+
+    legend(list) {
+      list.setAttribute("aria-label", "Legend");
+      for (const [kind, text] of [["free", "free"], ["part", "held, in part written"], ["prefill", "prompt just computed"], ["recompute", "being recomputed"]]) {
+        const item = make("li", "", list);
+        make("i", `pool-key ${kind}`, item);
+        item.append(text);
+      }
+    }
+
+    /** `memory` is what /debug/memory gives; `cast` has met its requests. */
+    show(memory, cast) {
+      this.memory = memory;
+      this.cast = new Map(cast);
+      this.render();
+    }
+
+    get unit() {
+      return this.memory.unit;
+    }
+
+    render() {
+      const { memory } = this;
+      this.width = this.frame.clientWidth;
+      this.each = Math.ceil(memory.num_blocks / MOST_SQUARES); // blocks of a square
+      this.squares = this.contents();
+      this.arrange();
+      this.drawGrid();
+      this.writeFigures();
+      this.writeList();
+      this.select(this.at < this.squares.length ? this.at : undefined);
+    }
+
+    /** Of each square its parts: a holding with the share of the square that it holds and that it has written. */
+    contents() {
+      const { block_tokens: size, num_blocks: total, holdings } = this.memory;
+      const squares = Array.from({ length: Math.ceil(total / this.each) }, (_, square) => ({
+        size: Math.min(this.each, total - square * this.each),
+        parts: new Map(),
+      }));
+      for (const holding of holdings) {
+        holding.blocks.forEach((block, place) => {
+          const { parts } = squares[Math.floor(block / this.each)];
+          const part = parts.get(holding) ?? { blocks: 0, tokens: 0, place };
+          part.blocks += 1;
+          part.tokens += Math.min(size, Math.max(0, holding.num_written - place * size));
+          parts.set(holding, part);
+        });
+      }
+      return squares;
+    }
+
+    arrange() {
+      const number = this.squares.length;
+      if (this.unit === "slot" && this.each === 1) {
+        this.columns = Math.ceil(number / MOST_BARS);
+        this.cell = [this.width / this.columns, Math.min(BAR, Math.max(14, this.height() / Math.ceil(number / this.columns)))];
+        return;
+      }
+      const side = (columns) => Math.min(LARGEST, this.width / columns, this.height() / Math.ceil(number / columns));
+      const widths = Array.from({ length: Math.max(1, Math.floor(this.width / LEAST)) }, (_, width) => width + 1);
+      const round = widths.filter((columns) => columns <= Math.max(8, number) && (columns <= 8 || columns % 8 === 0)); // rows begin at round numbers
+      this.columns = round.reduce((best, columns) => (side(columns) >= side(best) ? columns : best));
+      this.cell = Array(2).fill(Math.max(LEAST, side(this.columns)));
+    }
+
+    corner(square) {
+      return [(square % this.columns) * this.cell[0], Math.floor(square / this.columns) * this.cell[1]];
+    }
+
+    drawGrid() {
+      const [width, height] = this.cell;
+      const gap = width > 12 ? 3 : 1;
+      const [wide, high] = [width - gap, height - gap];
+      const rows = Math.ceil(this.squares.length / this.columns);
+      const svg = draw("svg", { "aria-hidden": true });
+      svg.style.width = `${this.columns * width}px`;
+      svg.style.height = `${rows * height}px`;
+      this.patterns(svg);
+      const paths = new Map(this.memory.holdings.map((holding) => [holding, { held: "", written: "" }]));
+      const labels = [];
+      let grid = "";
+      this.squares.forEach(({ size, parts }, square) => {
+        const [x, y] = this.corner(square);
+        grid += box(x, y, wide, high);
+        let left = x;
+        for (const [holding, { blocks, tokens, place }] of parts) {
+          const share = (wide * blocks) / size;
+          paths.get(holding).held += box(left, y, share, high);
+          paths.get(holding).written += box(left, y, (wide * tokens) / (size * this.memory.block_tokens), high);
+          left += share;
+          if (this.each === 1 && height >= NAMED) labels.push([holding, x + wide / 2, y + high / 2, place]);
+        }
+      });
+      draw("path", { class: "pool-free", d: grid }, svg);
+      for (const [holding, { held, written }] of paths) {
+        if (!held) continue;
+        const { colour } = this.cast.get(holding.request_id);
+        const group = draw("g", { class: `pool-holder colour-${colour}`, "data-holder": holding.request_id, "data-state": holding.state }, svg);
+        draw("path", { class: "pool-held", d: held }, group);
+        draw("path", { class: "pool-written", d: written }, group);
+        const pattern = { recompute: "hatch", prefill: "dots" }[holding.state];
+        if (pattern) draw("path", { class: "pool-over", fill: `url(#${this.id}-${pattern})`, d: held }, group);
+        draw("path", { class: "pool-edge", d: held }, group);
+      }
+      this.labels = labels.map(([holding, x, y, place]) => {
+        const { name, colour } = this.cast.get(holding.request_id);
+        const size = Math.min(22, Math.max(11, height * 0.42));
+        const label = draw("text", { class: `pool-name colour-${colour}`, x, y }, svg);
+        label.style.fontSize = `${size}px`;
+        label.textContent = name.length * size * 0.6 < wide ? name : "";
+        return { label, holding, name: label.textContent, place };
+      });
+      this.cursor = draw("path", { class: "pool-cursor", d: "" }, svg);
+      this.frame.replaceChildren(svg);
+    }
+
+    patterns(svg) {
+      const defs = draw("defs", {}, svg);
+      const hatch = draw("pattern", { id: `${this.id}-hatch`, width: 8, height: 8, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, defs);
+      draw("rect", { class: "pool-line", width: 3, height: 8 }, hatch);
+      const dots = draw("pattern", { id: `${this.id}-dots`, width: 7, height: 7, patternUnits: "userSpaceOnUse" }, defs);
+      draw("circle", { class: "pool-line", cx: 2, cy: 2, r: 1.3 }, dots);
+    }
+
+    writeFigures() {
+      const { num_blocks: total, block_tokens: size, holdings, num_preemptions: preemptions } = this.memory;
+      const held = holdings.reduce((sum, { blocks }) => sum + blocks.length, 0);
+      const written = holdings.reduce((sum, { num_written: tokens }) => sum + tokens, 0);
+      const rows = {
+        [`${this.unit}s held`]: `${held.toLocaleString("en")} of ${total.toLocaleString("en")}`,
+        free: (total - held).toLocaleString("en"),
+        "held memory that is written": held ? `${Math.round((100 * written) / (held * size))} %` : "–",
+        preemptions: preemptions.toLocaleString("en"),
+      };
+      this.figures.replaceChildren();
+      for (const [name, value] of Object.entries(rows)) {
+        const row = make("div", "", this.figures);
+        make("dt", "", row, name);
+        make("dd", "", row, value);
+      }
+      const who = holdings.filter(({ blocks }) => blocks.length);
+      const what = `${some(held, this.unit)} of ${total.toLocaleString("en")} held by ${some(who.length, "request")}, ${total - held} free`;
+      const gone = holdings.filter(({ state }) => state === "preempted").length;
+      const more = gone ? `, ${some(gone, "request")} preempted` : "";
+      this.frame.setAttribute("aria-label", `${this.label}: ${what}${more}; arrow keys go through the squares, the list below has the same`);
+      this.note.textContent = [
+        this.each > 1 && `A square stands for ${this.each} ${this.unit}s and is divided among their holders.`,
+        this.unit === "slot"
+          ? `A slot has room for the longest request there may be, ${some(size, "token")}.`
+          : `A block has room for ${some(size, "token")}.`,
+      ].filter(Boolean).join(" ");
+    }
+
+    writeList() {
+      const { holdings, num_waiting: waiting } = this.memory;
+      this.list.replaceChildren();
+      for (const holding of holdings.slice(0, MOST_LISTED)) {
+        const { name, colour } = this.cast.get(holding.request_id);
+        const item = make("li", "", this.list);
+        item.dataset.holder = holding.request_id;
+        item.dataset.state = holding.state;
+        make("i", `pool-swatch colour-${colour} ${holding.state}`, item, name);
+        make("span", "", item, this.amount(holding));
+        item.title = holding.request_id;
+      }
+      const rest = holdings.length - MOST_LISTED;
+      if (rest > 0) make("li", "", this.list, `and ${rest} more`);
+      const fresh = waiting - holdings.filter(({ state }) => state === "preempted").length;
+      if (fresh > 0) make("li", "", this.list, `${fresh.toLocaleString("en")} more in the queue`);
+      if (!this.list.childElementCount) make("li", "", this.list, "nobody holds anything");
+    }
+
+    amount({ state, blocks, num_written: written, num_tokens: tokens }) {
+      if (state === "preempted") return `${STATES[state]} (${some(tokens, "token")})`;
+      return `${STATES[state]} · ${some(written, "token")} in ${some(blocks.length, this.unit)}`;
+    }
+
+    point(event) {
+      const [x, y] = [event.clientX, event.clientY].map((at, side) => at - this.frame.getBoundingClientRect()[side ? "y" : "x"]);
+      const column = Math.floor(x / this.cell[0]);
+      const square = Math.floor(y / this.cell[1]) * this.columns + column;
+      this.select(column < this.columns && this.squares[square] ? square : undefined);
+    }
+
+    move(event) {
+      const way = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns }[event.key];
+      if (!way || !this.memory) return;
+      event.preventDefault();
+      const next = this.at === undefined ? 0 : this.at + way;
+      if (this.squares[next]) this.select(next);
+    }
+
+    /** The square that is told; all of its first holder's are framed, and say where they stand in its table. */
+    select(square) {
+      this.at = square;
+      const [first] = square === undefined ? [] : this.squares[square].parts.keys();
+      const [width, height] = this.cell.map((side) => side - (this.cell[0] > 12 ? 3 : 1));
+      const framed = this.squares.flatMap(({ parts }, at) => (at === square || (first && parts.has(first)) ? [at] : []));
+      const frames = square === undefined ? [] : framed.map((at) => box(...this.corner(at), width, height));
+      this.cursor.setAttribute("d", frames.join(""));
+      for (const { label, holding, name, place } of this.labels) label.textContent = first && holding === first ? `[${place}]` : name;
+      this.told.textContent = square === undefined ? "Point at a square, or move with the arrow keys." : this.tell(square);
+    }
+
+    tell(square) {
+      const { parts, size } = this.squares[square];
+      const begin = square * this.each;
+      const unit = this.unit[0].toUpperCase() + this.unit.slice(1);
+      if (size === 1) {
+        for (const [holding, { tokens, place }] of parts) return `${unit} ${begin}: ${this.tellHolder(holding, place, tokens)}`;
+        return `${unit} ${begin} is free.`;
+      }
+      const held = [...parts.values()].reduce((sum, { blocks }) => sum + blocks, 0);
+      const who = [...parts].map(([holding, { blocks }]) => `${this.cast.get(holding.request_id).name} holds ${blocks}`);
+      return `${unit}s ${begin} to ${begin + size - 1}: ${[...who, `${size - held} free`].join(", ")}.`;
+    }
+
+    tellHolder(holding, place, tokens) {
+      const { block_tokens: size } = this.memory;
+      const { name } = this.cast.get(holding.request_id);
+      const id = name === holding.request_id ? "" : ` (${holding.request_id})`;
+      const where = this.unit === "slot" ? "" : `, place ${place} of its block table, tokens ${place * size} to ${(place + 1) * size - 1}`;
+      return `request ${name}${id}${where}; ${tokens} of ${size} written. The request: ${this.amount(holding)}.`;
+    }
+  };
+})();
