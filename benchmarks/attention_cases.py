@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from benchmarks.kernel_cases import Drawn, KernelCase
-from shared.attention.plan import DevicePlan, plan_decode
+from shared.attention.descriptor import DevicePlan
+from shared.attention.plan import plan_decode
 from shared.engine.staging import Staging
 from shared.kernels.decode_attention import DecodeWorkspace
 from shared.kernels.paged_attention import paged_attention
-from shared.kernels.planned_attention import PlannedWorkspace, attend_by_sequence, planned_decode
+from shared.kernels.planned_attention import attend_by_sequence, planned_decode
 from shared.kernels.planned_tiling import DecodeTiling, decode_tiling
+from shared.kernels.planned_workspace import PlannedWorkspace
 
 BLOCK_SIZE = 16
 Call = Callable[..., torch.Tensor]

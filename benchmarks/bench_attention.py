@@ -41,7 +41,8 @@ from benchmarks.kernel_check import compare, reference
 from benchmarks.precompile import precompile
 from benchmarks.report import Report, rounded
 from benchmarks.timing import Steps
-from shared.attention.plan import Grid, plan_decode
+from shared.attention.descriptor import Grid
+from shared.attention.plan import plan_decode
 from shared.checkpoints.progress import Progress
 from shared.errors import CapacityError, ConfigError
 from shared.kernels.launch import INTERPRETED

@@ -14,24 +14,25 @@ from pathlib import Path
 if not __package__:  # run as a file: the repository's root, not this folder, is where imports begin
     sys.path[0] = str(Path(__file__).parents[1])
 
-import psutil
 import torch
 
+from benchmarks.experiment_bench import Bench, http_batch
 from benchmarks.report import Report, describe_model, engine_settings
 from benchmarks.roofline import DecodeWork
 from benchmarks.served_process import ServedProcess, check_can_serve, served
-from benchmarks.serving_contenders import Servers, continuous_lesson, warm_up_trace
-from benchmarks.serving_experiments import CONTENDERS, EXPERIMENTS, OVER_HTTP, RUN, Bench, http_batch, num_steps
+from benchmarks.serving_choice import check_memory, chosen, chosen_experiments, kv_tokens, used_workloads
+from benchmarks.serving_contenders import Servers, warm_up_trace
+from benchmarks.serving_experiments import OVER_HTTP, RUN, num_steps
+from benchmarks.serving_lineup import lineup
+from benchmarks.serving_memory import check_sizes
 from benchmarks.timing import Steps, torch_threads
-from benchmarks.workloads.serving import DEMO, FULL, LARGE, ServingSize, Workload
-from shared.cache.contiguous import kv_bytes
+from benchmarks.workloads.serving import DEMO, FULL, LARGE, ServingSize
 from shared.checkpoints.progress import Progress
-from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
-from shared.errors import CapacityError, ConfigError, RequestError
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError, RequestError
 from shared.loading.config_json import read_config
 from shared.loading.placement import check_device, default_dtype
 from shared.loading.resolve import resolve_model
-from shared.models.config import ModelConfig
 
 WAYS = ("engine", "http")
 
@@ -67,8 +68,8 @@ def measure_serving(
     Args:
         experiments: of ``EXPERIMENTS``; by default all.
         ways: of the workloads: ``engine``, ``http``; by default both.
-        contenders: of the workloads; by default those of ``CONTENDERS``.
-        phase: whose engine batches continuously; by default the newest.
+        contenders: of the workloads; by default those of the lineup.
+        phase: the last that takes part, and the one that serves over HTTP; by default the newest.
         rate: requests a second, with which those of the workloads and policies come; by default a closed loop.
         max_seconds: break a trace off after so long, without HTTP.
         clients: processes of the load generator; by default one, and up to four where there are many cores.
@@ -78,15 +79,19 @@ def measure_serving(
     """
     target = check_device(device)
     size = size or default_size(device)
-    asked = _chosen("experiment", experiments, EXPERIMENTS)
-    ways = _chosen("way", ways, WAYS)
-    contenders = _chosen("contender", contenders, CONTENDERS)
-    lesson = continuous_lesson(phase)
+    phases = lineup(phase)
+    asked = chosen_experiments(experiments, phases)
+    ways = chosen("way", ways, WAYS)
+    contenders = chosen("contender", contenders, phases.contenders)
+    if "capacity" in asked:
+        check_sizes(size)
     folder = resolve_model(model)
     shape = read_config(folder)
-    used = _used_workloads(size, asked)
-    longest = max(workload.longest for workload in used)
-    _check(seed, threads, clients, rate, max_seconds, longest, shape.max_position_embeddings, size.trials)
+    used = used_workloads(size, asked)
+    # In `capacity` every contender has a limit of its own.
+    longest = max((w.longest for w in used if w is not size.capacity), default=size.capacity.longest)
+    widest = max(longest, size.wide_slots[1] if "capacity" in asked else 0)
+    _check(seed, threads, clients, rate, max_seconds, widest, shape.max_position_embeddings, size.trials)
     needs_http = any(name in OVER_HTTP for name in asked) or ("workloads" in asked and "http" in ways)
     if needs_http:
         check_can_serve()
@@ -98,33 +103,34 @@ def measure_serving(
         max_waiting_requests=max(1024, *(workload.num_requests for workload in used)),
     )
     work = DecodeWork(shape, config.torch_dtype or default_dtype(shape, target))
-    _check_memory(_engines(size, asked, ways, contenders, needs_http), work, shape, longest, target)
+    check_memory(kv_tokens(size, asked, ways, contenders, needs_http, phases, longest), work, shape, target)
 
-    steps = Steps(progress, num_steps(size, asked, ways, contenders) + needs_http)
+    steps = Steps(progress, num_steps(size, asked, ways, contenders, phases) + needs_http)
     with torch_threads(threads), ExitStack() as stack:
         process: list[ServedProcess] = []
 
         def serve() -> ServedProcess:
             if not process:
-                options = ["--device", device, "--max-seq-len", str(longest), "--phase", lesson.number]
+                options = ["--device", device, "--max-seq-len", str(longest), "--phase", phases.newest.number]
                 options += ["--max-batch-size", str(http_batch(size)), *(["--dtype", dtype] if dtype else [])]
                 with steps.step("start the server"):
                     process.append(stack.enter_context(served(folder, options, clients)))
                     process[0].serve(warm_up_trace(http_batch(size), longest, target.type == "cuda"))
             return process[0]
 
-        servers = Servers(config, lesson)
+        servers = Servers(config, phases)
         bench = Bench(
             size, servers, ways, contenders, shape.vocab_size, seed, rate, max_seconds, serve=serve, steps=steps
         )
         results = {name.replace("-", "_"): RUN[name](bench) for name in asked}
         about = describe_model(model)
-        engines = {
-            f"{name}_{batch}": engine_settings(server.config, about["name"])
-            for (name, batch), server in servers.made.items()
-        }
+        engines = {name: engine_settings(config, about["name"]) for name, config in servers.configs.items()}
         if process:
-            engines["http"] = {"serve": lesson.number, "max_batch_size": http_batch(size), "max_seq_len": longest}
+            engines["http"] = {
+                "serve": phases.newest.number,
+                "max_batch_size": http_batch(size),
+                "max_seq_len": longest,
+            }
         return Report(
             name="serving",
             model=about,
@@ -134,7 +140,7 @@ def measure_serving(
                 "experiments": list(asked),
                 "ways": list(ways),
                 "contenders": list(contenders),
-                "phase": lesson.number,
+                "phase": phases.newest.number,
                 "rate_requests_per_second": rate,
                 "max_seconds": max_seconds,
                 "max_batch_size": size.max_batch_size,
@@ -148,48 +154,6 @@ def measure_serving(
             results=results,
             device=device,
         )
-
-
-def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...]) -> tuple[str, ...]:
-    """What was asked for, in our order, each once; raises ConfigError for one that there is not."""
-    if asked is None:
-        return able
-    for name in asked:
-        if name not in able:
-            raise ConfigError(f"There is no {what} {name!r}; there are {', '.join(able)}.")
-    if not asked:
-        raise ConfigError(f"No {what} was named; name one of {', '.join(able)}, or none at all for all of them.")
-    return tuple(name for name in able if name in asked)
-
-
-def _used_workloads(size: ServingSize, experiments: tuple[str, ...]) -> list[Workload]:
-    of = {
-        "workloads": (size.w1, size.w2, size.w3),
-        "policies": (size.w2, size.w3),
-        "closed-loop": (size.backlog,),
-        "tail": (size.backlog, size.tail),
-        "together": (size.together,),
-        "http-overhead": (size.streams,),
-    }
-    return list({workload.name: workload for name in experiments for workload in of[name]}.values())
-
-
-def _engines(
-    size: ServingSize, asked: tuple[str, ...], ways: tuple[str, ...], contenders: tuple[str, ...], needs_http: bool
-) -> list[int]:
-    """The batch size of every engine that a run holds at once, the server's among them."""
-    found: set[tuple[str, int]] = set()
-    if "workloads" in asked and "engine" in ways:
-        found |= {(name, 1 if name == "sequential" else size.max_batch_size) for name in contenders}
-    if "policies" in asked:
-        found |= {("continuous" if name == "fcfs" else name, size.max_batch_size) for name in SCHEDULER_POLICIES}
-    if {"closed-loop", "tail"} & set(asked):
-        found |= {(name, size.max_batch_size) for name in ("static", "continuous")}
-    if "together" in asked:
-        found |= {(name, size.together.concurrency) for name in ("static", "continuous")}
-    if "http-overhead" in asked:
-        found.add(("continuous", http_batch(size)))
-    return [batch for _, batch in found] + [http_batch(size)] * needs_http
 
 
 def _check(
@@ -218,18 +182,6 @@ def _check(
         raise RequestError(
             f"The workloads have requests of up to {longest} tokens, prompt and answer together, and this model holds "
             f"{limit}; choose another model, or experiments with shorter requests."
-        )
-
-
-def _check_memory(batches: list[int], work: DecodeWork, shape: ModelConfig, longest: int, device: torch.device) -> None:
-    """Contenders stay loaded, each with weights and memory of its own."""
-    needed = sum(work.resident_bytes + batch * kv_bytes(shape, longest, work.dtype) for batch in batches)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if needed > free:
-        raise CapacityError(
-            f"{len(batches)} engines with their own weights and memory need {needed / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free; name fewer experiments with --experiment, or take a smaller model or "
-            "dtype."
         )
 
 

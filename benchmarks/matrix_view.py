@@ -14,7 +14,8 @@ from benchmarks.ladder_figure import INK, PAPER, QUIET
 from benchmarks.ladder_view import figure
 from benchmarks.report import Report
 from benchmarks.serving_figure import FOOT, GROUP_GAP, HEAD, ROW, SIDE, draw_groups
-from benchmarks.serving_view import Shown, head, markdown_tables, print_tables
+from benchmarks.serving_view import head
+from benchmarks.table_view import Shown, markdown_tables, print_tables
 
 
 def print_matrix(report: Report, console: Console) -> None:

@@ -1,11 +1,11 @@
 """The matrix: every phase that generates, in every configuration that is its own, on W1, W2 and W3. Introduced in
 phase 4.
 
-A row is a phase with its defaults, or with one value of a setting that arrived in that phase; a column is a workload; a
-cell the throughput. Beside it stand the gain over the first row, the plain loop, and over the row of the phase before.
-A phase that answers one request at a time serves one after another, as a queue in front of it would. Invariants: every
-cell of a column served the same trace; a configuration differs from its phase's defaults in one optimization and in
-what that needs.
+A row is a phase with its defaults, or with one value of a setting that arrived in that phase, or with what its own
+default took the place of; a column is a workload; a cell the throughput. Beside it stand the gain over the first row,
+the plain loop, and over the row of the phase before. A phase that answers one request at a time serves one after
+another, as a queue in front of it would. Invariants: every cell of a column served the same trace; a configuration
+differs from its phase's defaults in one optimization and in what that needs.
 """
 
 import gc
@@ -23,7 +23,8 @@ import torch
 from benchmarks.bench_serving import default_size
 from benchmarks.contenders import generating_lessons, is_cuda
 from benchmarks.report import Report, describe_model, engine_settings
-from benchmarks.serving_contenders import load_server, serves_many
+from benchmarks.serving_contenders import load_server
+from benchmarks.serving_lineup import serves_many
 from benchmarks.serving_results import ratio
 from benchmarks.timing import Steps, torch_threads
 from benchmarks.workloads.serving import ServingSize, make_trace
@@ -37,13 +38,22 @@ from shared.loading.resolve import resolve_model
 
 OPTIMIZATIONS: dict[str, tuple[Any, ...]] = {
     "scheduler_policy": ("prefill_first", "decode_round_robin"),
-    "kv_cache_backend": ("paged",),
     "use_chunked_prefill": (True,),
     "use_prefix_caching": (True,),
     "use_cuda_graphs": (True,),
     "quantization": ("fp8", "int8"),
 }
 """Settings whose other values make a row, in the phase that brings them."""
+REPLACED: dict[str, dict[Any, Any]] = {
+    "kv_cache_backend": {"paged": "contiguous"},
+    "attention_backend": {"planned": "flash"},
+}
+"""Values that are the default of the phase that brings them, and what they took the place of: the phase without them.
+
+The first phase with kernels of its own has no such row: without them it is the phase before.
+"""
+GPU_ONLY = ("attention_backend",)
+"""Settings that make no difference on a CPU."""
 CELL_SECONDS = 20.0
 """A cell breaks off after so long; its throughput is that of what it did."""
 
@@ -61,17 +71,21 @@ class Configuration:
         return " ".join([self.lesson.number, *(f"{field}={value}" for field, value in self.settings.items())])
 
 
-def configurations(found: Sequence[Lesson]) -> list[Configuration]:
-    """The rows of these phases, each phase's defaults first."""
+def configurations(found: Sequence[Lesson], device: str = "cuda") -> list[Configuration]:
+    """The rows of these phases, each phase's defaults first; on a CPU without those that make no difference there."""
     rows = []
-    phases = {
-        (field.name, value): field.metadata["values"].get(value, field.metadata["phase"])
-        for field in fields(EngineConfig)
-        for value in OPTIMIZATIONS.get(field.name, ())
-    }
+    phases: list[tuple[str, Any, str]] = []  # setting, value, the phase in which that is a row
+    for field in fields(EngineConfig):
+        if field.name in GPU_ONLY and not is_cuda(device):
+            continue
+        came = field.metadata["values"]
+        phases += [
+            (field.name, value, came.get(value, field.metadata["phase"])) for value in OPTIMIZATIONS.get(field.name, ())
+        ]
+        phases += [(field.name, before, came[value]) for value, before in REPLACED.get(field.name, {}).items()]
     for lesson in found:
         rows.append(Configuration(lesson, {}))
-        for (name, value), number in phases.items():
+        for name, value, number in phases:
             if number == lesson.number:
                 needed = dict([NEEDS[name]]) if name in NEEDS else {}
                 rows.append(Configuration(lesson, needed | {name: value}))
@@ -102,7 +116,7 @@ def run_matrix(
     target = check_device(device)
     size = size or default_size(device)
     able = [lesson.number for lesson in lessons() if lesson.generates and not lesson.is_side_track]
-    rows = configurations(generating_lessons(able if phases is None else phases))
+    rows = configurations(generating_lessons(able if phases is None else phases), device)
     folder = resolve_model(model)
     shape = read_config(folder)
     longest = max(workload.longest for workload in size.workloads.values())

@@ -1,13 +1,14 @@
 """Who serves in the serving benchmarks: an engine with its configuration, loaded once. Introduced in phase 4.
 
-Four ways to serve: one request after another, by the last phase that answers one at a time; static batches, by phase 4
-and once more padded; continuous batching under each policy. Invariants: all have the same model, longest sequence and
-dtype; each is warmed up when it is loaded, at every size of batch that it can have on a GPU, so that no trace pays for
-compilation.
+The ways to serve: one request after another, by the last phase that answers one at a time; static batches, by phase 4
+and once more padded; continuous batching in slots, under each policy, and in blocks. Invariants: all have the same
+model and dtype, and the same longest sequence where nothing else is said; each is warmed up when it is loaded, at every
+size of batch that it can have on a GPU, so that no trace pays for compilation.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 from benchmarks.contenders import allocated, held_tensors, is_cuda, storage_bytes
 from benchmarks.engine_load import OneAtATime, Servable, drive
 from benchmarks.padded_baseline import PaddedEngine
+from benchmarks.serving_lineup import Lineup
 from benchmarks.serving_results import figures
 from benchmarks.serving_run import ServedRun
 from benchmarks.workloads.serving import Trace, TraceRequest
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError
-from shared.lessons import Lesson, find_lesson, lessons
+from shared.lessons import Lesson, find_lesson
 
 WARM_UP_PROMPT = 24
 
@@ -59,70 +60,65 @@ class Server:
         return run, {"title": self.title} | found | {"tokens_computed": computed} | self.memory
 
 
-def sequential_lesson() -> Lesson:
-    """The last phase of the main line whose engine answers one request at a time."""
-    able = [lesson for lesson in lessons() if lesson.generates and not lesson.is_side_track]
-    return [lesson for lesson in able if not serves_many(lesson)][-1]
-
-
-def serves_many(lesson: Lesson) -> bool:
-    return hasattr(lesson.engine, "add_request")
-
-
-def has_continuous(lesson: Lesson) -> bool:
-    """Whether a phase knows continuous batching."""
-    return serves_many(lesson) and "continuous" in lesson.load("engine").SCHEDULERS
-
-
-def continuous_lesson(number: str | None) -> Lesson:
-    """The phase asked for, or the newest of the main line; raises ConfigError for one without continuous batching."""
-    able = [lesson for lesson in lessons() if lesson.generates and has_continuous(lesson)]
-    if number is None:
-        return [lesson for lesson in able if not lesson.is_side_track][-1]
-    lesson = find_lesson(number)
-    if lesson not in able:
-        raise ConfigError(
-            f"Phase {lesson.number} ({lesson.title}) has no continuous batching; choose one of "
-            f"{', '.join(other.number for other in able)}, or leave --phase out."
-        )
-    return lesson
-
-
 class Servers:
-    """Makes contenders on demand and keeps them.
+    """Makes contenders on demand and keeps them; ``configs`` are those of all it ever made, by name and batch size.
 
     Args:
         base: what all of them share: model, dtype, device, longest sequence, queue.
     """
 
-    def __init__(self, base: EngineConfig, continuous: Lesson) -> None:
+    def __init__(self, base: EngineConfig, lineup: Lineup) -> None:
         self.base = base
-        self.continuous = continuous
+        self.lineup = lineup
         self.made: dict[tuple[str, int], Server] = {}
+        self.configs: dict[str, EngineConfig] = {}
 
     def get(self, name: str, max_batch_size: int = 1) -> Server:
-        """``sequential``, ``padded``, ``static``, ``continuous`` (first come, first served), or a policy's name."""
+        """A contender of the lineup (``continuous`` is first come, first served) or a policy's name."""
         name = "continuous" if name == "fcfs" else name
         key = name, 1 if name == "sequential" else max_batch_size
         if key not in self.made:
             self.made[key] = self._make(*key)
         return self.made[key]
 
+    @contextmanager
+    def lent(self, name: str, title: str, lesson: Lesson, **settings: Any) -> Iterator[Server]:
+        """A contender with settings of its own, gone when the block ends."""
+        server = self._load(name, title, lesson.engine, **settings)
+        try:
+            yield server
+        finally:
+            del server.engine
+            gc.collect()
+            if is_cuda(self.base.device):
+                torch.cuda.empty_cache()
+
     def _make(self, name: str, max_batch_size: int) -> Server:
+        lineup = self.lineup
         if name == "sequential":
-            lesson = sequential_lesson()
-            return load_server(name, f"one at a time (phase {lesson.number})", lesson.engine, self.base)
+            return self._load(name, f"one at a time (phase {lineup.sequential.number})", lineup.sequential.engine)
         if name == "padded":
             title = "static, padded (transformers' way)"
-            return load_server(name, title, PaddedEngine, self.base, max_batch_size=max_batch_size)
+            return self._load(name, title, PaddedEngine, max_batch_size=max_batch_size)
         if name == "static":
             lesson = find_lesson("04")
-            title = f"static (phase {lesson.number})"
-            return load_server(name, title, lesson.engine, self.base, max_batch_size=max_batch_size)
+            return self._load(name, f"static (phase {lesson.number})", lesson.engine, max_batch_size=max_batch_size)
+        if lesson_in_blocks := lineup.in_blocks.get(name):
+            return self._load(name, titled(lesson_in_blocks), lesson_in_blocks.engine, max_batch_size=max_batch_size)
         policy = "fcfs" if name == "continuous" else name
-        title = f"continuous, {policy} (phase {self.continuous.number})"
+        title = f"continuous, {policy} (phase {lineup.slots.number})"
         settings = {"max_batch_size": max_batch_size, "scheduler_policy": policy}
-        return load_server(name, title, self.continuous.engine, self.base, **settings)
+        return self._load(name, title, lineup.slots.engine, **settings)
+
+    def _load(self, name: str, title: str, make: Callable[[EngineConfig], Any], **settings: Any) -> Server:
+        server = load_server(name, title, make, self.base, **settings)
+        self.configs[f"{name}_{server.max_batch_size}"] = server.config
+        return server
+
+
+def titled(lesson: Lesson) -> str:
+    """A phase as a contender: ``paged memory (phase 06)``."""
+    return f"{lesson.title[:1].lower()}{lesson.title[1:]} (phase {lesson.number})"
 
 
 def load_server(
@@ -145,17 +141,23 @@ def load_server(
     }
     served = engine if is_many else OneAtATime(engine)
     server = Server(name, title, served, config, config.max_batch_size if is_many else 1, memory)
-    drive(served, warm_up_trace(server.max_batch_size, engine.max_seq_len, is_cuda(config.device)))
+    pool = getattr(engine, "pool", None)
+    capacity = pool.capacity_tokens if pool is not None else server.max_batch_size * engine.max_seq_len
+    drive(served, warm_up_trace(server.max_batch_size, engine.max_seq_len, is_cuda(config.device), capacity))
     return server
 
 
-def warm_up_trace(max_batch_size: int, max_seq_len: int, is_gpu: bool) -> Trace:
-    """On a GPU a batch that shrinks by one a step, after prompts of several lengths; elsewhere two short answers."""
+def warm_up_trace(max_batch_size: int, max_seq_len: int, is_gpu: bool, capacity_tokens: int | None = None) -> Trace:
+    """On a GPU a batch that shrinks by one a step, after prompts of several lengths; elsewhere two short answers.
+
+    The prompts of a whole batch take half of ``capacity_tokens`` at most; None: as much as there is a limit to.
+    """
     num = max_batch_size if is_gpu else min(2, max_batch_size)
     room = max_seq_len // 2
+    longest = room if capacity_tokens is None else min(room, max(1, capacity_tokens // (2 * num)))
     requests = []
     for n in range(num):
-        num_prompt = min(WARM_UP_PROMPT + 7 * n if is_gpu else 8, room)
+        num_prompt = min(WARM_UP_PROMPT + 7 * n if is_gpu else 8, longest)
         requests.append(TraceRequest(tuple([n % 7 + 1] * num_prompt), min(n + 2, room)))
     return Trace(tuple(requests), concurrency=num)
 

@@ -16,7 +16,20 @@ from benchmarks.ladder_view import figure as readable
 from benchmarks.report import Report
 from benchmarks.serving_view import all_runs, head
 
-COLOURS = (FIRST, "#c9a227", "#7dbcb4", NEWEST, "#4f6d9a", "#8a5a83")
+COLOURS = (
+    FIRST,
+    "#c9a227",
+    "#7dbcb4",
+    NEWEST,
+    "#4f6d9a",
+    "#8a5a83",
+    "#6b8e4e",
+    "#b07d62",
+    "#9c6b8f",
+    "#5b8fa8",
+    "#a89f68",
+    "#708090",
+)
 HEAD, FOOT, SIDE, ROW, PANEL, POINTS = 1.35, 0.6, 0.5, 0.3, 6.4, 4.6  # inches
 GROUP_GAP = 0.8  # rows between two groups of bars
 LATENCIES = {
@@ -62,8 +75,14 @@ def throughput_groups(report: Report) -> list[tuple[str, list[tuple[str, float]]
         for name, runs in results.get(kind, {}).items():
             groups.append((titles[name], [(run["title"], run["output_tokens_per_second"]) for run in runs.values()]))
     if loop := results.get("closed_loop"):
-        bars = [(loop[name]["title"], loop[name]["saturated_tokens_per_second"]) for name in ("static", "continuous")]
+        bars = [(run["title"], run["saturated_tokens_per_second"]) for run in all_runs(loop)]
         groups.append((f"{titles['backlog']}", bars))
+    if capacity := results.get("capacity"):
+        bars = [(run["title"], run["saturated_tokens_per_second"]) for run in all_runs(capacity)]
+        groups.append((f"{capacity['kv_tokens']:,} tokens of KV memory for each", bars))
+    if whole := results.get("whole_step"):
+        bars = [(run["title"], run["tokens_per_second_median"]) for run in all_runs(whole)]
+        groups.append(("Whole step, memory for all", bars))
     for key, name in (("together", "together"), ("http_overhead", "streams")):
         if key in results:
             bars = [(run["title"], run["output_tokens_per_second"]) for run in all_runs(results[key])]

@@ -5,45 +5,13 @@ Invariant: everything shown is read from the report; nothing is measured or reco
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks.generation_view import NOTHING, Row, percent
 from benchmarks.ladder_view import figure
 from benchmarks.report import Report
-
-Shown = tuple[str, Row, list[Row]]
-
-
-def print_tables(title: str, about: str, tables: list[Shown], notes: list[str], console: Console) -> None:
-    """A report's tables for a terminal; ``title`` holds the benchmark's name and what was measured."""
-    name, _, rest = title.partition(": ")
-    console.print(Text.assemble((name, "bold"), f" · {rest}"))
-    console.print(about, style="bright_black")
-    for heading, columns, rows in tables:
-        console.print(f"\n{heading}", style="bold cyan")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black")
-        table.add_column(columns[0], no_wrap=True)
-        for column in columns[1:]:
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    for note in notes:
-        console.print(f"\n{note}")
-
-
-def markdown_tables(title: str, about: str, tables: list[Shown], notes: list[str]) -> str:
-    """The same as Markdown."""
-    lines = [f"# {title}", "", about]
-    for heading, columns, rows in tables:
-        lines += ["", f"## {heading}", "", f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-    for note in notes:
-        lines += ["", note]
-    return "\n".join(lines) + "\n"
+from benchmarks.serving_memory_view import memory_notes, memory_tables
+from benchmarks.table_view import Shown, count, markdown_tables, print_tables
 
 
 def print_serving(report: Report, console: Console) -> None:
@@ -84,6 +52,7 @@ def tables(report: Report) -> list[Shown]:
         found.append((f"{heading} (ms)", *_latencies(_both(tail))))
     if together := results.get("together"):
         found.append((f"{titles['together']}: {about['together']}", *_speeds(together)))
+    found += memory_tables(report)
     if overhead := results.get("http_overhead"):
         rows = _speeds({"engine": overhead["engine"], "http": overhead["http"]})
         found.append((f"{titles['streams']}: {about['streams']}, last of {report.flags['trials']} trials", *rows))
@@ -107,6 +76,7 @@ def notes(report: Report) -> list[str]:
             f"Of static batching's P99, continuous batching has {wait:.2f} of the queue wait and "
             f"{tail['continuous_over_static_p99_request_latency']:.2f} of the whole latency."
         )
+    found += memory_notes(report)
     if overhead := results.get("http_overhead"):
         found.append(
             f"Over HTTP the engine gives {percent(overhead['http_over_engine'])} of its tokens (median of "
@@ -116,7 +86,12 @@ def notes(report: Report) -> list[str]:
         (result.get("decode_stalls") or 0) + (result.get("requests_overtaken") or 0) for result in all_runs(results)
     )
     errors = sum(result["num_errors"] for result in all_runs(results))
+    preemptions, recomputed = (
+        sum(result.get(key) or 0 for result in all_runs(results)) for key in ("preemptions", "tokens_recomputed")
+    )
     found.append(f"Errors: {errors}. Starvation incidents (decode stalls and requests overtaken): {incidents}.")
+    if preemptions:
+        found.append(f"Preemptions: {preemptions:,}. Tokens recomputed: {recomputed:,}.")
     if cut := sum(result["is_cut"] for result in all_runs(results)):
         found.append(f"{cut} of the runs were broken off after {report.flags['max_seconds']:g} s.")
     return found
@@ -149,7 +124,7 @@ def _speeds(runs: dict[str, Any]) -> tuple[Row, list[Row]]:
             NOTHING if run.get("gain") is None else f"{run['gain']:.2f}×",
             figure(run["requests_per_second"]),
             percent(run["slot_utilisation"]),
-            *(_count(run.get(key)) for key in ("steps", "forward_passes", "tokens_computed")),
+            *(count(run.get(key)) for key in ("steps", "forward_passes", "tokens_computed")),
         ]
         for run in runs.values()
     ]
@@ -168,9 +143,9 @@ def _loop(loop: dict[str, Any]) -> tuple[Row, list[Row]]:
             figure(run["output_tokens_per_second"]),
             percent(run["slot_utilisation"]),
             figure(run["mean_step_ms"]),
-            _count(run["forward_passes"]),
+            count(run["forward_passes"]),
         ]
-        for run in _both(loop).values()
+        for run in all_runs(loop)
     ]
     return columns, rows
 
@@ -194,7 +169,7 @@ def _latencies(runs: dict[str, Any], with_fairness: bool = False) -> tuple[Row, 
     if with_fairness:
         columns += ["tokens/s", "starved"]
         for row, run in zip(rows, runs.values(), strict=True):
-            row += [figure(run["output_tokens_per_second"]), _count(run["decode_stalls"] + run["requests_overtaken"])]
+            row += [figure(run["output_tokens_per_second"]), count(run["decode_stalls"] + run["requests_overtaken"])]
     return columns, rows
 
 
@@ -212,7 +187,3 @@ def _memory(report: Report) -> tuple[Row, list[Row]] | None:
         for run in seen.values()
     ]
     return (["", "weights", "KV memory", "other", "activations at the peak"], rows) if rows else None
-
-
-def _count(value: int | None) -> str:
-    return NOTHING if value is None else f"{value:,}"

@@ -105,7 +105,11 @@ def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | Non
 
 @dataclass(frozen=True)
 class ServingSize:
-    """How much a serving benchmark asks; ``trials`` are of the comparison of HTTP with the engine alone."""
+    """How much a serving benchmark asks.
+
+    ``wide_slots``, how many and of how many tokens, is the memory that all contenders of ``capacity`` have; ``trials``
+    are of the comparisons in turns.
+    """
 
     max_batch_size: int
     w1: Workload
@@ -115,7 +119,15 @@ class ServingSize:
     tail: Workload
     together: Workload
     streams: Workload
+    capacity: Workload
+    wide_slots: tuple[int, int]
     trials: int
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of the memory of ``capacity``."""
+        num, width = self.wide_slots
+        return num * width
 
     @property
     def workloads(self) -> dict[str, Workload]:
@@ -136,6 +148,8 @@ FULL = ServingSize(
     tail=Workload("tail", "Tail", 512, 512, MIXED_PROMPTS, MIXED_ANSWERS),
     together=Workload("together", "64 at once", 64, 64, MIXED_PROMPTS, (128, 128)),
     streams=Workload("streams", "64 streams", 128, 64, (32, 256), (128, 128)),
+    capacity=Workload("capacity", "Capacity", 320, 320, MIXED_PROMPTS, MIXED_ANSWERS),
+    wide_slots=(20, 4096),
     trials=3,
 )
 LARGE = replace(FULL, max_batch_size=64, w2=replace(FULL.w2, title="W2 mixed, large", num_requests=128, concurrency=64))
@@ -151,6 +165,8 @@ DEMO = ServingSize(
     tail=Workload("tail", "Tail", 24, 24, DEMO_PROMPTS, DEMO_ANSWERS),
     together=Workload("together", "8 at once", 8, 8, DEMO_PROMPTS, (16, 16)),
     streams=Workload("streams", "8 streams", 8, 8, (8, 16), (16, 16)),
+    capacity=Workload("capacity", "Capacity, a sixteenth of W2's lengths", 64, 64, (2, 64), (4, 16)),
+    wide_slots=(5, 256),
     trials=3,
 )
 """Without a GPU: the same measurements in a few minutes, with the demo model."""

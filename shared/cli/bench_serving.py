@@ -29,6 +29,7 @@ SERVING_EPILOG = examples(
     "infer bench serving",
     "infer bench serving --experiment tail --tail-requests 128",
     "infer bench serving --experiment workloads --way engine --contender static --contender continuous",
+    "infer bench serving --experiment capacity --experiment whole-step",
     "infer bench serving --model ./llama-1b --device cuda --out reports",
 )
 MATRIX_EPILOG = examples(
@@ -48,7 +49,8 @@ def serving(
         typer.Option(
             "--experiment",
             "-e",
-            help="workloads, policies, closed-loop, tail, together or http-overhead; repeat it. Default: all.",
+            help="workloads, policies, closed-loop, tail, together, capacity, whole-step or http-overhead; repeat it. "
+            "Default: all.",
         ),
     ] = None,
     way: Annotated[
@@ -60,11 +62,13 @@ def serving(
         typer.Option(
             "--contender",
             "-c",
-            help="Of the workloads: sequential, padded, static or continuous; repeat it. Default: all.",
+            help="Of the workloads: sequential, padded, static, continuous, paged or newest, if it is newer than that; "
+            "repeat it. Default: all.",
         ),
     ] = None,
     phase: Annotated[
-        str | None, typer.Option("--phase", "-p", help="Whose engine batches continuously. Default: the newest.")
+        str | None,
+        typer.Option("--phase", "-p", help="The last that takes part, and serves over HTTP. Default: the newest."),
     ] = None,
     large: Annotated[bool, typer.Option("--large", help="W2 with 64 requests open at a time; on a GPU.")] = False,
     rate: Annotated[
@@ -74,7 +78,9 @@ def serving(
     tail_requests: Annotated[
         int | None, typer.Option("--tail-requests", help="Requests of the tail; 512, without a GPU 24.")
     ] = None,
-    trials: Annotated[int | None, typer.Option("--trials", help="Of http-overhead, whose median counts; 3.")] = None,
+    trials: Annotated[
+        int | None, typer.Option("--trials", help="Of http-overhead and whole-step: the median counts; 3.")
+    ] = None,
     clients: Annotated[
         int | None, typer.Option("--clients", help="Processes that send and read; by the number of cores up to 4.")
     ] = None,
@@ -87,7 +93,7 @@ def serving(
     device: Device = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure serving under load: one request at a time, static batches, continuous batching and its policies.
+    """Measure serving under load: one request at a time, static batches, continuous ones, memory in slots and blocks.
 
     The last line on standard output is the result as JSON.
     """

@@ -25,6 +25,7 @@ from benchmarks.report import Report, read_value
 from benchmarks.run_matrix import run_matrix
 from benchmarks.served_process import MODEL, ServedProcess, served
 from benchmarks.serving_figure import save_figure
+from benchmarks.serving_lineup import lineup
 from benchmarks.serving_view import all_runs, markdown, print_serving, tables
 from benchmarks.workloads.serving import DEMO, ServingSize, Trace, TraceRequest, Workload, make_trace
 from phases.phase_03.engine import Engine as Plain
@@ -37,6 +38,8 @@ from shared.loading.config_json import read_config
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 300
+BATCHED = lineup().continuous
+"""Contenders that batch continuously: in slots, in blocks, and by the newest phase."""
 SIZE = ServingSize(
     max_batch_size=3,
     w1=Workload("w1", "W1 single", 1, 1, (6, 6), (5, 5)),
@@ -46,6 +49,8 @@ SIZE = ServingSize(
     tail=Workload("tail", "Tail", 6, 6, (4, 9), (2, 6)),
     together=Workload("together", "4 at once", 4, 4, (4, 9), (3, 3)),
     streams=Workload("streams", "4 streams", 4, 4, (4, 9), (3, 3)),
+    capacity=Workload("capacity", "Capacity", 16, 16, (4, 20), (4, 12)),
+    wide_slots=(2, 96),
     trials=2,
 )
 
@@ -107,7 +112,7 @@ def test_every_contender_serves_the_same_trace_to_its_end(report: Report) -> Non
     traces = {name: make_trace(w, VOCABULARY, 0) for name, w in SIZE.workloads.items()}
     for name, trace in traces.items():
         runs = report.results["workloads"][name]
-        assert list(runs) == ["sequential", "padded", "static", "continuous", "http"]
+        assert list(runs) == ["sequential", "padded", "static", *BATCHED, "http"]
         for contender, run in runs.items():
             assert run["num_finished"] == run["num_requests"] == len(trace.requests), (name, contender)
             assert run["num_errors"] == 0
@@ -117,7 +122,8 @@ def test_every_contender_serves_the_same_trace_to_its_end(report: Report) -> Non
             assert not run["is_cut"]
         prompts = sum(len(r.prompt_ids) for r in trace.requests)
         least = prompts + trace.new_tokens - len(trace.requests)
-        assert {runs[c]["tokens_computed"] for c in ("sequential", "static", "continuous")} == {least}
+        assert {runs[c]["tokens_computed"] for c in ("sequential", "static", *BATCHED)} == {least}
+        assert {runs[c]["preemptions"] for c in BATCHED} == {0}, "there is memory for all"
         assert runs["padded"]["tokens_computed"] >= least
         assert runs["sequential"]["forward_passes"] == trace.new_tokens
         assert runs["sequential"]["slot_utilisation"] == 1
@@ -158,11 +164,60 @@ def test_the_tails_rate_is_a_share_of_what_static_can_do_in_the_same_run(report:
     speeds = [loop[name]["saturated_tokens_per_second"] for name in ("continuous", "static")]
     assert loop["continuous_over_static_saturated"] == pytest.approx(speeds[0] / speeds[1], rel=1e-3)
     assert tail["static"]["num_finished"] == tail["continuous"]["num_finished"] == 6
+    for name in BATCHED:
+        share = loop[name]["output_tokens_per_second"] / loop["static"]["output_tokens_per_second"]
+        assert loop[f"{name}_over_static_output"] == pytest.approx(share, rel=1e-2)
 
 
 def test_all_at_once_goes_into_one_batch(report: Report) -> None:
+    assert list(report.results["together"]) == ["static", *BATCHED]
     for run in report.results["together"].values():
         assert (run["steps"], run["forward_passes"], run["slot_utilisation"]) == (3, 3, 1.0)
+
+
+def test_the_same_memory_holds_more_requests_in_blocks_and_answers_all(report: Report, folder: Path) -> None:
+    found = report.results["capacity"]
+    memory = kv_bytes(read_config(folder), 2 * 96, torch.float32)
+    assert (found["kv_tokens"], found["kv_bytes"]) == (192, memory)
+    trace = make_trace(SIZE.capacity, VOCABULARY, 0)
+    least = sum(len(r.prompt_ids) + r.new_tokens - 1 for r in trace.requests)
+    runs = {name: found[name] for name in ("wide_slots", "tight_slots", *BATCHED[1:])}
+    for run in runs.values():
+        assert run["memory_kv_bytes"] == memory
+        assert (run["num_finished"], run["num_errors"], run["output_tokens"]) == (16, 0, trace.new_tokens)
+        assert run["tokens_computed"] == least + run["tokens_recomputed"]
+        assert run["decode_stalls"] == run["requests_overtaken"] == 0
+        assert 0 < run["mean_concurrent"] <= run["peak_concurrent"] <= run["max_batch_size"]
+        assert 0 < run["saturated_kv_utilisation"] < 1
+    slots = [found["wide_slots"], found["tight_slots"]]
+    assert [run["peak_concurrent"] for run in slots] == [2, 192 // 32]
+    assert [run["preemptions"] for run in slots] == [0, 0]
+    for name in BATCHED[1:]:
+        run = found[name]
+        assert 6 < run["peak_concurrent"] <= 192 // 16, "each holds a block at least"
+        assert run["peak_concurrent"] < run["max_batch_size"] == 16, "memory is what limits them"
+        assert run["preemptions"] > 0 < run["tokens_recomputed"]
+        assert run["saturated_kv_utilisation"] > found["tight_slots"]["saturated_kv_utilisation"]
+        assert found[f"{name}_over_wide_slots_peak"] == run["peak_concurrent"] / 2
+        assert found[f"{name}_over_tight_slots_peak"] == pytest.approx(run["peak_concurrent"] / 6, rel=1e-3)
+        speeds = [run["saturated_tokens_per_second"], found["tight_slots"]["saturated_tokens_per_second"]]
+        assert found[f"{name}_over_tight_slots_throughput"] == pytest.approx(speeds[0] / speeds[1], rel=1e-3)
+    engines = report.engines
+    assert (engines["wide_slots_2"]["max_seq_len"], engines["tight_slots_6"]["max_seq_len"]) == (96, 32)
+    assert engines["paged_16"]["num_gpu_blocks"] * engines["paged_16"]["block_size"] == 192
+
+
+def test_whole_steps_are_compared_trial_by_trial_with_memory_for_all(report: Report) -> None:
+    found = report.results["whole_step"]
+    base = found["continuous"]["tokens_per_second_trials"]
+    for name in BATCHED[1:]:
+        run = found[name]
+        mine = run["tokens_per_second_trials"]
+        assert found[f"{name}_over_continuous"] == pytest.approx((mine[0] / base[0] + mine[1] / base[1]) / 2, rel=1e-2)
+        assert run["tokens_per_second_median"] == pytest.approx(sum(mine) / 2, rel=1e-3)
+        assert (run["num_finished"], run["preemptions"]) == (5, 0)
+        # Blocks that are full hold as many as slots of the longest request, but for what 16 does not divide.
+        assert run["memory_kv_bytes"] >= found["continuous"]["memory_kv_bytes"]
 
 
 def test_http_is_compared_trial_by_trial(report: Report) -> None:
@@ -192,7 +247,10 @@ def test_the_report_knows_its_run_and_no_path(report: Report, folder: Path) -> N
     assert content["engines"]["static_3"]["max_seq_len"] == 26
     assert content["engines"]["decode_round_robin_3"]["scheduler_policy"] == "decode_round_robin"
     assert content["engines"]["continuous_4"]["max_batch_size"] == 4
-    assert set(content["flags"]["workloads"]) == {"w1", "w2", "w3", "backlog", "tail", "together", "streams"}
+    assert content["engines"][f"{BATCHED[-1]}_4"]["max_batch_size"] == 4
+    assert content["flags"]["phase"] == lineup().newest.number
+    used = {"w1", "w2", "w3", "backlog", "tail", "together", "streams", "capacity"}
+    assert set(content["flags"]["workloads"]) == used
     assert str(folder.parent) not in json.dumps(content)
 
 
@@ -206,11 +264,21 @@ def test_tables_show_every_run_and_the_ratios(report: Report) -> None:
         assert "decode_round_robin" in text
         assert "Errors: 0." in text
         assert f"{report.results['closed_loop']['continuous_over_static_saturated']:.2f}×" in text
+        assert f"{report.results['capacity']['paged_over_wide_slots_peak']:.2f}×" in text
+        assert "192 tokens of KV memory" in text
+        assert "Tokens recomputed: " in text
+        assert "Whole step: 5 requests" in text
     assert all(len(row) == len(columns) for _, columns, rows in tables(report) for row in rows)
-    assert len(all_runs(report.results)) == 3 * 5 + 2 * 3 + 2 + 2 + 2 + 2
+    many = len(BATCHED)
+    shown = {"workloads": 3 * (4 + many), "policies": 2 * 3, "tail": 2, "http_overhead": 2, "whole_step": many}
+    shown |= dict.fromkeys(("closed_loop", "together", "capacity"), 1 + many)
+    assert {name: len(all_runs(found)) for name, found in report.results.items()} == shown
 
 
-@pytest.mark.parametrize("kept", [("workloads", "tail"), ("policies",), ("closed_loop",), ("together",)])
+@pytest.mark.parametrize(
+    "kept",
+    [("workloads", "tail"), ("policies",), ("closed_loop",), ("together",), ("capacity",), ("whole_step",)],
+)
 def test_the_figure_is_a_picture_of_whatever_was_measured(
     report: Report, tmp_path: Path, kept: tuple[str, ...]
 ) -> None:
@@ -284,6 +352,10 @@ def test_a_server_that_does_not_start_says_why(folder: Path) -> None:
         ({"contenders": ["vllm"]}, ConfigError, "no contender 'vllm'"),
         ({"phase": "04"}, ConfigError, "has no continuous batching"),
         ({"phase": "99"}, ConfigError, "99"),
+        ({"phase": "05", "contenders": ["paged"]}, ConfigError, "no contender 'paged'"),
+        ({"phase": "05", "experiments": ["capacity"]}, ConfigError, "compares slots with blocks"),
+        ({"size": replace(SIZE, wide_slots=(2, 100))}, ConfigError, "2 slots of 100 tokens"),
+        ({"size": replace(SIZE, wide_slots=(2, 4096))}, RequestError, "4096"),
         ({"rate": 0.0}, ConfigError, "rate is 0.0"),
         ({"max_seconds": -1.0}, ConfigError, "max_seconds is -1.0"),
         ({"seed": -1}, ConfigError, "seed is -1"),
@@ -329,8 +401,9 @@ def test_a_rate_and_a_bound_of_seconds_reach_the_runs(folder: Path) -> None:
 
 
 def test_the_matrix_has_a_cell_for_each_configuration_and_workload(folder: Path) -> None:
-    found = run_matrix(str(folder), phases=["02", "05"], size=SIZE, threads=1)
-    rows = ["02", "05", "05 scheduler_policy=prefill_first", "05 scheduler_policy=decode_round_robin"]
+    found = run_matrix(str(folder), phases=["02", "05", "06"], size=SIZE, threads=1)
+    policies = ["05 scheduler_policy=prefill_first", "05 scheduler_policy=decode_round_robin"]
+    rows = ["02", "05", *policies, "06", "06 kv_cache_backend=contiguous"]
     assert list(found.results) == list(found.engines) == rows == found.flags["configurations"]
     for name, workload in SIZE.workloads.items():
         trace = make_trace(workload, VOCABULARY, 0)
@@ -340,13 +413,16 @@ def test_the_matrix_has_a_cell_for_each_configuration_and_workload(folder: Path)
         news = [r.new_tokens for r in trace.requests]
         anew = sum(sum(range(p, p + n)) for p, n in zip(prompts, news, strict=True))
         assert cells["02"]["tokens_computed"] == anew
-        assert cells["05"]["tokens_computed"] == sum(prompts) + sum(news) - len(news)
+        batched = {cells[row]["tokens_computed"] for row in rows[1:]}
+        assert batched == {sum(prompts) + sum(news) - len(news)}
         speeds = {row: cell["output_tokens_per_second"] for row, cell in cells.items()}
         assert cells["05"]["gain_over_first"] == pytest.approx(speeds["05"] / speeds["02"], rel=1e-3)
-        assert cells[rows[-1]]["gain_over_previous"] == pytest.approx(speeds[rows[-1]] / speeds["02"], rel=1e-3)
+        assert cells[rows[3]]["gain_over_previous"] == pytest.approx(speeds[rows[3]] / speeds["02"], rel=1e-3)
+        assert cells[rows[5]]["gain_over_previous"] == pytest.approx(speeds[rows[5]] / speeds["05"], rel=1e-3)
         assert cells["02"]["gain_over_previous"] is None
     page = matrix_markdown(found)
     assert page.count("| 05 scheduler_policy=prefill_first |") == 3
+    assert page.count("| 06 Paged memory |") == page.count("| 06 kv_cache_backend=contiguous |") == 3
     assert "W3 shared prefix: 4 requests" in page
 
 
