@@ -2,8 +2,8 @@
 
 Decoding reads every cached key and value once, so a row says how many bytes that is, how long it would take at the read
 ceiling measured in the same run, and how long it took: our planned kernel, the same without what makes it fast, phase
-6's kernel, and peers. All by :mod:`benchmarks.graph_timing`: inside a CUDA graph, inputs rotated. Beside it stands what
-a plan costs on the host. Without a GPU tiny shapes stand in, and our launchers call the op.
+6's kernel, and peers. All by :mod:`benchmarks.device.graph_timing`: inside a CUDA graph, inputs rotated. Beside it
+stands what a plan costs on the host. Without a GPU tiny shapes stand in, and our launchers call the op.
 
     python -m benchmarks.bench_attention        the same as: infer bench attention
 
@@ -23,7 +23,7 @@ if __name__ == "__main__":  # a script's own folder is on the path, the reposito
 import numpy as np
 import torch
 
-from benchmarks.attention_cases import (
+from benchmarks.attention.cases import (
     BLOCK_SIZE,
     DEMO_SHAPES,
     SHAPES,
@@ -32,13 +32,13 @@ from benchmarks.attention_cases import (
     attention_case,
     variant_calls,
 )
-from benchmarks.attention_peers import PEERS, peer_call
+from benchmarks.attention.peers import PEERS, peer_call
 from benchmarks.bench_kernels import dtype_of
-from benchmarks.graph_timing import TRIALS, Inputs, cache_bytes, num_input_sets, time_calls
+from benchmarks.device.graph_timing import TRIALS, Inputs, cache_bytes, num_input_sets, time_calls
+from benchmarks.device.precompile import precompile
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
-from benchmarks.kernel_cases import KernelCase
-from benchmarks.kernel_check import compare, reference
-from benchmarks.precompile import precompile
+from benchmarks.kernels.cases import KernelCase
+from benchmarks.kernels.check import compare, reference
 from benchmarks.report import Report, rounded
 from benchmarks.timing import Steps
 from shared.attention.descriptor import Grid

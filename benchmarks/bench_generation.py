@@ -21,10 +21,10 @@ import psutil
 import torch
 
 from benchmarks.contenders import Contender, answer_and_peak, generating_lessons, load_engine, load_transformers
-from benchmarks.generation_results import figures, limit, ratios
+from benchmarks.generation.results import figures, limit, ratios
+from benchmarks.generation.step_trace import StepTrace, TraceWindow, prepare_profiler
 from benchmarks.report import Report, describe_model, engine_settings
 from benchmarks.roofline import DecodeWork
-from benchmarks.step_trace import StepTrace, TraceWindow, prepare_profiler
 from benchmarks.timing import Run, Steps, SyntheticPrompts, rotated, torch_threads
 from shared.checkpoints.progress import Progress
 from shared.engine.config import EngineConfig

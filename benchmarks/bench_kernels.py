@@ -2,8 +2,8 @@
 
 Introduced in phase 3.1. Decoding moves bytes, so each row says how many bytes must move, how long that would take at
 the ceiling measured in the same run, and how long it took: our kernel, eager PyTorch, and ``torch.compile`` of the
-eager code, all three by :mod:`benchmarks.graph_timing`. Without a GPU the tiny shapes stand in, and our launchers call
-the ops.
+eager code, all three by :mod:`benchmarks.device.graph_timing`. Without a GPU the tiny shapes stand in, and our
+launchers call the ops.
 
     python -m benchmarks.bench_kernels        the same as: infer bench kernels
 
@@ -23,12 +23,12 @@ if __name__ == "__main__":  # a script's own folder is on the path, the reposito
 
 import torch
 
-from benchmarks.decode_cases import attention_case, kv_write_case, sampler_cases
-from benchmarks.graph_timing import TRIALS, Inputs, cache_bytes, num_input_sets, time_calls
+from benchmarks.device.graph_timing import TRIALS, Inputs, cache_bytes, num_input_sets, time_calls
+from benchmarks.device.precompile import precompile
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
-from benchmarks.kernel_cases import KernelCase, ModelShapes, gated_case, norm_cases, projection_case
-from benchmarks.kernel_check import check_case
-from benchmarks.precompile import precompile
+from benchmarks.kernels.cases import KernelCase, ModelShapes, gated_case, norm_cases, projection_case
+from benchmarks.kernels.check import check_case
+from benchmarks.kernels.decode_cases import attention_case, kv_write_case, sampler_cases
 from benchmarks.report import Report, rounded
 from benchmarks.timing import Steps
 from shared.checkpoints.progress import Progress

@@ -1,6 +1,6 @@
 """Serving under load: batching and its policies beside one request after another, over HTTP and without.
 
-Introduced in phase 4. The experiments are those of :mod:`benchmarks.serving_experiments`; on a GPU at full size, and
+Introduced in phase 4. The experiments are those of :mod:`benchmarks.serving.experiments`; on a GPU at full size, and
 without one at demo size, which the report's head says. Invariants: nothing is computed before every setting has been
 checked; whoever is compared serves the same traces in the same run.
 """
@@ -16,15 +16,15 @@ if not __package__:  # run as a file: the repository's root, not this folder, is
 
 import torch
 
-from benchmarks.experiment_bench import Bench, http_batch
 from benchmarks.report import Report, describe_model, engine_settings
 from benchmarks.roofline import DecodeWork
-from benchmarks.served_process import ServedProcess, check_can_serve, served
-from benchmarks.serving_choice import check_memory, chosen, chosen_experiments, kv_tokens, used_workloads
-from benchmarks.serving_contenders import Servers, warm_up_trace
-from benchmarks.serving_experiments import OVER_HTTP, RUN, num_steps
-from benchmarks.serving_lineup import lineup
-from benchmarks.serving_memory import check_sizes
+from benchmarks.serving.choice import check_memory, chosen, chosen_experiments, kv_tokens, used_workloads
+from benchmarks.serving.contenders import Servers, warm_up_trace
+from benchmarks.serving.experiment_bench import Bench, http_batch
+from benchmarks.serving.experiments import OVER_HTTP, RUN, num_steps
+from benchmarks.serving.lineup import lineup
+from benchmarks.serving.memory import check_sizes
+from benchmarks.serving.served_process import ServedProcess, check_can_serve, served
 from benchmarks.timing import Steps, torch_threads
 from benchmarks.workloads.serving import DEMO, FULL, LARGE, ServingSize
 from shared.checkpoints.progress import Progress

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_trace import TraceWindow
+from benchmarks.generation.step_trace import TraceWindow
+from benchmarks.generation.transformers_peer import TransformersPeer
 from benchmarks.timing import Run, run
-from benchmarks.transformers_peer import TransformersPeer
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson, lessons

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # a script's own folder is on the path, the reposito
 
 import torch
 
-from benchmarks.graph_timing import time_calls
+from benchmarks.device.graph_timing import time_calls
 from benchmarks.report import Report, rounded
 from shared.errors import CapacityError
 from shared.kernels.launch import check_launchable, tl, triton

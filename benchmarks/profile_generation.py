@@ -21,9 +21,9 @@ if not __package__:  # run as a file: the repository's root, not this folder, is
 import torch
 
 from benchmarks.contenders import generating_lessons
-from benchmarks.kernel_names import short_name
+from benchmarks.generation.step_trace import Activity, StepTrace, TraceWindow, prepare_profiler
+from benchmarks.kernels.names import short_name
 from benchmarks.report import Report, describe_model, engine_settings, rounded
-from benchmarks.step_trace import Activity, StepTrace, TraceWindow, prepare_profiler
 from benchmarks.timing import Run, Steps, SyntheticPrompts, run, torch_threads
 from shared.checkpoints.progress import Progress
 from shared.engine.config import EngineConfig

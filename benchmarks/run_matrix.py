@@ -23,9 +23,9 @@ import torch
 from benchmarks.bench_serving import default_size
 from benchmarks.contenders import generating_lessons, is_cuda
 from benchmarks.report import Report, describe_model, engine_settings
-from benchmarks.serving_contenders import load_server
-from benchmarks.serving_lineup import serves_many
-from benchmarks.serving_results import ratio
+from benchmarks.serving.contenders import load_server
+from benchmarks.serving.lineup import serves_many
+from benchmarks.serving.results import ratio
 from benchmarks.timing import Steps, torch_threads
 from benchmarks.workloads.serving import ServingSize, make_trace
 from shared.checkpoints.progress import Progress

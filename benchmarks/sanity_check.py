@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.contenders import allocated, generating_lessons, held_tensors, is_cuda, storage_bytes
+from benchmarks.generation.sanity_subjects import Subject, find_subjects
 from benchmarks.report import Report, engine_settings, rounded
-from benchmarks.sanity_subjects import Subject, find_subjects
 from benchmarks.timing import Steps, run, torch_threads
 from shared.checkpoints.progress import Progress
 from shared.engine.config import EngineConfig

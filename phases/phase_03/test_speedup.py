@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.beside_transformers import measure_beside_transformers
+from benchmarks.generation.beside_transformers import measure_beside_transformers
 from benchmarks.timing import SyntheticPrompts, run, torch_threads
 from phases.phase_02.engine import Engine as Uncached
 from phases.phase_03.engine import Engine

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import shared.kernels.planned_tiling as tilings
-from benchmarks.attention_cases import SHAPES
+from benchmarks.attention.cases import SHAPES
 from benchmarks.bench_attention import measure_shape
-from benchmarks.graph_timing import TRIALS
+from benchmarks.device.graph_timing import TRIALS
 from benchmarks.hardware import measure_ceilings
 from phases.phase_06.engine import Engine as Paged
 from phases.phase_06_1.engine import Engine

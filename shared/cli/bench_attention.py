@@ -1,6 +1,6 @@
 """``infer bench attention``: decode attention over paged memory, beside the memory's ceiling. Introduced in phase 6.1.
 
-The command only reads its options and prints; :mod:`benchmarks.bench_attention` and :mod:`benchmarks.attention_sweep`
+The command only reads its options and prints; :mod:`benchmarks.bench_attention` and :mod:`benchmarks.attention.sweep`
 measure. Invariant: the last line on standard output is one JSON line; progress goes to standard error.
 """
 
@@ -55,15 +55,15 @@ def attention(
     chosen = str(check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     console = stdout_console()
     if sweep:
-        from benchmarks.attention_sweep import sweep_attention
+        from benchmarks.attention.sweep import sweep_attention
 
         for report in sweep_attention(shape, device=chosen, seed=seed, say=lambda line: typer.echo(line, err=True)):
             if out is not None:
                 tell_written(console, write_report(report, out))
             typer.echo(report.line())
         return
-    from benchmarks.attention_view import errors, markdown, print_attention
     from benchmarks.bench_attention import measure_attention
+    from benchmarks.views.attention import errors, markdown, print_attention
 
     with step_progress() as progress:
         report = measure_attention(

@@ -85,9 +85,9 @@ def generation(
     The last line on standard output is the result as JSON.
     """
     from benchmarks.bench_generation import default_size, measure_generation
-    from benchmarks.generation_figure import save_figure
-    from benchmarks.generation_view import markdown, print_generation
     from benchmarks.report import write_report
+    from benchmarks.views.generation import markdown, print_generation
+    from benchmarks.views.generation_figure import save_figure
 
     device = computing_device(device)
     fetch_if_known(model)
@@ -142,8 +142,8 @@ def profile(
     The last line on standard output is the result as JSON.
     """
     from benchmarks.profile_generation import measure_profile
-    from benchmarks.profile_view import markdown, print_profile
     from benchmarks.report import write_report
+    from benchmarks.views.profile import markdown, print_profile
 
     device = computing_device(device)
     fetch_if_known(model)
@@ -196,7 +196,7 @@ def sanity(
     """
     from benchmarks.report import write_report
     from benchmarks.sanity_check import check_models
-    from benchmarks.sanity_view import markdown, print_sanity
+    from benchmarks.views.sanity import markdown, print_sanity
 
     device = computing_device(device)
     with step_progress() as progress:

@@ -1,7 +1,7 @@
 """``infer bench hardware`` and ``infer bench kernels``: what the machine can do, and how near our kernels come.
 
 Introduced in phase 3.1. The commands only read their options and print; :mod:`benchmarks.hardware`,
-:mod:`benchmarks.bench_kernels` and :mod:`benchmarks.kernel_sweep` measure. Invariant: the last line on standard output
+:mod:`benchmarks.bench_kernels` and :mod:`benchmarks.kernels.sweep` measure. Invariant: the last line on standard output
 is one JSON line; progress goes to standard error.
 """
 
@@ -42,8 +42,8 @@ def hardware(device: Device = None, out: Out = None) -> None:
     The last line on standard output is the result as JSON.
     """
     from benchmarks.hardware import hardware_report, measure_ceilings
-    from benchmarks.kernels_view import hardware_markdown, print_hardware
     from benchmarks.report import write_report
+    from benchmarks.views.kernels import hardware_markdown, print_hardware
     from shared.cli.terminal import working
 
     chosen = _device(device)
@@ -93,7 +93,7 @@ def kernels(
 
     chosen, models = _device(device), model or list(MODELS)
     if sweep:
-        from benchmarks.kernel_sweep import sweep_kernels
+        from benchmarks.kernels.sweep import sweep_kernels
 
         found = sweep_kernels(
             models, device=chosen, kernels=kernel, rows=rows, seed=seed, say=lambda line: typer.echo(line, err=True)
@@ -102,7 +102,7 @@ def kernels(
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from benchmarks.kernels_view import errors, markdown, print_kernels
+    from benchmarks.views.kernels import errors, markdown, print_kernels
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as bar:
@@ -145,8 +145,8 @@ def _print_all(
     markdown: "Callable[[Report], str] | None",
 ) -> "list[Report]":
     """Print and write each report as it comes, so that what is measured is kept; last the line of them all."""
-    from benchmarks.kernels_figure import save_figure
     from benchmarks.report import write_report
+    from benchmarks.views.kernels_figure import save_figure
 
     console, reports = stdout_console(), []
     for report in found:

@@ -99,8 +99,8 @@ def serving(
     """
     from benchmarks.bench_serving import default_size, measure_serving
     from benchmarks.report import write_report
-    from benchmarks.serving_figure import save_figure
-    from benchmarks.serving_view import markdown, print_serving
+    from benchmarks.views.serving import markdown, print_serving
+    from benchmarks.views.serving_figure import save_figure
 
     device = computing_device(device)
     size = default_size(device, large)
@@ -152,9 +152,9 @@ def matrix(
 
     The last line on standard output is the result as JSON.
     """
-    from benchmarks.matrix_view import markdown, print_matrix, save_figure
     from benchmarks.report import write_report
     from benchmarks.run_matrix import run_matrix
+    from benchmarks.views.matrix import markdown, print_matrix, save_figure
 
     device = computing_device(device)
     fetch_if_known(model)

@@ -179,7 +179,7 @@ def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
 
 
 def _print_ladder(ladder: "PersonalLadder") -> None:
-    from benchmarks.ladder_view import figure
+    from benchmarks.views.ladder import figure
     from tutorial.workshop.chart_figure import doubts, said, whose
 
     typer.echo(f"{ladder.model} · {ladder.machine_title} · {ladder.flags['dtype']}\n{said(ladder)}\n")

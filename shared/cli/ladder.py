@@ -70,8 +70,8 @@ def ladder(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from benchmarks.ladder import DEFAULT, QUICK, measure_ladder
-    from benchmarks.ladder_view import markdown, print_ladder
     from benchmarks.report import write_report
+    from benchmarks.views.ladder import markdown, print_ladder
 
     fetch_if_known(model)
     size = QUICK if quick else DEFAULT
@@ -98,7 +98,7 @@ def ladder(
     console = stdout_console()
     print_ladder(report, console)
     if out is not None:
-        from benchmarks.ladder_figure import save_figure
+        from benchmarks.views.ladder_figure import save_figure
 
         paths = write_report(report, out, table=markdown(report), figure=lambda path: save_figure(report, path))
         console.print()

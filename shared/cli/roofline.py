@@ -96,7 +96,7 @@ def _ceilings(gpu: str | None, bandwidth: float | None, flops: float | None, dev
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{option} is {value}; it must be a positive number.")
     if gpu is not None:
-        from benchmarks.datasheets import find_data_sheet
+        from benchmarks.device.datasheets import find_data_sheet
 
         sheet = find_data_sheet(gpu)
         base = Ceilings("data sheet", sheet.title, f"not measured: {sheet.source}", *_rates(sheet))
@@ -182,6 +182,6 @@ def _as_json(
 def _print(
     name: str, work: "DecodeWork", context: int, ceilings: Ceilings, floors: "list[Floor]", turning: int | None
 ) -> None:
-    from benchmarks.roofline_view import print_roofline
+    from benchmarks.views.roofline import print_roofline
 
     print_roofline(stdout_console(), name, work, context, ceilings, floors, turning)

@@ -17,15 +17,15 @@ from typer.testing import CliRunner
 
 from benchmarks.bench_generation import GenerationSize, measure_generation
 from benchmarks.contenders import MIN_DECODED, held_tensors, storage_bytes
-from benchmarks.generation_figure import save_figure
-from benchmarks.generation_results import limit_bytes
-from benchmarks.generation_view import head, markdown, print_generation
+from benchmarks.generation.results import limit_bytes
+from benchmarks.generation.step_trace import TraceWindow, read_events
+from benchmarks.generation.transformers_peer import TransformersPeer
 from benchmarks.hardware import Ceilings
 from benchmarks.report import Report, read_value
 from benchmarks.roofline import DecodeWork
-from benchmarks.step_trace import TraceWindow, read_events
 from benchmarks.timing import run
-from benchmarks.transformers_peer import TransformersPeer
+from benchmarks.views.generation import head, markdown, print_generation
+from benchmarks.views.generation_figure import save_figure
 from phases.phase_03.engine import Engine
 from shared.cache.contiguous import kv_bytes
 from shared.cli.bench_generation import alone

@@ -12,10 +12,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.ladder import measure_ladder
-from benchmarks.ladder_figure import save_figure
-from benchmarks.ladder_view import markdown, print_ladder
 from benchmarks.machine import machine_name
 from benchmarks.report import Report, read_value
+from benchmarks.views.ladder import markdown, print_ladder
+from benchmarks.views.ladder_figure import save_figure
 from shared.cli import app
 from shared.errors import CapacityError, ConfigError, RequestError
 from shared.lessons import lessons

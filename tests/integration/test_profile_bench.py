@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.kernel_names import LONGEST, short_name
+from benchmarks.generation.step_trace import Activity, StepTrace
+from benchmarks.kernels.names import LONGEST, short_name
 from benchmarks.profile_generation import measure_profile, merged, results
-from benchmarks.profile_view import markdown, print_profile
 from benchmarks.report import Report
-from benchmarks.step_trace import Activity, StepTrace
 from benchmarks.timing import Run
+from benchmarks.views.profile import markdown, print_profile
 from shared.cli.bench_generation import alone
 from shared.errors import ConfigError, RequestError
 from shared.lessons import find_lesson, newest_lesson

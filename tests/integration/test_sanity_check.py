@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import sanity_subjects
+from benchmarks.generation import sanity_subjects as sanity_subjects
+from benchmarks.generation.sanity_subjects import find_subjects
 from benchmarks.sanity_check import check_models, problem
-from benchmarks.sanity_subjects import find_subjects
-from benchmarks.sanity_view import markdown, print_sanity
+from benchmarks.views.sanity import markdown, print_sanity
 from shared.checkpoints.shapes import SHAPES
 from shared.cli.bench_generation import alone
 from shared.errors import ConfigError, ModelFolderError

@@ -17,16 +17,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.bench_serving import default_size, measure_serving
-from benchmarks.engine_load import OneAtATime, drive
-from benchmarks.load_generator import generate_load
-from benchmarks.matrix_view import markdown as matrix_markdown
-from benchmarks.padded_baseline import PaddedEngine
 from benchmarks.report import Report, read_value
 from benchmarks.run_matrix import run_matrix
-from benchmarks.served_process import MODEL, ServedProcess, served
-from benchmarks.serving_figure import save_figure
-from benchmarks.serving_lineup import lineup
-from benchmarks.serving_view import all_runs, markdown, print_serving, tables
+from benchmarks.serving.engine_load import OneAtATime, drive
+from benchmarks.serving.lineup import lineup
+from benchmarks.serving.load_generator import generate_load
+from benchmarks.serving.padded_baseline import PaddedEngine
+from benchmarks.serving.served_process import MODEL, ServedProcess, served
+from benchmarks.views.matrix import markdown as matrix_markdown
+from benchmarks.views.serving import all_runs, markdown, print_serving, tables
+from benchmarks.views.serving_figure import save_figure
 from benchmarks.workloads.serving import DEMO, ServingSize, Trace, TraceRequest, Workload, make_trace
 from phases.phase_03.engine import Engine as Plain
 from phases.phase_05.engine import Engine as Continuous
@@ -325,7 +325,7 @@ def test_a_refusal_and_a_server_that_is_gone_are_errors_with_their_cause(process
 
 def test_a_benchmark_that_is_told_to_end_takes_its_server_along(folder: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from benchmarks.served_process import served\n"
+        "import os, signal, sys; from pathlib import Path; from benchmarks.serving.served_process import served\n"
         "with served(Path(sys.argv[1]), ['--device', 'cpu']) as running:\n"
         "    print(running.process.pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

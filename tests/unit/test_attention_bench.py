@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import benchmarks.attention_peers as peers_module
-import benchmarks.attention_sweep as sweep
+import benchmarks.attention.peers as peers_module
+import benchmarks.attention.sweep as sweep
 import benchmarks.bench_attention as bench
-from benchmarks.attention_cases import (
+from benchmarks.attention.cases import (
     BLOCK_SIZE,
     DEMO_SHAPES,
     SHAPES,
@@ -19,12 +19,12 @@ from benchmarks.attention_cases import (
     planned_call,
     variant_calls,
 )
-from benchmarks.attention_peers import PEERS, peer_call
-from benchmarks.attention_view import errors, markdown, print_attention
+from benchmarks.attention.peers import PEERS, peer_call
+from benchmarks.device.precompile import LAUNCHING_MODULES
 from benchmarks.hardware import Ceilings
-from benchmarks.kernel_check import check_case
-from benchmarks.precompile import LAUNCHING_MODULES
+from benchmarks.kernels.check import check_case
 from benchmarks.report import Report
+from benchmarks.views.attention import errors, markdown, print_attention
 from shared.cli.bench import app
 from shared.errors import CapacityError, ConfigError
 from shared.kernels import planned_attention
@@ -129,7 +129,7 @@ def test_a_peer_that_is_wrong_has_no_time(monkeypatch):
 
 def test_ours_when_wrong_has_no_time_and_ends_with_1(monkeypatch):
     monkeypatch.setattr(bench, "measure_ceilings", lambda device: CEILINGS)
-    import benchmarks.attention_cases as cases
+    import benchmarks.attention.cases as cases
 
     monkeypatch.setattr(cases, "planned_decode", lambda q, *args, **kwargs: torch.full_like(q, float("nan")))
     result = CliRunner().invoke(app, ["attention", "--device", "cpu", "--shape", "1x256", "--no-peers"])

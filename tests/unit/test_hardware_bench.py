@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.graph_timing import ALIGNMENT, MOST_INPUT_SETS, Timing, num_input_sets, rotated_tensors, time_calls
+from benchmarks.device.graph_timing import (
+    ALIGNMENT,
+    MOST_INPUT_SETS,
+    Timing,
+    num_input_sets,
+    rotated_tensors,
+    time_calls,
+)
 from benchmarks.hardware import Ceilings, hardware_report, measure_ceilings, table_rows
 from benchmarks.machine import machine_name
 from shared.cli.bench_hardware import command_app, hardware

@@ -8,17 +8,17 @@ import torch
 from typer.testing import CliRunner
 
 import benchmarks.bench_kernels as bench
-import benchmarks.kernel_sweep as sweep
-from benchmarks.decode_cases import attention_case, kv_write_case, sampler_cases
-from benchmarks.graph_timing import cache_bytes, num_input_sets, time_calls
+import benchmarks.kernels.sweep as sweep
+from benchmarks.device.graph_timing import cache_bytes, num_input_sets, time_calls
+from benchmarks.device.precompile import recorded_launches
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
-from benchmarks.kernel_cases import KernelCase, ModelShapes, gated_case, norm_cases, projection_case
-from benchmarks.kernel_check import check_case
-from benchmarks.kernel_variants import applied, constant_variants, gemv_cuts, projection_variants
-from benchmarks.kernels_figure import chosen_rows, save_figure
-from benchmarks.kernels_view import markdown
-from benchmarks.precompile import recorded_launches
+from benchmarks.kernels.cases import KernelCase, ModelShapes, gated_case, norm_cases, projection_case
+from benchmarks.kernels.check import check_case
+from benchmarks.kernels.decode_cases import attention_case, kv_write_case, sampler_cases
+from benchmarks.kernels.variants import applied, constant_variants, gemv_cuts, projection_variants
 from benchmarks.report import Report
+from benchmarks.views.kernels import markdown
+from benchmarks.views.kernels_figure import chosen_rows, save_figure
 from shared.checkpoints.shapes import SHAPES
 from shared.cli.bench_hardware import command_app, kernels
 from shared.errors import ConfigError

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.datasheets import DATA_SHEETS
+from benchmarks.device.datasheets import DATA_SHEETS
 from benchmarks.roofline import DecodeWork, find_config
-from benchmarks.roofline_view import duration, quantity
+from benchmarks.views.roofline import duration, quantity
 from shared.checkpoints.make import checkpoint_tensors
 from shared.checkpoints.shapes import SHAPES
 from shared.cli.roofline import roofline

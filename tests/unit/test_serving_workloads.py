@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.engine_load import OneAtATime, drive
-from benchmarks.load_generator import EventReader, request_body
 from benchmarks.report import rounded
 from benchmarks.run_matrix import OPTIMIZATIONS, REPLACED, add_gains, configurations
-from benchmarks.serving_contenders import warm_up_trace
-from benchmarks.serving_lineup import draw_up
-from benchmarks.serving_memory import BLOCK_SIZE, capacity_batch, check_sizes
-from benchmarks.serving_results import (
+from benchmarks.serving.contenders import warm_up_trace
+from benchmarks.serving.engine_load import OneAtATime, drive
+from benchmarks.serving.lineup import draw_up
+from benchmarks.serving.load_generator import EventReader, request_body
+from benchmarks.serving.memory import BLOCK_SIZE, capacity_batch, check_sizes
+from benchmarks.serving.results import (
     decode_stalls,
     figures,
     percentiles,
@@ -28,7 +28,7 @@ from benchmarks.serving_results import (
     slot_utilisation,
     tokens_recomputed,
 )
-from benchmarks.serving_run import ServedRequest, ServedRun, TimedStep
+from benchmarks.serving.run import ServedRequest, ServedRun, TimedStep
 from benchmarks.workloads.serving import DEMO, FULL, LARGE, ServingSize, Trace, TraceRequest, Workload, make_trace
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput

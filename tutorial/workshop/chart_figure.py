@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.ladder_figure import FIRST, INK, NEWEST, PAPER, QUIET
-from benchmarks.ladder_view import figure, trials
+from benchmarks.views.ladder import figure, trials
+from benchmarks.views.ladder_figure import FIRST, INK, NEWEST, PAPER, QUIET
 from shared.errors import ConfigError
 from tutorial.workshop.chart import PersonalLadder, PersonalRung
 

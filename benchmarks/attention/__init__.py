@@ -1,0 +1,1 @@
+"""The attention benchmark: its cases, its peers, and the sweep over tilings."""

@@ -1,0 +1,1 @@
+"""How a GPU is timed: inputs that rotate, CUDA graphs, what the data sheets promise."""

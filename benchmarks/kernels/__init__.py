@@ -1,0 +1,1 @@
+"""The kernels' benchmark: its cases, their check, and the sweep over tilings."""

@@ -1,0 +1,1 @@
+"""The serving benchmark: who serves, how requests come, the experiments, and what is counted."""

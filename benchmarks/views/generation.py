@@ -1,0 +1,130 @@
+"""The generation benchmark as a reader sees it: tables in the terminal and in Markdown. Introduced in phase 3.1.
+
+Invariant: everything shown is read from the report; nothing is measured or recomputed here.
+"""
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.report import Report
+from benchmarks.views.ladder import figure, trials
+from benchmarks.views.roofline import duration, quantity
+
+NOTHING = "–"
+Row = list[str]
+
+
+def print_generation(report: Report, console: Console) -> None:
+    """Speeds with their share of the limit, work on the device where there is a GPU, and memory."""
+    console.print(Text.assemble(("Generation", "bold"), f" · {report.model['name']} · {report.machine_title}"))
+    console.print(head(report), style="bright_black")
+    for title, columns, rows in tables(report):
+        console.print(f"\n{title}", style="bold cyan")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black")
+        table.add_column(columns[0], no_wrap=True)
+        for column in columns[1:]:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for note in notes(report):
+        console.print(f"\n{note}")
+
+
+def markdown(report: Report) -> str:
+    """The same as Markdown, for a report's folder or a document."""
+    lines = [
+        f"# Generation: {report.model['name']} on {report.machine_title}",
+        "",
+        f"{head(report)}; {report.date[:10]}.",
+    ]
+    for title, columns, rows in tables(report):
+        lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+    for note in notes(report):
+        lines += ["", note]
+    return "\n".join(lines) + "\n"
+
+
+def head(report: Report) -> str:
+    """What was run."""
+    flags = report.flags
+    text = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {flags['dtype']}, {trials(flags)}"
+    return f"{text}, demo size (no GPU)" if flags["is_demo_size"] else text
+
+
+def tables(report: Report) -> list[tuple[str, Row, list[Row]]]:
+    """Title, columns and rows of each table."""
+    results = {name: report.results[name] for name in report.flags["contenders"]}
+    found = [("Speed", *_speed(results)), ("Memory", *_memory(results))]
+    if any(result["kernel_us_per_token"] is not None for result in results.values()):
+        found.insert(1, ("Work on the GPU for one token", *_work(results)))
+    return found
+
+
+def notes(report: Report) -> list[str]:
+    """The limit, what it follows from, and who is faster than whom."""
+    limit, bandwidth = report.results["limit"], 1e9 * report.results["ceilings"]["read_gb_per_second"]
+    needed = quantity(limit["weights_bytes_per_token"] + limit["kv_bytes_per_token"], "B")
+    least, most = duration(limit["us_per_token"] / 1e6), figure(limit["tokens_per_second"])
+    found = [
+        f"The limit: a token reads {needed} of weights, keys and values; at the {quantity(bandwidth, 'B/s')} measured "
+        f"in this run that takes {least}, so {most} tokens/s."
+    ]
+    ratios = (f"{pair.replace('_', ' ')} {ratio:.2f}×" for pair, ratio in report.results["ratios"].items())
+    return [*found, f"Decode speed: {', '.join(ratios)}."] if report.results["ratios"] else found
+
+
+def percent(share: float | None) -> str:
+    """``37 %``, with a decimal where there is only one digit."""
+    return NOTHING if share is None else f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
+
+
+def _speed(results: dict[str, dict[str, Any]]) -> tuple[Row, list[Row]]:
+    columns = ["", "first token (ms)", "decode (tok/s)", "ms/token", "share of limit", "tokens computed", "same tokens"]
+    rows = [
+        [
+            result["title"],
+            figure(result["time_to_first_token_ms"]),
+            figure(result["decode_tokens_per_second"]),
+            figure(result["ms_per_token"]),
+            percent(result["share_of_bandwidth"]),
+            f"{result['tokens_computed']:,}",
+            f"{result['equal_tokens']} of {result['compared_tokens']}",
+        ]
+        for result in results.values()
+    ]
+    return columns, rows
+
+
+def _work(results: dict[str, dict[str, Any]]) -> tuple[Row, list[Row]]:
+    columns = ["", "kernels (µs)", "share of limit", "kernels", "copies", "launched by the host", "ours"]
+    keys = ("kernels_per_token", "copies_per_token", "host_launches_per_token", "own_launches_per_token")
+    rows = [
+        [
+            result["title"],
+            _optional(result["kernel_us_per_token"]),
+            percent(result["kernel_share_of_bandwidth"]),
+            *(_optional(result[key]) for key in keys),
+        ]
+        for result in results.values()
+    ]
+    return columns, rows
+
+
+def _memory(results: dict[str, dict[str, Any]]) -> tuple[Row, list[Row]]:
+    columns = ["", "weights (MB)", "KV cache (MB)", "other (MB)"]
+    keys = ("memory_weights_bytes", "memory_kv_bytes", "memory_other_bytes")
+    rows = [
+        [result["title"], *(NOTHING if result[key] is None else f"{result[key] / 1e6:,.1f}" for key in keys)]
+        for result in results.values()
+    ]
+    return columns, rows
+
+
+def _optional(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
