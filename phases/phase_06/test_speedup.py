@@ -124,7 +124,7 @@ def test_as_much_memory_holds_more_requests_in_blocks_than_in_slots(tiny_checkpo
 def test_at_as_many_requests_a_step_through_tables_takes_at_most_twice_as_long(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    folder, workload = tiny_checkpoints["llama"], w2(20, SCALE)
+    folder, workload = tiny_checkpoints["llama"], w2(16, SCALE)
     tight, places = TIGHT // SCALE, FULL.max_batch_size
     engines = {
         "slots": with_slots(folder, places, tight),

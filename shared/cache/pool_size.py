@@ -129,6 +129,11 @@ class LiveStorages(TorchDispatchMode):
         self.peak = 0
         self.known: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks when the class is made. True, its answer, makes the first use import its compiler: seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_iter((args, kwargs)):
             if isinstance(given, torch.Tensor):

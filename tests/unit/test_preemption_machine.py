@@ -93,6 +93,7 @@ class Machine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.told: dict[str, str] = {}
         self.aborted: set[str] = set()
+        self.num_heard: dict[str, int] = {}  # tokens that came out, by request
         self.num_preempted = 0
 
     @rule(prompt=st.integers(1, MAX_SEQ_LEN - 1), answer=st.integers(1, MAX_SEQ_LEN))
@@ -169,6 +170,7 @@ class Machine(RuleBasedStateMachine):
         for output in outputs:
             assert output.request_id not in self.told
             assert output.request_id not in self.aborted
+            self.num_heard[output.request_id] = self.num_heard.get(output.request_id, 0) + (output.error is None)
             if output.finish_reason is not None:
                 self.told[output.request_id] = output.finish_reason
 
@@ -208,6 +210,7 @@ class Machine(RuleBasedStateMachine):
         for name, request in self.requests.items():
             ids = request.output_ids[:-1] if self.told.get(name) == "eos" else request.output_ids
             assert ids == [LETTER + n for n in range(len(ids))]
+            assert len(request.output_ids) == self.num_heard.get(name, 0)
             assert request.num_computed_tokens == self.pool.length(name) or name not in self.scheduler
 
     @invariant()
