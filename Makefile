@@ -7,7 +7,7 @@ TRITON := 3.6.0
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 # As many processes as there are processors, and no more than a laptop's memory has room for.
-PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal --durations 40 --durations-min 5
+PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --durations 40 --durations-min 5
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format env docs workshop clean

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
 FAMILIES = tuple(TINY_SHAPES)
@@ -16,7 +16,7 @@ OWN_FOLDERS = tuple(folder for folder in os.environ.get("INFER_TEST_MODELS", "")
 torch.set_num_threads(1)
 
 # How long an example takes says nothing here: the machine has other work, and a first call compiles.
-settings.register_profile("repository", deadline=None)
+settings.register_profile("repository", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repository")
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.timing import torch_threads
 from phases.phase_02.engine import Engine as Uncached
 from phases.phase_03.engine import Engine
 from shared.cache.contiguous import ContiguousCache, ContiguousView, kv_bytes
@@ -58,10 +57,9 @@ def test_greedy_tokens_equal_those_of_phase_2_and_of_transformers(model_folder: 
 def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(demo_folder: Path) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
     reference = load_reference(demo_folder, torch.float32)
-    with torch_threads(2):
-        for prompt, num_tokens in [("The capital of France is", 40), ("def fibonacci(n):", 12)]:
-            ours = ids(engine, prompt, num_tokens)
-            assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), num_tokens), prompt
+    for prompt, num_tokens in [("The capital of France is", 40), ("def fibonacci(n):", 12)]:
+        ours = ids(engine, prompt, num_tokens)
+        assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), num_tokens), prompt
 
 
 def test_sampled_tokens_equal_those_of_phase_2(model_folder: Path) -> None:
