@@ -34,6 +34,7 @@ app = typer.Typer(
         'infer generate --prompt "The capital of France is"',
         "infer chat",
         "infer serve smollm2-135m --port 8000",
+        "infer trace --compare contiguous,paged",
         "infer phases",
         "infer diff 01b 02",
         "infer ladder",
