@@ -23,7 +23,7 @@ demo: $(READY) ## fetch the demo model, let it answer, and measure every phase o
 	$(BIN)/infer ladder --model smollm2-135m --quick
 
 test: $(READY) ## run every test that this machine can run
-	$(BIN)/python -m pytest -m "not measured" $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not measured" $(PARALLEL)
 	$(BIN)/python -m pytest -m measured
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(PARALLEL)
 
