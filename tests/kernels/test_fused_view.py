@@ -1,17 +1,20 @@
 """The fused view gives what the plain one gives, on every backend, for every family, and on the CPU to the last bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import shared.cache.fused_contiguous as module
 from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.fused_contiguous import FusedContiguousView
+from shared.checkpoints.shapes import SHAPES
 from shared.errors import CapacityError, ConfigError
 from shared.kernels.decode_attention import decode_attention_kernel
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED
+from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
-from shared.models.config import ModelConfig, RopeConfig
 from shared.models.tokens import Tokens
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -114,23 +117,7 @@ def test_after_a_cut_the_sequence_goes_on_from_there(models):
         cache.reserve("r", 100)
 
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=80,
-    max_position_embeddings=16,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    tie_word_embeddings=True,
-    attention_scale=1.0,
-    rope=RopeConfig(theta=10000.0),
-    windows=(None,),
-)
+CONFIG = replace(parse_config(SHAPES["tiny-llama"]), num_layers=1, head_dim=80, windows=(None,))
 
 
 def test_a_head_size_without_a_kernel():

@@ -6,33 +6,18 @@ import pytest
 import torch
 
 from shared.cache.slotted import SlottedKVCachePool
+from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
 from shared.engine.draw import Drawn
 from shared.engine.output import StepOutput
 from shared.engine.request import Request, RequestStatus
-from shared.models.config import ModelConfig, RopeConfig
+from shared.loading.config_json import parse_config
 from shared.sampling.params import SamplingParams
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
-SHAPE = ModelConfig(
-    family="llama",
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=2,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    tie_word_embeddings=True,
-    attention_scale=1.0,
-    rope=RopeConfig(theta=10000.0),
-    windows=(None,),
-)
+SHAPE = parse_config(SHAPES["tiny-llama"])
 MAX_SEQ_LEN = 20
 LETTER = 70  # a token of text
 

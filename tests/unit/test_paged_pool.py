@@ -1,8 +1,8 @@
 """The pool of blocks against a model of it, and its view against a cache for each sequence."""
 
-import dataclasses
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,30 +18,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from shared.cache import pool_size
 from shared.cache.contiguous import ContiguousCache, ContiguousView, kv_bytes
 from shared.cache.paged import PagedKVCachePool
+from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.errors import BlockError, CapacityError, ConfigError
+from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
-from shared.models.config import ModelConfig, RopeConfig
 from shared.sampling.params import SamplingParams
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    tie_word_embeddings=True,
-    attention_scale=1.0,
-    rope=RopeConfig(theta=10000.0),
-    windows=(None, None),
+CONFIG = replace(
+    parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
 )
 IDS = st.sampled_from("abcde")
 TOKENS = st.integers(-1, 25)
@@ -403,7 +390,7 @@ def test_a_container_that_has_less_than_its_machine(tmp_path: Path, monkeypatch:
 
 
 def test_configs_of_other_shapes_are_counted_right() -> None:
-    shape = dataclasses.replace(CONFIG, num_layers=3, num_kv_heads=5, head_dim=8)
+    shape = replace(CONFIG, num_layers=3, num_kv_heads=5, head_dim=8)
     pool = PagedKVCachePool(shape, 7, 3, 2, torch.float16)
     assert pool.keys.shape == pool.values.shape == (3, 7, 3, 5, 8)
     assert pool.num_bytes == pool.keys.nbytes + pool.values.nbytes

@@ -17,35 +17,20 @@ from hypothesis.stateful import (
 )
 
 from shared.cache.paged import PagedKVCachePool
+from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.draw import Drawn
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request, RequestStatus
 from shared.errors import RequestError
-from shared.models.config import ModelConfig, RopeConfig
+from shared.loading.config_json import parse_config
 from shared.sampling.params import SamplingParams
 from shared.scheduling.preemption import PreemptiveScheduler
 from shared.scheduling.scheduler import Schedule
 from shared.text.tokenizer import Tokenizer
 
-SHAPE = ModelConfig(
-    family="llama",
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=2,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    tie_word_embeddings=True,
-    attention_scale=1.0,
-    rope=RopeConfig(theta=10000.0),
-    windows=(None,),
-)
+SHAPE = parse_config(SHAPES["tiny-llama"])
 MAX_SEQ_LEN = 24
 LETTER = 70  # an answer's first token; the next is the letter behind it, so a lost or doubled one shows
 

@@ -1,6 +1,7 @@
 """The pool against a model of it, and its view against one contiguous cache for each sequence."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,29 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.slotted import SlottedKVCachePool
+from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.errors import CapacityError, ConfigError
+from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
-from shared.models.config import ModelConfig, RopeConfig
 from shared.sampling.params import SamplingParams
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    tie_word_embeddings=True,
-    attention_scale=1.0,
-    rope=RopeConfig(theta=10000.0),
-    windows=(None, None),
+CONFIG = replace(
+    parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
 )
 SLOTS, CAPACITY = 3, 10
 IDS = st.sampled_from("abcde")

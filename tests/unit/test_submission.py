@@ -36,7 +36,7 @@ def read(path: Path) -> Submission:
 
 @pytest.mark.parametrize(
     "around",
-    ["", "workspace/", "ada/", "ada/workspace/", "ada/work/", "infer-workshop-03/workspace/", "a/b/workspace/"],
+    ["", "workspace/", "ada/", "ada/workspace/", "ada/mine/", "infer-workshop-03/workspace/", "a/b/workspace/"],
 )
 def test_a_workspace_is_found_in_folders_and_zip_files(around: str, tmp_path: Path) -> None:
     names = (f"{around}{CACHE}", f"{around}.handed/{NORM}", f"{around}shared/models/own.py", f"{around}ladder.png")
