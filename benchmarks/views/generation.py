@@ -5,49 +5,24 @@ Invariant: everything shown is read from the report; nothing is measured or reco
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks.report import Report
 from benchmarks.views.ladder import figure, trials
 from benchmarks.views.roofline import duration, quantity
-
-NOTHING = "–"
-Row = list[str]
+from benchmarks.views.table import NOTHING, Row, Shown, markdown_tables, percent, print_tables
 
 
 def print_generation(report: Report, console: Console) -> None:
     """Speeds with their share of the limit, work on the device where there is a GPU, and memory."""
-    console.print(Text.assemble(("Generation", "bold"), f" · {report.model['name']} · {report.machine_title}"))
-    console.print(head(report), style="bright_black")
-    for title, columns, rows in tables(report):
-        console.print(f"\n{title}", style="bold cyan")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black")
-        table.add_column(columns[0], no_wrap=True)
-        for column in columns[1:]:
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    for note in notes(report):
-        console.print(f"\n{note}")
+    title = f"Generation: {report.model['name']} · {report.machine_title}"
+    print_tables(title, head(report), tables(report), notes(report), console)
 
 
 def markdown(report: Report) -> str:
     """The same as Markdown, for a report's folder or a document."""
-    lines = [
-        f"# Generation: {report.model['name']} on {report.machine_title}",
-        "",
-        f"{head(report)}; {report.date[:10]}.",
-    ]
-    for title, columns, rows in tables(report):
-        lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-    for note in notes(report):
-        lines += ["", note]
-    return "\n".join(lines) + "\n"
+    title = f"Generation: {report.model['name']} on {report.machine_title}"
+    return markdown_tables(title, f"{head(report)}; {report.date[:10]}.", tables(report), notes(report))
 
 
 def head(report: Report) -> str:
@@ -57,7 +32,7 @@ def head(report: Report) -> str:
     return f"{text}, demo size (no GPU)" if flags["is_demo_size"] else text
 
 
-def tables(report: Report) -> list[tuple[str, Row, list[Row]]]:
+def tables(report: Report) -> list[Shown]:
     """Title, columns and rows of each table."""
     results = {name: report.results[name] for name in report.flags["contenders"]}
     found = [("Speed", *_speed(results)), ("Memory", *_memory(results))]
@@ -77,11 +52,6 @@ def notes(report: Report) -> list[str]:
     ]
     ratios = (f"{pair.replace('_', ' ')} {ratio:.2f}×" for pair, ratio in report.results["ratios"].items())
     return [*found, f"Decode speed: {', '.join(ratios)}."] if report.results["ratios"] else found
-
-
-def percent(share: float | None) -> str:
-    """``37 %``, with a decimal where there is only one digit."""
-    return NOTHING if share is None else f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
 def _speed(results: dict[str, dict[str, Any]]) -> tuple[Row, list[Row]]:

@@ -12,9 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.report import Report
-from benchmarks.views.generation import head, percent
+from benchmarks.views.generation import head
 from benchmarks.views.ladder import figure as readable
 from benchmarks.views.ladder_figure import FIRST, INK, NEWEST, PAPER, QUIET
+from benchmarks.views.table import percent
 
 READING, KERNELS, WAITING = "#0f766e", "#7dbcb4", "#d9d5c9"
 THEIRS = "#c9a227"

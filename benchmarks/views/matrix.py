@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.report import Report
-from benchmarks.views.generation import NOTHING
 from benchmarks.views.ladder import figure
 from benchmarks.views.ladder_figure import INK, PAPER, QUIET
 from benchmarks.views.serving import head
 from benchmarks.views.serving_figure import FOOT, GROUP_GAP, HEAD, ROW, SIDE, draw_groups
-from benchmarks.views.table import Shown, markdown_tables, print_tables
+from benchmarks.views.table import NOTHING, Shown, markdown_tables, print_tables
 
 
 def print_matrix(report: Report, console: Console) -> None:

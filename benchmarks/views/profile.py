@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.report import Report
-from benchmarks.views.generation import percent
+from benchmarks.views.table import percent
 
 MARKDOWN_ROWS = 40
 

@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.report import Report
-from benchmarks.views.generation import NOTHING, Row, percent
 from benchmarks.views.ladder import figure
 from benchmarks.views.serving_memory import memory_notes, memory_tables
-from benchmarks.views.table import Shown, count, markdown_tables, print_tables
+from benchmarks.views.table import NOTHING, Row, Shown, count, markdown_tables, percent, print_tables
 
 
 def print_serving(report: Report, console: Console) -> None:

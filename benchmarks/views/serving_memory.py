@@ -6,9 +6,8 @@ Invariant: everything shown is read from the report; nothing is measured or reco
 from typing import Any
 
 from benchmarks.report import Report
-from benchmarks.views.generation import NOTHING, Row, percent
 from benchmarks.views.ladder import figure
-from benchmarks.views.table import Shown, count
+from benchmarks.views.table import NOTHING, Row, Shown, count, percent
 
 
 def memory_tables(report: Report) -> list[Shown]:

@@ -1,18 +1,18 @@
-"""Tables of a report, in the terminal and as Markdown. Introduced in phase 4."""
+"""Tables of a report, in the terminal and as Markdown. Introduced in phase 3.1."""
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.views.generation import NOTHING, Row
-
+NOTHING = "–"
+Row = list[str]
 Shown = tuple[str, Row, list[Row]]
 """A heading, columns, rows."""
 
 
 def print_tables(title: str, about: str, tables: list[Shown], notes: list[str], console: Console) -> None:
-    """A report's tables for a terminal; ``title`` holds the benchmark's name and what was measured."""
+    """A report's tables for a terminal; ``title`` is the benchmark's name, a colon, and what was measured."""
     name, _, rest = title.partition(": ")
     console.print(Text.assemble((name, "bold"), f" · {rest}"))
     console.print(about, style="bright_black")
@@ -43,3 +43,8 @@ def markdown_tables(title: str, about: str, tables: list[Shown], notes: list[str
 def count(value: int | None) -> str:
     """A whole number, grouped by thousands."""
     return NOTHING if value is None else f"{value:,}"
+
+
+def percent(share: float | None) -> str:
+    """``37 %``, with a decimal where there is only one digit."""
+    return NOTHING if share is None else f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"

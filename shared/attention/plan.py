@@ -11,9 +11,8 @@ there is none, because there are more tiles than programs, or where it would lea
 times its share of the keys, the chunk is that share: items then queue, and the longest is still short.
 
 Invariants: the items cover each tile's visible keys exactly once; a tile that sees nothing has one item, whose program
-stores the zeros; there are at most ``Grid.capacity`` items and ``Grid.max_states`` states; arrays are as long as the
-capacity, whatever the step, so that a captured graph can be replayed with another plan, and what lies behind
-``num_items`` is zero. Counting is int64, what is sent int32.
+stores the zeros; what :mod:`shared.attention.descriptor` says of counts and sizes. Counting is int64, what is sent
+int32.
 """
 
 import numpy as np
@@ -225,9 +224,10 @@ def _plan(
         indices[1, :num_items] = query_tiles[tiles]
     indices[2, :num_items] = kv_tiles
     is_split = num_items > len(pieces)
-    output_indptr = np.zeros(num_rows + 1, np.int32)
     if is_split:
         output_indptr = state_offsets(pieces if tokens is None else np.repeat(pieces, tokens), num_rows)
+    else:
+        output_indptr = np.zeros(num_rows + 1, np.int32)
     return AttentionPlan(
         num_items=np.array([num_items], np.int32),
         chunk_size=np.array([chunk * grid.unit], np.int32),

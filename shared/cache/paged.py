@@ -68,6 +68,7 @@ class PagedKVCachePool:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.config = config
         self.block_size = block_size
         self.max_sequences = max_sequences
         self.watermark_tokens = math.ceil(WATERMARK * num_blocks) * block_size

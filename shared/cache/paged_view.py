@@ -108,7 +108,7 @@ class PagedView:
         offsets = slot_mapping * self.token_stride if self.is_launching else slot_mapping
         arrays: list[NDArray[Any]] = [batch.token_ids, batch.positions, batch.logit_rows, offsets]
         if self.is_flash:
-            arrays += self._plan(rows, ends, num_new)
+            arrays += self._kernel_arrays(rows, ends, num_new)
         ids, positions, logit_rows, self.offsets, *plan = self.staging.send(arrays)
         if self.is_flash:
             self._receive(plan)
@@ -118,7 +118,7 @@ class PagedView:
             self.pieces: dict[int | None, list[Piece]] = {}  # by window
         return Tokens(ids, positions), logit_rows
 
-    def _plan(
+    def _kernel_arrays(
         self, rows: NDArray[np.int64], ends: NDArray[np.int64], num_new: NDArray[np.int64]
     ) -> list[NDArray[np.int32]]:
         """Lengths ``[B]``, where each table begins ``[B]``, where each one's new tokens do ``[B + 1]``, the tables."""
@@ -131,7 +131,7 @@ class PagedView:
         return [ends.astype(np.int32), starts.astype(np.int32), query_starts.astype(np.int32), tables]
 
     def _receive(self, sent: Sequence[torch.Tensor]) -> None:
-        """Keep what became of the arrays that ``_plan`` gave, in that order."""
+        """Keep what became of the arrays that ``_kernel_arrays`` gave, in that order."""
         self.lengths, self.table_starts, self.query_starts, self.tables = sent
 
     def write(

@@ -28,14 +28,13 @@ from shared.kernels.planned_attention import planned_decode
 from shared.kernels.planned_prefill import planned_prefill
 from shared.kernels.planned_tiling import decode_tiling, prefill_tiling
 from shared.kernels.planned_workspace import PlannedWorkspace
-from shared.models.config import ModelConfig
 
 
 class PlannedView(PagedView):
     """A pool of blocks behind the model; see ``BatchView``. Raises ConfigError as ``PlannedKVCachePool.view``."""
 
     def __init__(self, pool: "PlannedKVCachePool", num_heads: int, backend: str | None = None) -> None:
-        self.windows = pool.windows
+        self.windows = tuple(dict.fromkeys(pool.config.windows))  # of the layers, each once
         self.is_planned = backend in (None, "planned") and launches(pool.keys)
         super().__init__(pool, num_heads, "flash" if backend == "planned" else backend)
 
@@ -47,11 +46,11 @@ class PlannedView(PagedView):
         else:
             super()._make_workspaces(num_heads)
 
-    def _plan(
+    def _kernel_arrays(
         self, rows: NDArray[np.int64], ends: NDArray[np.int64], num_new: NDArray[np.int64]
     ) -> list[NDArray[np.int32]]:
         """The arrays of one plan after the other, before what the base sends."""
-        arrays = super()._plan(rows, ends, num_new)
+        arrays = super()._kernel_arrays(rows, ends, num_new)
         if not self.is_planned:
             return arrays
         self.planned = {window: self._plan_attention(ends, num_new, window) for window in self.windows}
@@ -92,11 +91,7 @@ class PlannedView(PagedView):
 
 
 class PlannedKVCachePool(PagedKVCachePool):
-    """Blocks whose view plans; takes what its base takes."""
-
-    def __init__(self, config: ModelConfig, *sizes: Any, **named: Any) -> None:
-        super().__init__(config, *sizes, **named)
-        self.windows = tuple(dict.fromkeys(config.windows))  # of its layers, each once
+    """Blocks whose view plans."""
 
     def view(self, num_heads: int, backend: str | None = None) -> PlannedView:
         """See ``CachePoolProtocol``; raises ConfigError if our kernels have no form for the model's head size."""
