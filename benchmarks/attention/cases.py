@@ -128,7 +128,7 @@ def planned_call(
     *,
     is_split: bool = True,
 ) -> tuple[Call, dict[str, Any]]:
-    """The planned kernel under this tiling, and what the plan came to; unsplit: one program a sequence and heads."""
+    """The planned kernel under this tiling, and what the plan came to; unsplit: one program a sequence and key head."""
     device = sequences.lengths.device
     grid = tiling.grid(shape.num_kv_heads, device)
     whole = -(-max(shape.lengths) // grid.unit) * grid.unit
@@ -150,18 +150,16 @@ def variant_calls(
 ) -> dict[str, tuple[Call, dict[str, Any]]]:
     """Our kernels: as an engine calls it; with the other way to merge; without what makes it fast; phase 6's."""
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    tiling = decode_tiling(shape.num_sequences, *heads, dtype.itemsize)
+    tiling = decode_tiling(shape.num_sequences, *heads[1:], dtype.itemsize)
     merged = "merge_launch" if tiling.is_arrival else "merge_arrival"
     workspace = DecodeWorkspace.of(shape.num_sequences, *heads, max(shape.lengths), sequences.lengths.device)
 
     def paged(q: Any, keys: Any, values: Any) -> torch.Tensor:
         return paged_attention(q, keys, values, *sequences.arrays(), scale=shape.scale, workspace=workspace)
 
-    calls = {
+    return {
         "planned": planned_call(shape, sequences, tiling),
         merged: planned_call(shape, sequences, replace(tiling, is_arrival=not tiling.is_arrival)),
         "unsplit": planned_call(shape, sequences, tiling, is_split=False),
+        "paged": (paged, {"num_splits": workspace.num_splits}),
     }
-    if tiling.heads > 1:
-        calls["unpacked"] = planned_call(shape, sequences, replace(tiling, heads=1, tile=tiling.tile * tiling.heads))
-    return calls | {"paged": (paged, {"num_splits": workspace.num_splits})}

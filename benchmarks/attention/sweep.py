@@ -22,7 +22,7 @@ from benchmarks.hardware import device_of, measure_ceilings
 from benchmarks.kernels.check import compare, reference
 from benchmarks.report import Report, rounded
 from shared.errors import ConfigError
-from shared.kernels.planned_tiling import MOST_ROWS, DecodeTiling, decode_tiling
+from shared.kernels.planned_tiling import DecodeTiling, decode_tiling
 
 KEPT = 5
 TRIALS, FINAL_TRIALS = 3, 9
@@ -36,19 +36,17 @@ SHORT_TOKENS = 4096  # a batch of fewer tokens is worth shorter pieces
 
 def tilings_of(shape: AttentionShape, itemsize: int) -> list[DecodeTiling]:
     """The table's tiling first, then all that fit a multiprocessor as often as they ask to be resident."""
-    group = shape.num_heads // shape.num_kv_heads
-    table = decode_tiling(shape.num_sequences, shape.num_heads, shape.num_kv_heads, shape.head_dim, itemsize)
+    table = decode_tiling(shape.num_sequences, shape.num_kv_heads, shape.head_dim, itemsize)
     found = [table]
     pieces = (64, 128) if sum(shape.lengths) <= SHORT_TOKENS else (128,)
-    for heads, tile, num_warps, num_stages, programs, least_chunk in product(
-        (1, 2, 4, 8), (32, 64, 128), (4, 8), (3, 4), (1, 2, 3, 4), pieces
+    for tile, num_warps, num_stages, programs, least_chunk in product(
+        (32, 64, 128), (4, 8), (3, 4), (1, 2, 3, 4), pieces
     ):
-        tile_bytes = 2 * tile * heads * shape.head_dim * itemsize
+        tile_bytes = 2 * tile * shape.head_dim * itemsize
         in_flight = programs * (num_stages - 1) * tile_bytes
         fits = LEAST_IN_FLIGHT <= in_flight <= SHARED_MEMORY and tile_bytes <= MOST_TILE_BYTES
-        is_packed = shape.num_kv_heads % heads == 0 and (heads == 1 or heads * group <= MOST_ROWS)
-        if fits and is_packed and tile >= KEYS_PER_WARP * num_warps:
-            sizes: dict[str, Any] = {"tile": tile, "heads": heads, "num_warps": num_warps, "num_stages": num_stages}
+        if fits and tile >= KEYS_PER_WARP * num_warps:
+            sizes: dict[str, Any] = {"tile": tile, "num_warps": num_warps, "num_stages": num_stages}
             found.append(replace(table, **sizes, programs_per_multiprocessor=programs, least_chunk=least_chunk))
     return list(dict.fromkeys(found))
 
@@ -94,6 +92,7 @@ def sweep(
         "tried": len(tilings),
         "table": result(tilings[0]) if any(tiling == tilings[0] for _, tiling in timed) else None,
         "best": sorted((result(tiling) for tiling in best), key=lambda one: one["time_us"]),
+        "timed": [asdict(tiling) | {"time_us": rounded(1e6 * taken)} for taken, tiling in timed],
         "failures": failures,
     }
 

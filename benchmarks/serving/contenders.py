@@ -22,9 +22,8 @@ from benchmarks.serving.results import figures
 from benchmarks.serving.run import ServedRun
 from benchmarks.workloads.serving import Trace, TraceRequest
 from shared.engine.config import EngineConfig
+from shared.engine.warm_up import rounds, serve_rounds, warm_up_prompt
 from shared.lessons import Lesson, find_lesson
-
-WARM_UP_PROMPT = 24
 
 
 @dataclass
@@ -143,23 +142,16 @@ def load_server(
     server = Server(name, title, served, config, config.max_batch_size if is_many else 1, memory)
     pool = getattr(engine, "pool", None)
     capacity = pool.capacity_tokens if pool is not None else server.max_batch_size * engine.max_seq_len
-    drive(served, warm_up_trace(server.max_batch_size, engine.max_seq_len, is_cuda(config.device), capacity))
+    sizes = (server.max_batch_size, engine.max_seq_len)
+    serve_rounds(served, rounds(*sizes, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
     return server
 
 
-def warm_up_trace(max_batch_size: int, max_seq_len: int, is_gpu: bool, capacity_tokens: int | None = None) -> Trace:
-    """On a GPU a batch that shrinks by one a step, after prompts of several lengths; elsewhere two short answers.
-
-    The prompts of a whole batch take half of ``capacity_tokens`` at most; None: as much as there is a limit to.
-    """
-    num = max_batch_size if is_gpu else min(2, max_batch_size)
-    room = max_seq_len // 2
-    longest = room if capacity_tokens is None else min(room, max(1, capacity_tokens // (2 * num)))
-    requests = []
-    for n in range(num):
-        num_prompt = min(WARM_UP_PROMPT + 7 * n if is_gpu else 8, longest)
-        requests.append(TraceRequest(tuple([n % 7 + 1] * num_prompt), min(n + 2, room)))
-    return Trace(tuple(requests), concurrency=num)
+def warm_up_trace(max_batch_size: int, max_seq_len: int, is_gpu: bool) -> Trace:
+    """The last round of a warm-up, for clients of a server."""
+    together = rounds(max_batch_size, max_seq_len, is_gpu=is_gpu)[-1]
+    requests = (TraceRequest(tuple(warm_up_prompt(n, prompt)), new) for n, (prompt, new) in enumerate(together))
+    return Trace(tuple(requests), concurrency=len(together))
 
 
 def _kv_bytes(engine: Any) -> int:

@@ -4,16 +4,18 @@ Introduced in phase 4. Invariants: a trace is drawn once for all who serve it; a
 display, with the loading of its contender in it.
 """
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.report import rounded
 from benchmarks.serving.contenders import Servers
 from benchmarks.serving.results import figures
 from benchmarks.serving.run import ServedRun
 from benchmarks.serving.served_process import ServedProcess
-from benchmarks.timing import Steps
+from benchmarks.timing import Steps, rotated
 from benchmarks.workloads.serving import ServingSize, Trace, Workload, make_trace
 
 
@@ -45,12 +47,37 @@ class Bench:
         with self.step(f"{what}: {name}"):
             return self.servers.get(name, batch).measure(trace, self.max_seconds)
 
+    def in_turns(self, names: Sequence[str], batch: int, workload: Workload, what: str) -> dict[str, dict[str, Any]]:
+        """Each contender's trial of median throughput, with the throughput of all; a trial has one trace for everybody.
+
+        A contender begins a trial as often as another, and all are loaded before the first, so that a busy moment of
+        the machine meets whoever has its turn, and not one of them for good.
+        """
+        for name in names:
+            self.servers.get(name, batch)
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for trial in range(self.size.trials):
+            trace = self.trace(workload, trial)
+            for name in rotated(names, trial):
+                found[name].append(self.measure(name, batch, trace, f"{what}, trial {trial + 1}")[1])
+        return {name: _median_trial(trials) for name, trials in found.items()}
+
     def measure_http(self, trace: Trace, what: str) -> tuple[ServedRun, dict[str, Any]]:
         """The same over HTTP, by the newest phase; what only an engine's steps tell is absent."""
         with self.step(f"{what}: over HTTP"):
             run = self.serve().serve(trace)
         title = f"continuous, over HTTP (phase {self.servers.lineup.newest.number})"
         return run, {"title": title} | figures(run, http_batch(self.size), 0)
+
+
+def _median_trial(trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """The trial in the middle, or the slower of two that are, with the throughput of each and their median."""
+    speeds = [trial["output_tokens_per_second"] for trial in trials]
+    middle = trials[speeds.index(statistics.median_low(speeds))]
+    return middle | {
+        "tokens_per_second_trials": speeds,
+        "tokens_per_second_median": rounded(statistics.median(speeds)),
+    }
 
 
 def http_batch(size: ServingSize) -> int:

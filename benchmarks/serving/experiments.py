@@ -101,13 +101,9 @@ def run_tail(bench: Bench) -> dict[str, Any]:
 
 
 def run_together(bench: Bench) -> dict[str, Any]:
-    """All requests at once, in batches that hold them all."""
+    """All requests at once, in batches that hold them all; in turns, since it takes a second or two."""
     workload = bench.size.together
-    trace = bench.trace(workload)
-    return {
-        name: bench.measure(name, workload.concurrency, trace, workload.title)[1]
-        for name in ("static", *bench.servers.lineup.continuous)
-    }
+    return bench.in_turns(("static", *bench.servers.lineup.continuous), workload.concurrency, workload, workload.title)
 
 
 def run_http_overhead(bench: Bench) -> dict[str, Any]:
@@ -158,7 +154,7 @@ def num_steps(
         "policies": 2 * len(SCHEDULER_POLICIES),
         "closed-loop": 1 + many,
         "tail": 2 if "closed-loop" in experiments else 3,
-        "together": 1 + many,
+        "together": (1 + many) * size.trials,
         "capacity": 1 + many,
         "whole-step": many * size.trials,
         "http-overhead": 2 * size.trials,

@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks.report import rounded
 from benchmarks.serving.experiment_bench import Bench
 from benchmarks.serving.results import ratio, saturated_figures
-from benchmarks.timing import rotated
 from benchmarks.workloads.serving import ServingSize
 from shared.errors import ConfigError
 from shared.lessons import Lesson
@@ -74,22 +73,11 @@ def run_capacity(bench: Bench) -> dict[str, Any]:
 
 def run_whole_step(bench: Bench) -> dict[str, Any]:
     """W2 with memory for all, in turns; medians, and the median of each trial's ratio over slots."""
-    workload, batch, names = bench.size.w2, bench.size.max_batch_size, bench.servers.lineup.continuous
-    for name in names:
-        bench.servers.get(name, batch)
-    speeds: dict[str, list[float]] = {name: [] for name in names}
-    last: dict[str, Any] = {}
-    for trial in range(bench.size.trials):
-        trace = bench.trace(workload, trial)
-        for name in rotated(names, trial):
-            last[name] = bench.measure(name, batch, trace, f"whole step, trial {trial + 1}")[1]
-            speeds[name].append(last[name]["output_tokens_per_second"])
-    found: dict[str, Any] = {
-        name: last[name] | {"tokens_per_second_trials": of, "tokens_per_second_median": rounded(statistics.median(of))}
-        for name, of in speeds.items()
-    }
+    names = bench.servers.lineup.continuous
+    found: dict[str, Any] = bench.in_turns(names, bench.size.max_batch_size, bench.size.w2, "whole step")
+    base = found["continuous"]["tokens_per_second_trials"]
     for name in names[1:]:
-        shares = [mine / base for mine, base in zip(speeds[name], speeds["continuous"], strict=True)]
+        shares = [mine / slots for mine, slots in zip(found[name]["tokens_per_second_trials"], base, strict=True)]
         found[f"{name}_over_continuous_trials"] = [rounded(share) for share in shares]
         found[f"{name}_over_continuous"] = rounded(statistics.median(shares))
     return found

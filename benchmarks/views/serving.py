@@ -50,7 +50,8 @@ def tables(report: Report) -> list[Shown]:
         heading = f"Tail: {len_of(tail)} Poisson requests at {rate} a second, {tail['load']} of what static can do"
         found.append((f"{heading} (ms)", *_latencies(_both(tail))))
     if together := results.get("together"):
-        found.append((f"{titles['together']}: {about['together']}", *_speeds(together)))
+        heading = f"{titles['together']}: {about['together']}, median of {report.flags['trials']} trials in turns"
+        found.append((heading, *_speeds(together)))
     found += memory_tables(report)
     if overhead := results.get("http_overhead"):
         rows = _speeds({"engine": overhead["engine"], "http": overhead["http"]})

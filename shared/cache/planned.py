@@ -60,7 +60,7 @@ class PlannedView(PagedView):
         """The step's plan for the layers of one window."""
         device = self.pool.keys.device
         if self.is_decode:
-            self.decode_tiling = decode_tiling(len(ends), *self.shape)
+            self.decode_tiling = decode_tiling(len(ends), *self.shape[1:])
             return plan_decode(ends, self.decode_tiling.grid(self.num_kv_heads, device), window=window)
         self.prefill_tiling = prefill_tiling(int(num_new.sum()), len(ends), *self.shape)
         grid = self.prefill_tiling.grid(self.num_kv_heads, device)

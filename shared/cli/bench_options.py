@@ -41,7 +41,9 @@ def step_progress() -> "Iterator[Progress]":
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as bar:
+    hidden = not sys.stderr.isatty()
+    # Drawn seldom, since it is drawn while others are measured.
+    with Progress(*columns, console=stderr_console(), transient=True, disable=hidden, refresh_per_second=1) as bar:
         task = bar.add_task("look at the model", total=None)
 
         def report(text: str, done: int, total: int) -> None:

@@ -79,7 +79,7 @@ def serving(
         int | None, typer.Option("--tail-requests", help="Requests of the tail; 512, without a GPU 24.")
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", help="Of http-overhead and whole-step: the median counts; 3.")
+        int | None, typer.Option("--trials", help="Of together, whole-step and http-overhead: the median counts; 3.")
     ] = None,
     clients: Annotated[
         int | None, typer.Option("--clients", help="Processes that send and read; by the number of cores up to 4.")

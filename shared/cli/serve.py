@@ -134,9 +134,10 @@ def serve(
         scheduler_policy=scheduler_policy,
         max_decode_interval=max_decode_interval,
     )
-    warm_up(engine)
+    from shared.engine.warm_up import warm_up
     from shared.server.app import make_app
 
+    warm_up(engine)
     configure(style, verbose=verbose)
     run(make_app(engine, config), config, bound, model=config.model_name, phase=lesson.number)
 
@@ -162,12 +163,3 @@ def model_name(model: str) -> str:
     """What requests call the model: a folder's name, or the name as it is."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
-
-
-def warm_up(engine: Any) -> None:
-    """One short answer before anybody asks: what is compiled or loaded at first use is not paid by a client."""
-    from shared.sampling.params import SamplingParams
-
-    params = SamplingParams(temperature=0.7, seed=0, max_new_tokens=2, ignore_eos=True)
-    for _ in engine.generate([0] * min(8, engine.max_seq_len - 1), params):
-        pass

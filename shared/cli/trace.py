@@ -92,8 +92,9 @@ def trace(
 
     trace.html opens in a browser and needs nothing else; trace.json opens in https://ui.perfetto.dev.
     """
-    from shared.cli.serve import model_name, warm_up
+    from shared.cli.serve import model_name
     from shared.engine.config import EngineConfig
+    from shared.engine.warm_up import warm_up
     from shared.sampling.params import SamplingParams
     from shared.tracing.recorder import Recorder
     from shared.tracing.workload import arrival_steps, read_prompts, run

@@ -12,6 +12,7 @@ import os
 import shutil
 import sysconfig
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    triton = SimpleNamespace(__version__=None, jit=lambda kernel: kernel)
+    triton = SimpleNamespace(__version__=None, jit=lambda kernel=None, **_: kernel or (lambda decorated: decorated))
     tl = SimpleNamespace(constexpr=lambda value: value)
 
 OLDEST_TRITON = (3, 6)
@@ -57,7 +58,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """Launch ``kernel`` over ``grid`` and count it.
 
     Triton binds and specializes the arguments of every call anew, which takes longer than most kernels run here. A call
-    whose arguments are of a kind that was compiled before goes straight to the compiled kernel.
+    whose arguments are of a kind that was compiled before goes straight to the compiled kernel's launcher, past the
+    hooks of Triton's own profiler.
 
     Args:
         args: the kernel's arguments in order, a tensor first.
@@ -67,27 +69,47 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if INTERPRETED:
         kernel[grid](*args, **options)
         return
-    kind = (id(kernel), args[0].get_device(), *options.values(), *map(specialization, args))
-    if kind in _COMPILED:
-        compiled, constexprs = _COMPILED[kind]
-        compiled[grid if len(grid) == 3 else (*grid, 1, 1)](*args, *constexprs)
-    else:
-        _COMPILED[kind] = (kernel[grid](*args, **options), [options[name] for name in kernel.arg_names[len(args) :]])
+    device = args[0].get_device()
+    kind = (id(kernel), device, *options.values(), *specializations(args))
+    known = _COMPILED.get(kind)
+    if known is None:
+        compiled = kernel[grid](*args, **options)
+        constexprs = [options[name] for name in kernel.arg_names[len(args) :]]
+        _COMPILED[kind] = compiled.run, compiled.function, compiled.packed_metadata, constexprs
+        return
+    run, function, metadata, constexprs = known
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    run(x, y, z, stream, function, metadata, None, None, None, *args, *constexprs)
 
 
-_COMPILED: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # by kind of call: the kernel, and its constexpr arguments
+_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any, list[Any]]] = {}
+"""By kind of call: the launcher, the function on the device, what the launcher is told of it, constexpr arguments."""
+_BY_TYPE = (float, bool, type(None))
 
 
-def specialization(arg: Any) -> Any:
-    """What Triton compiles another kernel for: a tensor's dtype and alignment; 1, multiples of 16, and large integers.
+def specializations(args: Iterable[Any]) -> list[Any]:
+    """Of each argument, what Triton compiles another kernel for.
 
-    Finer than Triton's own distinction in places, never coarser.
+    Of a tensor dtype and alignment; of an integer whether it is 1, a multiple of 16, and too large for 32 bits. Finer
+    than Triton's own distinction in places, never coarser.
     """
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16
-    if type(arg) is int:
-        return arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31, arg >= 2**63
-    return type(arg)
+    found: list[Any] = []
+    for arg in args:  # a step makes a thousand turns of this loop
+        kind = type(arg)
+        if kind is int:
+            if arg == 1:
+                found.append(1)
+            elif -(2**31) <= arg < 2**31:
+                found.append(0 if arg % 16 else 16)
+            else:
+                found.append((arg % 16 == 0, arg >= 2**63))
+        elif kind in _BY_TYPE:
+            found.append(kind)
+        else:
+            offset = arg.data_ptr() % 16
+            found.append((arg.dtype, offset) if offset else arg.dtype)
+    return found
 
 
 def next_power_of_two(n: int) -> int:

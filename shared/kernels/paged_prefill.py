@@ -36,7 +36,11 @@ class PrefillTiling:
     num_stages: int = 2
 
 
-@triton.jit
+LEAST_SEQUENCES = 64
+"""Begins of sequences that a program searches at once: one kernel then serves every smaller batch."""
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
 def paged_prefill_kernel(
     q,
     keys,
@@ -189,7 +193,7 @@ def paged_prefill(
         D=D,
         ROWS=tiling.rows,
         TILE=tiling.tile,
-        SEQUENCES=next_power_of_two(B),
+        SEQUENCES=next_power_of_two(max(B, LEAST_SEQUENCES)),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

@@ -1,24 +1,16 @@
 """Attention of one new token a sequence that only follows a plan: ``planned`` when decoding. Introduced in phase 6.1.
 
 Which program reads which keys was decided once for all layers (:mod:`shared.attention.plan`, after FlashInfer, arXiv
-2501.01005). A program takes an item, a piece of one sequence's keys, for several key heads, and finds all that differs
-from step to step in index arrays on the device, so a captured launch serves every plan of its capacity.
+2501.01005). A program takes an item, a piece of one sequence's keys, for one key head and the queries that share it,
+and finds all that differs from step to step in index arrays on the device, so a captured launch serves every plan of
+its capacity.
 
-*Packed heads.* In memory ``[block, position, Hkv, D]`` the rows of neighbouring key heads lie next to each other, while
-one head's row of 64 numbers is a mere 128 bytes among a kilobyte of others. And the tensor cores multiply 16 rows of
-queries at a time, of which a group of 4 fills a quarter. So a program takes HEADS key heads as if they were one head of
-HEADS · D numbers. Its queries stand on the diagonal of a matrix of zeros,
+The tensor cores multiply 16 rows of queries at a time, and a group has fewer, so its rows are padded. To fill them with
+the queries of several key heads was tried, and did not pay (docs/PERFORMANCE.md).
 
-    row r holds a query of head r // GROUP in the columns of that head, zeros in those of the others,
-
-so a product with whole rows of keys gives each query the scores of its own head, and of the weighted values each row
-keeps its own head's columns. The products are as many as with padded rows; the loads are HEADS times as wide, and the
-softmax of a tile serves HEADS times as many queries.
-
-Invariants: only a sequence's visible keys are read, so the other places of the pool may hold anything (a number that
-is not finite in one head's keys does reach the heads packed with it, of the same sequence); an item past the plan's
-valid count returns at once; a result does not depend on which program arrives last; a sequence of length 0 gives zeros;
-the counters are zero between launches.
+Invariants: only a sequence's visible keys are read, so the other places of the pool may hold anything; an item past the
+plan's valid count returns at once; a result does not depend on which program arrives last; a sequence of length 0 gives
+zeros; the counters are zero between launches.
 """
 
 import torch
@@ -62,7 +54,6 @@ def planned_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -70,8 +61,8 @@ def planned_decode_kernel(
     MERGED: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
 ):
-    """Program (i, j) takes item j for the key heads i · HEADS …; the grid is (Hkv / HEADS, capacity)."""
-    item = tl.program_id(1)
+    """Program (i, j) takes item j for key head i; the grid is (Hkv, capacity)."""
+    kv_head, item = tl.program_id(0), tl.program_id(1)
     if item < tl.load(num_items):
         request = tl.load(request_indices + item)
         kv_tile = tl.load(kv_tile_indices + item)
@@ -80,34 +71,29 @@ def planned_decode_kernel(
         first_state = tl.load(output_indptr + request)
         num_states = tl.load(output_indptr + request + 1) - first_state
 
-        r, c = tl.arange(0, ROWS), tl.arange(0, HEADS * D)
-        first_head = tl.program_id(0) * (HEADS * GROUP)  # of the queries
-        is_row = r < HEADS * GROUP
-        # exercise 06.1.5: an item's piece of the keys, and its queries on the diagonal
+        g, d = tl.arange(0, ROWS), tl.arange(0, D)
+        is_head = g < GROUP
+        first_head = kv_head * GROUP  # of the queries
+        # exercise 06.1.5: an item's piece of the keys, and its queries
         # hint: what is seen begins at length - window, or at 0; pieces are a chunk long, and the last ends with length
-        # hint: row r is of the program's head r // GROUP, column c of head c // D: is_own is where both are the same
-        # hint: queries is [ROWS, HEADS · D]: of head first_head + r the number c % D, and 0 where it is not own
+        # hint: of the request's row of q, the heads first_head + g, each with its numbers d
+        # hint: queries is [ROWS, D], and 0 from row GROUP on: is_head says which rows there are
         # hint: a row of q lies q_row_stride numbers behind the one before, a head q_head_stride; see the loads below
         start = tl.maximum(length - window, 0) + kv_tile * chunk
         end = tl.minimum(start + chunk, length)
-        is_own = is_row[:, None] & ((r // GROUP)[:, None] == (c // D)[None, :])  # [ROWS, HEADS · D]
-        queries = tl.load(
-            q + request.to(tl.int64) * q_row_stride + (first_head + r)[:, None] * q_head_stride + (c % D)[None, :],
-            mask=is_own,
-            other=0.0,
-        )
+        heads = request.to(tl.int64) * q_row_stride + (first_head + g)[:, None] * q_head_stride
+        queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
         # end exercise
         tables += tl.load(table_starts + request)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, HEADS * D], tl.float32)
+        weighted = tl.zeros([ROWS, D], tl.float32)
         # Blocks are looked up a tile ahead: the copies of a tile then wait for no look-up, and run behind each other.
-        kv_head = tl.program_id(0) * HEADS
         rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
         for tile in tl.range(start, end, TILE):
             place = tile + tl.arange(0, TILE)
             is_key = place < end
-            tokens = rows[:, None] + c[None, :]  # [TILE, HEADS · D]
+            tokens = rows[:, None] + d[None, :]  # [TILE, D]
             rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
             k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)
             v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
@@ -118,28 +104,28 @@ def planned_decode_kernel(
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no key at all gives zeros
 
         if num_states == 0:  # nobody else has keys of this sequence
-            tl.store(out + (row + r)[:, None] * D + (c % D)[None, :], result, mask=is_own)
+            tl.store(out + (row + g)[:, None] * D + d[None, :], result, mask=is_head[:, None])
         else:
-            state = (first_state + kv_tile).to(tl.int64) * (HKV * GROUP) + first_head + r
-            tl.store(partial + state[:, None] * D + (c % D)[None, :], result, mask=is_own)
-            tl.store(partial_log + state, maximum + tl.log2(total), mask=is_row)
+            state = (first_state + kv_tile).to(tl.int64) * (HKV * GROUP) + first_head + g
+            tl.store(partial + state[:, None] * D + d[None, :], result, mask=is_head[:, None])
+            tl.store(partial_log + state, maximum + tl.log2(total), mask=is_head)
             if IS_ARRIVAL:  # noqa: SIM102 - decided when compiling
-                if is_last_arrival(counters + request * tl.num_programs(0) + tl.program_id(0), num_states):
+                if is_last_arrival(counters + request * HKV + kv_head, num_states):
                     m = tl.arange(0, MERGED_ROWS)
-                    is_head = m < HEADS * GROUP
+                    is_merged = m < GROUP
                     merged = merged_state(
                         partial,
                         partial_log,
                         first_state,
                         first_state + num_states,
                         first_head + m,
-                        is_head,
+                        is_merged,
                         HKV * GROUP,
                         D,
                         MERGED_ROWS,
                         MERGED,
                     )
-                    tl.store(out + (row + m)[:, None] * D + tl.arange(0, D)[None, :], merged, mask=is_head[:, None])
+                    tl.store(out + (row + m)[:, None] * D + d[None, :], merged, mask=is_merged[:, None])
 
 
 def planned_decode(
@@ -189,10 +175,10 @@ def planned_decode(
     if tiling.is_arrival and len(workspace.counters) < B * Hkv:
         raise ValueError(f"the workspace serves {len(workspace.counters) // Hkv} sequences, not {B}")
     group = Hq // Hkv
-    packed = next_power_of_two(tiling.heads * group)
+    rows = next_power_of_two(group)
     launch(
         planned_decode_kernel,
-        (Hkv // tiling.heads, plan.capacity),
+        (Hkv, plan.capacity),
         q,
         keys,
         values,
@@ -216,13 +202,12 @@ def planned_decode(
         BLOCK_SIZE=block_size,
         HKV=Hkv,
         GROUP=group,
-        HEADS=tiling.heads,
         D=D,
-        ROWS=max(DOT_ROWS, packed),
+        ROWS=max(DOT_ROWS, rows),
         TILE=tiling.tile,
         IS_ARRIVAL=tiling.is_arrival,
-        MERGED=max(1, tiling.merged_numbers // (packed * D)),
-        MERGED_ROWS=packed,
+        MERGED=max(1, tiling.merged_numbers // (rows * D)),
+        MERGED_ROWS=rows,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

@@ -14,16 +14,14 @@ from shared.attention.descriptor import Grid
 from shared.kernels import paged_prefill
 from shared.kernels.launch import next_power_of_two, num_multiprocessors
 
-MOST_ROWS = 16  # queries that a program packs, as far as one group does not have more
 PIPELINE_BYTES = 96 * 1024  # what a program may have on its way, on the smallest GPUs too
 
 
 @dataclass(frozen=True)
 class DecodeTiling:
-    """How decode is cut: keys a tile, key heads a program at most, and what is resident together."""
+    """How decode is cut: keys a tile, what a program has on its way, and what is resident together."""
 
     tile: int
-    heads: int
     num_warps: int = 4
     num_stages: int = 3
     programs_per_multiprocessor: int = 2
@@ -32,9 +30,9 @@ class DecodeTiling:
     merged_numbers: int = 4096  # fp32 numbers of states that the merging program holds at a time
 
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
-        """What the plan has to fill; ``heads`` must divide the key heads."""
+        """What the plan has to fill."""
         programs = self.programs_per_multiprocessor * num_multiprocessors(device)
-        return Grid(max(1, programs // (num_kv_heads // self.heads)), self.tile, max(self.least_chunk, self.tile))
+        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_chunk, self.tile))
 
 
 @dataclass(frozen=True)
@@ -59,36 +57,33 @@ class PrefillTiling:
 
 
 FEW_PAIRS = 64
-"""(sequence, key head) pairs of a batch up to which heads are not packed: each has many pieces, and the fewer heads the
-last program has to merge the sooner it ends."""
+"""(sequence, key head) pairs of a batch up to which the first of two tilings holds: pieces are short then, down to
+``least_chunk``, and of a piece that is a single tile nothing is loaded ahead."""
 DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: few pairs, many
-    16: (DecodeTiling(64, 1, programs_per_multiprocessor=1), DecodeTiling(64, 8)),
-    32: (DecodeTiling(64, 1, programs_per_multiprocessor=1), DecodeTiling(64, 8)),
-    64: (DecodeTiling(128, 1, programs_per_multiprocessor=1), DecodeTiling(32, 4)),
-    128: (DecodeTiling(64, 1, programs_per_multiprocessor=1), DecodeTiling(32, 2)),
-    256: (DecodeTiling(32, 1, programs_per_multiprocessor=1), DecodeTiling(32, 1)),
+    16: (DecodeTiling(64), DecodeTiling(128)),
+    32: (DecodeTiling(64), DecodeTiling(128)),
+    64: (DecodeTiling(64), DecodeTiling(128)),
+    128: (DecodeTiling(64), DecodeTiling(32)),
+    256: (DecodeTiling(32), DecodeTiling(32)),
 }
 
 
-def decode_tiling(num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
+def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
     """The tiling for batches of up to ``num_sequences``, keys of ``itemsize`` bytes a number."""
     few, many = DECODE_TILINGS[head_dim]
     tiling = few if num_sequences * num_kv_heads <= FEW_PAIRS else many
-    return fitted(tiling, num_heads, num_kv_heads, head_dim, itemsize)
+    return fitted(tiling, head_dim, itemsize)
 
 
-def fitted(tiling: DecodeTiling, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
-    """The tiling with no more heads than divide ``num_kv_heads`` and fill ``MOST_ROWS``, and no more than fits."""
-    heads, group = tiling.heads, num_heads // num_kv_heads
-    while heads > 1 and (num_kv_heads % heads or heads * group > MOST_ROWS):
-        heads //= 2
+def fitted(tiling: DecodeTiling, head_dim: int, itemsize: int) -> DecodeTiling:
+    """The tiling with as short a pipeline, and then as small a tile, as ``PIPELINE_BYTES`` asks for."""
     tile, stages = tiling.tile, tiling.num_stages
-    token_bytes = 2 * heads * head_dim * itemsize
+    token_bytes = 2 * head_dim * itemsize
     while stages > 2 and stages * tile * token_bytes > PIPELINE_BYTES:
         stages -= 1
     while tile > 16 and stages * tile * token_bytes > PIPELINE_BYTES:
         tile //= 2
-    return replace(tiling, heads=heads, tile=tile, num_stages=stages)
+    return replace(tiling, tile=tile, num_stages=stages)
 
 
 def prefill_tiling(
@@ -108,7 +103,7 @@ def max_states(
     It does not grow with the tokens of a step: fewer tiles than programs are ever cut (``Grid.max_states``).
     """
     about = (num_heads, num_kv_heads, head_dim, itemsize)
-    decode = [decode_tiling(count, *about) for count in (1, num_sequences)]
+    decode = [decode_tiling(count, *about[1:]) for count in (1, num_sequences)]
     prefill = [prefill_tiling(1 << n, 1, *about) for n in range(11)]  # by the new tokens of a sequence
     group = num_heads // num_kv_heads
     return max(

@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from shared.kernels.merge_states import merge_states_kernel
 from shared.kernels.planned_attention import planned_decode, planned_decode_kernel
 from shared.kernels.planned_prefill import planned_prefill, planned_prefill_kernel
 from shared.kernels.planned_tiling import (
+    DECODE_TILINGS,
     DecodeTiling,
     PrefillTiling,
     decode_tiling,
@@ -35,7 +37,7 @@ from shared.ops.attention import visible
 NAN = float("nan")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 ROOT = Path(__file__).parents[2]
-SMALL = DecodeTiling(tile=16, heads=4, least_chunk=16)
+SMALL = DecodeTiling(tile=16, least_chunk=16)
 SMALL_PREFILL = PrefillTiling(rows=16, tile=16, num_warps=4, num_stages=2, least_chunk=16)
 ANY = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -116,7 +118,7 @@ def check_decode(
     chunk_size=None,
     resident=6,
 ):
-    tiling = fitted(tiling, Hq, Hkv, D, dtype.itemsize)
+    tiling = fitted(tiling, D, dtype.itemsize)
     B = len(lengths)
     q = randn(B, Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]  # part of a larger result
     seen = [length if window is None else min(window, length) for length in lengths]
@@ -216,20 +218,19 @@ def test_what_is_not_split_needs_no_merge(randn, assert_near, num_launches):
 
 
 @pytest.mark.parametrize("group", range(1, 9))
-def test_groups_and_packed_heads(randn, assert_near, group):
-    """Of 4 key heads, as many a program as 16 rows of queries hold: 4, 4, 4, 4, 2, 2, 2, 2."""
-    check_decode(randn, assert_near, [21], Hq=4 * group, Hkv=4, chunk_size=16)
+def test_groups(randn, assert_near, group):
+    check_decode(randn, assert_near, [21], Hq=2 * group, Hkv=2, chunk_size=16)
 
 
-@pytest.mark.parametrize(("Hq", "Hkv", "heads"), [(4, 4, 1), (8, 4, 2), (16, 8, 8), (6, 6, 4), (9, 3, 4), (17, 1, 1)])
-def test_counts_of_packed_heads(randn, assert_near, Hq, Hkv, heads):
-    tiling = dataclasses.replace(SMALL, heads=heads)
-    check_decode(randn, assert_near, [21], Hq=Hq, Hkv=Hkv, tiling=tiling, chunk_size=16)
+@pytest.mark.parametrize(("Hq", "Hkv"), [(4, 4), (16, 8), (6, 6), (9, 3), (17, 1)])
+def test_counts_of_heads(randn, assert_near, Hq, Hkv):
+    """Few or many, alone or in groups; one group of more than the 16 rows that a smaller one is padded to."""
+    check_decode(randn, assert_near, [21], Hq=Hq, Hkv=Hkv, chunk_size=16)
 
 
 @pytest.mark.parametrize("D", HEAD_SIZES)
 def test_head_sizes(randn, assert_near, dtype, D):
-    tiling = decode_tiling(100, 4, 2, D, dtype.itemsize)
+    tiling = decode_tiling(100, 2, D, dtype.itemsize)
     check_decode(randn, assert_near, [tiling.tile + 3], D=D, dtype=dtype, tiling=tiling, chunk_size=tiling.tile)
 
 
@@ -287,7 +288,7 @@ def test_a_padded_sequence_is_left_alone_and_one_of_length_0_is_zero(randn):
         memory.lengths,
         plan,
         scale=1.0,
-        tiling=fitted(SMALL, 4, 2, 16, 4),
+        tiling=SMALL,
         workspace=poisoned_workspace(plan.num_states, 4, 4, 2, 16),
         out=out,
     )
@@ -308,7 +309,7 @@ def test_launches_of_a_bucket_differ_by_the_contents_of_arrays_alone(randn, monk
 
     for one in (decode_module, merge_module):
         monkeypatch.setattr(one, "launch", record)
-    tiling = dataclasses.replace(fitted(SMALL, 4, 2, 16, 4), is_arrival=is_arrival)
+    tiling = dataclasses.replace(SMALL, is_arrival=is_arrival)
     grid, memory, q = Grid(12, 16, 16), randn(1, 16, 2, 16), randn(8, 4, 16)
     workspace = poisoned_workspace(grid.max_states(), 8, 4, 2, 16)
     index = torch.zeros(8, dtype=torch.int32, device=DEVICE)
@@ -398,9 +399,8 @@ def test_nothing_to_do(randn, num_launches):
     memory = PagedMemory(randn, [], [], 2, 16, torch.float32, 4)
     paged = memory.keys, memory.values, memory.tables, memory.table_starts, memory.lengths
     workspace = poisoned_workspace(1, 1, 4, 2, 16)
-    tiling = fitted(SMALL, 4, 2, 16, 4)
     plan = sent(plan_decode([], Grid(4, 16, 16)))
-    out = planned_decode(randn(0, 4, 16), *paged, plan, scale=1.0, tiling=tiling, workspace=workspace)
+    out = planned_decode(randn(0, 4, 16), *paged, plan, scale=1.0, tiling=SMALL, workspace=workspace)
     assert out.shape == (0, 4, 16)
     plan = sent(plan_prefill([], [], Grid(4, 16, 16), tokens_per_tile=8))
     out = planned_prefill(randn(0, 4, 16), *paged, plan, scale=1.0, tiling=SMALL_PREFILL, workspace=workspace)
@@ -411,12 +411,11 @@ def test_nothing_to_do(randn, num_launches):
 def test_what_does_not_fit_is_refused(randn):
     memory = PagedMemory(randn, [64, 64], [64, 64], 2, 16, torch.float32, 4)
     paged = memory.keys, memory.values, memory.tables, memory.table_starts, memory.lengths
-    tiling = fitted(SMALL, 4, 2, 16, 4)
     plan = sent(plan_decode([64, 64], Grid(8, 16, 16)))
     large = poisoned_workspace(8, 2, 4, 2, 16)
 
     def decode(plan, workspace):
-        planned_decode(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=tiling, workspace=workspace)
+        planned_decode(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=SMALL, workspace=workspace)
 
     with pytest.raises(ValueError, match="holds 7 states, and the plan makes 8"):
         decode(plan, poisoned_workspace(7, 2, 4, 2, 16))
@@ -429,17 +428,18 @@ def test_what_does_not_fit_is_refused(randn):
         planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=SMALL_PREFILL, workspace=large)
 
 
-def test_the_table_packs_no_more_heads_than_there_are_rows_and_memory():
-    assert decode_tiling(32, 32, 8, 64, 2).heads == 4  # 16 queries
-    assert decode_tiling(1, 32, 8, 64, 2).heads == 1
-    assert decode_tiling(128, 64, 8, 64, 2).heads == 2
-    assert decode_tiling(128, 9, 3, 64, 2).heads == 1  # 3 key heads are no pairs
-    assert decode_tiling(128, 32, 1, 64, 2).heads == 1
+def test_what_the_table_asks_for_fits():
+    assert decode_tiling(8, 8, 64, 2) == DecodeTiling(64)
+    assert decode_tiling(9, 8, 64, 2) == DecodeTiling(128), "96 KiB to the byte"
+    assert decode_tiling(9, 8, 64, 4) == DecodeTiling(64, num_stages=2)
     for D in HEAD_SIZES:
-        for itemsize in (2, 4):
-            tiling = decode_tiling(128, 8, 8, D, itemsize)
+        for num_sequences, itemsize in product((1, 128), (2, 4)):
+            tiling = decode_tiling(num_sequences, 8, D, itemsize)
             assert tiling.tile >= 16
-            assert tiling.num_stages * 2 * tiling.tile * tiling.heads * D * itemsize <= 96 * 1024
+            assert tiling.num_stages >= 2
+            assert tiling.num_stages * 2 * tiling.tile * D * itemsize <= 96 * 1024
+            if itemsize == 2:
+                assert tiling in DECODE_TILINGS[D], "16 bits need no cut"
 
 
 def compile_planned_attention():
@@ -460,7 +460,7 @@ def compile_planned_attention():
         memory = torch.zeros(50, block_size, Hkv, D, dtype=dtype)
         paged, about = (memory, memory, tables, lengths, lengths), {"scale": 0.125, "softcap": softcap}
         for is_arrival, bucket in buckets:
-            tiling = dataclasses.replace(decode_tiling(bucket, Hq, Hkv, D, dtype.itemsize), is_arrival=is_arrival)
+            tiling = dataclasses.replace(decode_tiling(bucket, Hkv, D, dtype.itemsize), is_arrival=is_arrival)
             grid = Grid(10, tiling.tile, tiling.tile)
             plan = arrays_of(plan_decode(lengths.tolist(), grid))
             workspace = PlannedWorkspace.of(grid.max_states(), 2, Hq, Hkv, D, lengths.device)
@@ -493,7 +493,7 @@ def test_every_variant_compiles(tmp_path):
 @pytest.mark.parametrize("lengths", [[16384], [300], [1, 512, 0, 5000, 37, 4096, 4097, 2] * 4], ids=len)
 @pytest.mark.parametrize(("window", "is_arrival"), [(None, True), (None, False), (512, True)])
 def test_real_decode(randn, assert_near, dtype, Hq, Hkv, D, lengths, window, is_arrival):
-    tiling = decode_tiling(len(lengths), Hq, Hkv, D, dtype.itemsize)
+    tiling = decode_tiling(len(lengths), Hkv, D, dtype.itemsize)
     tiling = dataclasses.replace(tiling, is_arrival=is_arrival)
     resident = tiling.grid(Hkv, DEVICE).resident
     about = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
@@ -517,7 +517,7 @@ def test_one_captured_graph_serves_every_plan_of_its_bucket(randn, assert_near, 
     """A graph for 8 sequences is replayed with other lengths, tables and plans than it was captured with."""
     Hq, Hkv, D, B, block_size, num_blocks = 32, 8, 64, 8, 16, 4096
     keys, values = randn(num_blocks, block_size, Hkv, D), randn(num_blocks, block_size, Hkv, D)
-    tiling = dataclasses.replace(decode_tiling(B, Hq, Hkv, D, 4), is_arrival=is_arrival)
+    tiling = dataclasses.replace(decode_tiling(B, Hkv, D, 4), is_arrival=is_arrival)
     grid = tiling.grid(Hkv, DEVICE)
     workspace = poisoned_workspace(grid.max_states(), B, Hq, Hkv, D)
     staging, q, out = Staging(DEVICE), randn(B, Hq, D), torch.empty(B, Hq, D, device=DEVICE)
@@ -562,7 +562,7 @@ def test_one_captured_graph_serves_every_plan_of_its_bucket(randn, assert_near, 
 def test_the_order_in_which_programs_arrive_changes_no_bit(randn):
     lengths = [4096, 4000, 3000, 2000, 1000, 500, 100, 1]
     memory = PagedMemory(randn, lengths, lengths, 8, 64, torch.float32, 16)
-    tiling = decode_tiling(8, 32, 8, 64, 4)
+    tiling = decode_tiling(8, 8, 64, 4)
     plan = sent(plan_decode(lengths, Grid(10_000, tiling.tile, tiling.tile), chunk_size=2 * tiling.tile))
     workspace, q = poisoned_workspace(plan.num_states, 8, 32, 8, 64), randn(8, 32, 64)
     paged = memory.keys, memory.values, memory.tables, memory.table_starts, memory.lengths

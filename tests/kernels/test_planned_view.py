@@ -47,7 +47,7 @@ NUM_DECODE = sum(set(step.values()) == {1} for step in STEPS)
 def is_arrival(request, monkeypatch):
     """Small pieces, so that tiny sequences are cut; merged by whoever arrives last, or by a launch."""
     merges_itself = getattr(request, "param", True)
-    decode, prefill = DecodeTiling(16, 1, is_arrival=merges_itself), PrefillTiling(16, 16, 4, 1)
+    decode, prefill = DecodeTiling(16, is_arrival=merges_itself), PrefillTiling(16, 16, 4, 1)
     monkeypatch.setitem(tilings.DECODE_TILINGS, 16, (decode, decode))
     for one in (tilings, module):
         monkeypatch.setattr(one, "prefill_tiling", lambda *about: prefill)

@@ -85,7 +85,7 @@ def test_every_variant_gives_what_the_formula_does(shape):
 
 def test_unsplit_takes_a_sequence_whole():
     shape = DEMO_SHAPES[1]
-    tiling = decode_tiling(1, 4, 2, 16, 4)
+    tiling = decode_tiling(1, 2, 16, 4)
     sequences = PagedSequences(shape, CPU, 0)
     assert planned_call(shape, sequences, tiling)[1]["num_items"] == 2
     assert planned_call(shape, sequences, tiling, is_split=False)[1]["num_items"] == 1
@@ -247,12 +247,10 @@ def test_a_sweep_needs_a_gpu():
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_tilings_of_a_sweep_begin_with_the_table_and_fit(shape):
     tilings = sweep.tilings_of(shape, 2)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    assert tilings[0] == decode_tiling(shape.num_sequences, *heads, 2)
+    assert tilings[0] == decode_tiling(shape.num_sequences, shape.num_kv_heads, shape.head_dim, 2)
     assert len(tilings) == len(set(tilings))
-    assert {tiling.heads for tiling in tilings} == {1, 2, 4}, "16 queries of groups of 4"
     for tiling in tilings[1:]:
-        tile_bytes = 4 * tiling.tile * tiling.heads * shape.head_dim
+        tile_bytes = 4 * tiling.tile * shape.head_dim
         assert tiling.programs_per_multiprocessor * (tiling.num_stages - 1) * tile_bytes <= sweep.SHARED_MEMORY
     assert len(tilings) < 200
 
@@ -263,7 +261,7 @@ def test_every_kernel_of_a_sweep_is_compiled_once(monkeypatch):
     shape = SHAPES[0]
     tilings = sweep.tilings_of(shape, 2)[:6]
     compilations = sweep.compilations_of({shape: tilings}, CPU, torch.bfloat16)
-    kernels = {(one.tile, one.heads, one.num_warps, one.num_stages) for one in tilings}
+    kernels = {(one.tile, one.num_warps, one.num_stages) for one in tilings}
     assert len([one for one in compilations if one.func.__self__ is planned_attention.planned_decode_kernel]) == (
         2 * len(kernels)
     )
@@ -272,7 +270,7 @@ def test_every_kernel_of_a_sweep_is_compiled_once(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_sweep_of_a_short_sequence_finds_something(monkeypatch):
-    monkeypatch.setattr(sweep, "tilings_of", lambda shape, itemsize: [decode_tiling(1, 32, 8, 64, 2)])
+    monkeypatch.setattr(sweep, "tilings_of", lambda shape, itemsize: [decode_tiling(1, 8, 64, 2)])
     (report,) = sweep.sweep_attention(["1x1024"], device="cuda")
     found = report.results["shapes"]["1x1024"]
     assert found["failures"] == []

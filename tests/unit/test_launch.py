@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.kernels.launch import specialization
+from shared.kernels.launch import specializations
 
 MEMORY = torch.zeros(64, dtype=torch.uint8)
 
@@ -36,5 +36,5 @@ def test_arguments_of_one_kind_are_of_one_kind_to_triton(first: Any, second: Any
     def of_triton(argument: Any) -> Any:
         return libtriton.native_specialize_impl(compiler.CUDABackend, argument, False, True, True)
 
-    if specialization(first) == specialization(second):
+    if specializations([first]) == specializations([second]):
         assert of_triton(first) == of_triton(second)

@@ -115,7 +115,7 @@ def test_scratch_of_one_size_serves_whatever_a_step_brings(batch, shape, multipr
     new, lengths = [one for one, _ in batch], [one + before for one, before in batch]
     with mock.patch.object(tilings, "num_multiprocessors", return_value=multiprocessors):
         room = tilings.max_states(40, *shape, device=torch.device("cpu"))
-        tiling = tilings.decode_tiling(len(batch), *shape)
+        tiling = tilings.decode_tiling(len(batch), *shape[1:])
         grid = tiling.grid(num_kv_heads, torch.device("cpu"))
         assert plan_decode(lengths, grid, window=window).num_states <= room
         tiling = tilings.prefill_tiling(sum(new), len(new), *shape)

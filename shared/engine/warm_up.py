@@ -1,0 +1,65 @@
+"""Requests that are served before anybody asks, so that no client pays for what happens once. Introduced in phase 4.
+
+Kernels are compiled, and libraries choose among theirs, when a shape first occurs. On a GPU that takes up to a second
+each, so every size of batch is run once, and prompts from one token to a long one. On a CPU little is prepared at first
+use, and one short answer will do. Invariant: when it ends, the engine holds nothing of these requests.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from shared.sampling.params import SamplingParams
+
+LONGEST_PROMPT = 1024  # alone; what is longer runs through the same kernels
+FIRST_PROMPT, MORE_TOKENS = 24, 7  # of a whole batch: each prompt is longer than the one before
+
+
+class Steps(Protocol):
+    """What is warmed up."""
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
+
+    def step(self) -> Any: ...
+
+    def has_work(self) -> bool: ...
+
+
+def warm_up(engine: Any) -> None:
+    """Make an engine of phase 4 or later ready."""
+    capacity = engine.pool.capacity_tokens
+    sizes = (engine.config.max_batch_size, engine.max_seq_len)
+    serve_rounds(engine, rounds(*sizes, is_gpu=engine.model.device.type == "cuda", capacity_tokens=capacity))
+
+
+def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -> None:
+    """Serve what ``rounds`` gives, each round to its end, every other request of one greedily."""
+    for together in requests:
+        for n, (num_prompt, num_new) in enumerate(together):
+            about: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
+            params = SamplingParams(max_new_tokens=num_new, **about)
+            engine.add_request(warm_up_prompt(n, num_prompt), params, f"warm-up-{n}")
+        while engine.has_work():
+            engine.step()
+
+
+def warm_up_prompt(n: int, num_tokens: int) -> list[int]:
+    """Of the n-th request of a round."""
+    return [n % 7 + 1] * num_tokens
+
+
+def rounds(
+    max_batch_size: int, max_seq_len: int, *, is_gpu: bool, capacity_tokens: int | None = None
+) -> list[list[tuple[int, int]]]:
+    """Prompt and new tokens of requests that are served together, round after round.
+
+    On a GPU one prompt at a time in powers of two, then a batch that shrinks by one a step. The prompts of a whole
+    batch take half of ``capacity_tokens`` at most; None: as much as there is a limit to.
+    """
+    longest = most_new = max(1, max_seq_len // 2)
+    if not is_gpu:
+        return [[(min(8, longest), min(2, most_new))]]
+    alone = [(1 << n, min(2, most_new)) for n in range(LONGEST_PROMPT.bit_length()) if 1 << n <= longest]
+    if capacity_tokens is not None:
+        longest = max(1, min(longest, capacity_tokens // (2 * max_batch_size)))
+    batch = [(min(FIRST_PROMPT + MORE_TOKENS * n, longest), min(n + 2, most_new)) for n in range(max_batch_size)]
+    return [*([request] for request in alone), batch]

@@ -1,0 +1,51 @@
+"""What an engine is made ready with: it fits, and it leaves nothing behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phases.phase_04.engine import Engine as Static
+from phases.phase_06.engine import Engine as Paged
+from shared.engine.config import EngineConfig
+from shared.engine.warm_up import rounds, warm_up
+
+
+def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> None:
+    *alone, batch = rounds(16, 1280, is_gpu=True)
+    assert [request for (request,) in alone] == [(1 << n, 2) for n in range(10)]
+    assert [new for _, new in batch] == list(range(2, 18))
+    assert rounds(16, 1280, is_gpu=True, capacity_tokens=16 * 1280)[-1] == batch
+
+
+def test_a_whole_batch_fits_into_the_memory_half_of_it_prompts() -> None:
+    batch = rounds(238, 4096, is_gpu=True, capacity_tokens=81_920)[-1]
+    assert sum(prompt for prompt, _ in batch) <= 81_920 / 2
+    running = [sum(prompt + step for prompt, new in batch if new > step) for step in range(240)]
+    assert max(running) <= 81_920, "nobody is preempted"
+
+
+def test_on_a_cpu_one_short_answer_will_do() -> None:
+    assert rounds(16, 4096, is_gpu=False) == [[(8, 2)]]
+
+
+@pytest.mark.parametrize("max_seq_len", [2, 3, 8, 100])
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "gpu"])
+def test_no_request_is_longer_than_a_sequence_may_be(max_seq_len: int, is_gpu: bool) -> None:
+    for requests in rounds(4, max_seq_len, is_gpu=is_gpu):
+        assert all(prompt >= 1 and new >= 1 and prompt + new <= max_seq_len for prompt, new in requests)
+
+
+@pytest.mark.parametrize("make", [Static, Paged], ids=["static", "paged"])
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["as on a cpu", "as on a gpu"])
+def test_nothing_is_left_behind(
+    tiny_checkpoints: dict[str, Path], make: Any, is_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shared.engine.warm_up as module
+
+    monkeypatch.setattr(module, "rounds", lambda *sizes, **about: rounds(*sizes, **about | {"is_gpu": is_gpu}))
+    engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=64, max_batch_size=3))
+    warm_up(engine)
+    assert not engine.has_work()
+    assert engine.pool.used_tokens == 0
+    assert engine.num_tokens_computed > (50 if is_gpu else 8)
