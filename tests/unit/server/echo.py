@@ -1,0 +1,180 @@
+"""An engine that echoes, and a server around it that is spoken to over a socket: HTTP, threads, failures, and no model.
+
+The engine is a stand-in for the protocol of phases from 4 on, with the real tokenizer and the real stop conditions; it
+can be made slow, made to fail at one request, and made to die.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from shared.engine.config import EngineConfig
+from shared.engine.output import OutputStream, StepOutput, TokenLogprobs
+from shared.engine.prompt import check_prompt
+from shared.engine.record import EngineLoad, StepRecord
+from shared.engine.request import Request
+from shared.errors import QueueFullError, RequestError
+from shared.sampling.params import SamplingParams
+from shared.server.app import make_app
+from shared.server.process import Server, address_of, bind
+from shared.server.settings import ServerConfig
+from shared.text.stopping import FinishReason
+from shared.text.tokenizer import Tokenizer
+
+VOCAB, LIMIT = 512, 4096
+POISON = "\x01"
+
+
+@dataclass
+class EchoPool:
+    """A slot of LIMIT tokens for each request."""
+
+    held: list[str] = field(default_factory=list)
+    request_capacity = LIMIT
+    capacity_tokens = 4 * LIMIT
+
+    def holdings(self) -> tuple[int, dict[str, list[int]]]:
+        return LIMIT, {request_id: [slot] for slot, request_id in enumerate(self.held)}
+
+    def length(self, request_id: str) -> int:
+        return 1
+
+    def audit(self) -> list[str]:
+        return [f"{request_id} holds memory" for request_id in self.held]
+
+
+class EchoEngine:
+    """Answers each prompt with its own tokens, over and over; a prompt that begins with POISON fails."""
+
+    def __init__(self, folder: Path, *, max_batch_size: int = 4, max_waiting_requests: int = 64) -> None:
+        self.config = EngineConfig(max_batch_size=max_batch_size, max_waiting_requests=max_waiting_requests)
+        self.tokenizer = Tokenizer.load(folder)
+        self.model = SimpleNamespace(config=SimpleNamespace(family="llama", vocab_size=VOCAB))
+        self.max_seq_len = LIMIT
+        self.pool = EchoPool()
+        self.last_step: StepRecord | None = None
+        self.step_seconds = 0.0
+        self.num_steps = 0
+        self.bug: Exception | None = None
+        self.waiting: dict[str, OutputStream] = {}
+        self.running: dict[str, OutputStream] = {}
+        self.preempted: tuple[str, ...] = ()  # said of the next step
+
+    @property
+    def scheduler(self) -> Any:
+        running = {request_id: stream.request for request_id, stream in self.running.items()}
+        waiting = {request_id: stream.request for request_id, stream in self.waiting.items()}
+        return SimpleNamespace(pool=self.pool, running=running, waiting=waiting, num_preemptions=0)
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
+        assert request_id is not None
+        ids = check_prompt(prompt, VOCAB, LIMIT)
+        if len(self.waiting) >= self.config.max_waiting_requests:
+            raise QueueFullError(f"{len(self.waiting)} requests wait, as many as may.")
+        if request_id in self.waiting or request_id in self.running:
+            raise RequestError(f"The id {request_id} is in use.")
+        self.waiting[request_id] = OutputStream(Request(request_id, ids, params, 0), self.tokenizer, LIMIT)
+        return request_id
+
+    def step(self) -> list[StepOutput]:
+        if self.bug is not None:
+            raise self.bug
+        time.sleep(self.step_seconds)
+        admitted = list(self.waiting)[: self.config.max_batch_size - len(self.running)]
+        self.running |= {request_id: self.waiting.pop(request_id) for request_id in admitted}
+        self.pool.held += admitted
+        outputs = [self._next(stream) for stream in self.running.values()]
+        ended = [output.request_id for output in outputs if output.finish_reason is not None]
+        for request_id in ended:
+            self.abort(request_id)
+        prefilled = tuple((request_id, 1) for request_id in admitted)
+        load = self.load()
+        self.last_step = StepRecord(
+            self.num_steps, prefilled, (), tuple(ended), (), load.num_waiting, load.num_running, 0, 1, self.preempted
+        )
+        self.preempted = ()
+        self.num_steps += 1
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        if self.waiting.pop(request_id, None) is not None:
+            return True
+        if self.running.pop(request_id, None) is None:
+            return False
+        self.pool.held.remove(request_id)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def stats(self) -> dict[str, int]:
+        return {"steps": self.num_steps}
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(len(self.running), len(self.waiting), len(self.running) / self.config.max_batch_size, 0)
+
+    def _next(self, stream: OutputStream) -> StepOutput:
+        request = stream.request
+        special = self.tokenizer.special_ids
+        text_ids = [index for index in request.prompt_ids if index not in special] or request.prompt_ids
+        if text_ids[0] == self.tokenizer.encode(POISON, add_special_tokens=False)[0]:
+            return StepOutput(request.request_id, None, "", FinishReason.ERROR, error="The request was poisoned.")
+        token_id = text_ids[len(request.output_ids) % len(text_ids)]
+        count = request.params.logprobs
+        top = tuple((text_ids[0] + i, -1.0 - i) for i in range(count)) if count else ()
+        return stream.push(token_id, None if count is None else TokenLogprobs(-0.5, top))
+
+
+@dataclass
+class Running:
+    """A server that runs on a thread of this process."""
+
+    url: str
+    engine: EchoEngine
+    app: Any
+    server: Server
+    loop: asyncio.AbstractEventLoop
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, **options)
+
+    def call(self, function: Callable[[], None]) -> None:
+        self.loop.call_soon_threadsafe(function)
+
+
+@contextlib.contextmanager
+def serving(engine: EchoEngine, **settings: Any) -> Iterator[Running]:
+    config = ServerConfig(model_name="echo", **settings)
+    app = make_app(engine, config)
+    bound = bind("127.0.0.1", 0)
+    bound.listen()
+    url = address_of(bound)
+    server = Server(app, config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    assert server._event_loop is not None
+    try:
+        yield Running(url, engine, app, server, server._event_loop)
+    finally:
+        engine.step_seconds = 0.0
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 10) -> float:
+    """Wait for it, fail if it does not come; how long it took."""
+    started = time.perf_counter()
+    while not is_so():
+        assert time.perf_counter() - started < seconds, "it did not come in time"
+        time.sleep(0.005)
+    return time.perf_counter() - started

@@ -1,0 +1,49 @@
+"""Requests as they are sent, and answers as they are read, with a look at their shape."""
+
+import json
+from typing import Any
+
+import httpx
+
+
+def completion(prompt: Any = "ab", **more: Any) -> dict[str, Any]:
+    return {"model": "echo", "prompt": prompt, "max_tokens": 4, **more}
+
+
+def chat(text: str = "ab", **more: Any) -> dict[str, Any]:
+    return {"model": "echo", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **more}
+
+
+def events(text: str) -> list[tuple[str | None, Any]]:
+    """(name, data) of each frame; data stays text where it is no JSON. Every line of the stream is accounted for."""
+    found: list[tuple[str | None, Any]] = []
+    assert text.endswith("\n\n")
+    for block in text[:-2].split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        assert set(fields) <= {"event", "data"}, block
+        if fields:
+            data = fields["data"]
+            found.append((fields.get("event"), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error of a response, after a look at its shape."""
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"].strip().endswith(".")
+    return body["error"]
+
+
+def samples(client: httpx.Client) -> dict[str, float]:
+    """The metrics by name with labels, as Prometheus would read them."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()) if key != "model_name")
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found

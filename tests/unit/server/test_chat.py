@@ -1,0 +1,70 @@
+"""Chat: the stream, the whole body, logprobs, messages of several kinds."""
+
+from pathlib import Path
+
+import httpx
+
+from tests.unit.server.echo import EchoEngine, serving
+from tests.unit.server.exchange import chat, error_of, events
+
+
+def test_chat_streams_as_openai_does(client: httpx.Client) -> None:
+    body = chat(stream=True, stream_options={"include_usage": True})
+    frames = events(client.post("/v1/chat/completions", json=body).text)
+    assert {name for name, _ in frames} == {None}
+    *chunks, usage, done = [data for _, data in frames]
+    assert done == "[DONE]"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert {chunk["object"] for chunk in [*chunks, usage]} == {"chat.completion.chunk"}
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 4
+    without = events(client.post("/v1/chat/completions", json=chat(stream=True)).text)
+    assert all("usage" not in data for _, data in without[:-1])
+
+
+def test_chat_as_one_body_says_what_the_stream_says(client: httpx.Client) -> None:
+    whole = client.post("/v1/chat/completions", json=chat(max_tokens=20)).json()
+    frames = events(client.post("/v1/chat/completions", json=chat(max_tokens=20, stream=True)).text)
+    pieces = [data["choices"][0]["delta"].get("content", "") for _, data in frames[:-1]]
+    assert whole["object"] == "chat.completion"
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": "".join(pieces), "refusal": None}
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == 20
+
+
+def test_logprobs_of_chat(client: httpx.Client) -> None:
+    body = chat(logprobs=True, top_logprobs=1)
+    shown = client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert len(shown) == 4
+    assert set(shown[0]) == {"token", "logprob", "bytes", "top_logprobs"}
+    assert [set(top) for top in shown[0]["top_logprobs"]] == [{"token", "logprob", "bytes"}]
+    assert bytes(shown[0]["bytes"]).decode() == shown[0]["token"]
+    bare = client.post("/v1/chat/completions", json=chat(logprobs=True)).json()["choices"][0]["logprobs"]
+    assert bare["content"][0]["top_logprobs"] == []
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: httpx.Client) -> None:
+    message = client.post("/v1/chat/completions", json=chat()).json()["choices"][0]["message"]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turns = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}, message]
+    again = client.post("/v1/chat/completions", json={**chat(), "messages": [*turns, {"role": "user", "content": "c"}]})
+    assert again.status_code == 200
+    plain = [{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}]
+    counts = [
+        client.post("/v1/chat/completions", json={**chat(), "messages": messages}).json()["usage"]["prompt_tokens"]
+        for messages in (turns[:2], plain)
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_a_model_without_a_chat_format_is_refused_by_name(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.model.config.family = "unheard"
+    with serving(engine) as running, running.client() as client:
+        response = client.post("/v1/chat/completions", json=chat())
+        assert response.status_code == 422
+        assert error_of(response)["param"] == "model"
+        assert str(Path.home()) not in response.text

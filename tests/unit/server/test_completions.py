@@ -1,0 +1,82 @@
+"""Completions: events and chunks of a stream, prompts of token ids, stop strings, logprobs."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.unit.server.echo import POISON, EchoEngine, serving
+from tests.unit.server.exchange import completion, events
+
+
+def test_a_completion_streams_named_events_that_are_openai_chunks(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json=completion("ab", max_tokens=5))
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    frames = events(response.text)
+    assert [name for name, _ in frames] == ["token"] * 5 + ["done"]
+    assert "".join(data["choices"][0]["text"] for _, data in frames) == "ababa"
+    ids = {data["id"] for _, data in frames}
+    assert len(ids) == 1
+    for name, data in frames:
+        assert data["object"] == "text_completion"
+        assert data["model"] == "echo"
+        assert isinstance(data["created"], int)
+        assert data["choices"][0]["index"] == 0
+        assert data["choices"][0]["logprobs"] is None
+        assert (data["choices"][0]["finish_reason"] is None) == (name == "token")
+    assert [data["token_id"] for _, data in frames[:-1]] == [frames[0][1]["token_id"], frames[1][1]["token_id"]] * 2 + [
+        frames[0][1]["token_id"]
+    ]
+    done = frames[-1][1]
+    assert done["token_id"] is None
+    assert done["choices"][0]["finish_reason"] == "length"
+    assert done["usage"]["completion_tokens"] == 5
+    assert done["usage"]["total_tokens"] == done["usage"]["prompt_tokens"] + 5
+
+
+def test_token_ids_are_a_prompt_and_a_list_of_one_is_that_one(client: httpx.Client) -> None:
+    answers = []
+    for prompt in ("ab", ["ab"], [65, 66], [[65, 66]]):
+        frames = events(client.post("/v1/completions", json=completion(prompt)).text)
+        answers.append((frames[-1][1]["usage"]["prompt_tokens"], "".join(d["choices"][0]["text"] for _, d in frames)))
+    assert answers[0] == answers[1]
+    assert answers[2] == answers[3] == (2, answers[2][1])
+
+
+def test_a_stop_string_ends_the_answer_and_is_named(client: httpx.Client) -> None:
+    for stop in ("c", ["zz", "c"]):
+        frames = events(client.post("/v1/completions", json=completion("abc", max_tokens=9, stop=stop)).text)
+        assert "".join(data["choices"][0]["text"] for _, data in frames) == "ab"
+        assert frames[-1][1]["choices"][0]["finish_reason"] == "stop"
+        assert frames[-1][1]["choices"][0]["stop_reason"] == "c"
+
+
+@pytest.mark.parametrize("text", ['"\\\n\r\t\x00', "日本語 👩‍👩‍👧", "\u2028\u2029\x85data: x"])
+def test_any_text_fits_into_a_frame(text: str, client: httpx.Client) -> None:
+    frames = events(client.post("/v1/completions", json=completion(text, max_tokens=len(text.encode()))).text)
+    assert "".join(data["choices"][0]["text"] for _, data in frames) == text
+
+
+def test_logprobs_of_completions(client: httpx.Client) -> None:
+    frames = events(client.post("/v1/completions", json=completion("ab", logprobs=2)).text)
+    shown = [data["choices"][0]["logprobs"] for name, data in frames if name == "token"]
+    assert [one["tokens"] for one in shown] == [["a"], ["b"], ["a"], ["b"]]
+    assert [one["token_logprobs"] for one in shown] == [[-0.5]] * 4
+    assert [one["text_offset"] for one in shown] == [[0], [1], [2], [3]]
+    assert shown[0]["top_logprobs"] == [{"a": -1.0, "b": -2.0}]
+
+
+def test_plain_events_have_no_names_and_end_in_openais_manner(folder: Path) -> None:
+    with serving(EchoEngine(folder), plain_events=True) as running, running.client() as client:
+        body = completion(stream_options={"include_usage": True})
+        frames = events(client.post("/v1/completions", json=body).text)
+        assert [name for name, _ in frames] == [None] * 7
+        assert [data["token_id"] is not None for _, data in frames[:5]] == [True] * 4 + [False]
+        assert frames[4][1]["choices"][0]["finish_reason"] == "length"
+        assert frames[4][1]["usage"] == frames[5][1]["usage"]
+        assert frames[5][1]["choices"] == []
+        assert frames[6][1] == "[DONE]"
+        frames = events(client.post("/v1/completions", json=completion(POISON)).text)
+        assert [data if data == "[DONE]" else set(data) for _, data in frames] == [{"error"}, "[DONE]"]

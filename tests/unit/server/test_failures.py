@@ -1,0 +1,104 @@
+"""A request that fails, a slow engine, a dead one, and what a client reads of it."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.unit.server.echo import POISON, EchoEngine, serving
+from tests.unit.server.exchange import chat, completion, error_of, events
+
+
+def test_a_request_that_fails_takes_nobody_with_it(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client:
+        engine.step_seconds = 0.02
+        answers: dict[str, str] = {}
+        threads = [
+            threading.Thread(
+                target=lambda p=prompt: answers.__setitem__(
+                    p, client.post("/v1/completions", json=completion(p, max_tokens=20)).text
+                )
+            )
+            for prompt in ("ab", POISON, "cd")
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for prompt in ("ab", "cd"):
+            frames = events(answers[prompt])
+            assert "".join(data["choices"][0]["text"] for _, data in frames) == prompt * 10
+        ((name, data),) = events(answers[POISON])
+        assert name == "error"
+        assert data["error"]["message"] == "The request was poisoned."
+        assert data["error"]["code"] == "engine_error"
+        refused = client.post("/v1/chat/completions", json=chat(POISON))
+        assert refused.status_code in (200, 500)
+        assert client.get("/debug/engine").json()["audit"] == []
+
+
+def test_a_slow_step_delays_no_health_check(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client, running.client() as other:
+        engine.step_seconds = 1.0
+        with client.stream("POST", "/v1/completions", json=completion(max_tokens=3)) as response:
+            delays = []
+            for _ in range(20):
+                started = time.perf_counter()
+                assert other.get("/health").status_code == 200
+                assert other.get("/metrics").status_code == 200
+                delays.append(time.perf_counter() - started)
+                time.sleep(0.05)
+            engine.step_seconds = 0.0
+            response.read()
+        assert max(delays) < 0.5
+        assert sorted(delays)[10] < 0.1
+
+
+def test_a_dead_engine_ends_every_stream_and_the_readiness(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client:
+        engine.step_seconds = 0.05
+        with client.stream("POST", "/v1/completions", json=completion(max_tokens=3000)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            engine.bug = RuntimeError("boom")
+            rest = "\n".join(lines)
+        assert rest.count("event: error") == 1
+        assert rest.count("event: done") == 0
+        assert json.loads(rest.rpartition("data: ")[2])["error"]["code"] == "engine_error"
+        health = client.get("/health")
+        assert (health.status_code, health.json()["live"], health.json()["ready"]) == (503, False, False)
+        assert client.get("/health/live").status_code == 503
+        refused = client.post("/v1/completions", json=completion())
+        assert refused.status_code == 503
+        assert error_of(refused)["code"] == "engine_stopped"
+        assert error_of(client.get("/debug/engine"))["code"] == "engine_stopped"
+
+
+def test_a_bug_in_taking_a_request_is_that_requests_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "add_request", lambda *_: 1 / 0)
+            failed = client.post("/v1/completions", json=completion())
+        assert failed.status_code == 500
+        assert error_of(failed)["type"] == "server_error"
+        assert client.post("/v1/completions", json=completion()).status_code == 200
+        assert client.get("/debug/engine").json()["num_open_requests"] == 0
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_openais_client_raises_what_ends_a_stream(is_plain: bool, folder: Path) -> None:
+    with serving(EchoEngine(folder), plain_events=is_plain) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
+        chunks = list(client.completions.create(model="echo", prompt="ab", max_tokens=4, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "abab"
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 4
+        with pytest.raises(openai.APIError, match="The request was poisoned"):
+            list(client.completions.create(model="echo", prompt=POISON, stream=True))

@@ -1,0 +1,30 @@
+"""The page's files and policy, and the description of the API."""
+
+import json
+
+import httpx
+
+
+def test_the_page_comes_with_a_policy_and_asks_nobody_else(client: httpx.Client) -> None:
+    page = client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    parts = [word.split('"')[0] for word in page.text.split('="/page/')[1:]]
+    assert {part.rpartition(".")[2] for part in parts} >= {"css", "js", "svg"}
+    assert {"pool.js", "pool.css"} <= set(parts), "what the page of a trace draws with too"
+    for part in parts:
+        assert client.get(f"/page/{part}").status_code == 200
+    assert "http://" not in page.text.replace("http://www.w3.org/", "")
+    assert "https://" not in page.text
+
+
+def test_openapi_describes_bodies_and_errors(client: httpx.Client) -> None:
+    described = client.get("/openapi.json").json()
+    assert set(described["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"}
+    assert "HoldingState" in described["components"]["schemas"]
+    assert "HTTPValidationError" not in json.dumps(described)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        responses = described["paths"][path]["post"]["responses"]
+        assert {"200", "400", "422", "503"} <= set(responses)
+    properties = described["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert properties["n"]["enum"] == [1, None]

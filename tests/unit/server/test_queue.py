@@ -1,0 +1,141 @@
+"""Full queues, clients that leave, clients that do not read, silence."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.server.echo import EchoEngine, Running, serving, wait_until
+from tests.unit.server.exchange import chat, completion, error_of, events, samples
+
+
+@contextlib.contextmanager
+def connected(running: Running, path: str, body: dict[str, Any], *, receive_buffer: int = 2**16) -> Iterator[Any]:
+    """A connection on which this request was sent, and from which nothing has been read."""
+    host, port = running.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect((host, int(port)))
+        connection.sendall(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+            % (path.encode(), len(content), content)
+        )
+        yield connection
+
+
+def test_a_full_queue_is_503_with_a_time_to_wait(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=2)
+    with serving(engine, retry_after=7) as running, running.client() as client, contextlib.ExitStack() as streams:
+        engine.step_seconds = 0.02
+        for expected in (1, 2, 3):
+            streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=4000)))
+            wait_until(lambda expected=expected: len(engine.running) + len(engine.waiting) == expected)
+            wait_until(lambda: bool(engine.running))
+        for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat())):
+            refused = client.post(path, json=body)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "7"
+            assert error_of(refused)["code"] == "queue_full"
+            assert error_of(refused)["type"] == "overloaded_error"
+
+
+def test_requests_are_bounded_even_while_a_step_runs(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=1)
+    with serving(engine) as running, running.client() as client:
+        engine.step_seconds = 1.0
+        codes: list[int] = []
+        threads = [
+            threading.Thread(
+                target=lambda: codes.append(client.post("/v1/completions", json=completion(max_tokens=1)).status_code)
+            )
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: codes.count(503) >= 4, seconds=0.9)
+        engine.step_seconds = 0.0
+        for thread in threads:
+            thread.join()
+        assert sorted(codes)[:1] == [200]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", completion(max_tokens=4000)),
+        ("/v1/chat/completions", chat(max_tokens=4000)),
+        ("/v1/chat/completions", chat(max_tokens=4000, stream=True)),
+    ],
+    ids=["completion", "chat", "chat stream"],
+)
+def test_a_client_that_leaves_frees_its_slot_within_two_steps(path: str, body: dict[str, Any], folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.step_seconds = 0.05
+    with serving(engine) as running:
+        with connected(running, path, body):
+            wait_until(lambda: bool(engine.running) and engine.num_steps > 2)
+        wait_until(lambda: running.app.state.thread.num_open_requests == 0, seconds=5)
+        seen = engine.num_steps
+        wait_until(lambda: not engine.running)
+        assert engine.num_steps - seen <= 2
+        assert engine.pool.audit() == []
+        with running.client() as client:
+            assert samples(client)["infer:request_success_total{finished_reason=abort}"] == 1
+
+
+def test_a_client_that_waits_in_the_queue_may_leave_too(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=1)
+    engine.step_seconds = 0.02
+    with (
+        serving(engine) as running,
+        running.client() as first,
+        first.stream("POST", "/v1/completions", json=completion(max_tokens=4000)),
+    ):
+        wait_until(lambda: len(engine.running) == 1)
+        with running.client() as second, second.stream("POST", "/v1/completions", json=completion()):
+            wait_until(lambda: len(engine.waiting) == 1)
+        wait_until(lambda: not engine.waiting, seconds=5)
+        assert len(engine.running) == 1
+
+
+@pytest.mark.parametrize("logprobs", [None, 20])
+def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None, folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.max_seq_len = 2**31
+    with serving(engine, send_timeout=1.0) as running:
+        body = completion(max_tokens=10**6, ignore_eos=True, logprobs=logprobs)
+        with connected(running, "/v1/completions", body, receive_buffer=4096) as connection:
+            wait_until(lambda: bool(engine.running))
+            largest = 0
+
+            def is_cut_off() -> bool:
+                nonlocal largest
+                for stream in list(running.app.state.thread._streams.values()):
+                    largest = max(largest, stream._unread_bytes)
+                for protocol in list(running.server.server_state.connections):
+                    largest = max(largest, protocol.transport.get_write_buffer_size())
+                return not running.server.server_state.connections
+
+            wait_until(is_cut_off, seconds=8)
+            assert 0 < largest <= 512 * 1024
+            connection.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(65536):
+                    pass
+        assert not engine.running
+        assert engine.pool.audit() == []
+
+
+def test_silence_is_broken_by_comments(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    with serving(engine, keep_alive=0.1) as running, running.client() as client:
+        engine.step_seconds = 0.5
+        text = client.post("/v1/completions", json=completion(max_tokens=2)).text
+        assert text.count(": still here\n\n") >= 3
+        assert [name for name, _ in events(text)] == ["token", "token", "done"]

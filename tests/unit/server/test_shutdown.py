@@ -1,0 +1,37 @@
+"""The end of a server: streams have the grace time, and are told when it is over."""
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.unit.server.echo import EchoEngine, serving
+from tests.unit.server.exchange import chat, completion, events
+
+
+def test_running_streams_end_inside_the_grace_time(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.step_seconds = 0.02
+    with serving(engine, grace=2.0) as running, running.client() as client, running.client() as other:
+        assert other.get("/health").status_code == 200
+        with (
+            client.stream("POST", "/v1/completions", json=completion(max_tokens=4000)) as long,
+            client.stream("POST", "/v1/completions", json=completion(max_tokens=20)) as short,
+            other.stream("POST", "/v1/chat/completions", json=chat(max_tokens=4000, stream=True)) as talk,
+        ):
+            started = time.perf_counter()
+            running.call(lambda: running.server.handle_exit(15, None))
+            ended = {name: "".join(stream.iter_text()) for name, stream in (("short", short), ("long", long))}
+            spoken = "".join(talk.iter_text())
+            seconds = time.perf_counter() - started
+        assert [name for name, _ in events(ended["short"])] == ["token"] * 20 + ["done"]
+        names = [name for name, _ in events(ended["long"])]
+        assert set(names[:-1]) == {"token"}
+        assert names[-1] == "error"
+        assert events(ended["long"])[-1][1]["error"]["code"] == "shutting_down"
+        assert [data for _, data in events(spoken)][-1] == "[DONE]"
+        assert events(spoken)[-2][1]["error"]["code"] == "shutting_down"
+        assert 0.5 < seconds <= 2.0
+        with pytest.raises(httpx.TransportError):
+            other.get("/health")

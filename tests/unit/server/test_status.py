@@ -1,0 +1,113 @@
+"""What the server says of itself: ids of requests, models, health, metrics, memory."""
+
+import contextlib
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.unit.server.echo import LIMIT, POISON, EchoEngine, serving, wait_until
+from tests.unit.server.exchange import completion, error_of, events, samples
+
+
+def test_every_response_carries_a_request_id(client: httpx.Client) -> None:
+    assert client.get("/health", headers={"x-request-id": "my-id.1"}).headers["x-request-id"] == "my-id.1"
+    made = client.post("/v1/completions", json=completion(), headers={"x-request-id": "bad id"}).headers
+    assert len(made["x-request-id"]) == 32
+    assert len(client.get("/nowhere").headers["x-request-id"]) == 32
+
+
+def test_models_and_health(client: httpx.Client) -> None:
+    models = client.get("/v1/models").json()
+    assert models["object"] == "list"
+    assert [(model["id"], model["object"], model["max_model_len"]) for model in models["data"]] == [
+        ("echo", "model", LIMIT)
+    ]
+    assert client.get("/v1/models/echo").json() == models["data"][0]
+    for path in ("/health", "/health/live", "/health/ready"):
+        health = client.get(path)
+        assert health.status_code == 200
+        assert (health.json()["live"], health.json()["ready"]) == (True, True)
+
+
+def test_metrics_count_what_happened(folder: Path) -> None:
+    with serving(EchoEngine(folder)) as running, running.client() as client:
+        prompts = 0
+        for count in (3, 5):
+            frames = events(client.post("/v1/completions", json=completion(max_tokens=count)).text)
+            prompts += frames[-1][1]["usage"]["prompt_tokens"]
+        client.post("/v1/completions", json=completion("abc", stop="b"))
+        client.post("/v1/completions", json=completion(POISON))
+        client.post("/v1/completions", json=completion(""))
+        client.get("/no/such/path")
+        found = samples(client)
+    assert found["infer:generation_tokens_total{}"] == 3 + 5 + 2
+    assert found["infer:prompt_tokens_total{}"] == prompts + prompts // 2 + 1
+    assert found["infer:request_success_total{finished_reason=length}"] == 2
+    assert found["infer:request_success_total{finished_reason=stop}"] == 1
+    assert found["infer:request_success_total{finished_reason=error}"] == 1
+    assert found["infer:request_success_total{finished_reason=abort}"] == 0
+    assert found["infer:time_to_first_token_seconds_count{}"] == 3
+    assert found["infer:request_queue_time_seconds_count{}"] == 3
+    assert found["infer:inter_token_latency_seconds_count{}"] == 2 + 4 + 1
+    assert found["infer:e2e_request_latency_seconds_count{}"] == 4
+    assert found["infer:num_requests_running{}"] == 0
+    assert found["infer:num_requests_waiting{}"] == 0
+    assert found["infer:kv_cache_usage_perc{}"] == 0
+    assert found["infer:http_requests_total{handler=completions,status=200}"] == 4
+    assert found["infer:http_requests_total{handler=completions,status=422}"] == 1
+    assert found["infer:http_requests_total{handler=other,status=404}"] == 1
+
+
+def test_gauges_show_who_runs_and_who_waits(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=2)
+    with serving(engine) as running, running.client() as client, contextlib.ExitStack() as open_streams:
+        engine.step_seconds = 0.05
+        for _ in range(5):
+            open_streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=1000)))
+        wait_until(lambda: len(engine.running) == 2)
+        found = samples(client)
+        assert found["infer:num_requests_running{}"] == 2
+        assert found["infer:num_requests_waiting{}"] == 3
+        assert found["infer:kv_cache_usage_perc{}"] == 1
+        assert client.get("/health").json()["num_requests_waiting"] == 3
+
+
+def test_preemptions_are_counted(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client:
+        assert samples(client)["infer:num_preemptions_total{}"] == 0
+        for preempted in (("a", "b"), (), ("a",)):
+            engine.preempted = preempted
+            client.post("/v1/completions", json=completion())
+        assert samples(client)["infer:num_preemptions_total{}"] == 3
+
+
+def test_the_memory_between_two_steps(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=2)
+    with serving(engine) as running, running.client() as client, contextlib.ExitStack() as open_streams:
+        nothing = client.get("/debug/memory").json()
+        assert (nothing["unit"], nothing["num_blocks"], nothing["num_free"]) == ("slot", 4, 4)
+        assert (nothing["holdings"], nothing["written_share"]) == ([], None)
+        engine.step_seconds = 0.05
+        for _ in range(3):
+            open_streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=1000)))
+        wait_until(lambda: len(engine.running) == 2)
+        found = client.get("/debug/memory").json()
+        assert [holding["blocks"] for holding in found["holdings"]] == [[0], [1]]
+        assert [holding["request_id"] for holding in found["holdings"]] == engine.pool.held
+        assert (found["num_free"], found["num_waiting"], found["num_preemptions"]) == (2, 1, 0)
+
+
+def test_a_step_that_takes_too_long_keeps_nobody_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.server.status.DESCRIBE_TIMEOUT", 0.1)
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client, running.client() as other:
+        engine.step_seconds = 1.0
+        with client.stream("POST", "/v1/completions", json=completion(max_tokens=2)) as response:
+            refused = [other.get(f"/debug/{name}") for name in ("memory", "engine")]
+            engine.step_seconds = 0.0
+            response.read()
+        assert [error_of(answer)["code"] for answer in refused] == ["engine_busy"] * 2
+        monkeypatch.undo()
+        assert client.get("/debug/memory").status_code == 200, "the thread lives on"

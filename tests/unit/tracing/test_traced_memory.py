@@ -1,0 +1,72 @@
+"""Few blocks: who is preempted, and whose the memory is, in the trace and in both files."""
+
+from shared.engine.record import StepRecord
+from shared.tracing.chrome import chrome_trace
+from shared.tracing.timeline_page import page, totals_rows
+from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep
+from tests.unit.tracing.recording import D, P, Q, R, X, kinds
+from tests.unit.tracing.written import check_events, embedded, table
+
+
+def test_a_preemption_in_the_cells_and_totals(crowded: Trace) -> None:
+    """After 16 tokens each all blocks are full: b goes in step 7, and comes again when a has ended."""
+    a, b = crowded.requests
+    assert kinds(crowded) == {"a": [P] + [D] * 14, "b": [P] + [D] * 6 + [X] * 8 + [R] + [D] * 2}
+    assert [crowded.preemptions(request) for request in (a, b)] == [[], [7]]
+    assert [(c.kind, c.num_tokens) for c in crowded.cells(b)][15] == (R, 10 + 7)
+    totals = crowded.totals
+    assert (totals.num_preemptions, totals.num_recomputed_tokens) == (1, 17)
+    assert totals.mean_queue_steps == 0, "the wait after a preemption is none in the queue"
+    assert [cell.step for cell in crowded.cells(b) if cell.kind in (P, D, R)] == [token.step for token in b.tokens]
+    rows = dict(totals_rows([crowded]))
+    assert (rows["preemptions"], rows["tokens computed again"]) == (["1"], ["17"])
+    html = page([crowded], "x")
+    assert table(html, "Requests, here")[1] == ["b", "10", "10", "0", "0", "1", "8", "0", "8", "1", "finished (length)"]
+    assert table(html, "Steps, here")[7][2] == "b"
+
+
+def test_a_preemption_in_the_chrome_trace(crowded: Trace) -> None:
+    events = chrome_trace([crowded])["traceEvents"]
+    check_events(events)
+    (event,) = [event for event in events if event["name"] == "preempted"]
+    assert (event["ph"], event["tid"], event["ts"]) == ("i", 2, crowded.steps[7].started_ns / 1000)
+    assert [(e["tid"], e["args"]["tokens"]) for e in events if e["name"] == "recompute"] == [(2, 17)]
+    blocks = [event["args"]["KV blocks"] for event in events if event["ph"] == "C" and event["name"] == "KV blocks"]
+    assert blocks == [step.memory.num_held for step in crowded.steps if step.memory is not None]
+    assert max(blocks) == 8
+
+
+def test_the_page_can_give_back_the_memory_after_any_step(crowded: Trace) -> None:
+    (data,) = embedded(page([crowded], "x"))["traces"]
+    memory = data["memory"]
+    assert (memory["unit"], memory["block_tokens"], memory["num_blocks"]) == ("block", 4, 8)
+    for index, step in enumerate(crowded.steps):
+        assert step.memory is not None
+        for request, told in zip(data["requests"], memory["holdings"], strict=True):
+            holding = step.memory.of_request(request["request_id"])
+            blocks = [block for block, first, after in told["blocks"] if first <= index < after]
+            assert blocks == ([] if holding is None else list(holding.blocks))
+            if holding is not None:
+                assert told["written"][index - request["arrival_step"]] == holding.num_written
+    assert [request["preemptions"] for request in data["requests"]] == [[], [7]]
+
+
+def test_a_slot_is_held_from_the_first_token_to_the_last(traces: list[Trace]) -> None:
+    memory = embedded(page(traces[:1], "x"))["traces"][0]["memory"]
+    assert (memory["unit"], memory["block_tokens"], memory["num_blocks"]) == ("slot", 128, 2)
+    assert [told["blocks"] for told in memory["holdings"]] == [[[0, 0, 2]], [], [[0, 3, 6]], [[0, 9, 10]]]
+    assert memory["holdings"][0]["written"] == [2, 3, 0]
+
+
+def test_a_request_preempted_before_its_prompt_was_run_is_not_recomputed() -> None:
+    records = [
+        StepRecord(0, (), (), (), (), 0, 1, 0, 64),
+        StepRecord(1, (), (), (), (), 1, 0, 0, 64, preempted=("a",)),
+        StepRecord(2, (("a", 3),), (), ("a",), (), 0, 0, 3, 64),
+    ]
+    steps = tuple(TracedStep(record, 10 * n, 10 * n + 9) for n, record in enumerate(records))
+    request = TracedRequest("a", 3, 1, 0, 0, end_step=3, ended_ns=29, outcome=Outcome.FINISHED)
+    trace = Trace("x", 1, steps, (request,))
+    assert kinds(trace) == {"a": [Q, X, P]}
+    assert trace.totals.num_recomputed_tokens == 0
+    assert embedded(page([trace], "x"))["traces"][0]["memory"] is None, "no map was made of these steps"
