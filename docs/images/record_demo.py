@@ -7,7 +7,6 @@ write is replayed on a screen of our own, and the screen becomes an SVG. Only th
 programs, is left out. The figures in the picture are those of the machine that draws it: let nothing else run there.
 """
 
-import argparse
 import io
 import os
 import pty
@@ -16,16 +15,13 @@ import shlex
 import subprocess
 import sys
 import termios
-from pathlib import Path
 from xml.etree import ElementTree
 
+from recording import DEMO_MODEL, INFER, ROOT, add_model, parser
 from rich.cells import cell_len
 from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO_MODEL = "smollm2-135m"
-INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')"]
 ROWS = 40
 RESET = "\x1b[0m"
 PROMPT = "\x1b[1;32m$\x1b[0m "
@@ -173,11 +169,10 @@ def _styled(row: list[tuple[str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw what `make demo` shows.")
-    parser.add_argument("--model", default=DEMO_MODEL, help="the model that answers (default: %(default)s)")
-    parser.add_argument("--columns", type=int, default=100, help="width of the terminal (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("demo.svg"), help="the picture's file")
-    options = parser.parse_args()
+    arguments = parser("Draw what `make demo` shows.", "demo.svg")
+    add_model(arguments)
+    arguments.add_argument("--columns", type=int, default=100, help="width of the terminal (default: %(default)s)")
+    options = arguments.parse_args()
 
     screen = Screen(options.columns)
     for number, command in enumerate(demo_commands(options.model)):

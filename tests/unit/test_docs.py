@@ -3,7 +3,7 @@
 The rules are those of the chapters (``tutorial/checker/references.py``), where the same tests run page by page.
 """
 
-import importlib.util
+import importlib
 import re
 from functools import cache
 from pathlib import Path
@@ -21,13 +21,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @cache
 def recorder() -> ModuleType:
-    """docs/images/record_demo.py, which belongs to no package."""
-    spec = importlib.util.spec_from_file_location("record_demo", ROOT / "docs/images/record_demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """docs/images/record_demo.py, which belongs to no package and imports a module beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs/images")
+        return importlib.import_module("record_demo")
 
 
 @pytest.mark.parametrize("check", CHECKS)

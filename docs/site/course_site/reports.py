@@ -59,8 +59,9 @@ def page(docname: str, text: str) -> str:
 def _read(path: Path) -> Reported:
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     name = values["name"].replace("-", " ").capitalize()
+    model = values["model"].get("name")  # a kernel alone is measured without a model
     return Reported(
         docname=f"{FOLDER}/{path.name.removesuffix('.json')}",
-        title=f"{name}: {values['model']['name']} on {values['machine_title']}",
+        title=f"{name}: {model} on {values['machine_title']}" if model else f"{name} on {values['machine_title']}",
         phases=tuple(values["engines"]),
     )
