@@ -8,6 +8,7 @@ use, and one short answer will do. Invariant: when it ends, the engine holds not
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
 
 LONGEST_PROMPT = 1024  # alone; what is longer runs through the same kernels
@@ -37,9 +38,20 @@ def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -
         for n, (num_prompt, num_new) in enumerate(together):
             about: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
             params = SamplingParams(max_new_tokens=num_new, **about)
-            engine.add_request(warm_up_prompt(n, num_prompt), params, f"warm-up-{n}")
+            add(engine, warm_up_prompt(n, num_prompt), params, f"warm-up-{n}")
         while engine.has_work():
             engine.step()
+
+
+def add(engine: Steps, prompt: Sequence[int], params: SamplingParams, request_id: str) -> None:
+    """Queue a request, as soon as there is room in the queue."""
+    while True:
+        try:
+            engine.add_request(prompt, params, request_id)
+        except QueueFullError:
+            engine.step()
+        else:
+            return
 
 
 def warm_up_prompt(n: int, num_tokens: int) -> list[int]:

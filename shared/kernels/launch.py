@@ -78,7 +78,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         _COMPILED[kind] = compiled.run, compiled.function, compiled.packed_metadata, constexprs
         return
     run, function, metadata, constexprs = known
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    x, y, z = (*grid, 1, 1)[:3]
     stream = triton.runtime.driver.active.get_current_stream(device)
     run(x, y, z, stream, function, metadata, None, None, None, *args, *constexprs)
 
