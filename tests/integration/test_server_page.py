@@ -121,7 +121,7 @@ def crowded(browser: Any, crowded_url: str) -> Iterator[Any]:
     tab.on("request", lambda r: complaints.append(r.url) if not r.url.startswith(crowded_url) else None)
     tab.goto(crowded_url)
     tab.locator("#memory-panel").scroll_into_view_if_needed()
-    expect(tab, ".pool-figures", f"0 of {BLOCKS}")
+    expect(tab, ".pool-figures", rf"\b0 of {BLOCKS}")
     yield tab
     context.close()
     assert complaints == []
@@ -258,7 +258,7 @@ def test_the_memory_is_shown_live(crowded: Any, crowded_url: str) -> None:
         answer.result()
     assert {"decode", "preempted", "recompute"} <= states
     assert {len(own) for own in colours.values()} == {1}, "a request keeps its colour"
-    expect(crowded, ".pool-figures", f"0 of {BLOCKS}")
+    expect(crowded, ".pool-figures", rf"\b0 of {BLOCKS}")
     assert int(crowded.locator(".pool-figures dd").nth(3).inner_text()) >= 1
     label = crowded.locator(".pool-frame").get_attribute("aria-label")
     assert f"0 blocks of {BLOCKS} held by 0 requests, {BLOCKS} free" in label
