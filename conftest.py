@@ -55,6 +55,12 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return {family: make_checkpoint(shape, root / shape, seed=1) for family, shape in TINY_SHAPES.items()}
 
 
+@pytest.fixture(scope="session")
+def folder(tiny_checkpoints: dict[str, Path]) -> Path:
+    """A random checkpoint for whom any family will do."""
+    return tiny_checkpoints["llama"]
+
+
 @pytest.fixture(scope="session", params=(*FAMILIES, *OWN_FOLDERS))
 def model_folder(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Path:
     """Each family's random checkpoint in turn, then the real folders that INFER_TEST_MODELS names."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class Frames(Protocol):
         """What ends any other."""
 
 
-class AnswerResponse(Response):
+class AnswerResponse(Response, ABC):
     """The base of both kinds: runs ``respond`` and watches its client meanwhile.
 
     One look every now and then finds who does not read, and what has been silent for long: a timer around each of
@@ -55,8 +56,9 @@ class AnswerResponse(Response):
         self._last_sent = time.perf_counter()
         self._is_sending = False
 
+    @abstractmethod
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
+        """Send the answer; cancelled when its client has gone, or does not read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_watched(message: Message) -> None:

@@ -101,11 +101,6 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoints: dict[str, Path]) -> Path:
-    return tiny_checkpoints["llama"]
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The newest phase, with room for everybody."""
     running = ServerProcess(folder, tmp_path_factory.mktemp("newest") / "log", "--max-waiting-requests", "256")

@@ -56,11 +56,6 @@ SIZE = ServingSize(
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoints: dict[str, Path]) -> Path:
-    return tiny_checkpoints["llama"]
-
-
-@pytest.fixture(scope="module")
 def report(folder: Path) -> Report:
     """Every experiment."""
     return measure_serving(str(folder), size=SIZE, threads=1, clients=1)

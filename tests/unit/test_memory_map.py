@@ -19,11 +19,6 @@ PAGED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_checkpoints: dict[str, Path]) -> Path:
-    return tiny_checkpoints["llama"]
-
-
 def make_engine(folder: Path, phase: str = "06", **settings: Any) -> Any:
     """By default 8 blocks of 4 tokens."""
     sizes = (

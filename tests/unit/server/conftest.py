@@ -12,11 +12,6 @@ pytest.register_assert_rewrite("tests.unit.server.exchange")
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoints: dict[str, Path]) -> Path:
-    return tiny_checkpoints["llama"]
-
-
-@pytest.fixture(scope="module")
 def echo(folder: Path) -> Iterator[Running]:
     with serving(EchoEngine(folder)) as running:
         yield running

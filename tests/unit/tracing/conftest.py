@@ -17,11 +17,6 @@ pytest.register_assert_rewrite("tests.unit.tracing.written")
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoints: dict[str, Path]) -> Path:
-    return tiny_checkpoints["llama"]
-
-
-@pytest.fixture(scope="module")
 def traces(folder: Path) -> list[Trace]:
     """The same requests under two schedulers; one prompt is text that would like to be markup."""
     both = []
