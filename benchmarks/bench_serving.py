@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a file: the repository's root, not this folder, is where imports begin
     sys.path[0] = str(Path(__file__).parents[1])
@@ -76,6 +77,7 @@ def measure_serving(
 
     Raises:
         ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
+        KeyboardInterrupt: in the first experiment; later it ends the run, and the report has those that were completed.
     """
     target = check_device(device)
     size = size or default_size(device)
@@ -122,7 +124,15 @@ def measure_serving(
         bench = Bench(
             size, servers, ways, contenders, shape.vocab_size, seed, rate, max_seconds, serve=serve, steps=steps
         )
-        results = {name.replace("-", "_"): RUN[name](bench) for name in asked}
+        results: dict[str, Any] = {}
+        done: list[str] = []
+        try:
+            for name in asked:
+                results[name.replace("-", "_")] = RUN[name](bench)
+                done.append(name)
+        except KeyboardInterrupt:
+            if not done:
+                raise
         about = describe_model(model)
         engines = {name: engine_settings(config, about["name"]) for name, config in servers.configs.items()}
         if process:
@@ -137,7 +147,7 @@ def measure_serving(
             engines=engines,
             seed=seed,
             flags={
-                "experiments": list(asked),
+                "experiments": done,
                 "ways": list(ways),
                 "contenders": list(contenders),
                 "phase": phases.newest.number,

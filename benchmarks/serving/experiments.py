@@ -3,11 +3,11 @@
     workloads      W1, W2 and W3, every way to serve, one of them over HTTP too
     policies       W2 and W3 under each policy of continuous batching
     closed-loop    a queue that never empties: what a static batch and continuous ones can do at most
-    tail           Poisson arrivals at a rate that static batching can just bear: who waits how long
     together       many requests at once, in one large batch
     capacity       and
     whole-step     slots and blocks (:mod:`benchmarks.serving.memory`)
     http-overhead  the same streams over HTTP and into the engine, in turns
+    tail           Poisson arrivals at a rate that static batching can just bear: who waits how long; it takes longest
 
 Invariants: within an experiment every contender serves the same traces, in this process or in one server process that
 is started as a user would; none is measured before it is warm.
@@ -25,7 +25,7 @@ from benchmarks.serving.results import ratio, saturated_tokens_per_second
 from benchmarks.workloads.serving import ServingSize
 from shared.engine.config import SCHEDULER_POLICIES
 
-EXPERIMENTS = ("workloads", "policies", "closed-loop", "tail", "together", "capacity", "whole-step", "http-overhead")
+EXPERIMENTS = ("workloads", "policies", "closed-loop", "together", "capacity", "whole-step", "http-overhead", "tail")
 OVER_HTTP = ("http-overhead",)
 """Experiments that need a server whatever ways are asked for; ``workloads`` needs one for the way ``http``."""
 LOAD = 0.8
@@ -136,11 +136,11 @@ RUN: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "workloads": run_workloads,
     "policies": run_policies,
     "closed-loop": run_closed_loop,
-    "tail": run_tail,
     "together": run_together,
     "capacity": run_capacity,
     "whole-step": run_whole_step,
     "http-overhead": run_http_overhead,
+    "tail": run_tail,
 }
 
 

@@ -65,12 +65,12 @@ class PagedView:
         self.layer_keys, self.layer_values = pool.keys.unbind(0), pool.values.unbind(0)
         if self.is_launching:
             self.queries = torch.empty(pool.max_sequences, num_heads, self.head_dim, dtype=dtype, device=device)
+            self.attended = torch.empty_like(self.queries)
         else:
             self.key_rows = pool.keys.view(num_layers, -1, self.token_stride).unbind(0)
             self.value_rows = pool.values.view(num_layers, -1, self.token_stride).unbind(0)
         if self.is_flash:
             check_flash_head_size(self.head_dim)
-            self.attended = torch.empty_like(self.queries)
             self._make_workspaces(num_heads)
         else:
             self.key_blocks = pool.keys.view(num_layers, num_blocks, -1).unbind(0)
@@ -110,6 +110,8 @@ class PagedView:
         if self.is_flash:
             arrays += self._kernel_arrays(rows, ends, num_new)
         ids, positions, logit_rows, self.offsets, *plan = self.staging.send(arrays)
+        if self.is_launching and self.is_decode:  # what every layer's results are stored in
+            self.step_queries, self.step_attended = self.queries[: len(num_new)], self.attended[: len(num_new)]
         if self.is_flash:
             self._receive(plan)
         else:
@@ -159,7 +161,7 @@ class PagedView:
             self.layer_values[layer],
             self.offsets,
             self.head_dim,
-            out=self.queries[: len(q)] if self.is_decode else None,
+            out=self.step_queries if self.is_decode else None,
         )
 
     def attend(
@@ -177,8 +179,8 @@ class PagedView:
             scale=scale,
             window=window,
             softcap=softcap,
-            workspace=self.workspaces[(len(q) - 1).bit_length()],
-            out=self.attended[: len(q)],
+            workspace=self.workspaces[(q.shape[0] - 1).bit_length()],
+            out=self.step_attended,
         )
 
     def _attend_gathered(

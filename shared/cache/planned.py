@@ -87,7 +87,7 @@ class PlannedView(PagedView):
         plan = self.plans[window]
         if not self.is_decode:
             return planned_prefill(q, *memory, plan, **about, tiling=self.prefill_tiling)
-        return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, out=self.attended[: len(q)])
+        return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, out=self.step_attended)
 
 
 class PlannedKVCachePool(PagedKVCachePool):

@@ -47,12 +47,12 @@ class SlottedView:
         if self.is_launching:
             heads = (num_slots, num_heads, self.head_dim)
             self.queries = torch.empty(heads, dtype=pool.keys.dtype, device=pool.keys.device)
+            self.attended = torch.empty_like(self.queries)
         else:
             self.key_rows = pool.keys.view(num_layers, -1, self.head_dim).unbind(0)
             self.value_rows = pool.values.view(num_layers, -1, self.head_dim).unbind(0)
         if self.is_flash:
             check_flash_head_size(self.head_dim)
-            self.attended = torch.empty_like(self.queries)
             self.workspaces = [  # for 1, 2, 4, … sequences: the fewer there are, the more programs share one
                 DecodeWorkspace.of(1 << n, num_heads, self.num_kv_heads, self.head_dim, capacity, pool.keys.device)
                 for n in range((num_slots - 1).bit_length() + 1)
@@ -80,6 +80,8 @@ class SlottedView:
         if self.is_launching:
             arrays += [slots.astype(np.int32), ends.astype(np.int32)]
             ids, positions, logit_rows, self.offsets, self.slots, self.lengths = self.staging.send(arrays)
+            if self.is_decode:  # what every layer's results are stored in
+                self.step_queries, self.step_attended = self.queries[: len(slots)], self.attended[: len(slots)]
         else:
             arrays[-1] = (offsets[:, None] + self.head_stride * np.arange(self.num_kv_heads)).ravel() // D
             ids, positions, logit_rows, self.rows = self.staging.send(arrays)  # rows [T · Hkv]
@@ -120,7 +122,7 @@ class SlottedView:
             self.layer_values[layer],
             self.offsets,
             self.head_stride,
-            out=self.queries[: len(q)] if self.is_decode else None,
+            out=self.step_queries if self.is_decode else None,
         )
 
     def attend(
@@ -137,8 +139,8 @@ class SlottedView:
                 scale=scale,
                 window=window,
                 softcap=softcap,
-                workspace=self.workspaces[(len(q) - 1).bit_length()],
-                out=self.attended[: len(q)],
+                workspace=self.workspaces[(q.shape[0] - 1).bit_length()],
+                out=self.step_attended,
             )
         attended = []
         for b, queries in enumerate(q.split(self.num_new)):

@@ -49,7 +49,7 @@ def serving(
         typer.Option(
             "--experiment",
             "-e",
-            help="workloads, policies, closed-loop, tail, together, capacity, whole-step or http-overhead; repeat it. "
+            help="workloads, policies, closed-loop, together, capacity, whole-step, http-overhead or tail; repeat it. "
             "Default: all.",
         ),
     ] = None,
@@ -95,7 +95,8 @@ def serving(
 ) -> None:
     """Measure serving under load: one request at a time, static batches, continuous ones, memory in slots and blocks.
 
-    The last line on standard output is the result as JSON.
+    Ctrl-C ends it with a report of the experiments that were completed. The last line on standard output is the result
+    as JSON.
     """
     from benchmarks.bench_serving import default_size, measure_serving
     from benchmarks.report import write_report

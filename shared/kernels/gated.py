@@ -52,7 +52,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     T, I = gate.shape  # noqa: E741
-    out = torch.empty(T, I, dtype=gate.dtype, device=gate.device)
+    out = gate.new_empty(T, I)
     if out.numel() == 0:
         return out
     gate = gate if gate.stride(1) == 1 else gate.contiguous()

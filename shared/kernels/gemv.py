@@ -205,7 +205,7 @@ def linear(
         weight: ``[N, K]``, contiguous; with an activation ``[2N, K]``, the gate's rows above the others.
         bias: as long as W has rows.
         norm: applied to x on its way in.
-        residual: ``[T, N]``; its rows may lie apart.
+        residual: ``[T, N]``; its rows may lie apart. It may be overwritten: nobody should need it any more.
         activation: ``swiglu`` or ``geglu`` of ``shared.ops.gated``, of the first and the second half of the columns.
         cut: a tiling in place of the table's, to measure it.
 
@@ -217,6 +217,8 @@ def linear(
         return _launch(x, weight, bias, norm, residual, activation, cut)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, norm.offset)
+    if residual is not None and bias is None and launches(x):
+        return residual.addmm_(x, weight.t())  # one launch, where product and addition would be two
     y = F.linear(x, weight, bias)
     if activation is not None:
         _, gate_and_up = ACTIVATIONS[activation]
@@ -237,7 +239,7 @@ def _launch(
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     if weight.shape[1] != K or not weight.is_contiguous():
         raise ValueError(f"the weight must be contiguous [N, {K}]; its shape is {weight.shape}, {weight.stride()}")
-    out = torch.empty(T, N, dtype=x.dtype, device=x.device)
+    out = x.new_empty(T, N)
     if T == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()

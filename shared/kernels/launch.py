@@ -75,16 +75,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if known is None:
         compiled = kernel[grid](*args, **options)
         constexprs = [options[name] for name in kernel.arg_names[len(args) :]]
-        _COMPILED[kind] = compiled.run, compiled.function, compiled.packed_metadata, constexprs
+        current_stream = triton.runtime.driver.active.get_current_stream
+        about = (compiled.function, compiled.packed_metadata, None, None, None)
+        _COMPILED[kind] = compiled.run, current_stream, about, constexprs
         return
-    run, function, metadata, constexprs = known
+    run, current_stream, about, constexprs = known
     x, y, z = (*grid, 1, 1)[:3]
-    stream = triton.runtime.driver.active.get_current_stream(device)
-    run(x, y, z, stream, function, metadata, None, None, None, *args, *constexprs)
+    run(x, y, z, current_stream(device), *about, *args, *constexprs)
 
 
-_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any, list[Any]]] = {}
-"""By kind of call: the launcher, the function on the device, what the launcher is told of it, constexpr arguments."""
+_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...], list[Any]]] = {}
+"""By kind of call: the launcher, what tells the current stream, the function on the device with what the launcher is
+told of it and the hooks that are none, the constexpr arguments."""
 _BY_TYPE = (float, bool, type(None))
 
 

@@ -172,8 +172,8 @@ def planned_decode(
     workspace.check(plan)
     if plan.num_rows != B:
         raise ValueError(f"the plan is of {plan.num_rows} sequences, and there are {B}")
-    if tiling.is_arrival and len(workspace.counters) < B * Hkv:
-        raise ValueError(f"the workspace serves {len(workspace.counters) // Hkv} sequences, not {B}")
+    if tiling.is_arrival and workspace.counters.shape[0] < B * Hkv:
+        raise ValueError(f"the workspace serves {workspace.counters.shape[0] // Hkv} sequences, not {B}")
     group = Hq // Hkv
     rows = next_power_of_two(group)
     launch(

@@ -51,5 +51,6 @@ class PlannedWorkspace:
 
     def check(self, plan: DevicePlan) -> None:
         """Raise ValueError for a plan that leaves more states than there is room for."""
-        if plan.num_states > len(self.partial):
-            raise ValueError(f"the workspace holds {len(self.partial)} states, and the plan makes {plan.num_states}")
+        num_states = self.partial.shape[0]
+        if plan.num_states > num_states:
+            raise ValueError(f"the workspace holds {num_states} states, and the plan makes {plan.num_states}")

@@ -86,7 +86,7 @@ def rms_norm(
     if not launches(x):
         normed = op.rms_norm(x, weight, eps, offset)
         return normed if residual is None else residual + normed
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if residual is None:
         _launch(x, None, None, weight, eps, offset, summed=None, normed=out)
     else:
@@ -114,8 +114,8 @@ def add_rms_norm(
             x = op.rms_norm(x, post_norm.weight, post_norm.eps, post_norm.offset)
         summed = x + residual
         return op.rms_norm(summed, weight, eps, offset), summed
-    summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    normed = torch.empty_like(summed)
     post = None if post_norm is None else (post_norm.weight, post_norm.eps, post_norm.offset)
     _launch(x, post, residual, weight, eps, offset, summed, normed)
     return normed, summed
@@ -162,5 +162,6 @@ def _launch(
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x as ``[rows, n]`` with adjacent numbers in a row; copied only where strides cannot say it."""
-    x = x.reshape(-1, x.shape[-1])
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -53,6 +53,8 @@ class FusedProjection(nn.Module):
         """x ``[T, in]`` to ``[T, out]``; with an activation, of gate and up abreast, to ``[T, out / 2]``."""
         return gemv.linear(x, self.weight, self.bias, norm, residual, activation)
 
+    __call__ = forward  # without the search for hooks, which takes as long as a launch
+
 
 class FusedBlock(nn.Module):
     """The fused twin of any family's block; norms behind attention and MLP are there where the family has them."""
@@ -73,7 +75,7 @@ class FusedBlock(nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
         """x ``[T, H]`` to a new tensor ``[T, H]``."""
         qkv = self.qkv(x, norm=self.attention_norm).view(x.shape[0], -1, self.head_dim)
-        q, k, v = qkv.split(self.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
+        q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap).flatten(1)
 
@@ -94,6 +96,8 @@ class FusedBlock(nn.Module):
             return self.down_proj(h, residual=x)
         return rms_norm(self.down_proj(h), norm.weight, norm.eps, norm.offset, residual=x)
         # end exercise
+
+    __call__ = forward
 
 
 def merged(tensors: list[nn.Parameter]) -> nn.Parameter:

@@ -40,6 +40,8 @@ class IncrementalDecoder:
         return self._without_prefix(self._end_run() + self._utf8.decode(b"", final=True))
 
     def _end_run(self) -> str:
+        if not self._run:
+            return ""
         run, self._run = bytes(self._run), bytearray()
         try:
             return run.decode()

@@ -20,6 +20,7 @@ from benchmarks.bench_serving import default_size, measure_serving
 from benchmarks.report import Report, read_value
 from benchmarks.run_matrix import run_matrix
 from benchmarks.serving.engine_load import OneAtATime, drive
+from benchmarks.serving.experiments import RUN
 from benchmarks.serving.lineup import lineup
 from benchmarks.serving.load_generator import generate_load
 from benchmarks.serving.padded_baseline import PaddedEngine
@@ -393,6 +394,23 @@ def test_a_rate_and_a_bound_of_seconds_reach_the_runs(folder: Path) -> None:
     run = cut.results["workloads"]["w2"]["static"]
     assert (run["is_cut"], run["steps"], run["num_errors"]) == (True, 1, 0)
     assert "broken off" in markdown(cut)
+
+
+def test_an_interrupted_run_reports_what_was_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"size": SIZE, "threads": 1, "experiments": ["closed-loop", "together"]}
+
+    def interrupt(bench: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as later:
+        later.setitem(RUN, "together", interrupt)
+        found = measure_serving(str(folder), **options)
+        assert list(found.results) == ["closed_loop"]
+        assert found.flags["experiments"] == ["closed-loop"]
+        assert "together" not in markdown(found)
+        later.setitem(RUN, "closed-loop", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            measure_serving(str(folder), **options)
 
 
 def test_the_matrix_has_a_cell_for_each_configuration_and_workload(folder: Path) -> None:

@@ -49,6 +49,7 @@ def check(assert_near: Callable) -> Callable[..., None]:
         activation: Callable | None = None,
         **cut: Any,
     ) -> None:
+        before = None if residual is None else residual.double()  # it may be overwritten
         out = linear(x, weight, bias, norm, residual, activation, **cut)
         h, w = x.double(), weight.double()
         share = 8 * torch.finfo(torch.float32).eps / torch.finfo(x.dtype).eps
@@ -63,8 +64,8 @@ def check(assert_near: Callable) -> Callable[..., None]:
         if activation is not None:
             (gate, up), (gate_terms, up_terms) = y.chunk(2, -1), terms.chunk(2, -1)
             y, terms = FORMULAS[activation](gate, up), gate_terms * up.abs() + gate.abs() * up_terms
-        if residual is not None:
-            y, terms = y + residual.double(), terms + residual.double().abs()
+        if before is not None:
+            y, terms = y + before, terms + before.abs()
         assert_near(out, y, ulps=1.0, scale=y.abs() + share * terms)
 
     return run
@@ -155,6 +156,7 @@ def test_above_the_limit_the_product_is_pytorchs(
     x, weight = randn(rows, 48, dtype=dtype), randn(26, 48, dtype=dtype)
     norm, residual = norm_of(randn(48, dtype=dtype), 0.0), randn(rows, 26, dtype=dtype)
     check(x, weight, randn(26, dtype=dtype), norm, residual)
+    check(x, weight, None, None, residual)
     check(x, weight, None, norm, None, geglu)
     assert num_launches(gemv_kernel) + num_launches(skinny_kernel) == 0
     assert num_launches() == 3  # two norms, an activation
