@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.report import rounded
 from benchmarks.serving.contenders import Servers
-from benchmarks.serving.results import figures
+from benchmarks.serving.results import figures, output_tokens_per_second
 from benchmarks.serving.run import ServedRun
 from benchmarks.serving.served_process import ServedProcess
 from benchmarks.timing import Steps, rotated
@@ -47,19 +47,27 @@ class Bench:
         with self.step(f"{what}: {name}"):
             return self.servers.get(name, batch).measure(trace, self.max_seconds)
 
-    def in_turns(self, names: Sequence[str], batch: int, workload: Workload, what: str) -> dict[str, dict[str, Any]]:
-        """Each contender's trial of median throughput, with the throughput of all; a trial has one trace for everybody.
+    def in_turns(
+        self,
+        names: Sequence[str],
+        batch: int,
+        workload: Workload,
+        what: str,
+        speed: Callable[[ServedRun], float] = output_tokens_per_second,
+    ) -> dict[str, dict[str, Any]]:
+        """Each contender's trial of median ``speed``, with the speeds of all; a trial has one trace for everybody.
 
         A contender begins a trial as often as another, and all are loaded before the first, so that a busy moment of
         the machine meets whoever has its turn, and not one of them for good.
         """
         for name in names:
             self.servers.get(name, batch)
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        found: dict[str, list[tuple[float, dict[str, Any]]]] = {name: [] for name in names}
         for trial in range(self.size.trials):
             trace = self.trace(workload, trial)
             for name in rotated(names, trial):
-                found[name].append(self.measure(name, batch, trace, f"{what}, trial {trial + 1}")[1])
+                run, result = self.measure(name, batch, trace, f"{what}, trial {trial + 1}")
+                found[name].append((speed(run), result))
         return {name: _median_trial(trials) for name, trials in found.items()}
 
     def measure_http(self, trace: Trace, what: str) -> tuple[ServedRun, dict[str, Any]]:
@@ -70,14 +78,20 @@ class Bench:
         return run, {"title": title} | figures(run, http_batch(self.size), 0)
 
 
-def _median_trial(trials: list[dict[str, Any]]) -> dict[str, Any]:
-    """The trial in the middle, or the slower of two that are, with the throughput of each and their median."""
-    speeds = [trial["output_tokens_per_second"] for trial in trials]
-    middle = trials[speeds.index(statistics.median_low(speeds))]
+def _median_trial(trials: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+    """The trial in the middle, or the slower of two that are, with the speed of each and their median."""
+    speeds = [speed for speed, _ in trials]
+    _, middle = trials[speeds.index(statistics.median_low(speeds))]
     return middle | {
-        "tokens_per_second_trials": speeds,
+        "tokens_per_second_trials": list(map(rounded, speeds)),
         "tokens_per_second_median": rounded(statistics.median(speeds)),
     }
+
+
+def trial_ratios(over: dict[str, Any], under: dict[str, Any]) -> list[float]:
+    """Of two contenders of ``Bench.in_turns``, the ratio of their speeds in each trial."""
+    pairs = zip(over["tokens_per_second_trials"], under["tokens_per_second_trials"], strict=True)
+    return [mine / other for mine, other in pairs]
 
 
 def http_batch(size: ServingSize) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.report import rounded
-from benchmarks.serving.experiment_bench import Bench, http_batch
+from benchmarks.serving.experiment_bench import Bench, http_batch, trial_ratios
 from benchmarks.serving.lineup import Lineup
 from benchmarks.serving.memory import run_capacity, run_whole_step
 from benchmarks.serving.results import ratio, saturated_tokens_per_second
@@ -63,16 +63,20 @@ def run_policies(bench: Bench) -> dict[str, Any]:
 
 
 def run_closed_loop(bench: Bench) -> dict[str, Any]:
-    """Throughput while requests wait; static's, in requests, is the capacity that the tail refers to."""
-    trace = bench.trace(bench.size.backlog)
-    found: dict[str, Any] = {}
-    for name in ("static", *bench.servers.lineup.continuous):
-        run, result = bench.measure(name, bench.size.max_batch_size, trace, "closed loop")
-        found[name] = result | {"saturated_tokens_per_second": rounded(saturated_tokens_per_second(run))}
-    for name in bench.servers.lineup.continuous:
-        for key in ("saturated_tokens_per_second", "output_tokens_per_second"):
-            over = f"{name}_over_static_{key.removesuffix('_tokens_per_second')}"
-            found[over] = ratio(found[name][key], found["static"][key])
+    """Throughput while requests wait, in turns; static's, in requests, is the capacity that the tail refers to."""
+    backlog, names = bench.size.backlog, ("static", *bench.servers.lineup.continuous)
+    found: dict[str, Any] = bench.in_turns(
+        names, bench.size.max_batch_size, backlog, "closed loop", saturated_tokens_per_second
+    )
+    for name in names:
+        found[name]["saturated_tokens_per_second"] = found[name].pop("tokens_per_second_median")
+    for name in names[1:]:
+        shares = trial_ratios(found[name], found["static"])
+        found[f"{name}_over_static_saturated_trials"] = [rounded(share) for share in shares]
+        found[f"{name}_over_static_saturated"] = rounded(statistics.median(shares))
+        outputs = [found[each]["output_tokens_per_second"] for each in (name, "static")]
+        found[f"{name}_over_static_output"] = ratio(*outputs)
+    trace = bench.trace(backlog)
     mean_tokens = trace.new_tokens / len(trace.requests)
     bench.capacity = found["static"]["saturated_tokens_per_second"] / mean_tokens
     found["static_capacity_requests_per_second"] = rounded(bench.capacity)
@@ -152,7 +156,7 @@ def num_steps(
     counts = {
         "workloads": 3 * (("engine" in ways) * len(contenders) + ("http" in ways)),
         "policies": 2 * len(SCHEDULER_POLICIES),
-        "closed-loop": 1 + many,
+        "closed-loop": (1 + many) * size.trials,
         "tail": 2 if "closed-loop" in experiments else 3,
         "together": (1 + many) * size.trials,
         "capacity": 1 + many,

@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 from benchmarks.report import rounded
-from benchmarks.serving.experiment_bench import Bench
+from benchmarks.serving.experiment_bench import Bench, trial_ratios
 from benchmarks.serving.results import ratio, saturated_figures
 from benchmarks.workloads.serving import ServingSize
 from shared.errors import ConfigError
@@ -75,9 +75,8 @@ def run_whole_step(bench: Bench) -> dict[str, Any]:
     """W2 with memory for all, in turns; medians, and the median of each trial's ratio over slots."""
     names = bench.servers.lineup.continuous
     found: dict[str, Any] = bench.in_turns(names, bench.size.max_batch_size, bench.size.w2, "whole step")
-    base = found["continuous"]["tokens_per_second_trials"]
     for name in names[1:]:
-        shares = [mine / slots for mine, slots in zip(found[name]["tokens_per_second_trials"], base, strict=True)]
+        shares = trial_ratios(found[name], found["continuous"])
         found[f"{name}_over_continuous_trials"] = [rounded(share) for share in shares]
         found[f"{name}_over_continuous"] = rounded(statistics.median(shares))
     return found

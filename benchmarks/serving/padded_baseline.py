@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from shared.engine.config import EngineConfig
 from shared.engine.draw import Drawing
@@ -30,6 +29,7 @@ from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.models.tokens import Tokens
+from shared.ops.attention import sdpa_without_cudnn
 from shared.sampling.params import SamplingParams
 from shared.text.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ class PaddedView:
         B, S = self.new_positions.shape
         queries = q.view(B, S, *q.shape[1:]).transpose(1, 2)  # [B, Hq, S, D]
         keys, values = (self._repeated(memory[layer, :B, :, : self.end]) for memory in (self.keys, self.values))
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask(window), scale=scale)
+        out = sdpa_without_cudnn(queries, keys, values, attn_mask=self._mask(window), scale=scale)
         return out.transpose(1, 2).reshape(B * S, *q.shape[1:])
 
     def _repeated(self, memory: torch.Tensor) -> torch.Tensor:

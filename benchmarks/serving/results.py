@@ -54,7 +54,7 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
         "is_cut": run.is_cut,
         "output_tokens": run.num_tokens,
         "seconds": rounded(seconds),
-        "output_tokens_per_second": rounded(run.num_tokens / seconds) if seconds else 0.0,
+        "output_tokens_per_second": rounded(output_tokens_per_second(run)),
         "requests_per_second": rounded(len(done) / seconds) if seconds else 0.0,
         "time_to_first_token_ms": percentiles([r.token_times[0] - r.arrived for r in done if r.token_times]),
         "inter_token_latency_ms": percentiles(gaps),
@@ -131,6 +131,11 @@ def tokens_recomputed(steps: list[TimedStep]) -> int:
             found += max(0, min(most.get(name, 0), computed[name]) - before)
             most[name] = max(most.get(name, 0), computed[name])
     return found
+
+
+def output_tokens_per_second(run: ServedRun) -> float:
+    """Throughput of the whole run."""
+    return run.num_tokens / run.seconds if run.seconds else 0.0
 
 
 def saturated_steps(steps: list[TimedStep]) -> list[TimedStep]:

@@ -44,7 +44,8 @@ def tables(report: Report) -> list[Shown]:
         rows = _latencies(policies, with_fairness=True)
         found.append((f"Policies on {titles[name]}: latencies (ms)", *rows))
     if loop := results.get("closed_loop"):
-        found.append((f"Closed loop: {about['backlog']}", *_loop(loop)))
+        heading = f"Closed loop: {about['backlog']}, median of {report.flags['trials']} trials in turns"
+        found.append((heading, *_loop(loop)))
     if tail := results.get("tail"):
         rate = figure(tail["rate_requests_per_second"])
         heading = f"Tail: {len_of(tail)} Poisson requests at {rate} a second, {tail['load']} of what static can do"

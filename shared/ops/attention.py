@@ -11,11 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""On a Hopper GPU PyTorch prefers cuDNN's kernel, which makes a plan for every new length of a prompt: 45 ms on an
-H100, for an attention of 10 µs."""
 
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -63,6 +58,20 @@ def naive_attention(
     # end exercise
 
 
+def sdpa_without_cudnn(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention``, by PyTorch's own kernels.
+
+    On a Hopper GPU it prefers cuDNN's, which make a plan for every new length of the keys: 45 ms on an H100, for an
+    attention of 10 µs, and while a sequence grows each length is new.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
 def sdpa_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,14 +90,13 @@ def sdpa_attention(
         k, v = k[:, -window:], v[:, -window:]
     k, v = k[None], v[None]  # the fast kernels want four dimensions
     if T == 1:  # the heads of a group are rows that share their keys
-        out = F.scaled_dot_product_attention(q.view(1, Hkv, Hq // Hkv, D), k, v, scale=scale)
+        out = sdpa_without_cudnn(q.view(1, Hkv, Hq // Hkv, D), k, v, scale=scale)
         return out.reshape(1, Hq, D)
     # PyTorch wants equal head counts, so each head of a group attends in turn over the same keys.
     mask = None if S == T and window is None else visible(T, S, window, q.device)
     heads = q.view(T, Hkv, Hq // Hkv, D).permute(2, 1, 0, 3).unsqueeze(1)  # [G, 1, Hkv, T, D]
     about: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scale}
-    with sdpa_kernel(WITHOUT_CUDNN):
-        out = torch.cat([F.scaled_dot_product_attention(h, k, v, **about) for h in heads])  # [G, Hkv, T, D]
+    out = torch.cat([sdpa_without_cudnn(h, k, v, **about) for h in heads])  # [G, Hkv, T, D]
     return out.permute(2, 1, 0, 3).reshape(T, Hq, D)
 
 

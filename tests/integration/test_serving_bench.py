@@ -1,6 +1,7 @@
 """The serving benchmark on tiny models: real engines, a real server, and the counts that hold for any machine."""
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,8 +158,11 @@ def test_the_tails_rate_is_a_share_of_what_static_can_do_in_the_same_run(report:
     assert tail["rate_requests_per_second"] == pytest.approx(0.8 * capacity, rel=1e-3)
     over, under = (tail[name]["queue_wait_ms"]["p99"] for name in ("continuous", "static"))
     assert tail["continuous_over_static_p99_queue_wait"] == pytest.approx(over / under, rel=1e-2)
-    speeds = [loop[name]["saturated_tokens_per_second"] for name in ("continuous", "static")]
-    assert loop["continuous_over_static_saturated"] == pytest.approx(speeds[0] / speeds[1], rel=1e-3)
+    trials = [loop[name]["tokens_per_second_trials"] for name in ("continuous", "static")]
+    ratios = [mine / other for mine, other in zip(*trials, strict=True)]
+    assert loop["continuous_over_static_saturated_trials"] == pytest.approx(ratios, rel=1e-2)
+    assert loop["continuous_over_static_saturated"] == pytest.approx(statistics.median(ratios), rel=1e-2)
+    assert loop["static"]["saturated_tokens_per_second"] == pytest.approx(statistics.median(trials[1]), rel=1e-2)
     assert tail["static"]["num_finished"] == tail["continuous"]["num_finished"] == 6
     for name in BATCHED:
         share = loop[name]["output_tokens_per_second"] / loop["static"]["output_tokens_per_second"]
