@@ -91,7 +91,11 @@ def served(folder: Path, options: Sequence[str], clients: int | None = None) -> 
         log = Path(scratch) / "log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [*command, "--log-format", "json", *options], env=environment, stdout=subprocess.DEVNULL, stderr=stderr
+                [*command, "--log-format", "json", *options],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,  # Ctrl-C is for the benchmark, which then ends the server
             )
         try:
             yield ServedProcess(process, log, _url(process, log), clients)

@@ -23,6 +23,7 @@ from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import greedy_tokens, load_reference
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
+from shared.server.engine_thread import EngineThread
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
 
@@ -388,7 +389,7 @@ def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: 
     with pytest.raises(RequestError, match="has 10 tokens and with its answer up to 21; the KV memory holds 20"):
         engine.add_request([7] * 10, SamplingParams(max_new_tokens=11))
     assert not engine.has_work()
-    with TestClient(make_app(engine, ServerConfig(model_name="tiny"))) as client:
+    with TestClient(make_app(EngineThread(engine), ServerConfig(model_name="tiny"))) as client:
         for length, answer, status in ((10, 11, 422), (40, 1, 422), (10, 10, 200)):
             body = {"model": "tiny", "prompt": [7] * length, "max_tokens": answer, "ignore_eos": True}
             response = client.post("/v1/completions", json=body)

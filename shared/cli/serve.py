@@ -5,6 +5,7 @@ before either.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,6 +65,15 @@ def serve(
     log_format: Annotated[
         str | None, _server("--log-format", text="json or text; by default text on a terminal.")
     ] = None,
+    engine_process: Annotated[
+        bool | None,
+        _server(
+            "--engine-process/--engine-thread",
+            text="Run the engine in a process of its own, or on a thread beside the server; by default a process "
+            "where there is a GPU.",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Annotated[bool, _server("--verbose", text="Log health checks, metrics and pages too.")] = False,
     max_batch_size: Annotated[
         int | None, _batching("--max-batch-size", text="Most requests that run at a time; by default 16.")
@@ -115,9 +125,12 @@ def serve(
     from shared.server.process import bind, run
 
     bound = bind(host, port)
-    engine = options.load_engine(
-        lesson,
+    load = partial(
+        load_warm,
+        lesson.number,
         model,
+        style,
+        verbose,
         device=device,
         dtype=dtype,
         max_seq_len=max_seq_len,
@@ -134,12 +147,26 @@ def serve(
         scheduler_policy=scheduler_policy,
         max_decode_interval=max_decode_interval,
     )
-    from shared.engine.warm_up import warm_up
     from shared.server.app import make_app
+    from shared.server.engine_loop import EngineHome
+    from shared.server.engine_process import EngineProcess
+    from shared.server.engine_thread import EngineThread
 
-    warm_up(engine)
+    is_process = (device or "cpu").startswith("cuda") if engine_process is None else engine_process
+    home: EngineHome = EngineProcess(load) if is_process else EngineThread(load())
     configure(style, verbose=verbose)
-    run(make_app(engine, config), config, bound, model=config.model_name, phase=lesson.number)
+    run(make_app(home, config), config, bound, model=config.model_name, phase=lesson.number)
+
+
+def load_warm(number: str, model: str, log_format: str, verbose: bool, **settings: Any) -> Any:
+    """A phase's engine, ready for requests, in a process that logs as the server does."""
+    from shared.engine.warm_up import warm_up
+    from shared.server.logs import configure
+
+    engine = options.load_engine(serving_lesson(number), model, **settings)
+    warm_up(engine)
+    configure(log_format, verbose=verbose)
+    return engine
 
 
 def serving_lesson(number: str | None) -> Lesson:

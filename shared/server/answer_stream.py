@@ -1,6 +1,6 @@
 """One request's outputs on their way to its client, and when they came. Introduced in phase 4.
 
-The engine's thread never waits for a client: outputs are pushed here as they come, and the client's task takes all that
+The engine never waits for a client: outputs are pushed here as they come, and the client's task takes all that
 there are. Belongs to the event loop's thread. Invariants: exactly one end (a finish reason or an error), after which
 nothing is added; what waits unread is bounded.
 """

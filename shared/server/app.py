@@ -1,4 +1,4 @@
-"""The application: an engine, its thread, and the routes around them. Introduced in phase 4.
+"""The application: an engine, the link to it, and the routes around them. Introduced in phase 4.
 
 Invariant: what surrounds a route is, from outside, the log, the key, the limits of the body. So every refusal is
 logged, and nobody without a key has a body read.
@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import FastAPI
 
 from shared.server import chat, completions, pages, status
-from shared.server.engine_thread import EngineThread
+from shared.server.engine_link import EngineLink
+from shared.server.engine_loop import EngineHome
 from shared.server.errors import ErrorBody, install
 from shared.server.intake import Intake
 from shared.server.metrics import ServerMetrics
 from shared.server.middleware import ApiKey, BodyLimit, RequestLog
-from shared.server.served_engine import ServedEngine
 from shared.server.settings import ServerConfig
 
 _STATUSES = {
@@ -34,23 +34,23 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
-    """The ASGI application that serves this engine; its lifespan starts and stops the engine's thread."""
+def make_app(home: EngineHome, config: ServerConfig) -> FastAPI:
+    """The ASGI application that serves the engine that lives there; its lifespan starts and stops the engine's loop."""
     metrics = ServerMetrics(config.model_name)
-    thread = EngineThread(
-        engine,
+    link = EngineLink(
+        home,
         metrics,
-        max_open_requests=engine.config.max_batch_size + engine.config.max_waiting_requests,
+        max_open_requests=home.config.max_batch_size + home.config.max_waiting_requests,
         max_unread_bytes=config.max_unread_bytes,
     )
-    metrics.watch(lambda: thread.load)
-    intake = Intake(engine, thread, config)
+    metrics.watch(lambda: link.load)
+    intake = Intake(home, link, config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        thread.start()
+        link.start()
         yield
-        await thread.stop()
+        await link.stop()
         intake.close()
 
     app = FastAPI(
@@ -63,7 +63,7 @@ def make_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
     app.state.config = config
-    app.state.thread = thread
+    app.state.link = link
     app.state.intake = intake
     app.state.metrics = metrics
     app.state.started = time.time()

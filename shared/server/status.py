@@ -1,6 +1,6 @@
 """What the server says of itself: models, health, metrics, and the engine between two steps. Introduced in phase 4.
 
-Invariant: nothing here waits for a step, but for what lies below `/debug`, which asks the engine's thread.
+Invariant: nothing here waits for a step, but for what lies below `/debug`, which asks the engine.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from shared.engine.memory_map import HoldingState
-from shared.server.engine_thread import EngineThread
+from shared.server.engine_link import EngineLink
 from shared.server.errors import ApiError, ErrorBody, overloaded
 from shared.server.intake import Intake
 
@@ -97,7 +97,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/health/live", summary="Whether the process is worth keeping", responses={503: {"model": Health}})
 async def live(request: Request) -> Response:
-    """503 once the engine's thread has died: only a restart helps."""
+    """503 once the engine has died: only a restart helps."""
     found = _health(request)
     return JSONResponse(found.model_dump(), 200 if found.live else 503)
 
@@ -117,8 +117,8 @@ async def metrics(request: Request) -> Response:
 @router.get("/debug/engine", summary="The engine between two steps")
 async def engine(request: Request) -> dict[str, Any]:
     """Load, statistics, the last step, and what the audit of the KV memory finds: nothing, when nothing runs."""
-    thread: EngineThread = request.app.state.thread
-    return {**await _between_steps(thread.describe()), "num_open_requests": thread.num_open_requests}
+    link: EngineLink = request.app.state.link
+    return {**await _between_steps(link.describe()), "num_open_requests": link.num_open_requests}
 
 
 @router.get(
@@ -126,12 +126,12 @@ async def engine(request: Request) -> dict[str, Any]:
 )
 async def memory(request: Request) -> Response:
     """The KV memory between two steps: its blocks, who holds which of them, and who was preempted."""
-    thread: EngineThread = request.app.state.thread
-    return JSONResponse((await _between_steps(thread.memory())).as_json())
+    link: EngineLink = request.app.state.link
+    return JSONResponse((await _between_steps(link.memory())).as_json())
 
 
 async def _between_steps(answer: Awaitable[Answer]) -> Answer:
-    """What the engine's thread answers, unless the step that runs takes too long."""
+    """What the engine answers, unless the step that runs takes too long."""
     try:
         async with asyncio.timeout(DESCRIBE_TIMEOUT):
             return await answer
@@ -145,14 +145,14 @@ def _model(request: Request) -> Model:
 
 
 def _health(request: Request) -> Health:
-    thread: EngineThread = request.app.state.thread
+    link: EngineLink = request.app.state.link
     intake: Intake = request.app.state.intake
-    load = thread.load
-    is_ready = thread.is_alive and not intake.is_draining
+    load = link.load
+    is_ready = link.is_alive and not intake.is_draining
     status = "ok" if is_ready else "shutting down" if intake.is_draining else "the engine has stopped"
     return Health(
         status=status,
-        live=thread.crash is None,
+        live=link.crash is None,
         ready=is_ready,
         num_requests_running=load.num_running,
         num_requests_waiting=load.num_waiting,

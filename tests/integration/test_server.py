@@ -103,7 +103,8 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The newest phase, with room for everybody."""
-    running = ServerProcess(folder, tmp_path_factory.mktemp("newest") / "log", "--max-waiting-requests", "256")
+    options = ("--max-waiting-requests", "256", "--engine-process")
+    running = ServerProcess(folder, tmp_path_factory.mktemp("newest") / "log", *options)
     yield running
     assert running.end() == 0
     assert "Traceback" not in running.log.read_text()

@@ -24,6 +24,8 @@ from shared.engine.request import Request
 from shared.errors import QueueFullError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
+from shared.server.engine_loop import EngineHome
+from shared.server.engine_thread import EngineThread
 from shared.server.process import Server, address_of, bind
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
@@ -55,7 +57,8 @@ class EchoEngine:
     """Answers each prompt with its own tokens, over and over; a prompt that begins with POISON fails."""
 
     def __init__(self, folder: Path, *, max_batch_size: int = 4, max_waiting_requests: int = 64) -> None:
-        self.config = EngineConfig(max_batch_size=max_batch_size, max_waiting_requests=max_waiting_requests)
+        sizes = {"max_batch_size": max_batch_size, "max_waiting_requests": max_waiting_requests}
+        self.config = EngineConfig(model=str(folder), **sizes)
         self.tokenizer = Tokenizer.load(folder)
         self.model = SimpleNamespace(config=SimpleNamespace(family="llama", vocab_size=VOCAB))
         self.max_seq_len = LIMIT
@@ -151,9 +154,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine: EchoEngine, **settings: Any) -> Iterator[Running]:
+def serving(engine: EchoEngine, home: EngineHome | None = None, **settings: Any) -> Iterator[Running]:
+    """``home`` is where another engine like this one lives; None: this one, on a thread."""
     config = ServerConfig(model_name="echo", **settings)
-    app = make_app(engine, config)
+    app = make_app(home or EngineThread(engine), config)
     bound = bind("127.0.0.1", 0)
     bound.listen()
     url = address_of(bound)

@@ -1,0 +1,209 @@
+"""The event loop's side of the engine: requests go in, what steps yield reaches streams. Introduced in phase 4.
+
+Everything here runs on the event loop and waits for nothing but futures; the engine is elsewhere
+(:mod:`shared.server.engine_loop`). Invariant: a request that was submitted ends exactly once, even if the engine dies.
+"""
+
+import asyncio
+import itertools
+import logging
+from typing import Any
+
+from shared.engine.memory_map import MemoryMap
+from shared.engine.record import EngineLoad
+from shared.errors import QueueFullError
+from shared.sampling.params import SamplingParams
+from shared.server.answer_stream import AnswerStream
+from shared.server.engine_loop import (
+    Abort,
+    Aborted,
+    Add,
+    Admitted,
+    Answered,
+    Ask,
+    Crashed,
+    EngineHome,
+    Event,
+    Question,
+    Stepped,
+    Stop,
+)
+from shared.server.errors import ApiError, engine_failure
+from shared.server.served_engine import Observer
+
+STOP_TIMEOUT = 10.0
+"""Seconds that stopping waits for the step that runs."""
+_log = logging.getLogger("infer.engine")
+
+
+class EngineLink:
+    """Owns the open streams.
+
+    Args:
+        max_open_requests: more are refused at once, without waiting for the step that runs.
+
+    ``load`` is the engine's as of the last event, ``crash`` why it ended by itself.
+    """
+
+    def __init__(self, home: EngineHome, observer: Observer, *, max_open_requests: int, max_unread_bytes: int) -> None:
+        self._home = home
+        self._observer = observer
+        self._max_open_requests = max_open_requests
+        self._max_unread_bytes = max_unread_bytes
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, AnswerStream] = {}
+        self._admissions: dict[str, asyncio.Future[None]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._is_stopped = False
+        self.load = home.load
+        self.crash: str | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._home.start(self._tell)
+
+    async def stop(self) -> None:
+        """End the engine's loop after the step that runs; open requests end with an error."""
+        self._is_stopped = True
+        self.end_all(_stopped())
+        self._home.send(Stop())
+        await asyncio.to_thread(self._home.join, STOP_TIMEOUT)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._home.is_alive and self.crash is None and not self._is_stopped
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._streams)
+
+    async def submit(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> AnswerStream:
+        """Hand a request to the engine, and wait until it has taken it.
+
+        Raises RequestError, QueueFullError and CapacityError as the engine does, and ApiError when there is none.
+        """
+        if not self.is_alive:
+            raise _stopped()
+        if len(self._streams) >= self._max_open_requests:
+            raise QueueFullError(f"{len(self._streams)} requests are open, as many as this server takes; try later.")
+        stream = AnswerStream(
+            request_id, len(prompt_ids), max_unread_bytes=self._max_unread_bytes, abandon=self._forget
+        )
+        admission = asyncio.get_running_loop().create_future()
+        self._streams[request_id] = stream
+        self._admissions[request_id] = admission
+        self._home.send(Add(request_id, prompt_ids, params))
+        try:
+            await admission
+        except asyncio.CancelledError:
+            stream.cancel("disconnected")
+            raise
+        except BaseException:
+            self._streams.pop(request_id, None)
+            raise
+        finally:
+            self._admissions.pop(request_id, None)
+        return stream
+
+    def end_all(self, error: ApiError) -> None:
+        """End every open request with an error."""
+        for admission in list(self._admissions.values()):
+            if not admission.done():
+                admission.set_exception(error)
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+
+    async def describe(self) -> dict[str, Any]:
+        """What the engine says of itself between two steps; ``audit`` lists what its memory holds or has wrong."""
+        description: dict[str, Any] = await self._ask(Question.DESCRIPTION)
+        return description
+
+    async def memory(self) -> MemoryMap:
+        """Which block of the memory belongs to whom between two steps."""
+        found: MemoryMap = await self._ask(Question.MEMORY)
+        return found
+
+    async def _ask(self, question: Question) -> Any:
+        """What the engine answers between two steps; raises ApiError when there is none."""
+        if not self.is_alive:
+            raise _stopped()
+        number = next(self._numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._home.send(Ask(number, question))
+        try:
+            return await answer
+        finally:
+            del self._questions[number]
+
+    def _forget(self, request_id: str) -> None:
+        """The stream of this request was cancelled."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._observer.on_end(stream)
+            self._home.send(Abort(request_id))
+
+    def _tell(self, event: Event, load: EngineLoad) -> None:
+        """Called where the engine is."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._take, event, load)
+        except RuntimeError:  # the loop is closed; nobody is left to be told
+            _log.debug("the event loop is closed")
+
+    def _take(self, event: Event, load: EngineLoad) -> None:
+        self.load = load
+        self._home.delivered()
+        match event:
+            case Stepped():
+                self._deliver(event)
+            case Admitted():
+                self._admitted(event)
+            case Answered(number, answer, failure):
+                asked = self._questions.get(number)
+                if asked is not None and not asked.done():  # else nobody waits any more
+                    asked.set_result(answer) if failure is None else asked.set_exception(engine_failure(failure))
+            case Crashed(cause):
+                if not self._is_stopped:
+                    self._crashed(cause)
+            case Aborted():
+                pass
+
+    def _admitted(self, event: Admitted) -> None:
+        admission = self._admissions.get(event.request_id)
+        if admission is None or admission.done():
+            return
+        error = engine_failure(None) if event.is_failure else event.refusal
+        admission.set_result(None) if error is None else admission.set_exception(error)
+
+    def _deliver(self, step: Stepped) -> None:
+        self._observer.on_preemptions(step.num_preempted)
+        for request_id in step.prefilled:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.scheduled is None:  # else it was preempted, and is prefilled again
+                stream.scheduled = step.started
+        for output in step.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:  # cancelled while the step ran
+                continue
+            before = stream.last_token
+            stream.push(output, step.ended)
+            if output.token_id is not None:
+                if before is None:
+                    self._observer.on_first_token(stream)
+                else:
+                    self._observer.on_token(step.ended - before)
+            if not stream.is_open and self._streams.pop(output.request_id, None) is not None:
+                self._observer.on_end(stream)
+
+    def _crashed(self, cause: str) -> None:
+        self.crash = cause
+        error = ApiError(500, "engine_error", "The engine has stopped after a failure; the server's log says why.")
+        self.end_all(error)
+        for asked in self._questions.values():
+            if not asked.done():
+                asked.set_exception(error)
+
+
+def _stopped() -> ApiError:
+    return ApiError(503, "engine_stopped", "The engine has stopped; this server answers no more requests.")

@@ -1,0 +1,151 @@
+"""The engine in a process of its own. Introduced in phase 6.1.
+
+Of a process's threads one at a time runs Python. On a GPU the host sets the pace of a decode step, so every microsecond
+that the server spends on a client's bytes is one in which nothing is launched: 64 streams cost a third of the tokens.
+Here the engine's loop has an interpreter to itself, and a step's outputs cross in one message (as in vLLM, whose engine
+core is a process too).
+
+Invariants: the process sees nothing but a pipe, and ends when that is closed, whatever has become of the server; it
+does not react to signals that a terminal or a supervisor sends to both; at most ``MAX_UNDELIVERED`` events wait in the
+server, then the pipe fills and the engine waits.
+"""
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shared.engine.record import EngineLoad
+from shared.errors import InferError
+from shared.loading.resolve import resolve_model
+from shared.server.engine_loop import Command, Crashed, EngineLoop, Event, Stop, Tell
+from shared.server.served_engine import ServedEngine
+from shared.text.tokenizer import Tokenizer
+
+MAX_UNDELIVERED = 64
+_log = logging.getLogger("infer.engine")
+
+
+@dataclass(frozen=True)
+class About:
+    """What the server has to know of the engine before it asks anything."""
+
+    config: Any
+    model_config: Any
+    max_seq_len: int
+    load: EngineLoad
+
+
+class EngineProcess:
+    """See :class:`shared.server.engine_loop.EngineHome`; made when the engine is loaded.
+
+    Args:
+        make: makes the engine, in the process; a function of a module, or a ``functools.partial`` of one.
+
+    Raises:
+        InferError: what ``make`` raised.
+        RuntimeError: the process ended before it had an engine; its own output says why.
+    """
+
+    def __init__(self, make: Callable[[], ServedEngine]) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would take threads and a GPU's context with it
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(theirs, make), name="engine", daemon=True)
+        self._process.start()
+        theirs.close()
+        atexit.register(self._process.kill)  # before multiprocessing waits for it
+        try:
+            about = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(
+                f"The engine's process ended with exit code {self._process.exitcode} while it loaded the model."
+            ) from None
+        if isinstance(about, InferError):
+            raise about
+        self.config, self.model_config, self.max_seq_len = about.config, about.model_config, about.max_seq_len
+        self.load = about.load
+        self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
+
+    def start(self, tell: Tell) -> None:
+        for work in (self._write, lambda: self._read(tell)):
+            threading.Thread(target=work, name="engine pipe", daemon=True).start()
+
+    def send(self, command: Command) -> None:
+        self._commands.put(command)  # the pipe may be full, and who calls must not wait
+
+    def delivered(self) -> None:
+        """The server has taken in an event."""
+        self._undelivered.release()
+
+    def join(self, timeout: float) -> None:
+        self._process.join(timeout)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                command = self._commands.get()
+                self._pipe.send(command)
+                if isinstance(command, Stop):
+                    return
+
+    def _read(self, tell: Tell) -> None:
+        load = self.load
+        try:
+            while True:
+                self._undelivered.acquire()
+                event, load = self._pipe.recv()
+                tell(event, load)
+        except (EOFError, OSError):
+            self._process.join(1)
+            cause = f"the engine's process ended with exit code {self._process.exitcode}"
+            _log.critical(cause) if self._process.exitcode else _log.debug(cause)
+            tell(Crashed(cause), load)
+
+
+class PipeInbox:
+    """Commands that come through a pipe; a closed pipe says to stop."""
+
+    def __init__(self, pipe: "Connection[Any, Any]") -> None:
+        self._pipe = pipe
+
+    def get(self, block: bool = True) -> Command:
+        """See :class:`shared.server.engine_loop.Inbox`."""
+        if not block and not self._pipe.poll():
+            raise queue.Empty
+        try:
+            command: Command = self._pipe.recv()
+        except EOFError:
+            return Stop()
+        return command
+
+
+def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(BrokenPipeError):  # the server is gone
+        try:
+            engine = make()
+        except InferError as refusal:
+            pipe.send(refusal)
+            return
+        pipe.send(About(engine.config, engine.model.config, engine.max_seq_len, engine.load()))
+
+        def tell(event: Event, load: EngineLoad) -> None:
+            pipe.send((event, load))
+
+        EngineLoop(engine, PipeInbox(pipe), tell).run()

@@ -1,0 +1,140 @@
+"""The engine in a process of its own: the same answers, and what becomes of either when the other dies."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.engine.output import StepOutput
+from shared.errors import ConfigError
+from shared.sampling.params import SamplingParams
+from shared.server.engine_loop import Add, Admitted, Answered, Ask, Crashed, Event, Question, Stepped, Stop
+from shared.server.engine_process import MAX_UNDELIVERED, EngineProcess
+from tests.unit.server.echo import EchoEngine, serving, wait_until
+
+FATAL = "\x02"
+
+
+class MortalEngine(EchoEngine):
+    """Takes its process with it when a prompt begins with FATAL."""
+
+    def step(self) -> list[StepOutput]:
+        first = self.tokenizer.encode(FATAL, add_special_tokens=False)[0]
+        if any(first in stream.request.prompt_ids for stream in self.waiting.values()):
+            os._exit(7)
+        return super().step()
+
+
+def refuse() -> Any:
+    raise ConfigError("There is no such model; choose another.")
+
+
+def die() -> Any:
+    os._exit(3)
+
+
+@pytest.fixture
+def home(folder: Path) -> Iterator[EngineProcess]:
+    made = EngineProcess(partial(MortalEngine, folder, max_batch_size=2))
+    yield made
+    made._process.kill()
+    made._process.join()
+
+
+def answer(running: Any, prompt: str) -> list[str]:
+    """The lines of a stream, ids of requests apart."""
+    with running.client() as client:
+        body = {"model": "echo", "prompt": prompt, "max_tokens": 5}
+        lines = client.post("/v1/completions", json=body).text.splitlines()
+    return [line.partition('"object"')[2] or line for line in lines]
+
+
+def test_a_process_answers_as_a_thread_does(folder: Path, home: EngineProcess) -> None:
+    engine = EchoEngine(folder)
+    assert home._process.pid is not None
+    with serving(engine) as there, serving(engine, home) as here:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(home._process.pid, number)  # which are the server's affair
+        assert answer(here, "hello") == answer(there, "hello")
+        assert answer(here, "\x01") == answer(there, "\x01")  # a request that fails
+        with here.client() as client:
+            state = client.get("/debug/engine").json()
+            assert (state["audit"], state["num_open_requests"]) == ([], 0)
+            assert client.get("/debug/memory").json()["holdings"] == []
+            assert client.get("/health").json()["status"] == "ok"
+    assert not home.is_alive
+
+
+def test_commands_are_answered_between_two_steps_and_in_their_order(home: EngineProcess) -> None:
+    events: list[Event] = []
+
+    def tell(event: Event, _: object) -> None:
+        events.append(event)
+        home.delivered()
+
+    home.start(tell)
+    home.send(Add("a", [40], SamplingParams(max_new_tokens=3)))
+    home.send(Add("a", [40], SamplingParams(max_new_tokens=3)))
+    home.send(Ask(7, Question.DESCRIPTION))
+    wait_until(lambda: sum(isinstance(event, Stepped) for event in events) == 3)
+    admitted = [event for event in events if isinstance(event, Admitted)]
+    assert [str(event.refusal) for event in admitted] == ["None", "The id a is in use."]
+    (answered,) = (event for event in events if isinstance(event, Answered))
+    assert answered.number == 7
+    assert answered.answer["audit"] in ([], ["a holds memory"])
+    steps = [event for event in events if isinstance(event, Stepped)]
+    assert all(before.ended <= after.started for before, after in pairwise(steps))
+    assert steps[-1].ended < time.perf_counter()  # one clock for both processes
+    home.send(Stop())
+    home.join(5)
+    assert not home.is_alive
+
+
+def test_what_cannot_be_loaded_is_said_in_the_server() -> None:
+    with pytest.raises(ConfigError, match="no such model"):
+        EngineProcess(refuse)
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        EngineProcess(die)
+
+
+def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, home: EngineProcess) -> None:
+    with serving(EchoEngine(folder), home) as running:
+        assert '"code":"engine_error"' in answer(running, FATAL)[-2]
+        assert running.app.state.link.crash == "the engine's process ended with exit code 7"
+        with running.client() as client:
+            assert client.get("/health").status_code == 503
+            assert client.post("/v1/completions", json={"model": "echo", "prompt": "x"}).status_code == 503
+
+
+def test_it_ends_when_the_server_is_gone(home: EngineProcess) -> None:
+    home._pipe.close()
+    home.join(10)
+    assert not home.is_alive
+
+
+def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last_event(home: EngineProcess) -> None:
+    told = threading.Semaphore(0)
+    events: list[Event] = []
+
+    def tell(event: Event, _: object) -> None:
+        events.append(event)
+        told.release()
+
+    home.start(tell)
+    home.send(Add("a", [40], SamplingParams(max_new_tokens=4000)))
+    for _ in range(MAX_UNDELIVERED):
+        assert told.acquire(timeout=10)
+    assert not told.acquire(timeout=0.3)
+    home.delivered()
+    assert told.acquire(timeout=10)
+    home._process.kill()
+    while told.acquire(timeout=0.3) or not isinstance(events[-1], Crashed):
+        home.delivered()
+    assert events[-1] == Crashed("the engine's process ended with exit code -9")
