@@ -1,6 +1,7 @@
 """What README and docs name exists: links and headings, paths, modules, phases, commands and their options.
 
-The rules are those of the chapters (``tutorial/checker/references.py``), where the same tests run page by page.
+Numbers that are cited from a report are the report's. The rules are those of the chapters
+(``tutorial/checker/references.py``, ``citations.py``), where the same tests run page by page.
 """
 
 import importlib
@@ -13,6 +14,7 @@ import pytest
 
 from shared.lessons import lessons
 from tutorial.checker.chapter import read_chapter
+from tutorial.checker.citations import check_citations, cited_lines
 from tutorial.checker.references import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,13 @@ def recorder() -> ModuleType:
 def test_what_a_page_names_exists(page: Path, check: str) -> None:
     problems = [f"{page.name}:{problem.line}: {problem.message}" for problem in CHECKS[check](read_chapter(page), ROOT)]
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_cites_stands_in_the_report(page: Path) -> None:
+    text = read_chapter(page)
+    found = [problem for line in cited_lines(text) for problem in check_citations(text, line, ROOT)]
+    assert not found, "\n".join(f"{page.name}:{problem.line}: {problem.message}" for problem in found)
 
 
 def test_the_readme_shows_exactly_the_phases_that_exist() -> None:
