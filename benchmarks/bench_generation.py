@@ -115,7 +115,8 @@ def measure_generation(
                 contenders[lesson.number] = load_engine(lesson, config, max_seconds)
         if ways:
             with steps.step("transformers: load"):
-                contenders |= {peer.name: peer for peer in load_transformers(folder, work.dtype, device, ways)}
+                peers = load_transformers(folder, work.dtype, device, ways, max_seconds)
+                contenders |= {peer.name: peer for peer in peers}
         for name, contender in contenders.items():
             with steps.step(f"{name}: warm up"):
                 for _ in range(WARM_UPS.get(name, 1)):

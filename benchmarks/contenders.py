@@ -83,18 +83,32 @@ def load_engine(lesson: Lesson, config: EngineConfig, max_seconds: float | None)
     return Contender(lesson.number, title, answer, trace, {"config": engine.config}, weights, kv, held)
 
 
-def load_transformers(folder: Path, dtype: torch.dtype, device: str, ways: tuple[str, ...]) -> list[Contender]:
-    """transformers in one or both of its ways, on one copy of the weights."""
+def load_transformers(
+    folder: Path, dtype: torch.dtype, device: str, ways: tuple[str, ...], max_seconds: float | None
+) -> list[Contender]:
+    """transformers in one or both of its ways, on one copy of the weights.
+
+    Answers of the eager way break off after ``max_seconds`` of decoding, but for the first: in it cuDNN plans its
+    attention for each length. So does the compiled way compile in its first ones, and none of its answers break off.
+    """
     before = allocated(device)
     peer = TransformersPeer(folder, dtype, torch.device(device))
     held = allocated(device) - before if is_cuda(device) else storage_bytes(held_tensors(peer.model))
 
+    def is_enough(times: Sequence[float]) -> bool:
+        return max_seconds is not None and len(times) > MIN_DECODED and times[-1] - times[0] >= max_seconds
+
     def contender(way: str) -> Contender:
+        is_bounded = False
+
         def answer(prompt_ids: list[int], new_tokens: int) -> Run:
-            return peer.run(way, prompt_ids, new_tokens)
+            nonlocal is_bounded
+            found = peer.run(way, prompt_ids, new_tokens, is_enough if is_bounded else None)
+            is_bounded = way == "eager"
+            return found
 
         def trace(prompt_ids: list[int], new_tokens: int, window: TraceWindow) -> None:
-            peer.run(way, prompt_ids, new_tokens, on_token=window.token)
+            peer.run(way, prompt_ids, new_tokens, lambda _: not window.token())
 
         title = "transformers, " + ("static cache, compiled" if way == "compiled" else "eager")
         name, settings = f"transformers_{way}", {"generate": peer.settings(way)}

@@ -6,8 +6,9 @@ transformers is replaced or tuned; a streamer notes when each token reaches the 
 every step with or without one.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,26 @@ from shared.parity.reference import load_reference
 WAYS = ("eager", "compiled")
 
 
-class TokenClock:
-    """A streamer that notes when each token came, and calls ``on_token`` after each."""
+class _Enough(Exception):  # noqa: N818
+    """Breaks an answer off."""
 
-    def __init__(self, on_token: Callable[[], object] | None = None) -> None:
+
+class TokenClock:
+    """A streamer that notes each token and when it came, and asks ``is_enough``, if given, whether to break off."""
+
+    def __init__(self, is_enough: Callable[[Sequence[float]], bool] | None = None) -> None:
+        self.token_ids: list[int] = []
         self.times: list[float] = []
-        self.on_token = on_token
+        self.is_enough = is_enough
         self.has_seen_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
         """Called once with the prompt, then with each token."""
         if self.has_seen_prompt:
             self.times.append(time.perf_counter())
-            if self.on_token is not None:
-                self.on_token()
+            self.token_ids += value.tolist()
+            if self.is_enough is not None and self.is_enough(self.times):
+                raise _Enough
         self.has_seen_prompt = True
 
     def end(self) -> None:
@@ -63,16 +70,24 @@ class TransformersPeer:
         return given
 
     def run(
-        self, way: str, prompt_ids: list[int], new_tokens: int, on_token: Callable[[], object] | None = None
+        self,
+        way: str,
+        prompt_ids: list[int],
+        new_tokens: int,
+        is_enough: Callable[[Sequence[float]], bool] | None = None,
     ) -> Run:
-        """One greedy answer of exactly ``new_tokens`` tokens, past any end of sequence."""
+        """One greedy answer of ``new_tokens`` tokens, past any end of sequence.
+
+        ``is_enough``, asked after each token with the times of all so far, may break it off.
+        """
         from transformers import CompileConfig, GenerationConfig
 
         more = {"cache_implementation": "static", "compile_config": CompileConfig()} if way == "compiled" else {}
         config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **more)
-        clock = TokenClock(on_token)
+        clock = TokenClock(is_enough)
         start = time.perf_counter()
         ids = torch.tensor([prompt_ids], device=self.device)
-        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock)
-        token_ids = found[0, len(prompt_ids) :].tolist()
-        return Run(token_ids, [moment - start for moment in clock.times], len(prompt_ids) + new_tokens - 1)
+        with contextlib.suppress(_Enough):
+            self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock)
+        computed = len(prompt_ids) + len(clock.token_ids) - 1
+        return Run(clock.token_ids, [moment - start for moment in clock.times], computed)

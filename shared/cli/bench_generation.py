@@ -70,7 +70,8 @@ def generation(
         ),
     ] = None,
     max_seconds: Annotated[
-        float, typer.Option("--max-seconds", help="Break an answer of a phase off after so much decoding.")
+        float,
+        typer.Option("--max-seconds", help="Break an answer off after so much decoding; not transformers' compiled."),
     ] = 15.0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")

@@ -19,7 +19,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shared.engine.record import EngineLoad
@@ -88,11 +88,12 @@ class EngineProcess:
         self._undelivered.release()
 
     def join(self, timeout: float) -> None:
-        self._process.join(timeout)
+        # One thread alone may ask for the exit code, and that is the reader; the sentinel all may look at.
+        wait([self._process.sentinel], timeout)
 
     @property
     def is_alive(self) -> bool:
-        return self._process.is_alive()
+        return not wait([self._process.sentinel], 0)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
