@@ -151,6 +151,7 @@ class EngineLoop:
         self._engine = engine
         self._inbox = inbox
         self._tell_with_load = tell
+        self._load = engine.load()
 
     def run(self) -> None:
         """Until it is told to stop, or something is raised that no request is to blame for."""
@@ -160,7 +161,7 @@ class EngineLoop:
                     self._step()
         except BaseException as error:
             _log.critical("the engine's loop died", exc_info=error)
-            self._tell(Crashed(f"{type(error).__name__}: {error}"))
+            self._tell_with_load(Crashed(f"{type(error).__name__}: {error}"), self._load)  # it answers no more
 
     def _obey(self) -> bool:
         """Run the commands that wait, or wait for one where there is nothing else to do; False to end."""
@@ -220,4 +221,5 @@ class EngineLoop:
         }
 
     def _tell(self, event: Event) -> None:
-        self._tell_with_load(event, self._engine.load())
+        self._load = self._engine.load()
+        self._tell_with_load(event, self._load)

@@ -1,9 +1,8 @@
 """The engine in a process of its own. Introduced in phase 6.1.
 
 Of a process's threads one at a time runs Python. On a GPU the host sets the pace of a decode step, so every microsecond
-that the server spends on a client's bytes is one in which nothing is launched: 64 streams cost a third of the tokens.
-Here the engine's loop has an interpreter to itself, and a step's outputs cross in one message (as in vLLM, whose engine
-core is a process too).
+that the server spends on a client's bytes is one in which nothing is launched. Here the engine's loop has an
+interpreter to itself, and a step's outputs cross in one message (as in vLLM, whose engine core is a process too).
 
 Invariants: the process sees nothing but a pipe, and ends when that is closed, whatever has become of the server; it
 does not react to signals that a terminal or a supervisor sends to both; at most ``MAX_UNDELIVERED`` events wait in the
@@ -25,7 +24,7 @@ from typing import Any
 from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
-from shared.server.engine_loop import Command, Crashed, EngineLoop, Event, Stop, Tell
+from shared.server.engine_loop import Command, Crashed, EngineLoop, Stop, Tell
 from shared.server.served_engine import ServedEngine
 from shared.text.tokenizer import Tokenizer
 
@@ -129,7 +128,7 @@ class PipeInbox:
             raise queue.Empty
         try:
             command: Command = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return Stop()
         return command
 
@@ -138,15 +137,15 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with contextlib.suppress(BrokenPipeError):  # the server is gone
-        try:
-            engine = make()
-        except InferError as refusal:
-            pipe.send(refusal)
-            return
-        pipe.send(About(engine.config, engine.model.config, engine.max_seq_len, engine.load()))
 
-        def tell(event: Event, load: EngineLoad) -> None:
-            pipe.send((event, load))
+    def send(message: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # the server is gone, as the inbox will say
+            pipe.send(message)
 
-        EngineLoop(engine, PipeInbox(pipe), tell).run()
+    try:
+        engine = make()
+    except InferError as refusal:
+        send(refusal)
+        return
+    send(About(engine.config, engine.model.config, engine.max_seq_len, engine.load()))
+    EngineLoop(engine, PipeInbox(pipe), lambda event, load: send((event, load))).run()

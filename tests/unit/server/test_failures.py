@@ -102,3 +102,17 @@ def test_openais_client_raises_what_ends_a_stream(is_plain: bool, folder: Path) 
         assert chunks[-1].usage.completion_tokens == 4
         with pytest.raises(openai.APIError, match="The request was poisoned"):
             list(client.completions.create(model="echo", prompt=POISON, stream=True))
+
+
+def test_an_engine_that_says_nothing_any_more_has_still_crashed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EchoEngine(folder)
+
+    def fail() -> None:
+        raise RuntimeError("the device is lost")
+
+    with serving(engine) as running, running.client() as client:
+        monkeypatch.setattr(engine, "step", lambda: (monkeypatch.setattr(engine, "load", fail), fail()))
+        answer = client.post("/v1/completions", json={"model": "echo", "prompt": "hello"})
+        assert '"code":"engine_error"' in answer.text
+        assert client.get("/health").status_code == 503
+        assert running.app.state.link.crash == "RuntimeError: the device is lost"
