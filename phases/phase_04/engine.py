@@ -91,12 +91,15 @@ class Engine:
         A step that is interrupted, or raises, can be made again: the next one also returns what it had committed.
         """
         schedule = self.scheduler.schedule()
-        for run, requests in ((self.prefill, schedule.prefill), (self.decode, schedule.decode)):
-            for part, drawn in run_isolated(run, self.drawing.draw, requests):
-                if isinstance(drawn, Exception):
-                    self.outputs.append(self.scheduler.fail(part[0].request_id, drawn))
-                else:
-                    self.outputs += self.scheduler.commit(part, drawn)
+        parts = [  # both forwards are on their way before a token of the first is waited for
+            *run_isolated(self.prefill, self.drawing.draw, schedule.prefill),
+            *run_isolated(self.decode, self.drawing.draw, schedule.decode),
+        ]
+        for part, drawn in parts:
+            if isinstance(drawn, Exception):
+                self.outputs.append(self.scheduler.fail(part[0].request_id, drawn))
+            else:
+                self.outputs += self.scheduler.commit(part, drawn)
         outputs, self.outputs = self.outputs, []
         self.last_step = StepRecord.of(self.scheduler, schedule, outputs)
         return outputs

@@ -1,12 +1,11 @@
 """From a step's logits to token ids on the host: the step's one wait for the device. Introduced in phase 4.
 
 Invariants: the parameters of all rows travel in one copy, and in none where every row is greedy; the ids of all rows
-come back in one; a row's token is the same in every batch.
+come back in one, when somebody first asks for them; a row's token is the same in every batch.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,12 +16,19 @@ from shared.sampling.logprobs import top_logprobs
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 
 
-@dataclass(frozen=True)
 class Drawn:
     """A token for each of n rows; ``logprobs`` is None for a row that did not ask, and as a whole if none did."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
+    def __init__(self, token_ids: list[int] | torch.Tensor, logprobs: list[TokenLogprobs | None] | None = None) -> None:
+        self._ids = token_ids
+        self.logprobs = logprobs
+
+    @property
+    def token_ids(self) -> list[int]:
+        """On the host; whoever asks first waits for the device."""
+        if isinstance(self._ids, torch.Tensor):
+            self._ids = self._ids.tolist()
+        return self._ids
 
 
 class Drawing:
@@ -32,11 +38,14 @@ class Drawing:
         self.staging = Staging(device)
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
-        """Choose a token for each row of logits ``[n, V]`` by the parameters of ``rows``."""
+        """Choose a token for each row of logits ``[n, V]`` by the parameters of ``rows``.
+
+        Nobody waits for the device here, unless a row wants log-probabilities.
+        """
         ids = sample(logits, self._send(SamplingBatch.of(rows)))
         asking = [n for n, row in enumerate(rows) if row.params.logprobs is not None]
         logprobs = _logprobs(logits, ids, rows, asking) if asking else None
-        return Drawn(ids.tolist(), logprobs)
+        return Drawn(ids, logprobs)
 
     def _send(self, batch: SamplingBatch) -> SamplingBatch:
         """The batch with its arrays on the device."""

@@ -86,18 +86,18 @@ def sdpa_attention(
         return naive_attention(q, k, v, scale=scale, window=window, softcap=softcap)
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape
+    G = Hq // Hkv
     if T == 1 and window is not None:
         k, v = k[:, -window:], v[:, -window:]
     k, v = k[None], v[None]  # the fast kernels want four dimensions
-    if T == 1:  # the heads of a group are rows that share their keys
-        out = sdpa_without_cudnn(q.view(1, Hkv, Hq // Hkv, D), k, v, scale=scale)
-        return out.reshape(1, Hq, D)
-    # PyTorch wants equal head counts, so each head of a group attends in turn over the same keys.
-    mask = None if S == T and window is None else visible(T, S, window, q.device)
-    heads = q.view(T, Hkv, Hq // Hkv, D).permute(2, 1, 0, 3).unsqueeze(1)  # [G, 1, Hkv, T, D]
-    about: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scale}
-    out = torch.cat([sdpa_without_cudnn(h, k, v, **about) for h in heads])  # [G, Hkv, T, D]
-    return out.permute(2, 1, 0, 3).reshape(T, Hq, D)
+    if T > 1 and S == T and (window is None or window >= S):
+        out = sdpa_without_cudnn(q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    # Where a mask is needed the fast kernels want equal head counts: a group's heads are rows that share their keys.
+    mask = None if T == 1 else visible(T, S, window, q.device).repeat(G, 1)  # [G · T, S]
+    rows = q.view(T, Hkv, G, D).permute(1, 2, 0, 3).reshape(1, Hkv, G * T, D)
+    out = sdpa_without_cudnn(rows, k, v, attn_mask=mask, scale=scale)
+    return out.view(Hkv, G, T, D).permute(2, 0, 1, 3).reshape(T, Hq, D)
 
 
 AttentionOp = Callable[..., torch.Tensor]

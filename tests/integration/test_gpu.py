@@ -13,6 +13,7 @@ from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.loading.loader import load_model
 from shared.models.tokens import Tokens
+from shared.ops.attention import naive_attention, sdpa_attention
 from shared.parity.reference import load_reference
 from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, argmax_shortfall, distance
 from shared.sampling.params import SamplingParams
@@ -76,3 +77,20 @@ def test_a_real_shape_is_made_on_the_gpu_and_runs(tmp_path: Path) -> None:
     engine = Engine(config)
     assert engine.model.dtype == torch.bfloat16
     assert len(run(engine, PROMPT, 32).token_ids) == 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("num_new", "num_keys"), [(1, 1), (1, 700), (2, 2), (300, 300), (300, 700)])
+@pytest.mark.parametrize("window", [None, 128, 512])
+def test_pytorchs_attention_is_the_formula(dtype, head_dim: int, num_new: int, num_keys: int, window) -> None:
+    """Whole prompts, prompts with a history and single tokens take different kernels of PyTorch's."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, generator=generator, device="cuda").to(dtype)
+        for shape in ((num_new, 8, head_dim), (2, num_keys, head_dim), (2, num_keys, head_dim))
+    )
+    about = {"scale": head_dim**-0.5, "window": window}
+    truth = naive_attention(q.double(), k.double(), v.double(), **about)
+    error = (sdpa_attention(q, k, v, **about).double() - truth).abs().max()
+    assert error <= {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
