@@ -13,6 +13,7 @@ from phases.phase_03_1.engine import Engine as Single
 from phases.phase_04.engine import Engine as Static
 from phases.phase_05.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
+from shared.engine.draw import Drawn
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
@@ -214,25 +215,54 @@ def test_requests_that_fail_and_are_aborted_leave_the_others_alone(tiny_checkpoi
             assert ids == expected[n], n
 
 
+def test_both_forwards_are_under_way_before_a_token_is_waited_for(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen = make(tiny_checkpoints["llama"]), list[str]()
+    forward, token_ids = engine.forward, Drawn.token_ids.fget
+    monkeypatch.setattr(engine, "forward", lambda batch: seen.append("forward") or forward(batch))
+    monkeypatch.setattr(Drawn, "token_ids", property(lambda drawn: seen.append("token") or token_ids(drawn)))
+    for prompt in ([7], [8]):
+        engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=3))
+        seen.clear()
+        engine.step()
+    assert seen == ["forward", "forward", "token", "token"]
+
+
+@pytest.mark.parametrize("place", ["forward", "wait"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
 def test_a_step_that_is_broken_off_loses_no_output(
-    tiny_checkpoints: dict[str, Path], error: type[BaseException]
+    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str
 ) -> None:
-    """Also where a prompt's token was committed before the forward that broke off, and was its last."""
+    """Also where a prompt's token was committed, and was its last, before the wait that broke off."""
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
     engine = make(folder)
-    decode, calls = engine.decode, 0
+    decode, draw = engine.decode, engine.drawing.draw
+    calls, is_breaking = 0, False
 
-    def broken(batch: Any) -> torch.Tensor:
-        nonlocal calls
+    class Broken(Drawn):
+        @property
+        def token_ids(self) -> list[int]:
+            raise error
+
+    def breaking_forward(batch: Any) -> torch.Tensor:
+        nonlocal calls, is_breaking
         calls += 1
-        if calls % 2:
+        is_breaking = calls % 2 == 1
+        if is_breaking and place == "forward":
             raise error
         return decode(batch)
 
-    engine.decode = broken
+    def breaking_draw(*about: Any) -> Drawn:
+        nonlocal is_breaking
+        was_breaking, is_breaking = is_breaking, False
+        return Broken([]) if was_breaking else draw(*about)
+
+    engine.decode = breaking_forward
+    if place == "wait":
+        engine.drawing.draw = breaking_draw
     outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(4)}
     for n, (prompt, params) in enumerate(requests):
         engine.add_request(prompt, SamplingParams(**params), str(n))

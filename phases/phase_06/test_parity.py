@@ -312,7 +312,7 @@ def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoin
 def test_a_step_that_is_broken_off_loses_no_output(
     tiny_checkpoints: dict[str, Path], error: type[BaseException]
 ) -> None:
-    """Also where somebody had to give way in it, and where prompts had their tokens before the forward that broke."""
+    """Also where somebody had to give way in it, and where it had prompts, whose forward is made again."""
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 if n == 2 else 12}) for n in range(5)]
     expected = [tokens(answer) for answer in alone(folder, requests)]

@@ -89,6 +89,7 @@ class Scheduler(ABC):
     def commit(self, requests: Sequence[Request], drawn: Drawn) -> list[StepOutput]:
         """Write a step's tokens back: count what was computed, append, and retire who has reached an end."""
         outputs = []
+        token_ids = drawn.token_ids  # waits for the device, and may be broken off, so before anything changes
         for n, request in enumerate(requests):
             num_computed = request.num_tokens - request.num_computed_tokens
             self.pool.advance(request.request_id, num_computed)
@@ -96,7 +97,7 @@ class Scheduler(ABC):
             request.last_step = self.num_steps
             request.status = RequestStatus.DECODE
             logprobs = drawn.logprobs[n] if drawn.logprobs is not None else None
-            output = self.streams[request.request_id].push(drawn.token_ids[n], logprobs)
+            output = self.streams[request.request_id].push(token_ids[n], logprobs)
             if output.finish_reason is not None:
                 self._retire(request, RequestStatus.FINISHED)
             outputs.append(output)
