@@ -50,8 +50,11 @@ class ServerProcess:
         self.log = log
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [*INFER, "serve", str(folder), "--port", "0", *options]
+        about: dict[str, Any] = {"cwd": ROOT, "env": environment}
+        # A shell's background jobs inherit an ignored SIGINT; a terminal's do not.
+        about["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr)
+            self.process = subprocess.Popen(command, stderr=stderr, **about)
         wait_until(lambda: bool(self.events("ready")) or self.process.poll() is not None, START_SECONDS)
         assert self.process.poll() is None, log.read_text()
         self.url = self.events("ready")[0]["url"]
