@@ -108,12 +108,16 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, content):
 
 
 names = st.text("abc01", min_size=1, max_size=4)
-trees = st.recursive(st.integers() | st.text(max_size=3), lambda inner: st.dictionaries(names, inner, min_size=1))
+trees = st.recursive(
+    st.integers() | st.text(max_size=3),
+    lambda inner: st.dictionaries(names, inner, min_size=1, max_size=3),
+    max_leaves=12,
+)
 
 
-@given(tree=st.dictionaries(names, trees, min_size=1))
+@given(tree=st.dictionaries(names, trees, min_size=1, max_size=4))
 def test_every_leaf_can_be_read(tree, tmp_path_factory):
-    path = tmp_path_factory.mktemp("trees") / "report.json"
+    path = tmp_path_factory.getbasetemp() / "tree.json"
     path.write_text(json.dumps(tree))
 
     def leaves(node, key):
