@@ -7,6 +7,7 @@ Invariant: nobody's state changes before a run has succeeded, so a run can be re
 """
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -35,7 +36,8 @@ def run_isolated(
     # hint: if that raises, `yield from` this function for each half, in order
     # hint: a request that raises alone is the one: yield it with its exception
     # hint: NotImplementedError and what is no Exception pass through; for no requests there is nothing to run
-    # hint: an exception keeps the forward's memory alive by its frames: leave `except` before you run the halves
+    # hint: an exception keeps the forward's memory alive by its frames: leave `except` before you run the halves,
+    # hint: and empty its frames, since others may keep it (traceback.clear_frames); a log still finds its lines
     if not requests:
         return
     result: Drawn | Exception | None = None
@@ -45,6 +47,7 @@ def run_isolated(
     except NotImplementedError:
         raise
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # whoever keeps the exception, a log or the step, keeps no tensors
         if len(requests) == 1:
             result = error
         else:

@@ -1,5 +1,7 @@
 """Whoever makes a forward raise is found, alone, with few forwards; the others get their results."""
 
+import traceback
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +62,22 @@ def test_no_exception_is_alive_while_the_halves_run() -> None:
 
     assert len(list(run_isolated(run, lambda logits, rows: Drawn([0]), requests))) == 4
     assert alive == [None] * 7
+
+
+def test_a_failure_that_is_kept_keeps_no_memory() -> None:
+    """All parts of a step are kept until its last forward has run, which may need what a failed one had allocated."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def run(batch: Batch) -> torch.Tensor:
+        allocated = torch.zeros(10)
+        tensors.append(weakref.ref(allocated))
+        raise RuntimeError("out of memory")
+
+    requests = [Request(str(i), [i], SamplingParams(), 0) for i in range(4)]
+    kept = [error for _, error in run_isolated(run, lambda logits, rows: Drawn([0]), requests)]
+    assert len(kept) == 4
+    assert [tensor() for tensor in tensors] == [None] * 7
+    assert "raise RuntimeError" in "".join(traceback.format_exception(kept[0])), "the log shows where"
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, KeyboardInterrupt])
