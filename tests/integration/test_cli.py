@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from shared.cli import app
 from shared.cli.phase import phase_app
 from shared.lessons import find_lesson, lessons, newest_lesson
+from tests.integration.infer_process import INFER, heed_interrupts
 
 ROOT = Path(__file__).parents[2]
-INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')"]
 LONG = ["--max-tokens", "1900", "--ignore-eos"]
 COMMANDS = [
     (),
@@ -419,9 +419,7 @@ def test_wrong_usage_is_exit_code_2(command: tuple[str, ...]) -> None:
 def start(*arguments: str, **pipes: Any) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
-    # A shell's background jobs inherit an ignored SIGINT; a terminal's do not.
-    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen([*INFER, *arguments], cwd=ROOT, env=environment, **pipes)
+    return subprocess.Popen([*INFER, *arguments], cwd=ROOT, env=environment, preexec_fn=heed_interrupts, **pipes)
 
 
 def test_control_c_ends_an_answer_with_130(tiny: str) -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +30,9 @@ from shared.cli import app
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson, lessons
 from shared.sampling.params import SamplingParams
+from tests.integration.infer_process import INFER, heed_interrupts
 
 ROOT = Path(__file__).parents[2]
-INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')"]
 MODEL = "tiny-llama"
 SERVING = [lesson.number for lesson in lessons() if hasattr(lesson.engine, "add_request")]
 FIRST, NEWEST = SERVING[0], SERVING[-1]
@@ -50,11 +49,10 @@ class ServerProcess:
         self.log = log
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [*INFER, "serve", str(folder), "--port", "0", *options]
-        about: dict[str, Any] = {"cwd": ROOT, "env": environment}
-        # A shell's background jobs inherit an ignored SIGINT; a terminal's do not.
-        about["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen(command, stderr=stderr, **about)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stderr=stderr, preexec_fn=heed_interrupts
+            )
         wait_until(lambda: bool(self.events("ready")) or self.process.poll() is not None, START_SECONDS)
         assert self.process.poll() is None, log.read_text()
         self.url = self.events("ready")[0]["url"]

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.integration.infer_process import INFER
+
 ROOT = Path(__file__).parents[2]
-INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "

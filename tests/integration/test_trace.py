@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import page as html_page
+from tests.integration.infer_process import INFER
 
 ROOT = Path(__file__).parents[2]
-INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
