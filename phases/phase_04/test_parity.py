@@ -338,7 +338,7 @@ def test_an_interrupted_step_is_made_again(tiny_checkpoints: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_an_aborted_request_frees_its_slot_and_changes_nobodys_tokens(
+def test_an_aborted_request_frees_its_region_and_changes_nobodys_tokens(
     tiny_checkpoints: dict[str, Path], num_steps: int
 ) -> None:
     folder = tiny_checkpoints["llama"]

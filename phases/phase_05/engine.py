@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.pool import CachePoolProtocol
-from shared.cache.slotted import SlottedKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.draw import Drawing
@@ -46,7 +46,7 @@ SUPPORTED = {
     "scheduler_policy",
     "max_decode_interval",
 }
-POOLS: dict[str, type[CachePoolProtocol]] = {"contiguous": SlottedKVCachePool}
+POOLS: dict[str, type[CachePoolProtocol]] = {"contiguous": ContiguousKVCachePool}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": ContinuousScheduler}
 
 

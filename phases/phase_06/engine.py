@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.pool import CachePoolProtocol
-from shared.cache.slotted import SlottedKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.draw import Drawing
@@ -50,7 +50,7 @@ SUPPORTED = {
     "block_size",
     "num_gpu_blocks",
 }
-POOLS: dict[str, type[CachePoolProtocol]] = {"contiguous": SlottedKVCachePool, "paged": PagedKVCachePool}
+POOLS: dict[str, type[CachePoolProtocol]] = {"contiguous": ContiguousKVCachePool, "paged": PagedKVCachePool}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PreemptiveScheduler}
 
 

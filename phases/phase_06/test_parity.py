@@ -1,4 +1,4 @@
-"""Phase 6 answers from blocks as phase 5 does from slots, and through preemption as if there had been none."""
+"""Phase 6 answers from blocks as phase 5 does from regions, and through preemption as if there had been none."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from phases.phase_02.engine import Engine as Plain
 from phases.phase_03_1.engine import Engine as Single
-from phases.phase_05.engine import Engine as Slotted
+from phases.phase_05.engine import Engine as Contiguous
 from phases.phase_06.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
@@ -98,8 +98,8 @@ def alone(folder: Path, requests: Sequence[tuple[str | list[int], dict[str, Any]
 
 def test_whoever_comes_goes_or_gives_way_each_answer_is_that_of_phase_5(model_folder: Path) -> None:
     """The pools have room for one sequence of 128 tokens, in blocks of several sizes."""
-    slotted = Slotted(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
-    expected, _ = serve(slotted, MIXED, ARRIVALS)
+    contiguous = Contiguous(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
+    expected, _ = serve(contiguous, MIXED, ARRIVALS)
     for block_size, config in (
         (1, {"scheduler_policy": "fcfs"}),
         (3, {"scheduler_policy": "prefill_first", "max_decode_interval": 3}),
@@ -131,8 +131,8 @@ def test_greedy_tokens_equal_those_of_phase_5_of_the_plain_loop_and_of_transform
     found, records = serve(engine, requests, [0, 2, 5])
     answers = [tokens(answer) for answer in found]
     assert any(record.preempted for record in records)
-    slotted = Slotted(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
-    assert answers == [tokens(answer) for answer in serve(slotted, requests)[0]]
+    contiguous = Contiguous(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
+    assert answers == [tokens(answer) for answer in serve(contiguous, requests)[0]]
     plain, reference = Plain(EngineConfig(model=str(model_folder))), load_reference(model_folder, torch.float32)
     for (prompt, n), answer in zip(wanted, answers, strict=True):
         assert answer == tokens(list(plain.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=n))))
@@ -153,12 +153,12 @@ def test_the_demo_model_answers_as_in_phase_3_1(demo_folder: Path) -> None:
 @pytest.mark.parametrize(
     "config", [*({"scheduler_policy": p} for p in SCHEDULER_POLICIES), {"batching_mode": "static"}]
 )
-def test_with_slots_outputs_and_steps_are_those_of_phase_5(
+def test_with_regions_outputs_and_steps_are_those_of_phase_5(
     tiny_checkpoints: dict[str, Path], config: dict[str, str]
 ) -> None:
     about: dict[str, Any] = {"max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4, "max_num_batched_tokens": 100, **config}
     about |= {"model": str(tiny_checkpoints["qwen3"]), "kv_cache_backend": "contiguous"}
-    ours, theirs = (serve(engine(EngineConfig(**about)), SHORT, ARRIVALS[2:]) for engine in (Engine, Slotted))
+    ours, theirs = (serve(engine(EngineConfig(**about)), SHORT, ARRIVALS[2:]) for engine in (Engine, Contiguous))
     assert ours == theirs
 
 
@@ -183,7 +183,7 @@ def test_what_a_request_asks_for_survives_preemption(tiny_checkpoints: dict[str,
     """Each kind of request gives way, far into its answer, to one that came first and goes on for long."""
     folder = str(tiny_checkpoints["qwen3"])
     engine = make(tiny_checkpoints["qwen3"], block_size=4, tokens=128)
-    slotted = Slotted(EngineConfig(model=folder, max_seq_len=MAX_SEQ_LEN))
+    contiguous = Contiguous(EngineConfig(model=folder, max_seq_len=MAX_SEQ_LEN))
     first = ("x", GREEDY | {"max_new_tokens": 60})
 
     def both(**params: Any) -> tuple[list[StepOutput], list[StepOutput]]:
@@ -194,7 +194,7 @@ def test_what_a_request_asks_for_survives_preemption(tiny_checkpoints: dict[str,
         assert [record.preempted for record in records if record.preempted] == [(name,)]
         (_, prompt), (_, recomputed) = (p for record in records for p in record.prefilled if p[0] == name)
         assert recomputed > prompt + 20
-        return ours, serve(slotted, requests)[0][1]
+        return ours, serve(contiguous, requests)[0][1]
 
     for params in (
         {"seed": 2, "top_k": 20, "top_p": 0.9},
@@ -376,7 +376,7 @@ def test_earlier_phases_know_no_blocks(tiny_checkpoints: dict[str, Path]) -> Non
         ({"block_size": 8}, "block_si"),
     ):
         with pytest.raises(ConfigError, match=rf"{named}.* arrives in phase 06"):
-            Slotted(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
+            Contiguous(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
 
 
 def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: dict[str, Path]) -> None:

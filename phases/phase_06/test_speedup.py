@@ -1,7 +1,7 @@
 """What blocks buy: requests that run at a time in the same memory, counted, and what it costs to read through tables.
 
 W2, the mixed workload of ``benchmarks.workloads.serving``, is asked at a quarter of its size on the CPU: prompts,
-answers, blocks and slots alike, so that as much stays empty as at full length.
+answers, blocks and regions alike, so that as much stays empty as at full length.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-WIDE, TIGHT = 4096, FULL.w2.longest  # tokens of a slot: what a server allows by default, and what W2 needs at most
+WIDE, TIGHT = 4096, FULL.w2.longest  # tokens of a region: what a server allows by default, and what W2 needs at most
 SCALE = 4
 
 
@@ -70,8 +70,12 @@ def serve(engine: Any, workload: Workload) -> Served:
     )
 
 
-def with_slots(folder: Path, num_slots: int, slot_tokens: int, **config: Any) -> Engine:
-    about: dict[str, Any] = {"max_batch_size": num_slots, "max_seq_len": slot_tokens, "kv_cache_backend": "contiguous"}
+def with_regions(folder: Path, num_regions: int, region_tokens: int, **config: Any) -> Engine:
+    about: dict[str, Any] = {
+        "max_batch_size": num_regions,
+        "max_seq_len": region_tokens,
+        "kv_cache_backend": "contiguous",
+    }
     return Engine(EngineConfig(model=str(folder), **about, **config))
 
 
@@ -92,26 +96,26 @@ def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
 
 
 @pytest.mark.benchmark(group="8 requests, 16 tokens after 32, tiny model")
-@pytest.mark.parametrize("memory", ["slots", "blocks"])
+@pytest.mark.parametrize("memory", ["regions", "blocks"])
 def test_eight_requests(tiny_checkpoints: dict[str, Path], benchmark, memory: str) -> None:
-    backend = {"slots": "contiguous", "blocks": "paged"}[memory]
+    backend = {"regions": "contiguous", "blocks": "paged"}[memory]
     engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8, kv_cache_backend=backend))
     workload = replace(FULL.w2, num_requests=8, prompt_tokens=(32, 32), new_tokens=(16, 16))
     benchmark.pedantic(serve, args=(engine, workload), rounds=3, warmup_rounds=1)
 
 
-def test_as_much_memory_holds_more_requests_in_blocks_than_in_slots(tiny_checkpoints: dict[str, Path]) -> None:
-    """The memory of four slots of 4,096 tokens, which is that of twelve of 1,280 and some: a quarter of it all."""
+def test_as_much_memory_holds_more_requests_in_blocks_than_in_regions(tiny_checkpoints: dict[str, Path]) -> None:
+    """The memory of four regions of 4,096 tokens, which is that of twelve of 1,280 and some: a quarter of it all."""
     folder, few, many = tiny_checkpoints["llama"], w2(8, SCALE), w2(40, SCALE)  # the few are the first of the many
     memory, wide, tight = 4 * WIDE // SCALE, WIDE // SCALE, TIGHT // SCALE
     engines = {
         "blocks": with_blocks(folder, memory, wide, 16 // SCALE, places=64),
-        "wide": with_slots(folder, memory // wide, wide),
-        "tight": with_slots(folder, memory // tight, tight),
+        "wide": with_regions(folder, memory // wide, wide),
+        "tight": with_regions(folder, memory // tight, tight),
     }
     assert [engine.pool.capacity_tokens for engine in engines.values()] == [memory, memory, memory - memory % tight]
     served = {name: serve(engine, few if name == "wide" else many) for name, engine in engines.items()}
-    assert (served["wide"].peak, served["tight"].peak) == (4, 12), "slots are full"
+    assert (served["wide"].peak, served["tight"].peak) == (4, 12), "regions are full"
     assert served["blocks"].peak >= 5 * memory / wide
     assert served["blocks"].peak >= 1.6 * memory / tight
     assert served["blocks"].answers == served["tight"].answers
@@ -127,7 +131,7 @@ def test_at_as_many_requests_a_step_through_tables_takes_at_most_twice_as_long(
     folder, workload = tiny_checkpoints["llama"], w2(16, SCALE)
     tight, places = TIGHT // SCALE, FULL.max_batch_size
     engines = {
-        "slots": with_slots(folder, places, tight),
+        "regions": with_regions(folder, places, tight),
         "blocks": with_blocks(folder, places * tight, tight, 16, places),
     }
     for engine in engines.values():
@@ -136,27 +140,27 @@ def test_at_as_many_requests_a_step_through_tables_takes_at_most_twice_as_long(
     for _ in range(3):
         for name, engine in engines.items():
             runs[name].append(serve(engine, workload))
-    slots, blocks = runs["slots"][0], runs["blocks"][0]
-    assert (blocks.peak, blocks.tokens_computed, blocks.preemptions) == (slots.peak, slots.tokens_computed, 0)
-    assert blocks.answers == slots.answers
+    regions, blocks = runs["regions"][0], runs["blocks"][0]
+    assert (blocks.peak, blocks.tokens_computed, blocks.preemptions) == (regions.peak, regions.tokens_computed, 0)
+    assert blocks.answers == regions.answers
     seconds = {name: statistics.median(run.seconds for run in found) for name, found in runs.items()}
-    assert seconds["slots"] / seconds["blocks"] >= 0.5, seconds
+    assert seconds["regions"] / seconds["blocks"] >= 0.5, seconds
 
 
 @pytest.mark.gpu
 def test_at_a_real_shape_more_requests_at_a_time_are_more_tokens_a_second(tmp_path: Path) -> None:
-    """W2 at full length, all at once, in the memory of sixteen slots of 4,096 tokens."""
+    """W2 at full length, all at once, in the memory of sixteen regions of 4,096 tokens."""
     folder = make_checkpoint("llama-3.2-1b", tmp_path / "model", device="cuda")
     workload, memory = w2(160, 1), 16 * WIDE
     engines = {
-        "slots": with_slots(folder, 16, WIDE, device="cuda"),
+        "regions": with_regions(folder, 16, WIDE, device="cuda"),
         "blocks": with_blocks(folder, memory, WIDE, 16, places=160, device="cuda"),
     }
-    assert engines["slots"].pool.num_bytes == engines["blocks"].pool.num_bytes
+    assert engines["regions"].pool.num_bytes == engines["blocks"].pool.num_bytes
     for engine in engines.values():
         serve(engine, w2(48, 1))
     served = {name: serve(engine, workload) for name, engine in engines.items()}
-    assert served["slots"].peak == 16
+    assert served["regions"].peak == 16
     assert served["blocks"].peak >= 5 * 16
     speeds = {name: sum(map(len, run.answers)) / run.seconds for name, run in served.items()}
-    assert speeds["blocks"] / speeds["slots"] >= 1.5, speeds
+    assert speeds["blocks"] / speeds["regions"] >= 1.5, speeds

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.planned import PlannedKVCachePool
 from shared.cache.pool import CachePoolProtocol
-from shared.cache.slotted import SlottedKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.draw import Drawing
@@ -51,7 +51,7 @@ SUPPORTED = {
     "block_size",
     "num_gpu_blocks",
 }
-POOLS: dict[str, type[CachePoolProtocol]] = {"contiguous": SlottedKVCachePool, "paged": PlannedKVCachePool}
+POOLS: dict[str, type[CachePoolProtocol]] = {"contiguous": ContiguousKVCachePool, "paged": PlannedKVCachePool}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PreemptiveScheduler}
 
 

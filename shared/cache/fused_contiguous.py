@@ -51,7 +51,7 @@ class FusedContiguousView(ContiguousView):
         self.layer_values = cache.values[:, None].unbind(0)
         self.offsets = torch.empty(capacity, dtype=torch.int64, device=device)  # of the new tokens' rows
         self.lengths = torch.zeros(1, dtype=torch.int32, device=device)  # with the new tokens
-        self.slots = torch.zeros(1, dtype=torch.int32, device=device)
+        self.regions = torch.zeros(1, dtype=torch.int32, device=device)
         self.queries = torch.empty(1, num_heads, head_dim, dtype=cache.keys.dtype, device=device)
         self.attended = torch.empty_like(self.queries)
 
@@ -102,7 +102,7 @@ class FusedContiguousView(ContiguousView):
             q,
             self.layer_keys[layer],
             self.layer_values[layer],
-            self.slots,
+            self.regions,
             self.lengths,
             scale=scale,
             window=window,

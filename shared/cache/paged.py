@@ -1,6 +1,6 @@
 """Memory cut into blocks of a few tokens, as many for each request as it fills. Introduced in phase 6.
 
-A slot must have room for the longest sequence there may be; what a short one leaves is lost. Here a request holds
+A region must have room for the longest sequence there may be; what a short one leaves is lost. Here a request holds
 blocks, which need not lie together, and its block table says where its tokens are: token t stands at place
 ``t % block_size`` of block ``table[t // block_size]``. What is lost is less than a block for each request
 (PagedAttention: Kwon et al., SOSP 2023, arXiv 2309.06180). Layout ``[layer, block, place, Hkv, D]``: of a layer the

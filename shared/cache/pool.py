@@ -2,7 +2,7 @@
 
 Two sides. On the host a pool says who may have how much: a scheduler reserves before it admits, counts what a step has
 written, and releases. On the device a view stands behind the model; it is made once and told before each step what the
-step brings. Engine and scheduler know these protocols and nothing of what is behind them, slots or blocks.
+step brings. Engine and scheduler know these protocols and nothing of what is behind them, regions or blocks.
 
 Invariants of every pool: a request that was granted n tokens can be given n tokens, whatever others do; what is held is
 held by a request that has not been released, and ``audit`` says so; nothing here looks at a tensor's values.
@@ -72,7 +72,7 @@ class CachePoolProtocol(Protocol):
     def holdings(self) -> tuple[int, dict[str, list[int]]]:
         """Tokens of a block, and of each holder the numbers of its blocks in the order of its tokens.
 
-        The unit that is granted is called a block here; a slot is one large one.
+        The unit that is granted is called a block here; a region is one large one.
         """
         ...
 

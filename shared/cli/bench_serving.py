@@ -93,7 +93,7 @@ def serving(
     device: Device = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure serving under load: one request at a time, static batches, continuous ones, memory in slots and blocks.
+    """Measure serving under load: one request at a time, static batches, continuous ones, memory in regions and blocks.
 
     Ctrl-C ends it with a report of the experiments that were completed. The last line on standard output is the result
     as JSON.

@@ -51,7 +51,9 @@ AttentionBackend = Annotated[
 ]
 KVCacheBackend = Annotated[
     str | None,
-    _engine("--kv-cache-backend", text="contiguous (a slot a request) or paged (blocks); by default the phase's own."),
+    _engine(
+        "--kv-cache-backend", text="contiguous (a region a request) or paged (blocks); by default the phase's own."
+    ),
 ]
 BlockSize = Annotated[int | None, _engine("--block-size", text="Tokens of a block of KV memory; by default 16.")]
 NumBlocks = Annotated[

@@ -94,7 +94,7 @@ class EngineConfig:
     )
     max_waiting_requests: int = setting(1024, "04", "most requests in the queue; more are refused")
     kv_cache_backend: str | None = setting(
-        None, "04", "contiguous: a slot a request; paged: blocks; default: the phase's own", values={"paged": "06"}
+        None, "04", "contiguous: a region a request; paged: blocks; default: the phase's own", values={"paged": "06"}
     )
     batching_mode: str | None = setting(
         None,

@@ -2,7 +2,7 @@
 
 Counts say how full a memory is; a map says why: whose the blocks are, in the order of each request's table, how much of
 them is written, and who lost its own and is computed again. It is made when somebody asks, from what scheduler and pool
-know, and reads no tensor; an engine that nobody watches makes none. The unit that a pool grants is a block here; a slot
+know, and reads no tensor; an engine that nobody watches makes none. The unit that a pool grants is a block here; a region
 is one large block, so that both kinds of memory can be drawn the same way.
 
 Invariants: no block belongs to two requests; a map keeps no reference to what it was made from, so it can be drawn
@@ -48,7 +48,7 @@ class Holding:
 class MemoryMap:
     """The memory and its holders."""
 
-    unit: str  # "slot" where a block has room for the longest request there may be, else "block"
+    unit: str  # "region" where a block has room for the longest request there may be, else "block"
     block_tokens: int
     num_blocks: int
     num_waiting: int  # those that were preempted among them
@@ -74,7 +74,7 @@ class MemoryMap:
             written = pool.length(request_id)
             found.append(Holding(request_id, HoldingState.LOST, 0, written, written, tuple(blocks)))
         return cls(
-            unit="slot" if block_tokens >= pool.request_capacity else "block",
+            unit="region" if block_tokens >= pool.request_capacity else "block",
             block_tokens=block_tokens,
             num_blocks=pool.capacity_tokens // block_tokens,
             num_waiting=len(scheduler.waiting),

@@ -61,7 +61,7 @@ def decode_attention_kernel(
     q,
     keys,
     values,
-    slots,
+    regions,
     lengths,
     out,
     partial,
@@ -73,7 +73,7 @@ def decode_attention_kernel(
     window,
     q_row_stride,
     q_head_stride,
-    slot_stride,
+    region_stride,
     head_stride,
     HAS_SOFTCAP: tl.constexpr,
     HKV: tl.constexpr,
@@ -99,7 +99,7 @@ def decode_attention_kernel(
     if split < num_used:
         heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
-        memory = tl.load(slots + sequence).to(tl.int64) * slot_stride + kv_head.to(tl.int64) * head_stride
+        memory = tl.load(regions + sequence).to(tl.int64) * region_stride + kv_head.to(tl.int64) * head_stride
         start = first + split * chunk
         end = tl.minimum(start + chunk, length)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -235,7 +235,7 @@ def decode_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: torch.Tensor,
+    regions: torch.Tensor,
     lengths: torch.Tensor,
     *,
     scale: float,
@@ -248,8 +248,8 @@ def decode_attention(
 
     Args:
         q: ``[B, Hq, D]``; its heads may lie apart, the numbers of a head not.
-        keys, values: ``[slots, Hkv, capacity, D]``, a layer's memory; the rows of a head lie next to each other.
-        slots: integer ``[B]``, where each sequence's keys are.
+        keys, values: ``[regions, Hkv, capacity, D]``, a layer's memory; the rows of a head lie next to each other.
+        regions: integer ``[B]``, where each sequence's keys are.
         lengths: int32 ``[B]``, its tokens, the new one last; read on the device, so a captured launch follows them.
         window: see only the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)``.
@@ -264,9 +264,9 @@ def decode_attention(
     if out is None:
         out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     if not launches(q):
-        for b, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        for b, (region, length) in enumerate(zip(regions.tolist(), lengths.tolist(), strict=True)):
             seen = slice(0 if window is None else max(0, length - window), length)
-            k, v = keys[slot, :, seen], values[slot, :, seen]
+            k, v = keys[region, :, seen], values[region, :, seen]
             out[b] = sdpa_attention(q[b : b + 1], k, v, scale=scale, softcap=softcap)[0] if length else 0.0
         return out
     if B == 0:
@@ -282,7 +282,7 @@ def decode_attention(
         q,
         keys,
         values,
-        slots,
+        regions,
         lengths,
         out,
         workspace.partial,

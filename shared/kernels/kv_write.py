@@ -7,7 +7,7 @@ store, and writes keys and values to their places. The idea is that of the fused
 (``reshape_and_cache``) and FlashInfer, with the norm in front.
 
 Where a token's key and value go is an element offset from the start of the layer's memory to the row of its first head,
-plus one stride from head to head. Contiguous, slotted and paged memory differ in these numbers alone. Invariant: all
+plus one stride from head to head. Contiguous memory, regions and blocks differ in these numbers alone. Invariant: all
 arithmetic is fp32 and each result is rounded once, so the normed head is not rounded before it is rotated, as it is
 between two ops.
 """

@@ -34,7 +34,7 @@ class QueryKeyTransform(Protocol):
 class KVView(Protocol):
     """The memory behind the model: a layer writes its keys and values, then attends over what each token may see.
 
-    The model does not know what stands behind: nothing, one cache, slots, blocks, or fixed buffers of a CUDA graph.
+    The model does not know what stands behind: nothing, one cache, regions, blocks, or fixed buffers of a CUDA graph.
     """
 
     def write(

@@ -38,5 +38,5 @@ LANES = (
     Lane("running", "after the step", lambda step: step.record.num_running, lambda trace: trace.max_batch_size),
     Lane("waiting", "after the step", lambda step: step.record.num_waiting, lambda trace: None),
     Lane("KV tokens", "in the memory after the step", lambda step: step.record.kv_used_tokens, _kv_capacity),
-    Lane("KV blocks", "held after the step; a slot is one large block", _num_held, _num_blocks),
+    Lane("KV blocks", "held after the step; a region is one large block", _num_held, _num_blocks),
 )

@@ -21,7 +21,7 @@ from shared.tracing.lanes import LANES
 from shared.tracing.trace import CellKind, Trace, TracedRequest
 
 FOLDER = Path(__file__).parent / "page"
-SLOT = re.compile(r"\{\{(\w+)\}\}")
+REGION = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page(traces: Sequence[Trace], title: str) -> str:
@@ -29,7 +29,7 @@ def page(traces: Sequence[Trace], title: str) -> str:
     style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
     script = "\n\n".join(map(_part, ("timeline.js", "pool.js", "memory.js", "controls.js")))
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
-    slots = {
+    regions = {
         "title": escape(title),
         "policy": f"{policy}; base-uri 'none'; form-action 'none'",
         "style": style,
@@ -38,7 +38,7 @@ def page(traces: Sequence[Trace], title: str) -> str:
         "totals": _totals_table(traces),
         "tables": "\n".join(_tables(trace) for trace in traces),
     }
-    return SLOT.sub(lambda slot: slots[slot[1]], _part("timeline.html"))
+    return REGION.sub(lambda region: regions[region[1]], _part("timeline.html"))
 
 
 def trace_data(trace: Trace) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
 
     return [
         ("steps", [str(each.num_steps) for each in totals]),
-        ("slot utilisation", [f"{each.slot_utilisation:.1%}" for each in totals]),
+        ("batch utilisation", [f"{each.batch_utilisation:.1%}" for each in totals]),
         ("mean queue wait", [known(each.mean_queue_steps, "{:.1f} steps") for each in totals]),
         ("longest queue wait", [known(each.longest_queue_steps, "{} steps") for each in totals]),
         (

@@ -103,7 +103,7 @@ class Totals:
     num_steps: int  # those with work
     seconds: float  # of the steps with work
     num_tokens: int  # generated
-    slot_utilisation: float  # places of the batch that served a request, of all places in all steps with work
+    batch_utilisation: float  # places of the batch that served a request, of all places in all steps with work
     mean_queue_steps: float | None
     longest_queue_steps: int | None
     mean_queue_seconds: float | None
@@ -164,12 +164,12 @@ class Trace:
             first = next((step for step in self._span(request) if step in served), None)
             if first is not None:
                 waits.append((first - request.arrival_step, self.steps[first].started_ns - request.arrived_ns))
-        num_slots = len(busy) * self.max_batch_size
+        num_places = len(busy) * self.max_batch_size
         return Totals(
             num_steps=len(busy),
             seconds=sum(step.ended_ns - step.started_ns for step in busy) / 1e9,
             num_tokens=sum(len(request.tokens) for request in self.requests),
-            slot_utilisation=sum(step.num_served for step in busy) / num_slots if num_slots else 0.0,
+            batch_utilisation=sum(step.num_served for step in busy) / num_places if num_places else 0.0,
             mean_queue_steps=sum(steps for steps, _ in waits) / len(waits) if waits else None,
             longest_queue_steps=max(steps for steps, _ in waits) if waits else None,
             mean_queue_seconds=sum(ns for _, ns in waits) / len(waits) / 1e9 if waits else None,

@@ -41,7 +41,7 @@ from shared.loading.config_json import read_config
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 300
 BATCHED = lineup().continuous
-"""Contenders that batch continuously: in slots, in blocks, and by the newest phase."""
+"""Contenders that batch continuously: in regions, in blocks, and by the newest phase."""
 SIZE = ServingSize(
     max_batch_size=3,
     w1=Workload("w1", "W1 single", 1, 1, (6, 6), (5, 5)),
@@ -189,9 +189,9 @@ def test_the_same_memory_holds_more_requests_in_blocks_and_answers_all(report: R
         assert run["decode_stalls"] == run["requests_overtaken"] == 0
         assert 0 < run["mean_concurrent"] <= run["peak_concurrent"] <= run["max_batch_size"]
         assert 0 < run["saturated_kv_utilisation"] < 1
-    slots = [found["wide_slots"], found["tight_slots"]]
-    assert [run["peak_concurrent"] for run in slots] == [2, 192 // 32]
-    assert [run["preemptions"] for run in slots] == [0, 0]
+    regions = [found["wide_slots"], found["tight_slots"]]
+    assert [run["peak_concurrent"] for run in regions] == [2, 192 // 32]
+    assert [run["preemptions"] for run in regions] == [0, 0]
     for name in BATCHED[1:]:
         run = found[name]
         assert 6 < run["peak_concurrent"] <= 192 // 16, "each holds a block at least"
@@ -216,7 +216,7 @@ def test_whole_steps_are_compared_trial_by_trial_with_memory_for_all(report: Rep
         assert found[f"{name}_over_continuous"] == pytest.approx((mine[0] / base[0] + mine[1] / base[1]) / 2, rel=1e-2)
         assert run["tokens_per_second_median"] == pytest.approx(sum(mine) / 2, rel=1e-3)
         assert (run["num_finished"], run["preemptions"]) == (5, 0)
-        # Blocks that are full hold as many as slots of the longest request, but for what 16 does not divide.
+        # Blocks that are full hold as many as regions of the longest request, but for what 16 does not divide.
         assert run["memory_kv_bytes"] >= found["continuous"]["memory_kv_bytes"]
 
 
@@ -353,8 +353,8 @@ def test_a_server_that_does_not_start_says_why(folder: Path) -> None:
         ({"phase": "04"}, ConfigError, "has no continuous batching"),
         ({"phase": "99"}, ConfigError, "99"),
         ({"phase": "05", "contenders": ["paged"]}, ConfigError, "no contender 'paged'"),
-        ({"phase": "05", "experiments": ["capacity"]}, ConfigError, "compares slots with blocks"),
-        ({"size": replace(SIZE, wide_slots=(2, 100))}, ConfigError, "2 slots of 100 tokens"),
+        ({"phase": "05", "experiments": ["capacity"]}, ConfigError, "compares regions with blocks"),
+        ({"size": replace(SIZE, wide_slots=(2, 100))}, ConfigError, "2 regions of 100 tokens"),
         ({"size": replace(SIZE, wide_slots=(2, 4096))}, RequestError, "4096"),
         ({"rate": 0.0}, ConfigError, "rate is 0.0"),
         ({"max_seconds": -1.0}, ConfigError, "max_seconds is -1.0"),

@@ -155,7 +155,7 @@ def test_what_the_command_says(written: Path, traces: list[dict[str, Any]]) -> N
         busy = [s for s in trace["steps"] if s["num_running"] or s["num_waiting"] or s["prefilled"] or s["decoded"]]
         served = sum(len(step["prefilled"]) + len(step["decoded"]) for step in busy)
         rows = [re.split(r"  +", line.strip()) for line in told.splitlines()]
-        assert [row[column] for row in rows if row[0] == "slot utilisation"] == [f"{served / (2 * len(busy)):.1%}"]
+        assert [row[column] for row in rows if row[0] == "batch utilisation"] == [f"{served / (2 * len(busy)):.1%}"]
     assert told.splitlines()[-2:] == ["wrote a/b/trace.html", "wrote a/b/trace.json"]
     assert str(ROOT) not in (written / "a/b/trace.html").read_text()
 
@@ -471,7 +471,7 @@ CROWDED = ("--num-gpu-blocks", "8", "--block-size", "4", "--max-seq-len", "32", 
 
 @pytest.fixture(scope="module")
 def crowded(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which somebody is preempted, beside the same requests in slots."""
+    """A run in which somebody is preempted, beside the same requests in regions."""
     folder = tmp_path_factory.mktemp("crowded")
     done = infer("trace", "--model", model, *CROWDED, "--compare", "contiguous,paged", "--out", ".", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -499,15 +499,15 @@ def held_after(trace: dict[str, Any], step: int) -> dict[str, list[int]]:
 
 
 def test_preemptions_are_told_and_give_the_same_answers(crowded: Path) -> None:
-    slots, blocks = page_data(crowded)
+    regions, blocks = page_data(crowded)
     rows = [re.split(r"  +", line.strip()) for line in (crowded.parent / "told.txt").read_text().splitlines()]
     preempted = [len(step["preempted"]) for step in blocks["steps"]]
     assert sum(preempted) > 0
     assert [row[1:] for row in rows if row[0] == "preemptions"] == [["0", str(sum(preempted))]]
-    answers = [[[token[1:] for token in r["tokens"]] for r in trace["requests"]] for trace in (slots, blocks)]
+    answers = [[[token[1:] for token in r["tokens"]] for r in trace["requests"]] for trace in (regions, blocks)]
     assert answers[0] == answers[1]
-    assert (slots["settings"]["KV memory"], blocks["settings"]["KV memory"]) == (
-        "4 slots of 32 tokens",
+    assert (regions["settings"]["KV memory"], blocks["settings"]["KV memory"]) == (
+        "4 regions of 32 tokens",
         "8 blocks of 4 tokens",
     )
     for step in range(len(blocks["steps"])):
@@ -563,7 +563,7 @@ def test_preemption_and_recompute_are_drawn_and_told(browser: Any, crowded: Path
 
 
 def test_a_square_tells_whose_it_is_by_pointer_and_by_keys(browser: Any, crowded: Path) -> None:
-    slots, trace = page_data(crowded)
+    regions, trace = page_data(crowded)
     for tab in opened(browser, crowded):
         section = tab.locator("section").nth(1)
         section.locator("input[type=range]").fill("0")
@@ -583,10 +583,10 @@ def test_a_square_tells_whose_it_is_by_pointer_and_by_keys(browser: Any, crowded
         last = section.locator(".pool-told").inner_text()
         assert last == "Block 7 is free." if 7 not in table else last.startswith("Block 7: ")
         assert (
-            "A slot has room for the longest request there may be, 32 tokens."
+            "A region has room for the longest request there may be, 32 tokens."
             in tab.locator(".pool-note").first.inner_text()
         )
-        assert owners(tab, 0) == dict.fromkeys(held_after(slots, 0), 1)
+        assert owners(tab, 0) == dict.fromkeys(held_after(regions, 0), 1)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -69,17 +69,17 @@ def check(
     splits=None,
     size=1.0,
 ):
-    B, capacity, num_slots = len(lengths), max(*lengths, 1) + 5, len(lengths) + 2
+    B, capacity, num_regions = len(lengths), max(*lengths, 1) + 5, len(lengths) + 2
     q = randn(B, Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]  # part of a larger result
-    keys = randn(num_slots, Hkv, capacity, D, dtype=dtype)
-    values = randn(num_slots, Hkv, capacity, D, dtype=dtype)
-    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(B))[:B]
-    for slot, length in zip(slots.tolist(), lengths, strict=True):
-        keys[slot, :, length:] = NAN
-        values[slot, :, length:] = NAN
+    keys = randn(num_regions, Hkv, capacity, D, dtype=dtype)
+    values = randn(num_regions, Hkv, capacity, D, dtype=dtype)
+    regions = torch.randperm(num_regions, generator=torch.Generator().manual_seed(B))[:B]
+    for region, length in zip(regions.tolist(), lengths, strict=True):
+        keys[region, :, length:] = NAN
+        values[region, :, length:] = NAN
         if window is not None:
-            keys[slot, :, : max(0, length - window)] = NAN
-            values[slot, :, : max(0, length - window)] = NAN
+            keys[region, :, : max(0, length - window)] = NAN
+            values[region, :, : max(0, length - window)] = NAN
     workspace = DecodeWorkspace.of(B, Hq, Hkv, D, capacity, DEVICE)
     if splits is not None:
         workspace = make_workspace(B, Hq, Hkv, D, splits)
@@ -88,7 +88,7 @@ def check(
         q,
         keys,
         values,
-        slots.to(DEVICE),
+        regions.to(DEVICE),
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         scale=scale,
         window=window,
@@ -96,9 +96,9 @@ def check(
         workspace=workspace,
     )
     assert out.dtype == dtype
-    for b, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+    for b, (region, length) in enumerate(zip(regions.tolist(), lengths, strict=True)):
         first = 0 if window is None else max(0, length - window)
-        k, v = keys[slot, :, first:length], values[slot, :, first:length]
+        k, v = keys[region, :, first:length], values[region, :, first:length]
         expected, steps = reference(q[b], k, v, scale, None, softcap)
         assert_near(out[b], expected, 8 if dtype == torch.float32 else 2, steps)
         if length == 0:
@@ -160,18 +160,18 @@ def test_a_workspace_is_used_again(randn):
     """The second launch finds the first one's states; both give the same bits."""
     keys, values, q = randn(1, 2, 300, 16), randn(1, 2, 300, 16), randn(1, 4, 16)
     workspace = make_workspace(1, 4, 2, 16, num_splits=4)
-    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    regions = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
     def attend(length, queries):
         lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
-        return decode_attention(queries, keys, values, slots, lengths, scale=0.25, workspace=workspace)
+        return decode_attention(queries, keys, values, regions, lengths, scale=0.25, workspace=workspace)
 
     first = attend(300, q)
     attend(120, -q)
     assert torch.equal(attend(300, q), first)
     out = torch.full_like(q, NAN)
     lengths = torch.tensor([300], dtype=torch.int32, device=DEVICE)
-    decode_attention(q, keys, values, slots, lengths, scale=0.25, workspace=workspace, out=out)
+    decode_attention(q, keys, values, regions, lengths, scale=0.25, workspace=workspace, out=out)
     assert torch.equal(out, first)
 
 
@@ -194,12 +194,15 @@ def test_no_sequence(randn, num_launches):
 def test_without_a_gpu_the_op_does_the_same(randn, monkeypatch, window, softcap):
     q, keys, values = randn(3, 4, 16), randn(3, 2, 10, 16), randn(3, 2, 10, 16)
     monkeypatch.setattr(module, "launches", lambda tensor: False)
-    slots, lengths = torch.tensor([2, 0, 1], device=DEVICE), torch.tensor([10, 0, 2], dtype=torch.int32, device=DEVICE)
+    regions, lengths = (
+        torch.tensor([2, 0, 1], device=DEVICE),
+        torch.tensor([10, 0, 2], dtype=torch.int32, device=DEVICE),
+    )
     out = decode_attention(
         q,
         keys,
         values,
-        slots,
+        regions,
         lengths,
         scale=0.25,
         window=window,
@@ -208,9 +211,9 @@ def test_without_a_gpu_the_op_does_the_same(randn, monkeypatch, window, softcap)
     )
     expected = [
         naive_attention(
-            q[b, None], keys[slot, :, :length], values[slot, :, :length], scale=0.25, window=window, softcap=softcap
+            q[b, None], keys[region, :, :length], values[region, :, :length], scale=0.25, window=window, softcap=softcap
         )[0]
-        for b, slot, length in [(0, 2, 10), (2, 1, 2)]
+        for b, region, length in [(0, 2, 10), (2, 1, 2)]
     ]
     torch.testing.assert_close(out[[0, 2]], torch.stack(expected))
     assert (out[1] == 0).all()
@@ -241,15 +244,15 @@ def test_real_shapes(randn, assert_near, dtype, Hq, Hkv, D, lengths, window):
 
 @pytest.mark.gpu
 def test_a_captured_launch_follows_the_lengths(randn, assert_near):
-    """A CUDA graph is replayed with other lengths and slots than it was captured with."""
+    """A CUDA graph is replayed with other lengths and regions than it was captured with."""
     q, keys, values = randn(2, 32, 64), randn(4, 8, 2048, 64), randn(4, 8, 2048, 64)
-    slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    regions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     lengths = torch.ones(2, dtype=torch.int32, device=DEVICE)
     workspace = DecodeWorkspace.of(2, 32, 8, 64, 2048, DEVICE)
     out = torch.empty_like(q)
 
     def attend():
-        decode_attention(q, keys, values, slots, lengths, scale=0.125, workspace=workspace, out=out)
+        decode_attention(q, keys, values, regions, lengths, scale=0.125, workspace=workspace, out=out)
 
     attend()
     torch.cuda.synchronize()
@@ -257,23 +260,23 @@ def test_a_captured_launch_follows_the_lengths(randn, assert_near):
     with torch.cuda.graph(graph):
         attend()
     for case in ([(3, 2048), (1, 1)], [(0, 0), (2, 700)], [(1, 64), (0, 1025)]):
-        slots.copy_(torch.tensor([slot for slot, _ in case]))
+        regions.copy_(torch.tensor([region for region, _ in case]))
         lengths.copy_(torch.tensor([length for _, length in case]))
         graph.replay()
-        for b, (slot, length) in enumerate(case):
-            expected, steps = reference(q[b], keys[slot, :, :length], values[slot, :, :length], 0.125, None, None)
+        for b, (region, length) in enumerate(case):
+            expected, steps = reference(q[b], keys[region, :, :length], values[region, :, :length], 0.125, None, None)
             assert_near(out[b], expected, 8, steps)
 
 
 @pytest.mark.gpu
 def test_the_order_in_which_splits_arrive_changes_no_bit(randn):
     q, keys, values = randn(8, 32, 64), randn(8, 8, 4096, 64), randn(8, 8, 4096, 64)
-    slots = torch.arange(8, device=DEVICE)
+    regions = torch.arange(8, device=DEVICE)
     lengths = torch.tensor([4096, 4000, 3000, 2000, 1000, 500, 100, 1], dtype=torch.int32, device=DEVICE)
     workspace = make_workspace(8, 32, 8, 64, num_splits=33)
 
     def attend():
-        return decode_attention(q, keys, values, slots, lengths, scale=0.125, workspace=workspace)
+        return decode_attention(q, keys, values, regions, lengths, scale=0.125, workspace=workspace)
 
     first = attend()
     assert first.isfinite().all()

@@ -97,7 +97,7 @@ def test_a_step_uses_the_same_buffers_again(models):
         view.prepare(1)
         assert view.lengths.tolist() == [length + 1]
         assert view.new_offsets.tolist() == [length * model.config.head_dim]
-        addresses.add((view.lengths.data_ptr(), view.new_offsets.data_ptr(), view.slots.data_ptr()))
+        addresses.add((view.lengths.data_ptr(), view.new_offsets.data_ptr(), view.regions.data_ptr()))
         cache.advance(1)
     assert len(addresses) == 1
 

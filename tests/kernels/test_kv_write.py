@@ -38,15 +38,15 @@ def reference(x, norm, table, positions):
 def make_memory(layout, Hkv, D, T, dtype, device):
     """Memory of 8 NaN places or more, T of them as offsets in any order, the head stride, and a view [place, head]."""
     generator = torch.Generator().manual_seed(T)
-    num_places = {"contiguous": T + 3, "slotted": 3 * 8, "paged": 6 * 4}[layout]
+    num_places = {"contiguous": T + 3, "regions": 3 * 8, "paged": 6 * 4}[layout]
     places = torch.randperm(num_places, generator=generator)[:T].to(device)
     if layout == "contiguous":  # [Hkv, capacity, D]
         memory = torch.full((Hkv, num_places, D), NAN, dtype=dtype, device=device)
         return memory, places * D, num_places * D, lambda m: m.transpose(0, 1)[places]
-    if layout == "slotted":  # [slots, Hkv, capacity, D]
+    if layout == "contiguous":  # [regions, Hkv, capacity, D]
         memory = torch.full((3, Hkv, 8, D), NAN, dtype=dtype, device=device)
-        slot, place = places // 8, places % 8
-        return memory, (slot * Hkv * 8 + place) * D, 8 * D, lambda m: m[slot, :, place]
+        region, place = places // 8, places % 8
+        return memory, (region * Hkv * 8 + place) * D, 8 * D, lambda m: m[region, :, place]
     memory = torch.full((6, 4, Hkv, D), NAN, dtype=dtype, device=device)  # [blocks, block size, Hkv, D]
     return memory, places * Hkv * D, D, lambda m: m.flatten(0, 1)[places]
 
@@ -76,7 +76,7 @@ def check(randn, assert_near, *, T, Hq, Hkv, D, layout="contiguous", dtype=torch
     return out
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "slotted", "paged"])
+@pytest.mark.parametrize("layout", ["contiguous", "regions", "paged"])
 def test_every_layout_of_memory(randn, assert_near, num_launches, layout):
     check(randn, assert_near, T=5, Hq=4, Hkv=2, D=64, layout=layout)
     assert num_launches(kv_write_kernel) == num_launches() == 1
@@ -153,7 +153,7 @@ def test_the_result_goes_where_it_is_asked(randn):
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "slotted", "paged"])
+@pytest.mark.parametrize("layout", ["contiguous", "regions", "paged"])
 def test_without_a_gpu_the_ops_do_the_same(randn, monkeypatch, layout):
     qk = make_transform(randn, 16)
     q, k, v = randn(5, 8, 16).split((4, 2, 2), 1)

@@ -175,14 +175,14 @@ def test_scores_in_the_thousands(randn, assert_near, dtype):
 
 
 def test_the_same_bits_wherever_the_blocks_lie_and_as_from_contiguous_memory(randn):
-    """Looking a place up is no arithmetic; one slot is one block as large as the memory, with heads before tokens."""
+    """Looking a place up is no arithmetic; one region is one block as large as the memory, with heads before tokens."""
     length, D = 150, 16
     k, v, q = randn(length, 2, D), randn(length, 2, D), randn(1, 6, D)
     lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
     workspace = make_workspace(1, 6, 2, D, 3)
-    slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    slotted = [x.transpose(0, 1)[None].contiguous() for x in (k, v)]
-    expected = decode_attention(q, *slotted, slots, lengths, scale=0.25, workspace=workspace)
+    regions = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    contiguous = [x.transpose(0, 1)[None].contiguous() for x in (k, v)]
+    expected = decode_attention(q, *contiguous, regions, lengths, scale=0.25, workspace=workspace)
     for block_size, seed in [(1, 1), (16, 2), (16, 3), (40, 4), (200, 5)]:
         keys, tables, starts = into_blocks([k], block_size, seed=seed)
         values, _, _ = into_blocks([v], block_size, seed=seed)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.cache.slotted import SlottedKVCachePool
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
 from shared.engine.draw import Drawn
@@ -22,8 +22,8 @@ MAX_SEQ_LEN = 20
 LETTER = 70  # a token of text
 
 
-def pool(num_slots: int) -> SlottedKVCachePool:
-    return SlottedKVCachePool(SHAPE, num_slots, MAX_SEQ_LEN, torch.float32)
+def pool(num_regions: int) -> ContiguousKVCachePool:
+    return ContiguousKVCachePool(SHAPE, num_regions, MAX_SEQ_LEN, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def tokenizer(tiny_checkpoints: dict[str, Path]) -> Tokenizer:
     return Tokenizer.load(tiny_checkpoints["llama"])
 
 
-def static(tokenizer: Tokenizer, num_slots: int, **config: object) -> Scheduler:
-    return StaticScheduler(EngineConfig(batching_mode="static", **config), pool(num_slots), tokenizer, MAX_SEQ_LEN)
+def static(tokenizer: Tokenizer, num_regions: int, **config: object) -> Scheduler:
+    return StaticScheduler(EngineConfig(batching_mode="static", **config), pool(num_regions), tokenizer, MAX_SEQ_LEN)
 
 
 def add(scheduler: Scheduler, name: str, num_prompt_tokens: int = 3, max_new_tokens: int = 4) -> Request:
@@ -50,29 +50,29 @@ def step(scheduler: Scheduler) -> list[StepOutput]:
 # The pool.
 
 
-def test_slots_are_granted_until_there_are_none() -> None:
-    slots = pool(2)
-    assert slots.reserve("a", 5)
-    assert slots.reserve("b", 5)
-    before = slots.audit()
-    assert slots.reserve("c", 1) is False
-    assert slots.audit() == before, "a refusal changes nothing"
-    assert slots.free_tokens == 0
-    slots.release("a")
-    assert slots.reserve("c", 1) is True
-    assert sorted(slots.places(["b", "c"])[0].tolist()) == [0, 1], "each has one, and no two the same"
+def test_regions_are_granted_until_there_are_none() -> None:
+    regions = pool(2)
+    assert regions.reserve("a", 5)
+    assert regions.reserve("b", 5)
+    before = regions.audit()
+    assert regions.reserve("c", 1) is False
+    assert regions.audit() == before, "a refusal changes nothing"
+    assert regions.free_tokens == 0
+    regions.release("a")
+    assert regions.reserve("c", 1) is True
+    assert sorted(regions.places(["b", "c"])[0].tolist()) == [0, 1], "each has one, and no two the same"
 
 
-def test_a_request_keeps_its_slot_and_what_it_was_granted() -> None:
-    slots = pool(3)
-    assert slots.reserve("a", 7)
-    slots.advance("a", 6)
-    before = slots.audit()
-    assert slots.reserve("a", 2)
-    assert slots.audit() == before, "the same slot, and nothing taken back"
-    assert slots.reserve("a", 9)
-    slots.advance("a", 3)
-    assert slots.free_tokens == 2 * MAX_SEQ_LEN
+def test_a_request_keeps_its_region_and_what_it_was_granted() -> None:
+    regions = pool(3)
+    assert regions.reserve("a", 7)
+    regions.advance("a", 6)
+    before = regions.audit()
+    assert regions.reserve("a", 2)
+    assert regions.audit() == before, "the same region, and nothing taken back"
+    assert regions.reserve("a", 9)
+    regions.advance("a", 3)
+    assert regions.free_tokens == 2 * MAX_SEQ_LEN
 
 
 # The queue.
@@ -106,4 +106,4 @@ def test_a_request_is_granted_memory_for_its_longest_answer(
     scheduler = static(tokenizer, 1)
     add(scheduler, "a", 3, max_new_tokens)
     scheduler.schedule()
-    assert scheduler.pool.audit() == [f"Request a holds slot 0 with 0 tokens of {granted} granted."]
+    assert scheduler.pool.audit() == [f"Request a holds region 0 with 0 tokens of {granted} granted."]

@@ -23,7 +23,7 @@ PARTS = sorted(
     for path in (ROOT / "shared" / folder).glob("*.py")
     if path.name not in ("__init__.py", "config.py") or folder == "models"
 )
-BACKENDS = re.compile(r"\b(paged|contiguous|planned|slotted)", re.IGNORECASE)
+BACKENDS = re.compile(r"\b(paged|contiguous|planned|contiguous)", re.IGNORECASE)
 PROBES = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "delattr", "type", "vars", "dir"}
 TABLES = ("POOLS", "SUPPORTED")
 

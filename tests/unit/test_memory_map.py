@@ -1,4 +1,4 @@
-"""The map of the memory against the pool's own books, on real engines with slots and with few blocks."""
+"""The map of the memory against the pool's own books, on real engines with regions and with few blocks."""
 
 import json
 import re
@@ -84,13 +84,13 @@ def test_blocks_by_hand_through_a_preemption(folder: Path, phase: str) -> None:
 
 
 @pytest.mark.parametrize(("phase", "settings"), [("04", {}), ("05", {}), ("06", {"kv_cache_backend": "contiguous"})])
-def test_a_slot_is_one_large_block_and_mostly_empty(folder: Path, phase: str, settings: dict[str, str]) -> None:
+def test_a_region_is_one_large_block_and_mostly_empty(folder: Path, phase: str, settings: dict[str, str]) -> None:
     engine = make_engine(folder, phase, max_batch_size=3, **settings)
     add(engine, "a", 10, 4)
     add(engine, "b", 3, 4)
     engine.step()
     memory = seen(engine)
-    assert (memory.unit, memory.block_tokens, memory.num_blocks, memory.num_held) == ("slot", 32, 3, 2)
+    assert (memory.unit, memory.block_tokens, memory.num_blocks, memory.num_held) == ("region", 32, 3, 2)
     assert [(h.request_id, h.blocks, h.num_written) for h in memory.holdings] == [("a", (0,), 10), ("b", (1,), 3)]
     assert memory.written_share == 13 / 64
 

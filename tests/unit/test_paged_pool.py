@@ -208,7 +208,7 @@ def test_a_table_grows_by_the_blocks_that_are_missing_or_not_at_all() -> None:
 
 
 def test_many_short_sequences_fit_where_one_long_one_does() -> None:
-    """What a slot would waste: 64 tokens of memory hold 16 sequences of up to 4, or one of 64."""
+    """What a region would waste: 64 tokens of memory hold 16 sequences of up to 4, or one of 64."""
     pool = make_pool(16, 4, 16)
     assert [pool.reserve(str(n), 1 + n % 4) for n in range(16)] == [True] * 16
     assert not pool.reserve("0", 5)

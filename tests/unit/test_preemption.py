@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.cache.slotted import SlottedKVCachePool
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
@@ -321,11 +321,11 @@ SHAPE = parse_config(SHAPES["tiny-llama"])
 
 
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
-def test_slots_are_scheduled_as_without_preemption(tokenizer: Tokenizer, policy: str) -> None:
+def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, policy: str) -> None:
     config = EngineConfig(scheduler_policy=policy, max_decode_interval=2, max_num_batched_tokens=9)
     plans = []
     for scheduler_class in (ContinuousScheduler, PreemptiveScheduler):
-        pool = SlottedKVCachePool(SHAPE, 3, MAX_SEQ_LEN, torch.float32)
+        pool = ContiguousKVCachePool(SHAPE, 3, MAX_SEQ_LEN, torch.float32)
         scheduler = scheduler_class(config, pool, tokenizer, MAX_SEQ_LEN)
         for n in range(9):
             add(scheduler, str(n), 1 + 4 * n, max_new_tokens=1 + 7 * n % 5)

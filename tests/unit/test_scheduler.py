@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cache.slotted import SlottedKVCachePool
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import BATCHING_MODES, SCHEDULER_POLICIES, EngineConfig
 from shared.engine.draw import Drawn
@@ -36,9 +36,9 @@ def tokenizer(tiny_checkpoints: dict[str, Path]) -> Tokenizer:
     return Tokenizer.load(tiny_checkpoints["llama"])
 
 
-def make(tokenizer: Tokenizer, mode: str = "continuous", num_slots: int | None = None, **config: object) -> Scheduler:
+def make(tokenizer: Tokenizer, mode: str = "continuous", num_regions: int | None = None, **config: object) -> Scheduler:
     settings_ = EngineConfig(batching_mode=mode, **config)
-    pool = SlottedKVCachePool(SHAPE, num_slots or settings_.max_batch_size, MAX_SEQ_LEN, torch.float32)
+    pool = ContiguousKVCachePool(SHAPE, num_regions or settings_.max_batch_size, MAX_SEQ_LEN, torch.float32)
     return SCHEDULERS[mode](settings_, pool, tokenizer, MAX_SEQ_LEN)
 
 
@@ -120,22 +120,22 @@ def test_nobody_overtakes_a_request_that_does_not_fit(tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("mode", BATCHING_MODES)
-@pytest.mark.parametrize(("num_slots", "max_batch_size"), [(8, 2), (2, 8)])
+@pytest.mark.parametrize(("num_regions", "max_batch_size"), [(8, 2), (2, 8)])
 def test_places_and_memory_each_limit_how_many_run(
-    tokenizer: Tokenizer, mode: str, num_slots: int, max_batch_size: int
+    tokenizer: Tokenizer, mode: str, num_regions: int, max_batch_size: int
 ) -> None:
-    scheduler = make(tokenizer, mode, num_slots=num_slots, max_batch_size=max_batch_size)
+    scheduler = make(tokenizer, mode, num_regions=num_regions, max_batch_size=max_batch_size)
     for name in "abcde":
         scheduler.add(request(name))
     assert drawing(scheduler, 1) == ["ab|"]
     assert (len(scheduler.running), len(scheduler.waiting)) == (2, 3)
 
 
-class Tokens(SlottedKVCachePool):
+class Tokens(ContiguousKVCachePool):
     """Memory in which a request takes as many tokens as it was granted, of 20 for all."""
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
-        if request_id not in self.slots and num_tokens > 20 - sum(self.granted):
+        if request_id not in self.regions and num_tokens > 20 - sum(self.granted):
             return False
         return super().reserve(request_id, num_tokens)
 

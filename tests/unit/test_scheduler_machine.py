@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.cache.slotted import SlottedKVCachePool
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import BATCHING_MODES, SCHEDULER_POLICIES, EngineConfig
 from shared.engine.draw import Drawn
@@ -36,19 +36,19 @@ class Machine(RuleBasedStateMachine):
         mode=st.sampled_from(BATCHING_MODES),
         policy=st.sampled_from(SCHEDULER_POLICIES),
         interval=st.integers(1, 4),
-        slots=st.integers(1, 4),
+        regions=st.integers(1, 4),
         budget=st.integers(1, 40),
     )
-    def begin(self, mode: str, policy: str, interval: int, slots: int, budget: int) -> None:
+    def begin(self, mode: str, policy: str, interval: int, regions: int, budget: int) -> None:
         sharing = {"scheduler_policy": policy, "max_decode_interval": interval} if mode == "continuous" else {}
         config = EngineConfig(
             batching_mode=mode,
-            max_batch_size=slots,
+            max_batch_size=regions,
             max_num_batched_tokens=budget,
             max_waiting_requests=5,
             **sharing,
         )
-        self.pool = SlottedKVCachePool(SHAPE, slots, MAX_SEQ_LEN, torch.float32)
+        self.pool = ContiguousKVCachePool(SHAPE, regions, MAX_SEQ_LEN, torch.float32)
         made: type[Scheduler] = {"static": StaticScheduler, "continuous": ContinuousScheduler}[mode]
         self.scheduler = made(config, self.pool, self.tokenizer, MAX_SEQ_LEN)
         self.interval = interval if mode == "continuous" else 1
@@ -146,12 +146,12 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         running = self.scheduler.running
-        assert set(self.pool.slots) == set(running)
+        assert set(self.pool.regions) == set(running)
         assert len(self.pool.audit()) == len(running), self.pool.audit()
         assert {n: self.pool.length(n) for n in running} == {n: r.num_computed_tokens for n, r in running.items()}
         load = EngineLoad.of(self.scheduler)
         assert (load.num_running, load.num_waiting) == (len(running), len(self.scheduler.waiting))
-        assert load.kv_usage == pytest.approx(len(running) / self.pool.num_slots)
+        assert load.kv_usage == pytest.approx(len(running) / self.pool.num_regions)
 
     @invariant()
     def prompts_were_run_in_the_order_they_came(self) -> None:

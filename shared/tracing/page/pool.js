@@ -8,7 +8,7 @@ const PoolPicture = (() => {
   const MOST_SQUARES = 1024;
   const MOST_LISTED = 24;
   const [LEAST, LARGEST, NAMED] = [6, 84, 20]; // pixels of a square; from NAMED on it carries a name
-  const [BAR, MOST_BARS] = [44, 16]; // of a slot: its height, and how many stand in one column
+  const [BAR, MOST_BARS] = [44, 16]; // of a region: its height, and how many stand in one column
   const STATES = {
     prefill: "prompt just computed",
     decode: "decoding",
@@ -140,7 +140,7 @@ const PoolPicture = (() => {
 
     arrange() {
       const number = this.squares.length;
-      if (this.unit === "slot" && this.each === 1) {
+      if (this.unit === "region" && this.each === 1) {
         this.columns = Math.ceil(number / MOST_BARS);
         this.cell = [this.width / this.columns, Math.min(BAR, Math.max(14, this.height() / Math.ceil(number / this.columns)))];
         return;
@@ -234,8 +234,8 @@ const PoolPicture = (() => {
       this.frame.setAttribute("aria-label", `${this.label}: ${what}${more}; arrow keys go through the squares, the list below has the same`);
       this.note.textContent = [
         this.each > 1 && `A square stands for ${this.each} ${this.unit}s and is divided among their holders.`,
-        this.unit === "slot"
-          ? `A slot has room for the longest request there may be, ${some(size, "token")}.`
+        this.unit === "region"
+          ? `A region has room for the longest request there may be, ${some(size, "token")}.`
           : `A block has room for ${some(size, "token")}.`,
       ].filter(Boolean).join(" ");
     }
@@ -308,7 +308,7 @@ const PoolPicture = (() => {
       const { block_tokens: size } = this.memory;
       const { name } = this.cast.get(holding.request_id);
       const id = name === holding.request_id ? "" : ` (${holding.request_id})`;
-      const where = this.unit === "slot" ? "" : `, place ${place} of its block table, tokens ${place * size} to ${(place + 1) * size - 1}`;
+      const where = this.unit === "region" ? "" : `, place ${place} of its block table, tokens ${place * size} to ${(place + 1) * size - 1}`;
       return `request ${name}${id}${where}; ${tokens} of ${size} written. The request: ${this.amount(holding)}.`;
     }
   };

@@ -37,14 +37,14 @@ POISON = "\x01"
 
 @dataclass
 class EchoPool:
-    """A slot of LIMIT tokens for each request."""
+    """A region of LIMIT tokens for each request."""
 
     held: list[str] = field(default_factory=list)
     request_capacity = LIMIT
     capacity_tokens = 4 * LIMIT
 
     def holdings(self) -> tuple[int, dict[str, list[int]]]:
-        return LIMIT, {request_id: [slot] for slot, request_id in enumerate(self.held)}
+        return LIMIT, {request_id: [region] for region, request_id in enumerate(self.held)}
 
     def length(self, request_id: str) -> int:
         return 1

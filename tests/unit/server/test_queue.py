@@ -74,7 +74,7 @@ def test_requests_are_bounded_even_while_a_step_runs(folder: Path) -> None:
     ],
     ids=["completion", "chat", "chat stream"],
 )
-def test_a_client_that_leaves_frees_its_slot_within_two_steps(path: str, body: dict[str, Any], folder: Path) -> None:
+def test_a_client_that_leaves_frees_its_region_within_two_steps(path: str, body: dict[str, Any], folder: Path) -> None:
     engine = EchoEngine(folder)
     engine.step_seconds = 0.05
     with serving(engine) as running:

@@ -87,7 +87,7 @@ def test_the_memory_between_two_steps(folder: Path) -> None:
     engine = EchoEngine(folder, max_batch_size=2)
     with serving(engine) as running, running.client() as client, contextlib.ExitStack() as open_streams:
         nothing = client.get("/debug/memory").json()
-        assert (nothing["unit"], nothing["num_blocks"], nothing["num_free"]) == ("slot", 4, 4)
+        assert (nothing["unit"], nothing["num_blocks"], nothing["num_free"]) == ("region", 4, 4)
         assert (nothing["holdings"], nothing["written_share"]) == ([], None)
         engine.step_seconds = 0.05
         for _ in range(3):

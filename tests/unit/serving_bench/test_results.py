@@ -131,7 +131,7 @@ def test_saturated_throughput_ends_with_the_last_step_that_left_any_waiting() ->
     assert saturated_tokens_per_second(never) == 2 / 2
 
 
-def test_slots_and_ratios() -> None:
+def test_regions_and_ratios() -> None:
     assert slot_utilisation([step(0, 1, prefilled=["0"], decoded=("1", "2")), step(1, 2, decoded=("1",))], 4) == 0.5
     assert ratio(3.0, 2.0) == 1.5
     assert ratio(None, 2.0) is ratio(3.0, None) is ratio(3.0, 0.0) is None

@@ -95,11 +95,11 @@ def test_the_sizes_are_those_of_the_course() -> None:
 
 
 @pytest.mark.parametrize("size", [FULL, LARGE, DEMO])
-def test_the_memory_of_capacity_divides_into_slots_and_blocks_and_leaves_a_queue(size: ServingSize) -> None:
+def test_the_memory_of_capacity_divides_into_regions_and_blocks_and_leaves_a_queue(size: ServingSize) -> None:
     check_sizes(size)
     num_tight = size.capacity_tokens // size.capacity.longest
     num_wide = size.wide_slots[0]
-    # The slots' widths are to each other as 4,096 to 1,280, whatever the scale.
+    # The regions' widths are to each other as 4,096 to 1,280, whatever the scale.
     assert num_tight / num_wide == pytest.approx(4096 / 1280)
     mean = np.mean(size.capacity.prompt_tokens) + np.mean(size.capacity.new_tokens)
     fit = size.capacity_tokens / (mean + BLOCK_SIZE / 2)
@@ -110,5 +110,5 @@ def test_the_memory_of_capacity_divides_into_slots_and_blocks_and_leaves_a_queue
 
 @pytest.mark.parametrize("wide", [(5, 250), (3, 256), (0, 256), (16, 64)])
 def test_a_memory_that_does_not_divide_is_refused(wide: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=f"{wide[0]} slots of {wide[1]} tokens"):
+    with pytest.raises(ConfigError, match=f"{wide[0]} regions of {wide[1]} tokens"):
         check_sizes(replace(DEMO, wide_slots=wide))

@@ -26,7 +26,7 @@ def test_static_batching_by_hand(folder: Path, phase: str) -> None:
     assert trace.runs(trace.requests[2]) == [(Q, 0, 3), (P, 3, 4), (D, 4, 5)]
     assert [cell.num_tokens for cell in trace.cells(trace.requests[2])] == [0, 0, 0, 4, 1]
     assert trace.totals.num_steps == 5
-    assert trace.totals.slot_utilisation == (2 + 1 + 1 + 1 + 1) / (5 * 2)
+    assert trace.totals.batch_utilisation == (2 + 1 + 1 + 1 + 1) / (5 * 2)
     assert trace.totals.mean_queue_steps == (0 + 0 + 3) / 3
     assert trace.totals.longest_queue_steps == 3
     assert trace.totals.num_tokens == 6
@@ -37,7 +37,7 @@ def test_continuous_batching_by_hand(folder: Path) -> None:
     trace = recorded(make_engine(folder, max_batch_size=2), arrivals(3, 1, 2))
     assert kinds(trace) == {"a": [P, D, D], "b": [P], "c": [Q, P, D]}
     assert trace.totals.num_steps == 3
-    assert trace.totals.slot_utilisation == 1.0
+    assert trace.totals.batch_utilisation == 1.0
     assert trace.totals.mean_queue_steps == 1 / 3
     assert {lane.name: [lane.value(step) for step in trace.steps] for lane in LANES} == {
         "served": [2, 2, 2],
@@ -113,7 +113,7 @@ def test_steps_without_work_pass_time_and_count_for_nothing(folder: Path) -> Non
     trace = recorded(make_engine(folder, max_batch_size=1), arrivals(2, 1, steps=(0, 5)))
     assert kinds(trace) == {"a": [P, D], "b": [P]}
     assert [step.has_work for step in trace.steps] == [True, True, False, False, False, True]
-    assert (trace.totals.num_steps, trace.totals.slot_utilisation) == (3, 1.0)
+    assert (trace.totals.num_steps, trace.totals.batch_utilisation) == (3, 1.0)
 
 
 def test_steps_count_from_the_beginning_of_the_recording(folder: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_request_that_fails_and_those_beside_it(folder: Path, monkeypatch: pyt
     failed = trace.requests[1]
     assert (failed.outcome, failed.finish_reason, failed.tokens, failed.end_step) == (Outcome.FAILED, "error", (), 1)
     assert failed.error is not None
-    assert trace.totals.slot_utilisation == (3 + 2) / (2 * 3)
+    assert trace.totals.batch_utilisation == (3 + 2) / (2 * 3)
     (event,) = [
         event for event in chrome_trace([trace])["traceEvents"] if event["name"] == "failed" and event["ph"] == "X"
     ]

@@ -61,7 +61,7 @@ def test_the_tables_hold_what_the_timeline_shows(traces: list[Trace]) -> None:
     assert steps[3][2:7] == ["–", "c (4)", "–", "–", "1"]
     totals = {row[0]: row[1:] for row in table(html, "Totals")}
     assert totals["steps"] == ["9", "7"]
-    assert totals["slot utilisation"] == [f"{10 / 18:.1%}", f"{10 / 14:.1%}"]
+    assert totals["batch utilisation"] == [f"{10 / 18:.1%}", f"{10 / 14:.1%}"]
     assert totals["mean queue wait"] == ["0.5 steps", "0.0 steps"]
     assert totals["longest queue wait"] == ["2 steps", "0 steps"]
     assert totals["generated tokens"] == ["10", "10"]

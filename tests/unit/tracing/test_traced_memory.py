@@ -51,9 +51,9 @@ def test_the_page_can_give_back_the_memory_after_any_step(crowded: Trace) -> Non
     assert [request["preemptions"] for request in data["requests"]] == [[], [7]]
 
 
-def test_a_slot_is_held_from_the_first_token_to_the_last(traces: list[Trace]) -> None:
+def test_a_region_is_held_from_the_first_token_to_the_last(traces: list[Trace]) -> None:
     memory = embedded(page(traces[:1], "x"))["traces"][0]["memory"]
-    assert (memory["unit"], memory["block_tokens"], memory["num_blocks"]) == ("slot", 128, 2)
+    assert (memory["unit"], memory["block_tokens"], memory["num_blocks"]) == ("region", 128, 2)
     assert [told["blocks"] for told in memory["holdings"]] == [[[0, 0, 2]], [], [[0, 3, 6]], [[0, 9, 10]]]
     assert memory["holdings"][0]["written"] == [2, 3, 0]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shared.cache.contiguous import ContiguousCache, ContiguousView
-from shared.cache.slotted import SlottedKVCachePool
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.request import Request
@@ -34,14 +34,16 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlottedKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
+        self.pool = ContiguousKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
         self.granted: dict[str, int] = {}
         self.lengths: dict[str, int] = {}
 
     @rule(request_id=IDS, tokens=TOKENS)
     def reserve(self, request_id: str, tokens: int) -> None:
         if not 0 <= tokens <= CAPACITY:
-            with pytest.raises(CapacityError, match=f"Request {request_id} asks for {tokens} tokens and a slot has 10"):
+            with pytest.raises(
+                CapacityError, match=f"Request {request_id} asks for {tokens} tokens and a region has 10"
+            ):
                 self.pool.reserve(request_id, tokens)
             return
         fits = request_id in self.granted or len(self.granted) < SLOTS
@@ -81,11 +83,11 @@ class Pool(RuleBasedStateMachine):
         assert {name: pool.length(name) for name in "abcde"} == {name: self.lengths.get(name, 0) for name in "abcde"}
         assert pool.used_tokens == sum(self.lengths.values())
         assert pool.free_tokens == (SLOTS - len(self.granted)) * CAPACITY
-        assert len(pool.audit()) == len(self.granted), "each that holds a slot, and nothing else, is reported"
-        assert all(f"Request {name} holds slot" in " ".join(pool.audit()) for name in self.granted)
+        assert len(pool.audit()) == len(self.granted), "each that holds a region, and nothing else, is reported"
+        assert all(f"Request {name} holds region" in " ".join(pool.audit()) for name in self.granted)
         if self.granted:
-            slots, lengths, granted = pool.places(list(self.granted))
-            assert len(set(slots.tolist())) == len(self.granted)
+            regions, lengths, granted = pool.places(list(self.granted))
+            assert len(set(regions.tolist())) == len(self.granted)
             assert lengths.tolist() == [self.lengths[name] for name in self.granted]
             assert granted.tolist() == list(self.granted.values())
 
@@ -97,25 +99,25 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda pool: pool.free_slots.append(0), r"Of slots 0 to 2 these are held or free: \[0, 0, 1, 2\]"),
-        (lambda pool: pool.free_slots.pop(), r"these are held or free: \[0, 2\]"),
-        (lambda pool: pool.lengths.__setitem__(2, 4), r"Slot 2 is free and has length 4 of 0 granted"),
-        (lambda pool: pool.lengths.__setitem__(0, 9), r"Slot 0 holds 9 tokens and 5 were granted"),
-        (lambda pool: setattr(pool, "used_tokens", 1), r"The slots hold 0 tokens and 1 are counted"),
+        (lambda pool: pool.free_regions.append(0), r"Of regions 0 to 2 these are held or free: \[0, 0, 1, 2\]"),
+        (lambda pool: pool.free_regions.pop(), r"these are held or free: \[0, 2\]"),
+        (lambda pool: pool.lengths.__setitem__(2, 4), r"Region 2 is free and has length 4 of 0 granted"),
+        (lambda pool: pool.lengths.__setitem__(0, 9), r"Region 0 holds 9 tokens and 5 were granted"),
+        (lambda pool: setattr(pool, "used_tokens", 1), r"The regions hold 0 tokens and 1 are counted"),
     ],
 )
 def test_the_audit_finds_damage(damage, message: str) -> None:
-    pool = SlottedKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
+    pool = ContiguousKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
     assert pool.audit() == []
     pool.reserve("a", 5)
     damage(pool)
     assert any(re.search(message, line) for line in pool.audit())
 
 
-@pytest.mark.parametrize(("slots", "capacity"), [(0, 5), (5, 0)])
-def test_a_pool_needs_a_place(slots: int, capacity: int) -> None:
+@pytest.mark.parametrize(("regions", "capacity"), [(0, 5), (5, 0)])
+def test_a_pool_needs_a_place(regions: int, capacity: int) -> None:
     with pytest.raises(ConfigError, match="at least 1 of 1"):
-        SlottedKVCachePool(CONFIG, slots, capacity, torch.float32)
+        ContiguousKVCachePool(CONFIG, regions, capacity, torch.float32)
 
 
 def batch(lengths: dict[str, int], num_new: dict[str, int]) -> Batch:
@@ -143,7 +145,7 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
     """To the last bit: on a CPU a sequence's attention does not know who else is in the step."""
     model = load_model(model_folder)
     shape, generator = model.config, torch.Generator().manual_seed(0)
-    pool = SlottedKVCachePool(shape, 4, 32, torch.float32)
+    pool = ContiguousKVCachePool(shape, 4, 32, torch.float32)
     pool.keys.fill_(torch.nan)
     pool.values.fill_(torch.nan)
     view = pool.view(shape.num_heads, backend)
@@ -181,7 +183,7 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:
     """A forward that failed is run again from the same places."""
-    pool = SlottedKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
+    pool = ContiguousKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
     view = pool.view(CONFIG.num_heads)
     pool.reserve("a", 10)
     pool.reserve("b", 10)
@@ -194,17 +196,17 @@ def test_a_step_that_is_not_counted_is_forgotten() -> None:
     view.prepare(both)
     assert torch.equal(view.rows, rows)
     assert pool.audit() == [
-        "Request a holds slot 0 with 3 tokens of 10 granted.",
-        "Request b holds slot 1 with 0 tokens of 10 granted.",
+        "Request a holds region 0 with 3 tokens of 10 granted.",
+        "Request b holds region 1 with 0 tokens of 10 granted.",
     ]
 
 
 def test_the_view_writes_nothing_that_was_not_granted() -> None:
-    pool = SlottedKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
+    pool = ContiguousKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
     view = pool.view(CONFIG.num_heads)
     pool.reserve("a", 4)
     view.prepare(batch({"a": 0}, {"a": 4}))
     with pytest.raises(CapacityError, match=r"would fill \[5\] tokens of \[4\] that were granted"):
         view.prepare(batch({"a": 0}, {"a": 5}))
-    with pytest.raises(CapacityError, match="Request b holds no slot"):
+    with pytest.raises(CapacityError, match="Request b holds no region"):
         view.prepare(batch({"b": 0}, {"b": 1}))

@@ -1,4 +1,4 @@
-"""Slots behind kernels: what a plain cache for each sequence gives, by one write and one read for all of them."""
+"""Regions behind kernels: what a plain cache for each sequence gives, by one write and one read for all of them."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.cache.contiguous import ContiguousCache, ContiguousView
-from shared.cache.slotted import SlottedKVCachePool
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.engine.staging import Staging
@@ -23,7 +23,7 @@ from shared.sampling.params import SamplingParams
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LAYERS = {"llama": (0, 2), "qwen3": (1, 2), "gemma3_text": (4, 5)}  # Gemma's: the last with a window, the first without
 CAPACITY = 40
-STEPS = [  # past tiny-gemma3's window of 16; b leaves, and d gets its slot
+STEPS = [  # past tiny-gemma3's window of 16; b leaves, and d gets its region
     {"a": 17, "b": 3, "c": 1},
     {"a": 1, "b": 1, "c": 1},
     {"c": 1, "a": 1},
@@ -55,8 +55,8 @@ def token_ids(name):
     return [(ord(name) * 31 + 113 * n) % 512 for n in range(CAPACITY)]
 
 
-def make_pool(config, dtype=torch.float32, slots=3):
-    pool = SlottedKVCachePool(config, slots, CAPACITY, dtype, DEVICE)
+def make_pool(config, dtype=torch.float32, regions=3):
+    pool = ContiguousKVCachePool(config, regions, CAPACITY, dtype, DEVICE)
     pool.keys.fill_(float("nan"))
     pool.values.fill_(float("nan"))
     return pool
@@ -122,10 +122,10 @@ def test_the_same_number_of_sequences_uses_the_same_addresses(tiny_checkpoints):
     for _ in range(3):
         tokens, _ = view.prepare(batch(lengths, {"a": 1, "b": 1}))
         assert view.lengths.tolist() == [length + 1 for length in lengths.values()]
-        assert view.slots.tolist() == [0, 1]
+        assert view.regions.tolist() == [0, 1]
         starts.append(view.offsets.tolist())
         if not INTERPRETED:  # on a CPU each plan is numpy's own memory
-            addresses.add(tuple(t.data_ptr() for t in (tokens.ids, view.offsets, view.slots, view.lengths)))
+            addresses.add(tuple(t.data_ptr() for t in (tokens.ids, view.offsets, view.regions, view.lengths)))
         for name in lengths:
             pool.advance(name, 1)
             lengths[name] += 1
