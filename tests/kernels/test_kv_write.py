@@ -43,7 +43,7 @@ def make_memory(layout, Hkv, D, T, dtype, device):
     if layout == "contiguous":  # [Hkv, capacity, D]
         memory = torch.full((Hkv, num_places, D), NAN, dtype=dtype, device=device)
         return memory, places * D, num_places * D, lambda m: m.transpose(0, 1)[places]
-    if layout == "contiguous":  # [regions, Hkv, capacity, D]
+    if layout == "regions":  # [regions, Hkv, capacity, D]
         memory = torch.full((3, Hkv, 8, D), NAN, dtype=dtype, device=device)
         region, place = places // 8, places % 8
         return memory, (region * Hkv * 8 + place) * D, 8 * D, lambda m: m[region, :, place]
