@@ -49,7 +49,7 @@ def run(
     params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
     token_ids: list[int] = []
     times: list[float] = []
-    computed = engine.num_tokens_computed
+    computed = engine.stats()["tokens computed"]
     start = time.perf_counter()
     with closing(engine.generate(prompt_ids, params)) as outputs:
         for output in outputs:  # an id is known on the host, so a GPU has finished the step
@@ -57,7 +57,7 @@ def run(
             token_ids.append(output.token_id)
             if max_seconds is not None and len(times) > (min_decoded or 0) and times[-1] - times[0] >= max_seconds:
                 break
-    return Run(token_ids, times, engine.num_tokens_computed - computed)
+    return Run(token_ids, times, engine.stats()["tokens computed"] - computed)
 
 
 def rotated(items: Sequence[str], turn: int) -> list[str]:

@@ -133,7 +133,8 @@ def planned_call(
     grid = tiling.grid(shape.num_kv_heads, device)
     whole = -(-max(shape.lengths) // grid.unit) * grid.unit
     plan = plan_decode(shape.lengths, grid, chunk_size=None if is_split else whole)
-    sent = DevicePlan.of(plan, Staging(device).send(plan.arrays()))
+    arrays = {str(n): array for n, array in enumerate(plan.arrays())}
+    sent = DevicePlan.of(plan, list(Staging.for_arrays(device, arrays).send(arrays).values()))
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     workspace = PlannedWorkspace.of(plan.num_states, shape.num_sequences, *heads, device)
 

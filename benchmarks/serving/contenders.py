@@ -52,10 +52,10 @@ class Server:
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> tuple[ServedRun, dict[str, Any]]:
         """Serve a trace; the run, and what it says, with the memory and the tokens that were computed."""
-        before = self.engine.num_tokens_computed
+        before = self.engine.stats()["tokens computed"]
         run = self.serve(trace, max_seconds)
         found = figures(run, self.max_batch_size, self.config.max_decode_interval)
-        computed = self.engine.num_tokens_computed - before
+        computed = self.engine.stats()["tokens computed"] - before
         return run, {"title": self.title} | found | {"tokens_computed": computed} | self.memory
 
 
@@ -156,9 +156,6 @@ def warm_up_trace(max_batch_size: int, max_seq_len: int, is_gpu: bool) -> Trace:
 
 def _kv_bytes(engine: Any) -> int:
     """Of keys and values, whatever they are kept in; phase 2 keeps none."""
-    for holder in ("pool", "cache"):
-        if hasattr(engine, holder):
-            return int(getattr(engine, holder).num_bytes)
     if isinstance(engine, PaddedEngine):
         return engine.view.keys.nbytes + engine.view.values.nbytes
-    return 0
+    return int(engine.stats().get("cache bytes", 0))

@@ -23,10 +23,8 @@ class Servable(Protocol):
     """What the loop needs of an engine."""
 
     last_step: StepRecord | None
-    num_forwards: int
 
-    @property
-    def num_tokens_computed(self) -> int: ...
+    def stats(self) -> dict[str, int]: ...
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
 
@@ -43,7 +41,7 @@ def drive(engine: Servable, trace: Trace, max_seconds: float | None = None) -> S
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     steps: list[TimedStep] = []
     open_ids: set[int] = set()
-    forwards = engine.num_forwards
+    forwards = engine.stats()["forward passes"]
     start = time.perf_counter()
     freed: deque[float] = deque()  # when the places that are free in a closed loop became so
     if trace.concurrency is not None:
@@ -100,7 +98,7 @@ def drive(engine: Servable, trace: Trace, max_seconds: float | None = None) -> S
             break
     for n in open_ids:
         engine.abort(str(n))
-    return ServedRun(served, steps, engine.num_forwards - forwards, is_cut=bool(open_ids or waiting))
+    return ServedRun(served, steps, engine.stats()["forward passes"] - forwards, is_cut=bool(open_ids or waiting))
 
 
 class OneAtATime:
@@ -117,9 +115,8 @@ class OneAtATime:
         self.num_forwards = 0
         self.num_steps = 0
 
-    @property
-    def num_tokens_computed(self) -> int:
-        return int(self.engine.num_tokens_computed)
+    def stats(self) -> dict[str, int]:
+        return {**self.engine.stats(), "forward passes": self.num_forwards}
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Put a request at the end of the queue."""

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from shared.engine.config import EngineConfig
-from shared.engine.draw import Drawing
 from shared.engine.output import OutputStream, StepOutput
 from shared.engine.prompt import check_prompt
 from shared.engine.record import StepRecord
 from shared.engine.request import Request
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.errors import ConfigError, RequestError
 from shared.kernels.kv_write import kv_write
 from shared.loading.loader import load_model
@@ -109,7 +109,7 @@ class PaddedEngine:
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         self.view = PaddedView(self.model, config.max_batch_size, self.max_seq_len)
-        self.drawing = Drawing(self.model.device)
+        self.sampler = Sampler(self.model.device, config.max_batch_size)
         self.waiting: deque[Request] = deque()
         self.rows: list[Request] = []  # of the batch under way, those that have ended too
         self.streams: dict[str, OutputStream] = {}  # of those that have not
@@ -136,12 +136,12 @@ class PaddedEngine:
             self._begin()
         requests = [request for request in self.rows if request.request_id in self.streams]
         logits = self._prefill() if is_prefill else self._decode()
-        drawn = self.drawing.draw(logits, [request.sampling_row() for request in self.rows])
-        outputs = [
-            self.streams[request.request_id].push(token_id)
-            for request, token_id in zip(self.rows, drawn.token_ids, strict=True)
-            if request.request_id in self.streams
-        ]
+        draws = self.sampler.sample(logits, [request.sampling_row() for request in self.rows])
+        outputs = []
+        for request, token_id in zip(self.rows, SamplerOutput([draws]).wait().token_ids, strict=True):
+            if request.request_id in self.streams:
+                request.append(token_id)
+                outputs.append(self.streams[request.request_id].push(token_id))
         finished = tuple(output.request_id for output in outputs if output.finish_reason is not None)
         for request_id in finished:
             del self.streams[request_id]
@@ -168,6 +168,9 @@ class PaddedEngine:
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.streams)
+
+    def stats(self) -> dict[str, int]:
+        return {"tokens computed": self.num_tokens_computed, "forward passes": self.num_forwards}
 
     def _begin(self) -> None:
         """Take the first of the queue as long as the longest prompt and the longest answer of all fit."""

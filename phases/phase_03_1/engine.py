@@ -66,8 +66,9 @@ class Engine:
 
         logits = self.prefill(request)
         while True:
-            token_id = sample(logits, SamplingBatch.of([request.sampling_row()], device=logits.device))
-            output = stream.push(int(token_id))
+            token_id = int(sample(logits, SamplingBatch.of([request.sampling_row()], device=logits.device)))
+            request.append(token_id)
+            output = stream.push(token_id)
             yield output
             if output.finish_reason is not None:
                 return

@@ -182,8 +182,8 @@ def test_a_closed_batch_runs_to_its_end(tiny_checkpoints: dict[str, Path]) -> No
         (3, 0, 1),
         (4, 0, 0),
     ]
-    assert engine.num_forwards == 5
-    assert engine.num_tokens_computed == 10 + 2 + 1 + 1 + 5, "no token is computed twice, and none is padding"
+    assert engine.runner.num_forwards == 5
+    assert engine.runner.num_tokens_computed == 10 + 2 + 1 + 1 + 5, "no token is computed twice, and none is padding"
 
 
 def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:

@@ -40,9 +40,9 @@ def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
     engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8))
     params = SamplingParams(**GREEDY, max_new_tokens=16)
     benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
-    before = engine.num_tokens_computed
+    before = engine.runner.num_tokens_computed
     list(engine.generate([7] * 32, params))
-    assert engine.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
+    assert engine.runner.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
 
 
 @pytest.mark.benchmark(group="8 requests, 16 tokens after 32, tiny model")
@@ -65,10 +65,10 @@ def test_a_batch_of_eight_takes_an_eighth_of_the_forward_passes(tiny_checkpoints
     computed: dict[str, list[int]] = {"batch": [], "one by one": []}
     for _ in range(5):
         for name, work in (("batch", serve), ("one by one", one_by_one)):
-            before = engine.num_forwards, engine.num_tokens_computed
+            before = engine.runner.num_forwards, engine.runner.num_tokens_computed
             seconds[name].append(work(engine, prompts, 16))
-            forwards[name].append(engine.num_forwards - before[0])
-            computed[name].append(engine.num_tokens_computed - before[1])
+            forwards[name].append(engine.runner.num_forwards - before[0])
+            computed[name].append(engine.runner.num_tokens_computed - before[1])
     assert forwards["batch"] == [16] * 5, "one for the prompts, and one for each further token of all eight"
     assert forwards["one by one"] == [8 * 16] * 5
     assert computed["batch"] == computed["one by one"] == [8 * (32 + 15)] * 5, "the same tokens, none twice, no padding"

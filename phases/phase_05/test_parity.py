@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from shared.engine.draw import Drawn
 
 from phases.phase_02.engine import Engine as Plain
 from phases.phase_03_1.engine import Engine as Single
 from phases.phase_04.engine import Engine as Static
 from phases.phase_05.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
-from shared.engine.draw import Drawn
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
@@ -148,7 +148,7 @@ def test_what_a_policy_is_for(
     for _ in range(10):
         engine.add_request([7] * 50, SamplingParams(**GREEDY, max_new_tokens=60))
     last_token, waits, prefilled, number = dict.fromkeys(early, 0), [0], 0, 0
-    forwards = engine.num_forwards
+    forwards = engine.runner.num_forwards
     while prefilled < 10:
         number += 1
         engine.step()
@@ -160,7 +160,7 @@ def test_what_a_policy_is_for(
                 last_token[name] = number
     assert number == steps_to_last_prompt
     assert max([*waits, *(number - step for step in last_token.values())]) == longest_wait
-    decode_forwards = engine.num_forwards - forwards - number
+    decode_forwards = engine.runner.num_forwards - forwards - number
     assert decode_forwards == {"fcfs": 5, "prefill_first": 1, "decode_round_robin": 10}[policy]
 
 

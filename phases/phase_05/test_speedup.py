@@ -39,7 +39,7 @@ class Served:
 
 def serve(engine: Any, prompts: list[list[int]], answers: list[int]) -> Served:
     started = time.perf_counter()
-    before = engine.num_forwards, engine.num_tokens_computed
+    before = engine.runner.num_forwards, engine.runner.num_tokens_computed
     for prompt, n in zip(prompts, answers, strict=True):
         engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=n))
     steps = used = 0
@@ -52,8 +52,8 @@ def serve(engine: Any, prompts: list[list[int]], answers: list[int]) -> Served:
     return Served(
         time.perf_counter() - started,
         steps,
-        engine.num_forwards - before[0],
-        engine.num_tokens_computed - before[1],
+        engine.runner.num_forwards - before[0],
+        engine.runner.num_tokens_computed - before[1],
         used,
         waits,
     )
@@ -68,9 +68,9 @@ def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
     engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8))
     params = SamplingParams(**GREEDY, max_new_tokens=16)
     benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
-    before = engine.num_tokens_computed
+    before = engine.runner.num_tokens_computed
     list(engine.generate([7] * 32, params))
-    assert engine.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
+    assert engine.runner.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
 
 
 @pytest.mark.benchmark(group="48 requests of 2 to 40 tokens, 8 places, tiny model")

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.contiguous_pool_view import contiguous_memory
+from shared.cache.paged_memory import paged_memory
+from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
-from shared.engine.draw import Drawing
-from shared.engine.isolation import run_isolated
 from shared.engine.output import StepOutput
+from shared.engine.output_processor import OutputProcessor
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request
+from shared.engine.runner import Runner
+from shared.engine.sampler import SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model
@@ -25,6 +26,7 @@ from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
 from shared.scheduling.preemption import PreemptiveScheduler
+from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
@@ -50,7 +52,7 @@ SUPPORTED = {
     "block_size",
     "num_gpu_blocks",
 }
-POOLS: dict[str, type[CachePoolProtocol]] = {"contiguous": ContiguousKVCachePool, "paged": PagedKVCachePool}
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": paged_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PreemptiveScheduler}
 
 
@@ -68,17 +70,15 @@ class Engine:
             fuse(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        self.pool = POOLS[config.kv_cache_backend or "paged"].for_engine(config, self.model, self.max_seq_len)
-        self.view = self.pool.view(self.model.config.num_heads, config.attention_backend)
+        make_memory = MEMORY[config.kv_cache_backend or "paged"]
+        self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.tokenizer, self.max_seq_len)
-        self.drawing = Drawing(self.model.device)
+        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        self.runner = Runner(self.model, self.view, self.pool.max_sequences)
+        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
         self.seeds = random.Random(config.seed)
         self.request_ids = itertools.count()
-        self.outputs: list[StepOutput] = []  # committed, and not yet returned by the step that is under way
-        self.answers: dict[str, deque[StepOutput]] = {}  # of `generate`, what nobody has asked for yet
-        self.num_tokens_computed = 0
-        self.num_forwards = 0
+        self.answers: dict[str, deque[StepOutput]] = {}  # of `generate`, what was not asked for yet
         self.last_step: StepRecord | None = None
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
@@ -89,41 +89,43 @@ class Engine:
             request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
         self.scheduler.check(request_id, len(prompt_ids), params)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        self.scheduler.add(Request(request_id, prompt_ids, params, seed))
+        request = Request(request_id, prompt_ids, params, seed)
+        self.scheduler.add(request)
+        self.output_processor.add(request)
         return request_id
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One iteration: plan, run the new prompts, run one token of each decoding request.
+        """One iteration: schedule, run the new prompts, run one token of each decoding request.
 
         A step that is interrupted, or raises, can be made again: the next one also returns what it had committed.
         """
+        self.scheduler.drop_in_flight()
         schedule = self.scheduler.schedule()
-        parts = [  # both forwards are on their way before a token of the first is waited for
-            *run_isolated(self.prefill, self.drawing.draw, schedule.prefill),
-            *run_isolated(self.decode, self.drawing.draw, schedule.decode),
-        ]
-        for part, drawn in parts:
-            if isinstance(drawn, Exception):
-                self.outputs.append(self.scheduler.fail(part[0].request_id, drawn))
-            else:
-                self.outputs += self.scheduler.commit(part, drawn)
-        outputs, self.outputs = self.outputs, []
+        prompts, decoding = schedule.prompts, schedule.decoding
+        prefilled = self.prefill(prompts)
+        decoded = self.decode(decoding)  # both forwards are on their way before a token of the first is waited for
+        self.finish(prompts, prefilled)
+        self.finish(decoding, decoded)
+        outputs = self.output_processor.take()
         self.last_step = StepRecord.of(self.scheduler, schedule, outputs)
         return outputs
 
     def abort(self, request_id: str) -> bool:
         """End a request, which gives no further output; False if it is not here (any more)."""
-        return self.scheduler.abort(request_id)
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self.output_processor.drop(request)
+        return request is not None
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.outputs) or self.scheduler.has_work()
+        return bool(self.output_processor.ready) or self.scheduler.has_work()
 
     def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
         """Yield one output a token until the answer ends; raises RequestError before anything is computed.
 
-        It steps the engine itself, so several iterators may take turns, but nobody else should step meanwhile.
+        It steps the engine itself, so several iterators may take turns, but no other caller should step meanwhile.
         """
         request_id = self.add_request(prompt, params)
         mine = self.answers[request_id] = deque()
@@ -141,32 +143,36 @@ class Engine:
             del self.answers[request_id]
             self.abort(request_id)
 
-    def prefill(self, batch: Batch) -> torch.Tensor:
-        """Run whole prompts, laid end to end; logits ``[B, V]`` of the token that follows each."""
-        return self.forward(batch)
+    def prefill(self, prompts: Schedule) -> SamplerOutput:
+        """Run whole prompts, laid end to end, and draw the token that follows each."""
+        return self.forward(prompts)
 
-    def decode(self, batch: Batch) -> torch.Tensor:
-        """Run the one token of each sequence that the memory lacks; logits ``[B, V]`` of each next token."""
-        return self.forward(batch)
+    def decode(self, decoding: Schedule) -> SamplerOutput:
+        """Run the one token of each sequence that the memory lacks, and draw the next."""
+        return self.forward(decoding)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits ``[n, V]`` of the batch's logit rows; what is written becomes valid when the tokens are committed."""
-        tokens, logit_rows = self.view.prepare(batch)
-        hidden = self.model(tokens, self.view)
-        self.num_tokens_computed += batch.num_tokens
-        self.num_forwards += 1
-        return self.model.logits(hidden[logit_rows])
+    def forward(self, part: Schedule) -> SamplerOutput:
+        """Run a part of a step as one batch, without waiting; it becomes valid when it is finished."""
+        if not part:
+            return SamplerOutput(())
+        launched = self.runner.forward(Batch.of(part, self.pool))
+        return self.runner.sample(launched, part.sampling_rows())
+
+    def finish(self, part: Schedule, sampled: SamplerOutput) -> None:
+        """Wait for the tokens of a part of a step, commit them, and make their outputs."""
+        self.scheduler.commit(part, sampled.wait())
+        self.scheduler.finish(self.output_processor.process(part))
 
     def stats(self) -> dict[str, int]:
         """Figures for ``infer generate --stats``."""
         return {
-            "tokens computed": self.num_tokens_computed,
-            "forward passes": self.num_forwards,
+            "tokens computed": self.runner.num_tokens_computed,
+            "forward passes": self.runner.num_forwards,
             "cache capacity (tokens)": self.pool.capacity_tokens,
-            "cache bytes": self.pool.num_bytes,
+            "cache bytes": self.view.num_bytes,
             "kernels launched": LAUNCHES.total(),
         }
 
     def load(self) -> EngineLoad:
-        """How busy the engine is, for whoever sends it requests."""
+        """Running and waiting requests, and KV cache usage."""
         return EngineLoad.of(self.scheduler)

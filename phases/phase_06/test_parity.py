@@ -233,7 +233,7 @@ def test_nothing_fails_nothing_deadlocks_and_the_oldest_always_ends(
         assert not (prefilled & set(record.preempted)), "nobody is let in again in the step that took the memory"
         assert not record.failed
         ended |= set(record.finished)
-    recomputed = engine.num_tokens_computed - sum(
+    recomputed = engine.runner.num_tokens_computed - sum(
         len(prompt) + len(a) - 1 for (prompt, _), a in zip(requests, answers, strict=True)
     )
     assert recomputed == computed_twice(records, requests)
@@ -423,8 +423,8 @@ def test_a_step_s_index_tensors_are_made_once_for_all_layers(tiny_checkpoints: d
     sends, cuts = counted(engine.view.staging, "send"), counted(engine.view, "_cut")
     answers, _ = serve(engine, MIXED[3:6])
     assert len(answers) == 3
-    assert sends == [1] * engine.num_forwards
-    assert len(cuts) == len(windows) * engine.num_forwards
+    assert sends == [1] * engine.runner.num_forwards
+    assert len(cuts) == len(windows) * engine.runner.num_forwards
     assert len(windows) < engine.model.config.num_layers
 
 

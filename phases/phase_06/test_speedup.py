@@ -44,7 +44,7 @@ class Served:
 def serve(engine: Any, workload: Workload) -> Served:
     """All requests at once, in the queue."""
     trace = make_trace(workload, engine.model.config.vocab_size, seed=0)
-    started, computed = time.perf_counter(), engine.num_tokens_computed
+    started, computed = time.perf_counter(), engine.runner.num_tokens_computed
     preemptions = engine.load().num_preemptions
     names = [
         engine.add_request(request.prompt_ids, SamplingParams(**GREEDY, max_new_tokens=request.new_tokens))
@@ -65,7 +65,7 @@ def serve(engine: Any, workload: Workload) -> Served:
         time.perf_counter() - started,
         [*answers.values()],
         peak,
-        engine.num_tokens_computed - computed,
+        engine.runner.num_tokens_computed - computed,
         engine.load().num_preemptions - preemptions,
     )
 
@@ -90,9 +90,9 @@ def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
     engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8))
     params = SamplingParams(**GREEDY, max_new_tokens=16)
     benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
-    before = engine.num_tokens_computed
+    before = engine.runner.num_tokens_computed
     list(engine.generate([7] * 32, params))
-    assert engine.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
+    assert engine.runner.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
 
 
 @pytest.mark.benchmark(group="8 requests, 16 tokens after 32, tiny model")

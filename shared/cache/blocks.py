@@ -1,17 +1,17 @@
-"""Who holds which block of memory. Introduced in phase 6.
+"""Which blocks of memory are held, and how many times. Introduced in phase 6.
 
 Memory for sequences of unknown length is cut into blocks of equal size, as an operating system cuts its memory into
 pages: any free block serves any sequence, so nothing is lost between them (PagedAttention: Kwon et al., SOSP 2023,
-arXiv 2309.06180). An allocator hands out numbers and knows nothing of what a block holds.
+arXiv 2309.06180). An allocator hands out numbers and knows nothing of what a block holds, nor by whom it is held: it
+counts its holders. A block of one holder comes back when that one gives it up; a block that several share, as sequences
+with a common beginning can, when the last one does.
 
-Every block has at most one owner, which is written down: a block that comes back twice, or from somebody else, is found
-when it happens and not in the answers of whoever gets it next. Invariants: a block is on the stack of free ones or has
-an owner, never both; a batch is taken or given back as a whole or not at all; a call takes time for its own blocks
-alone, however many there are. Which blocks one gets is the same in every run: the last that came back go first.
+Invariants: a block is on the stack of free ones or has a count above 0, never both; a batch of blocks is taken or given
+back as a whole or not at all; a call takes time for its own blocks alone, however many there are. Which blocks one gets
+is the same in every run: the last that came back go first.
 """
 
-from collections.abc import Container, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,93 +30,69 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.stack: Blocks = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # its first `num_free` are free
-        self.owners: NDArray[Any] = np.full(num_blocks, None)  # of each block: a request id, or None where it is free
+        self.ref_counts: Blocks = np.zeros(num_blocks, np.int32)  # holders of each block; 0 where it is free
 
-    def allocate(self, owner: str) -> int | None:
-        """A free block, which is the owner's from now on; None if there is none."""
-        if self.num_free == 0:
-            return None
-        self.num_free -= 1
-        block = int(self.stack[self.num_free])
-        self.owners[block] = owner
-        return block
-
-    def free(self, block: int, owner: str) -> None:
-        """Take a block back from its owner; raises BlockError, with nothing changed, if that is not its owner."""
-        refusal = self._refusal(block, owner)
-        if refusal is not None:
-            raise refusal
-        self.owners[block] = None
-        self.stack[self.num_free] = block
-        self.num_free += 1
-
-    def allocate_many(self, count: int, owner: str) -> Blocks | None:
-        """So many free blocks, int32 ``[count]``; None, with nothing changed, if there are fewer."""
+    def allocate(self, count: int) -> Blocks | None:
+        """So many free blocks, int32 ``[count]``, of one holder each; None, with nothing changed, if there are not."""
         if count < 0:
-            raise BlockError(f"{owner} asks for {count} blocks; a count cannot be negative.")
+            raise BlockError(f"{count} blocks are asked for; a count cannot be negative.")
         # exercise 06.1: take blocks from the free list
         # hint: the first num_free entries of the stack are the free blocks; who takes some takes the last of those
         # hint: if there are fewer than count, the answer is None and nothing has changed
-        # hint: the topmost goes first, as in calls of allocate; a slice of the stack is a view of it: hand out a copy
-        # hint: write down in owners whose they are; an array of block numbers is an index
+        # hint: the topmost goes first, as if they were taken one by one; a slice of the stack is a view of it: copy it
+        # hint: each has one holder from now on: an array of block numbers is an index of ref_counts
         if count > self.num_free:
             return None
         self.num_free -= count
         blocks = self.stack[self.num_free : self.num_free + count][::-1].copy()
-        self.owners[blocks] = owner
+        self.ref_counts[blocks] = 1
         return blocks
         # end exercise
 
-    def free_many(self, blocks: Blocks, owner: str) -> None:
-        """Take blocks back from their owner; raises BlockError, with nothing changed, if one of them is not its own.
+    def share(self, blocks: Blocks) -> None:
+        """Count one more holder of each; raises BlockError, with nothing changed, for one that is free."""
+        self._check_held(blocks)
+        self.ref_counts[blocks] += 1
 
-        The last comes back first, so that whoever takes as many next gets them in the same order.
+    def free(self, blocks: Blocks) -> None:
+        """Count one holder less of each; those that have none left are free.
+
+        The last comes back first, so that whoever takes as many next gets them in the same order. Raises BlockError,
+        with nothing changed, for a block that is free already.
         """
-        is_block = (blocks >= 0) & (blocks < self.num_blocks)
-        if not is_block.all() or not (self.owners[blocks] == owner).all():
-            raise next(filter(None, (self._refusal(block, owner) for block in blocks.tolist())))
-        if len(np.unique(blocks)) < len(blocks):
-            raise BlockError(
-                f"{owner} gives back blocks {blocks.tolist()}, one of them twice; a block comes back once."
-            )
-        self.owners[blocks] = None
-        self.stack[self.num_free : self.num_free + len(blocks)] = blocks[::-1]
-        self.num_free += len(blocks)
+        self._check_held(blocks)
+        self.ref_counts[blocks] -= 1
+        freed = blocks[self.ref_counts[blocks] == 0][::-1]
+        self.stack[self.num_free : self.num_free + len(freed)] = freed
+        self.num_free += len(freed)
 
-    def leaks(self, live_owners: Container[str]) -> dict[str, Blocks]:
-        """The blocks of owners that live no more, by owner: nobody is left to give them back."""
-        owners = {owner for owner in self.owners.tolist() if owner is not None and owner not in live_owners}
-        return {owner: np.flatnonzero(self.owners == owner).astype(np.int32) for owner in sorted(owners)}
-
-    def audit(self, tables: Mapping[str, Blocks]) -> list[str]:
+    def audit(self, tables: Iterable[Blocks]) -> list[str]:
         """What is wrong, a sentence each; empty if nothing is.
 
         Args:
-            tables: the blocks of each owner as the owners know them; together they shall be those that are held.
+            tables: the blocks of each holder as the holders know them; together they shall be those that are held.
         """
         times_free = np.bincount(self.stack[: self.num_free], minlength=self.num_blocks)
-        is_held = self.owners != None  # noqa: E711 - of each element
         listed = np.zeros(self.num_blocks, np.int64)
-        found = [f"Block {block} is free {times_free[block]} times." for block in np.flatnonzero(times_free > 1)]
-        for block in np.flatnonzero((times_free > 0) & is_held):
-            found.append(f"Block {block} is free and held by {self.owners[block]}.")
-        found += [f"Block {block} is neither free nor held." for block in np.flatnonzero((times_free == 0) & ~is_held)]
-        for owner, table in tables.items():
+        for table in tables:
             np.add.at(listed, table, 1)
-            for block in table[self.owners[table] != owner]:
-                found.append(f"Block {block} stands in the table of {owner} and is held by {self.owners[block]}.")
-        found += [f"Block {block} stands in tables {listed[block]} times." for block in np.flatnonzero(listed > 1)]
-        for block in np.flatnonzero(is_held & (listed == 0)):
-            found.append(f"Block {block} is held by {self.owners[block]} and stands in no table.")
+        is_held = self.ref_counts > 0
+        found = [f"Block {block} is free {times_free[block]} times." for block in np.flatnonzero(times_free > 1)]
+        found += [f"Block {block} is free and held." for block in np.flatnonzero((times_free > 0) & is_held)]
+        found += [f"Block {block} is neither free nor held." for block in np.flatnonzero((times_free == 0) & ~is_held)]
+        for block in np.flatnonzero(self.ref_counts != listed):
+            found.append(
+                f"Block {block} has {self.ref_counts[block]} holders and stands in {listed[block]} tables: "
+                f"{'it is lost' if self.ref_counts[block] > listed[block] else 'it can be granted again'}."
+            )
         return found
 
-    def _refusal(self, block: int, owner: str) -> BlockError | None:
-        """Why this block cannot come back from this owner; None if it can."""
-        if not 0 <= block < self.num_blocks:
-            return BlockError(f"{owner} gives back block {block}; there are blocks 0 to {self.num_blocks - 1}.")
-        holder = self.owners[block]
-        if holder == owner:
-            return None
-        if holder is None:
-            return BlockError(f"{owner} gives back block {block}, which is free already; a block comes back once.")
-        return BlockError(f"{owner} gives back block {block}, which {holder} holds; only that one can.")
+    def _check_held(self, blocks: Blocks) -> None:
+        is_block = (blocks >= 0) & (blocks < self.num_blocks)
+        if not is_block.all():
+            raise BlockError(f"There is no block {blocks[~is_block][0]}; there are blocks 0 to {self.num_blocks - 1}.")
+        if not (self.ref_counts[blocks] > 0).all():
+            block = blocks[self.ref_counts[blocks] == 0][0]
+            raise BlockError(f"Block {block} is free already; a block is given back once by each holder.")
+        if len(np.unique(blocks)) < len(blocks):
+            raise BlockError(f"Of blocks {blocks.tolist()} one is named twice; a holder holds a block once.")

@@ -1,101 +1,123 @@
 """Regions as the model sees them during a step: one write and one read for all sequences. Introduced in phase 4.
 
-Which regions a step touches, where its tokens go and how long its sequences are differ from step to step; that is worked
-out once a step in numpy and sent in one copy. The layers of a decode step then call ``kv_write`` and ``flash`` once
-each, with every sequence of the batch. A step that brings a sequence several tokens, a prompt, attends by PyTorch's
-operation, sequence by sequence. On a CPU so does every step: operations are cheap there beside what they read, and a
-sequence's attention is the same in every batch, to the last bit.
+Layout ``[layer, region, Hkv, capacity, D]``: a layer's memory is one piece, in which a token's place is an offset, so
+one launch can write to all regions and one can read from them. The layers of a decode step call ``kv_write`` and
+``flash`` once each, with every sequence of the batch. A step that brings a sequence several tokens, a prompt, attends
+by PyTorch's operation, sequence by sequence. On a CPU so does every step: operations are cheap there beside what they
+read, and a sequence's attention is the same in every batch, to the last bit.
 
-Invariants: a step writes behind the tokens that the pool has counted and counts none itself, so a step that fails can
-be run again; what :meth:`ContiguousPoolView.write` and ``attend`` give in a decode step is the view's own memory, good until
-the next layer's call, at the same addresses for the same number of sequences.
+Invariant: what :meth:`ContiguousPoolView.write` and ``attend`` give in a decode step is the view's own memory, good
+until the next layer's call, at the same addresses for the same number of sequences.
 """
 
-from typing import TYPE_CHECKING, cast
+import math
+from typing import cast
 
 import numpy as np
 import torch
 
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.fused_contiguous import check_flash_head_size
+from shared.cache.view import LoadedBatch, step_arrays, step_places
 from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
 from shared.engine.staging import Staging
-from shared.errors import CapacityError
 from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.kv_write import NormAndRotation, kv_write
 from shared.kernels.launch import launches
+from shared.loading.placement import check_room
+from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform, Tokens
 from shared.ops.attention import ATTENTION_BACKENDS
 
-if TYPE_CHECKING:
-    from shared.cache.contiguous_pool import ContiguousKVCachePool
-
 
 class ContiguousPoolView:
-    """A pool of regions behind the model; see ``BatchView``. Raises ConfigError as ``ContiguousKVCachePool.view``."""
+    """Keys and values of ``num_regions`` regions of ``capacity`` tokens behind the model; see ``BatchView``.
 
-    def __init__(self, pool: "ContiguousKVCachePool", num_heads: int, backend: str | None = None) -> None:
+    Args:
+        max_tokens: the most new tokens of a step.
+        backend: a value of ``EngineConfig.attention_backend`` up to ``flash``, which is the default.
+
+    Raises:
+        ConfigError: there is no room for them, or ``flash`` has no kernel for the model's head size.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_regions: int,
+        capacity: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        backend: str | None = None,
+    ) -> None:
         backend = backend or "flash"
-        self.pool = pool
+        device = torch.device(device)
+        shape = (config.num_layers, num_regions, config.num_kv_heads, capacity, config.head_dim)
+        check_room(
+            2 * math.prod(shape) * dtype.itemsize,
+            device,
+            f"A pool for max_batch_size = {num_regions} requests of {capacity} tokens",
+        )
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.num_bytes = self.keys.nbytes + self.values.nbytes
         self.attention = ATTENTION_BACKENDS["sdpa" if backend == "flash" else backend]
-        self.is_launching = launches(pool.keys)
+        self.is_launching = launches(self.keys)
         self.is_flash = self.is_launching and backend == "flash"
-        self.staging = Staging(pool.keys.device)
-        num_layers, num_regions, self.num_kv_heads, capacity, self.head_dim = pool.keys.shape
-        self.head_stride = capacity * self.head_dim
-        self.region_stride = self.num_kv_heads * self.head_stride
-        self.layer_keys, self.layer_values = pool.keys.unbind(0), pool.values.unbind(0)
+        self.num_kv_heads, self.capacity, self.head_dim = config.num_kv_heads, capacity, config.head_dim
+        self.head_stride = capacity * config.head_dim
+        self.region_stride = config.num_kv_heads * self.head_stride
+        self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
         if self.is_launching:
-            heads = (num_regions, num_heads, self.head_dim)
-            self.queries = torch.empty(heads, dtype=pool.keys.dtype, device=pool.keys.device)
+            self.queries = torch.empty(num_regions, config.num_heads, config.head_dim, dtype=dtype, device=device)
             self.attended = torch.empty_like(self.queries)
         else:
-            self.key_rows = pool.keys.view(num_layers, -1, self.head_dim).unbind(0)
-            self.value_rows = pool.values.view(num_layers, -1, self.head_dim).unbind(0)
+            self.key_rows = self.keys.view(config.num_layers, -1, config.head_dim).unbind(0)
+            self.value_rows = self.values.view(config.num_layers, -1, config.head_dim).unbind(0)
         if self.is_flash:
-            check_flash_head_size(self.head_dim)
+            check_flash_head_size(config.head_dim)
+            about = (config.num_heads, config.num_kv_heads, config.head_dim, capacity, device)
             self.workspaces = [  # for 1, 2, 4, … sequences: the fewer there are, the more programs share one
-                DecodeWorkspace.of(1 << n, num_heads, self.num_kv_heads, self.head_dim, capacity, pool.keys.device)
-                for n in range((num_regions - 1).bit_length() + 1)
+                DecodeWorkspace.of(1 << n, *about) for n in range((num_regions - 1).bit_length() + 1)
             ]
+        num_places = max_tokens if self.is_launching else max_tokens * config.num_kv_heads
+        self.staging = Staging(
+            device,
+            {
+                "regions": (num_regions, np.int32),
+                "lengths": (num_regions, np.int32),
+                **step_places(max_tokens),
+                "places": (num_places, np.int64),
+            },
+        )
 
-    def prepare(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
-        """See ``BatchView``; raises CapacityError for tokens that were not granted."""
-        pool, num_new, D = self.pool, batch.num_new_tokens, self.head_dim
-        self.is_decode = batch.num_tokens == len(num_new)
-        regions, past, granted = pool.places(batch.request_ids)  # [B] each
-        ends = past + num_new
-        if (ends > granted).any():
-            raise CapacityError(f"The step would fill {ends.tolist()} tokens of {granted.tolist()} that were granted.")
-        # exercise 04.3: where each new token goes
-        # hint: a place is an offset in a layer's memory, in numbers: regions lie region_stride apart, tokens of one head D
-        # hint: a sequence's first new token goes behind the tokens that it has
-        # hint: in a decode step that is all, one token each; else its neighbours follow, D apart
-        # hint: np.repeat each sequence's offset over its rows; add D times the row, counted from the sequence's first
-        offsets = regions * self.region_stride + past * D  # [B], of each sequence's first new token
-        if not self.is_decode:
-            first_rows = num_new.cumsum() - num_new
-            offsets = np.repeat(offsets - first_rows * D, num_new) + np.arange(batch.num_tokens) * D  # [T]
-        # end exercise
-        arrays = [batch.token_ids, batch.positions, batch.logit_rows, offsets]
-        if self.is_launching:
-            arrays += [regions.astype(np.int32), ends.astype(np.int32)]
-            ids, positions, logit_rows, self.offsets, self.regions, self.lengths = self.staging.send(arrays)
-            if self.is_decode:  # what every layer's results are stored in
-                self.step_queries, self.step_attended = self.queries[: len(regions)], self.attended[: len(regions)]
-        else:
-            arrays[-1] = (offsets[:, None] + self.head_stride * np.arange(self.num_kv_heads)).ravel() // D
-            ids, positions, logit_rows, self.rows = self.staging.send(arrays)  # rows [T · Hkv]
+    def load(self, batch: Batch) -> LoadedBatch:
+        """See ``BatchView``."""
+        layout, D = batch.layout, self.head_dim
+        self.is_decode = batch.is_decode
+        region, place = np.divmod(layout.slot_mapping, self.capacity)
+        places = region * self.region_stride + place * D  # [T], of each token's first head, in numbers
+        arrays = {"regions": layout.rows, "lengths": layout.lengths}
+        if not self.is_launching:
+            places = (places[:, None] + self.head_stride * np.arange(self.num_kv_heads)).ravel() // D  # rows [T · Hkv]
+        sent = self.staging.send({**arrays, **step_arrays(batch), "places": places})
+        self.regions, self.lengths, self.places = sent["regions"], sent["lengths"], sent["places"]
+        if self.is_launching and self.is_decode:  # what every layer's results are stored in
+            self.step_queries, self.step_attended = self.queries[: len(batch)], self.attended[: len(batch)]
         if not (self.is_flash and self.is_decode):
-            self._cut(regions.tolist(), past.tolist(), num_new.tolist())
-        return Tokens(ids, positions), logit_rows
+            self._cut(layout.rows.tolist(), layout.num_cached.tolist(), layout.lengths.tolist())
+            self.num_new = batch.num_new_tokens.tolist()
+        return LoadedBatch(Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"], sent["rows"])
 
-    def _cut(self, regions: list[int], past: list[int], num_new: list[int]) -> None:
-        """What each sequence's new tokens attend over, of all layers together: views into the pool."""
-        keys, values = self.pool.keys, self.pool.values
-        self.num_past, self.num_new = past, num_new
-        ends = [before + new for before, new in zip(past, num_new, strict=True)]
-        self.keys = [keys[:, region, :, :end].unbind(0) for region, end in zip(regions, ends, strict=True)]
-        self.values = [values[:, region, :, :end].unbind(0) for region, end in zip(regions, ends, strict=True)]
+    def _cut(self, regions: list[int], num_cached: list[int], ends: list[int]) -> None:
+        """What each sequence's new tokens attend over, of all layers together: views into the memory."""
+        self.num_cached = num_cached
+        sequences = list(zip(regions, ends, strict=True))
+        self.sequence_keys = [self.keys[:, region, :, :end].unbind(0) for region, end in sequences]
+        self.sequence_values = [self.values[:, region, :, :end].unbind(0) for region, end in sequences]
 
     def write(
         self,
@@ -109,8 +131,8 @@ class ContiguousPoolView:
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_launching:
             q, k = qk(q, k, positions)
-            self.key_rows[layer].index_copy_(0, self.rows, k.reshape(-1, self.head_dim))
-            self.value_rows[layer].index_copy_(0, self.rows, v.reshape(-1, self.head_dim))
+            self.key_rows[layer].index_copy_(0, self.places, k.reshape(-1, self.head_dim))
+            self.value_rows[layer].index_copy_(0, self.places, v.reshape(-1, self.head_dim))
             return q
         return kv_write(
             q,
@@ -120,7 +142,7 @@ class ContiguousPoolView:
             cast(NormAndRotation, qk),
             self.layer_keys[layer],
             self.layer_values[layer],
-            self.offsets,
+            self.places,
             self.head_stride,
             out=self.step_queries if self.is_decode else None,
         )
@@ -144,9 +166,25 @@ class ContiguousPoolView:
             )
         attended = []
         for b, queries in enumerate(q.split(self.num_new)):
-            k, v = self.keys[b][layer], self.values[b][layer]
-            if window is not None and self.num_past[b] >= window:
-                first = self.num_past[b] + 1 - window
+            k, v = self.sequence_keys[b][layer], self.sequence_values[b][layer]
+            if window is not None and self.num_cached[b] >= window:
+                first = self.num_cached[b] + 1 - window
                 k, v = k[:, first:], v[:, first:]
             attended.append(self.attention(queries, k, v, scale=scale, window=window, softcap=softcap))
         return torch.cat(attended)
+
+
+def contiguous_memory(
+    config: EngineConfig, model: CausalLM, max_seq_len: int
+) -> tuple[ContiguousKVCachePool, ContiguousPoolView]:
+    """See ``MakeMemory``: a region of ``max_seq_len`` tokens for each of ``max_batch_size`` requests."""
+    view = ContiguousPoolView(
+        model.config,
+        config.max_batch_size,
+        max_seq_len,
+        config.most_tokens_of_a_step(max_seq_len),
+        model.dtype,
+        model.device,
+        config.attention_backend,
+    )
+    return ContiguousKVCachePool(config.max_batch_size, max_seq_len), view

@@ -1,43 +1,42 @@
 """Blocks as the model sees them during a step. Introduced in phase 6.
 
-What differs from step to step, the block tables, the new tokens' places, the lengths, is worked out once in numpy, sent
-in one copy, and read by all layers. With ``flash`` a layer is two launches, whatever the step brings: ``kv_write``, and
-``paged_attention`` where every sequence brings one token, else ``paged_prefill``. The tables travel end to end, so a
-step sends the blocks that are read and not the widest table times the batch; they come last, so that everything before
-them has the same address in every step of as many sequences.
+Layout ``[layer, block, place, Hkv, D]``: of a layer the tokens of all blocks lie one behind the other, so a token has
+one number there, its slot, and its heads one piece of memory. With ``flash`` a layer is two launches, whatever the step
+brings: ``kv_write``, and ``paged_attention`` where every sequence brings one token, else ``paged_prefill``.
 
 PyTorch's operations (``sdpa``, ``naive``, and everything on a CPU) want a sequence's keys in one piece. There each
 sequence's blocks are gathered by one operation into one small piece of memory, which all sequences and layers use in
 turn: it stays in the processor's caches, so to read it once more costs little, and less than to gather all sequences at
 once. Of a windowed layer only the window's blocks are gathered.
 
-Invariants: a step writes behind the tokens that the pool has counted and counts none itself, so a step that fails can
-be run again; what :meth:`PagedView.write` and ``attend`` give in a decode step is the view's own memory, good until the
+Invariant: what :meth:`PagedView.write` and ``attend`` give in a decode step is the view's own memory, good until the
 next layer's call, at the same addresses for the same number of sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from shared.cache.contiguous import kv_bytes
+from shared.cache.free_memory import free_bytes
 from shared.cache.fused_contiguous import check_flash_head_size
+from shared.cache.paged_layout import PagedLayout
+from shared.cache.view import LoadedBatch, step_arrays, step_places
 from shared.engine.batch import Batch
 from shared.engine.staging import Staging
-from shared.errors import CapacityError
+from shared.errors import ConfigError
 from shared.kernels.decode_attention import DecodeWorkspace
 from shared.kernels.kv_write import NormAndRotation, kv_write
 from shared.kernels.launch import launches
 from shared.kernels.paged_attention import paged_attention
 from shared.kernels.paged_prefill import paged_prefill
+from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform, Tokens
 from shared.ops.attention import ATTENTION_BACKENDS
-
-if TYPE_CHECKING:
-    from shared.cache.paged import PagedKVCachePool
 
 
 @dataclass(frozen=True)
@@ -49,92 +48,129 @@ class Piece:
     end: int
 
 
-class PagedView:
-    """A pool of blocks behind the model; see ``BatchView``. Raises ConfigError as ``PagedKVCachePool.view``."""
+@dataclass(frozen=True)
+class PagedSizes:
+    """The most that a view ever sees: blocks, sequences, new tokens of a step, tokens of a sequence."""
 
-    def __init__(self, pool: "PagedKVCachePool", num_heads: int, backend: str | None = None) -> None:
+    num_blocks: int
+    block_size: int
+    max_sequences: int
+    max_tokens: int
+    max_seq_len: int
+
+
+class PagedView:
+    """Keys and values in blocks behind the model; see ``BatchView``.
+
+    Args:
+        backend: a value of ``EngineConfig.attention_backend`` up to ``flash``, which is the default.
+
+    Raises:
+        ConfigError: there is no room for the blocks, or ``flash`` has no kernel for the model's head size.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PagedSizes,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        backend: str | None = None,
+    ) -> None:
         backend = backend or "flash"
-        self.pool = pool
+        device = torch.device(device)
+        self.config, self.sizes, self.block_size = config, sizes, sizes.block_size
+        self.num_bytes = kv_bytes(config, sizes.num_blocks * sizes.block_size, dtype)
+        if self.num_bytes > (free := free_bytes(device)):
+            raise ConfigError(
+                f"{sizes.num_blocks} blocks of {sizes.block_size} tokens take {self.num_bytes / 1e9:,.2f} GB and "
+                f"{device} has {free / 1e9:,.2f} GB free; lower num_gpu_blocks, or leave it out to take what is left."
+            )
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.token_stride = config.num_kv_heads * config.head_dim
+        num_layers, num_blocks = config.num_layers, sizes.num_blocks
+        shape = (num_layers, num_blocks, sizes.block_size, config.num_kv_heads, config.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
         self.attention = ATTENTION_BACKENDS["sdpa" if backend == "flash" else backend]
-        self.is_launching = launches(pool.keys)
+        self.is_launching = launches(self.keys)
         self.is_flash = self.is_launching and backend == "flash"
-        device, dtype = pool.keys.device, pool.keys.dtype
-        self.staging = Staging(device)
-        num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim = pool.keys.shape
-        self.token_stride = self.num_kv_heads * self.head_dim
-        self.layer_keys, self.layer_values = pool.keys.unbind(0), pool.values.unbind(0)
+        self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
         if self.is_launching:
-            self.queries = torch.empty(pool.max_sequences, num_heads, self.head_dim, dtype=dtype, device=device)
+            heads = (sizes.max_sequences, config.num_heads, config.head_dim)
+            self.queries = torch.empty(heads, dtype=dtype, device=device)
             self.attended = torch.empty_like(self.queries)
         else:
-            self.key_rows = pool.keys.view(num_layers, -1, self.token_stride).unbind(0)
-            self.value_rows = pool.values.view(num_layers, -1, self.token_stride).unbind(0)
+            self.key_rows = self.keys.view(num_layers, -1, self.token_stride).unbind(0)
+            self.value_rows = self.values.view(num_layers, -1, self.token_stride).unbind(0)
         if self.is_flash:
-            check_flash_head_size(self.head_dim)
-            self._make_workspaces(num_heads)
+            check_flash_head_size(config.head_dim)
+            self._make_workspaces()
         else:
-            self.key_blocks = pool.keys.view(num_layers, num_blocks, -1).unbind(0)
-            self.value_blocks = pool.values.view(num_layers, num_blocks, -1).unbind(0)
-            self.gathered = torch.empty(2, 0, dtype=dtype, device=device)
+            self.key_blocks = self.keys.view(num_layers, num_blocks, -1).unbind(0)
+            self.value_blocks = self.values.view(num_layers, num_blocks, -1).unbind(0)
+            most = -(-sizes.max_seq_len // sizes.block_size) * sizes.block_size * self.token_stride
+            self.gathered = torch.empty(2, most, dtype=dtype, device=device)
+        # A decode step is small: it has places of its own, so that its copy does not carry the room for prompts.
+        self.staging = {
+            is_decode: Staging(device, self._places(is_decode, sizes.max_sequences if is_decode else sizes.max_tokens))
+            for is_decode in (True, False)
+        }
 
-    def _make_workspaces(self, num_heads: int) -> None:
+    def _make_workspaces(self) -> None:
         """For 1, 2, 4, … sequences: the fewer there are, the more programs share one."""
-        about = (num_heads, self.num_kv_heads, self.head_dim, self.pool.request_capacity, self.pool.keys.device)
+        config, sizes = self.config, self.sizes
+        about = (config.num_heads, config.num_kv_heads, config.head_dim, sizes.max_seq_len, self.keys.device)
         self.workspaces = [
-            DecodeWorkspace.of(1 << n, *about) for n in range((self.pool.max_sequences - 1).bit_length() + 1)
+            DecodeWorkspace.of(1 << n, *about) for n in range((sizes.max_sequences - 1).bit_length() + 1)
         ]
 
-    def prepare(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
-        """See ``BatchView``; raises CapacityError for tokens that were not granted."""
-        pool, num_new = self.pool, batch.num_new_tokens
-        self.is_decode = batch.num_tokens == len(num_new)
-        rows, past, granted = pool.places(batch.request_ids)  # [B] each
-        ends = past + num_new
-        if (ends > granted).any():
-            raise CapacityError(f"The step would fill {ends.tolist()} tokens of {granted.tolist()} that were granted.")
-        places, token_rows = past, rows  # of each new token: its place in its sequence, its sequence's row
-        if not self.is_decode:
-            first_rows = num_new.cumsum() - num_new
-            places = np.repeat(past - first_rows, num_new) + np.arange(batch.num_tokens)  # [T]
-            token_rows = np.repeat(rows, num_new)
-        # exercise 06.5: look it up in the block table
-        # hint: the token at place t of its sequence stands in entry t // block_size of that sequence's table
-        # hint: pool.tables has a row for each sequence: index it with token_rows and with the entries, both [T]
-        # hint: within its block it stands at place t % block_size; block b begins at slot b * block_size
-        # hint: tables are int32; make the blocks int64 before you multiply, and name the result slot_mapping
-        blocks = pool.tables[token_rows, places // self.block_size].astype(np.int64)
-        slot_mapping = blocks * self.block_size + places % self.block_size  # [T]
-        # end exercise
-        offsets = slot_mapping * self.token_stride if self.is_launching else slot_mapping
-        arrays: list[NDArray[Any]] = [batch.token_ids, batch.positions, batch.logit_rows, offsets]
-        if self.is_flash:
-            arrays += self._kernel_arrays(rows, ends, num_new)
-        ids, positions, logit_rows, self.offsets, *plan = self.staging.send(arrays)
+    def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+        """The arrays of a step of up to so many tokens, for the staging."""
+        B = self.sizes.max_sequences
+        return {
+            "lengths": (B, np.int32),
+            "table_starts": (B, np.int32),
+            "query_starts": (B + 1, np.int32),
+            **step_places(max_tokens),
+            "places": (max_tokens, np.int64),
+            "tables": (B * -(-self.sizes.max_seq_len // self.block_size), np.int32),
+        }
+
+    def load(self, batch: Batch) -> LoadedBatch:
+        """See ``BatchView``."""
+        layout = cast(PagedLayout, batch.layout)
+        self.is_decode = batch.is_decode
+        sent = self.staging[self.is_decode].send(self._arrays(batch, layout))
+        self.places = sent["places"]
         if self.is_launching and self.is_decode:  # what every layer's results are stored in
-            self.step_queries, self.step_attended = self.queries[: len(num_new)], self.attended[: len(num_new)]
+            self.step_queries, self.step_attended = self.queries[: len(batch)], self.attended[: len(batch)]
         if self.is_flash:
-            self._receive(plan)
+            self._receive(layout, sent)
         else:
-            self.sequences = list(zip(rows.tolist(), past.tolist(), ends.tolist(), strict=True))
-            self.num_new = num_new.tolist()
+            self.layout, self.num_new = layout, batch.num_new_tokens.tolist()
             self.pieces: dict[int | None, list[Piece]] = {}  # by window
-        return Tokens(ids, positions), logit_rows
+        return LoadedBatch(Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"], sent["rows"])
 
-    def _kernel_arrays(
-        self, rows: NDArray[np.int64], ends: NDArray[np.int64], num_new: NDArray[np.int64]
-    ) -> list[NDArray[np.int32]]:
-        """Lengths ``[B]``, where each table begins ``[B]``, where each one's new tokens do ``[B + 1]``, the tables."""
-        num_blocks = -(-ends // self.block_size)
-        starts = num_blocks.cumsum() - num_blocks
-        rows_before = rows * self.pool.tables.shape[1] - starts
-        entries = np.repeat(rows_before, num_blocks) + np.arange(starts[-1] + num_blocks[-1])  # of the flat tables
-        tables = self.pool.tables.reshape(-1)[entries]
-        query_starts = np.append(0, num_new.cumsum())
-        return [ends.astype(np.int32), starts.astype(np.int32), query_starts.astype(np.int32), tables]
+    def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
+        """What a step sends."""
+        arrays: dict[str, NDArray[Any]] = {
+            **step_arrays(batch),
+            "places": layout.slot_mapping * self.token_stride if self.is_launching else layout.slot_mapping,
+        }
+        if self.is_flash:
+            arrays |= {
+                "lengths": layout.lengths,
+                "table_starts": layout.table_starts[:-1],
+                "query_starts": np.append(0, batch.num_new_tokens.cumsum()),
+                "tables": layout.tables,
+            }
+        return arrays
 
-    def _receive(self, sent: Sequence[torch.Tensor]) -> None:
-        """Keep what became of the arrays that ``_kernel_arrays`` gave, in that order."""
-        self.lengths, self.table_starts, self.query_starts, self.tables = sent
+    def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        """Keep what the kernels read."""
+        self.lengths, self.table_starts, self.tables = sent["lengths"], sent["table_starts"], sent["tables"]
+        self.query_starts = sent["query_starts"]
 
     def write(
         self,
@@ -148,8 +184,8 @@ class PagedView:
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_launching:
             q, k = qk(q, k, positions)
-            self.key_rows[layer].index_copy_(0, self.offsets, k.reshape(-1, self.token_stride))
-            self.value_rows[layer].index_copy_(0, self.offsets, v.reshape(-1, self.token_stride))
+            self.key_rows[layer].index_copy_(0, self.places, k.reshape(-1, self.token_stride))
+            self.value_rows[layer].index_copy_(0, self.places, v.reshape(-1, self.token_stride))
             return q
         return kv_write(
             q,
@@ -159,7 +195,7 @@ class PagedView:
             cast(NormAndRotation, qk),
             self.layer_keys[layer],
             self.layer_values[layer],
-            self.offsets,
+            self.places,
             self.head_dim,
             out=self.step_queries if self.is_decode else None,
         )
@@ -202,14 +238,12 @@ class PagedView:
 
     def _cut(self, window: int | None) -> list[Piece]:
         """What each sequence's new tokens can see, for all layers of this window."""
-        pieces, largest = [], 0
-        for row, past, end in self.sequences:
-            first = 0 if window is None else max(0, past + 1 - window)  # the first that the first new token sees
+        layout, pieces = self.layout, []
+        about = (layout.num_cached.tolist(), layout.lengths.tolist(), layout.table_starts.tolist())
+        for num_cached, end, start in zip(*about[:2], about[2][:-1], strict=True):
+            first = 0 if window is None else max(0, num_cached + 1 - window)  # the first that the first new token sees
             first_block = first // self.block_size
-            blocks = self.pool.tables[row, first_block : -(-end // self.block_size)].astype(np.int64)
-            largest = max(largest, len(blocks) * self.block_size * self.token_stride)
+            blocks = layout.tables[start + first_block : start - (-end // self.block_size)].astype(np.int64)
             skipped = first_block * self.block_size
-            pieces.append(Piece(torch.from_numpy(blocks).to(self.gathered.device), first - skipped, end - skipped))
-        if largest > self.gathered.shape[1]:
-            self.gathered = self.gathered.new_empty(2, 1 << (largest - 1).bit_length())
+            pieces.append(Piece(torch.from_numpy(blocks).to(self.keys.device), first - skipped, end - skipped))
         return pieces

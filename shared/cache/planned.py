@@ -1,98 +1,105 @@
-"""Blocks whose attention is planned once a step, for all layers. Introduced in phase 6.1.
+"""Blocks whose attention is planned once a step, for all layers: the host's side. Introduced in phase 6.1.
 
-The pool is phase 6's. Its view adds a plan to the arrays that a step sends anyway: :mod:`shared.attention.plan` cuts
-the keys of all sequences into items of even size, and each layer's launch only follows. Of a layer a plan depends on
-nothing but the window, so there is one for each distinct window of the model, and none is made twice in a step.
+The accounts are phase 6's. The layout gains a plan: :mod:`shared.attention.plan` cuts the keys of all sequences into
+items of even size, and each layer's launch only follows. Of a layer a plan depends on nothing but the window, so there
+is one for each distinct window of the model, and none is made twice in a step.
 
-In a step's one copy plans come before the block tables: for the same number of decoding sequences they have the same
-sizes whatever the lengths, so everything has the same address again. Scratch for the pieces is allocated once: how many
-there are at most follows from the GPU and the model's shape, not from the tokens of a step.
-
-Invariants: those of :class:`shared.cache.paged_view.PagedView`; the lengths that were planned are those that the
-kernels read; where nothing is launched, and with another backend than ``planned``, this is that view.
+Invariant: the lengths that were planned are those of the layout, which the kernels read.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from shared.attention.descriptor import AttentionPlan, DevicePlan
+from shared.attention.descriptor import AttentionPlan
 from shared.attention.plan import plan_decode, plan_prefill
+from shared.cache.layout import Integers
 from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_view import PagedView
-from shared.kernels.launch import launches
-from shared.kernels.planned_attention import planned_decode
-from shared.kernels.planned_prefill import planned_prefill
-from shared.kernels.planned_tiling import decode_tiling, prefill_tiling
-from shared.kernels.planned_workspace import PlannedWorkspace
+from shared.cache.paged_layout import PagedLayout
+from shared.cache.paged_view import PagedSizes
+from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, prefill_tiling
+from shared.models.config import ModelConfig
+from shared.scheduling.schedule import Schedule
 
 
-class PlannedView(PagedView):
-    """A pool of blocks behind the model; see ``BatchView``. Raises ConfigError as ``PlannedKVCachePool.view``."""
+@dataclass(frozen=True)
+class AttentionPlanner:
+    """Plans the attention of a model on a device, whose keys have ``itemsize`` bytes a number."""
 
-    def __init__(self, pool: "PlannedKVCachePool", num_heads: int, backend: str | None = None) -> None:
-        self.windows = tuple(dict.fromkeys(pool.config.windows))  # of the layers, each once
-        self.is_planned = backend in (None, "planned") and launches(pool.keys)
-        super().__init__(pool, num_heads, "flash" if backend == "planned" else backend)
+    config: ModelConfig
+    itemsize: int
+    device: torch.device
 
-    def _make_workspaces(self, num_heads: int) -> None:
-        if self.is_planned:
-            keys = self.pool.keys
-            self.shape = (num_heads, self.num_kv_heads, self.head_dim, keys.element_size())
-            self.workspace = PlannedWorkspace.for_batches(self.pool.max_sequences, *self.shape, keys.device)
-        else:
-            super()._make_workspaces(num_heads)
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers, each once."""
+        return tuple(dict.fromkeys(self.config.windows))
 
-    def _kernel_arrays(
-        self, rows: NDArray[np.int64], ends: NDArray[np.int64], num_new: NDArray[np.int64]
-    ) -> list[NDArray[np.int32]]:
-        """The arrays of one plan after the other, before what the base sends."""
-        arrays = super()._kernel_arrays(rows, ends, num_new)
-        if not self.is_planned:
-            return arrays
-        self.planned = {window: self._plan_attention(ends, num_new, window) for window in self.windows}
-        return [*(array for plan in self.planned.values() for array in plan.arrays()), *arrays]
+    def decode_tiling(self, num_sequences: int) -> DecodeTiling:
+        """How a decode step of so many sequences is cut."""
+        return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
 
-    def _plan_attention(self, ends: NDArray[np.int64], num_new: NDArray[np.int64], window: int | None) -> AttentionPlan:
-        """The step's plan for the layers of one window."""
-        device = self.pool.keys.device
-        if self.is_decode:
-            self.decode_tiling = decode_tiling(len(ends), *self.shape[1:])
-            return plan_decode(ends, self.decode_tiling.grid(self.num_kv_heads, device), window=window)
-        self.prefill_tiling = prefill_tiling(int(num_new.sum()), len(ends), *self.shape)
-        grid = self.prefill_tiling.grid(self.num_kv_heads, device)
-        tokens = self.prefill_tiling.tokens(self.shape[0] // self.num_kv_heads)
-        return plan_prefill(num_new, ends, grid, tokens_per_tile=tokens, window=window)
+    def prefill_tiling(self, num_tokens: int, num_sequences: int) -> PrefillTiling:
+        """How a step of so many new tokens is cut."""
+        config = self.config
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        return prefill_tiling(num_tokens, num_sequences, *heads, self.itemsize)
 
-    def _receive(self, sent: Sequence[torch.Tensor]) -> None:
-        if self.is_planned:
-            self.plans = {}  # by window
-            for window, plan in self.planned.items():
-                count = len(plan.arrays())
-                self.plans[window] = DevicePlan.of(plan, sent[:count])
-                sent = sent[count:]
-        super()._receive(sent)
+    def most_numbers(self, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
+        """The most numbers in each array of a plan, as ``AttentionPlan.arrays`` orders them, for steps of this size."""
+        tilings = (
+            self.decode_tiling(1),
+            self.decode_tiling(num_sequences),
+            self.prefill_tiling(num_tokens, num_sequences),
+        )
+        resident = max(tiling.grid(self.config.num_kv_heads, self.device).resident for tiling in tilings)
+        capacity = resident + num_tokens  # a tile of queries has at least one token
+        return 1, 1, capacity, capacity, capacity, num_sequences + 1, num_tokens + 1
 
-    def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
-        if not self.is_planned:
-            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
-        memory = (self.layer_keys[layer], self.layer_values[layer], self.tables, self.table_starts, self.lengths)
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "workspace": self.workspace}
-        plan = self.plans[window]
-        if not self.is_decode:
-            return planned_prefill(q, *memory, plan, **about, tiling=self.prefill_tiling)
-        return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, out=self.step_attended)
+    def plan(self, num_new: Integers, lengths: Integers) -> dict[int | None, AttentionPlan]:
+        """The plan of a step for each window."""
+        B, T = len(num_new), int(num_new.sum())
+        if B == T:
+            grid = self.decode_tiling(B).grid(self.config.num_kv_heads, self.device)
+            return {window: plan_decode(lengths, grid, window=window) for window in self.windows}
+        tiling = self.prefill_tiling(T, B)
+        grid = tiling.grid(self.config.num_kv_heads, self.device)
+        tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
+        return {
+            window: plan_prefill(num_new, lengths, grid, tokens_per_tile=tokens, window=window)
+            for window in self.windows
+        }
+
+
+@dataclass(frozen=True)
+class PlannedLayout(PagedLayout):
+    """The places of a batch in memory of blocks, and who reads which of them."""
+
+    planner: AttentionPlanner
+    plans: Mapping[int | None, AttentionPlan]  # by window
+
+    @classmethod
+    def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> Self:
+        """The layout with its plans."""
+        about = {field.name: getattr(layout, field.name) for field in fields(PagedLayout)}
+        plans = planner.plan(layout.lengths - layout.num_cached, layout.lengths)
+        return cls(**about, planner=planner, plans=plans)
+
+    def part(self, sequences: slice, tokens: slice) -> Self:
+        """See :class:`shared.cache.layout.Layout`; a part is planned anew."""
+        return self.planned(PagedLayout.part(self, sequences, tokens), self.planner)
 
 
 class PlannedKVCachePool(PagedKVCachePool):
-    """Blocks whose view plans."""
+    """The accounts of phase 6, with layouts that are planned where there is a planner."""
 
-    def view(self, num_heads: int, backend: str | None = None) -> PlannedView:
-        """See ``CachePoolProtocol``; raises ConfigError if our kernels have no form for the model's head size."""
-        return PlannedView(self, num_heads, backend)
+    def __init__(self, sizes: PagedSizes, planner: AttentionPlanner | None) -> None:
+        super().__init__(sizes.num_blocks, sizes.block_size, sizes.max_sequences, sizes.max_seq_len)
+        self.planner = planner
+
+    def layout(self, schedule: Schedule) -> PagedLayout:
+        """See ``CachePoolProtocol``."""
+        layout = super().layout(schedule)
+        return layout if self.planner is None else PlannedLayout.planned(layout, self.planner)

@@ -1,4 +1,4 @@
-"""How much memory is left for a pool of blocks: what is free, less what a step needs. Introduced in phase 6.
+"""How many blocks a pool can have: the memory that is free, less what a step needs. Introduced in phase 6.
 
 A pool shall have the memory that nothing else needs, and what a step needs beside it is not known from the model's
 shape alone: operations keep inputs, outputs and scratch. So a step as large as any is run once and its peak measured,
@@ -8,68 +8,61 @@ are counted while they live. Invariant: what is measured is what the run adds; m
 
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from shared.cache.contiguous import kv_bytes
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.free_memory import free_bytes
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_view import PagedSizes
+from shared.cache.view import BatchView
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
+from shared.engine.request import Request
 from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")
 SHARE = {"cuda": 0.9, "cpu": 0.5}  # of the free memory; on a CPU other programs want some
 MOST_ON_CPU = 64  # tokens of the step that is run there, which stands for a larger one
+MakePaged = Callable[[PagedSizes], tuple[PagedKVCachePool, BatchView]]
 
 
-def num_blocks_that_fit(
-    config: EngineConfig, model: CausalLM, max_seq_len: int, make: Callable[[int, int], CachePoolProtocol]
-) -> int:
+def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int, make: MakePaged) -> int:
     """Blocks for which there is memory beside a step, but no more than ``max_batch_size`` sequences can fill.
 
     Args:
-        make: makes a pool of so many blocks for so many sequences; the run's own is made by it.
+        make: makes a pool and its view; the run's own are made by it.
     """
-    most = min(max(config.max_num_batched_tokens, max_seq_len), config.max_batch_size * max_seq_len)
+    most = min(config.most_tokens_of_a_step(max_seq_len), config.max_batch_size * max_seq_len)
     block_bytes = kv_bytes(model.config, config.block_size, model.dtype)
     left = int(SHARE[model.device.type] * free_bytes(model.device)) - step_bytes(config, model, max_seq_len, most, make)
     useful = config.max_batch_size * -(-max_seq_len // config.block_size)
     return max(0, min(left // block_bytes, useful))
 
 
-def step_bytes(
-    config: EngineConfig,
-    model: CausalLM,
-    max_seq_len: int,
-    num_tokens: int,
-    make: Callable[[int, int], CachePoolProtocol],
-) -> int:
+def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_tokens: int, make: MakePaged) -> int:
     """What a step of so many prompt tokens holds beside model and pool, and the logits of a full batch.
 
     On a CPU, where such a step takes long, the figure is that of a few tokens times their share; what grows faster than
     their number, the scores of ``naive``, is not foreseen. Raises ConfigError if a GPU has no room for the step.
     """
     run_tokens = num_tokens if model.device.type == "cuda" else min(num_tokens, MOST_ON_CPU)
-    lengths = np.diff(np.append(np.arange(0, run_tokens, max_seq_len), run_tokens))  # [B], each at most max_seq_len
-    names = tuple(map(str, range(len(lengths))))
-    ends = lengths.cumsum()
-    positions = np.arange(run_tokens) % max_seq_len
-    batch = Batch(names, np.zeros(run_tokens, np.int64), positions, lengths, ends - 1, ())
-    pool = make(sum(-(-int(length) // config.block_size) for length in lengths), len(lengths))
-    view = pool.view(model.config.num_heads, config.attention_backend)
-    for name, length in zip(names, lengths.tolist(), strict=True):
-        pool.reserve(name, length)
+    lengths = [min(max_seq_len, run_tokens - start) for start in range(0, run_tokens, max_seq_len)]
+    num_blocks = sum(-(-length // config.block_size) for length in lengths)
+    pool, view = make(PagedSizes(num_blocks, config.block_size, len(lengths), run_tokens, max_seq_len))
+    requests = [Request(str(n), [0] * length, SamplingParams(), 0) for n, length in enumerate(lengths)]
+    for request in requests:
+        pool.reserve(request, request.num_tokens)
+    schedule = Schedule(0, tuple(Scheduled(request, 0, request.num_tokens) for request in requests))
+    batch = Batch.of(schedule, pool)
 
     def run() -> torch.Tensor:
-        tokens, _ = view.prepare(batch)
-        return model(tokens, view)
+        return model(view.load(batch).tokens, view)
 
     try:
         with torch.inference_mode():
@@ -84,26 +77,6 @@ def step_bytes(
             f"{config.max_num_batched_tokens} or max_seq_len = {max_seq_len}."
         ) from None
     return in_blocks * num_tokens // run_tokens + in_head
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated there, what PyTorch keeps for reuse included."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(psutil.virtual_memory().available, container_bytes())
-
-
-def container_bytes(group: Path = CONTROL_GROUP) -> int:
-    """Bytes that the process's container may still take, as its control group (version 2) says; 2^63 for no limit."""
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        # Pages of files that were only read are counted and given back as soon as somebody wants the memory.
-        return 2**63 if limit == "max" else max(0, int(limit) - used + int(counts.get("inactive_file", 0)))
-    except (OSError, ValueError):
-        return 2**63
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

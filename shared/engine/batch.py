@@ -1,22 +1,20 @@
-"""One forward's work as arrays: which tokens, of which sequences, and the rows that need logits. Introduced in phase 4.
+"""One forward's work as arrays: which tokens, of which sequences, where they go, which need logits. Introduced in
+phase 4.
 
-A scheduler thinks in requests, a model in tokens laid end to end. A batch is the second made from the first: all that
-whatever runs the model is told. It holds arrays and ids and no request, so it could be sent to another process.
-Invariants: the tokens of a sequence stand together and in order, in the order of ``request_ids``; positions are the
-requests' own (logical), while the place of a token in the memory is the memory's affair (physical).
+A scheduler thinks in requests, a model in tokens laid end to end. A batch is the second made from the first, and it is
+complete: it holds arrays and ids and no request, and nobody who has it needs the pool. So it could be sent to another
+process. Invariants: the tokens of a sequence stand together and in order, in the order of ``request_ids``; positions
+are the requests' own (logical), while the place of a token in memory is the layout's affair (physical).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shared.engine.request import Request
-from shared.sampling.sampler import SamplingRow
-
-Integers = NDArray[np.int64]
+from shared.cache.layout import Integers, Layout, ranges
+from shared.cache.pool import CachePoolProtocol
+from shared.scheduling.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -24,44 +22,86 @@ class Batch:
     """T new tokens of B sequences."""
 
     request_ids: tuple[str, ...]  # B of them
-    token_ids: Integers  # [T]
+    token_ids: Integers  # [T], 0 for those that are pending
+    pending: Integers  # [p], tokens whose id is still on the device: the last that was sampled for their sequence
     positions: Integers  # [T]
     num_new_tokens: Integers  # [B], at least 1 each; they add up to T
-    logit_rows: Integers  # [n], the tokens whose logits are asked for: here each sequence's last
-    sampling_rows: tuple[SamplingRow, ...]  # n of them, how the token behind each of those is chosen
+    num_logit_rows: Integers  # [B], of how many of its last tokens each sequence needs logits; they add up to n
+    layout: Layout
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Self:
-        """The tokens that the memory lacks of each request: its whole prompt, or the token that was drawn last."""
-        B = len(requests)
+    def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
+        """What the schedule computes, at the places that the pool has for it.
+
+        Raises CapacityError for tokens that were not granted.
+        """
+        B = len(schedule)
         # exercise 04.1: lay the requests' new tokens end to end
-        # hint: of each request the memory lacks token_ids[num_computed_tokens:]; concatenate those
-        # hint: the next token is drawn at each one's last row: the running sum of the counts, num_new.cumsum(), less 1
-        # hint: a position is an index in the token's own request, so it starts anew with each request
-        # hint: positions: np.arange over all rows, less the row where the sequence begins, plus what is computed of it
-        # hint: np.repeat(one number for each request, num_new) spreads it over the request's rows
-        computed = np.fromiter((request.num_computed_tokens for request in requests), np.int64, B)
-        ends = np.fromiter((request.num_tokens for request in requests), np.int64, B)
-        num_new = ends - computed
-        last_rows = num_new.cumsum() - 1
-        if len(last_rows) == 0 or last_rows[-1] == B - 1:  # one new token each, as in every decode step
-            ids = np.fromiter((request.last_token_id for request in requests), np.int64, B)
-            positions = computed
+        # hint: an entry brings its request's token_ids[start : start + num_tokens]; concatenate those
+        # hint: a position is an index in the token's own request: start, start + 1, …, num_tokens of them
+        # hint: ranges(first, counts) counts on from each first number, and lays the results end to end
+        # hint: the last id may not be known yet (start + num_tokens > request.num_tokens): put 0 in its place
+        # hint: pending tells where: the number of that token in the batch, which is its sequence's last
+        starts = np.fromiter((entry.start for entry in schedule), np.int64, B)
+        num_new = np.fromiter((entry.num_tokens for entry in schedule), np.int64, B)
+        known = np.fromiter((entry.request.num_tokens for entry in schedule), np.int64, B)
+        positions = ranges(starts, num_new)
+        if len(positions) == B:  # one new token each, as in every decode step
+            ids = np.fromiter((entry.request.last_token_id for entry in schedule), np.int64, B)
         else:
-            ids = np.concatenate([request.token_ids[request.num_computed_tokens :] for request in requests])
-            first_rows = last_rows + 1 - num_new
-            positions = np.arange(len(ids)) + np.repeat(computed - first_rows, num_new)
+            ids = np.zeros(len(positions), np.int64)
+            token_ids = [entry.request.token_ids[entry.start : entry.start + entry.num_tokens] for entry in schedule]
+            ids[positions < np.repeat(known, num_new)] = np.concatenate(token_ids)
+        pending = num_new.cumsum()[starts + num_new > known] - 1
+        ids[pending] = 0
         # end exercise
         return cls(
-            tuple(request.request_id for request in requests),
+            tuple(entry.request.request_id for entry in schedule),
             ids,
+            pending,
             positions,
             num_new,
-            last_rows,
-            tuple(request.sampling_row() for request in requests),
+            np.fromiter((entry.num_logit_rows for entry in schedule), np.int64, B),
+            pool.layout(schedule),
         )
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence brings one token."""
+        return self.num_tokens == len(self)
+
+    @property
+    def logit_rows(self) -> Integers:
+        """``[n]``, the tokens whose logits are asked for."""
+        return ranges(self.num_new_tokens.cumsum() - self.num_logit_rows, self.num_logit_rows)
+
+    @property
+    def logit_sequences(self) -> Integers:
+        """``[n]``, the sequence of each logit row."""
+        return np.repeat(np.arange(len(self)), self.num_logit_rows)
+
+    def part(self, sequences: range) -> Self:
+        """The batch of some neighbouring sequences."""
+        if len(sequences) == len(self):
+            return self
+        ends = np.append(0, self.num_new_tokens.cumsum())
+        begin, end = int(ends[sequences.start]), int(ends[sequences.stop])
+        chosen, tokens = slice(sequences.start, sequences.stop), slice(begin, end)
+        return type(self)(
+            self.request_ids[chosen],
+            self.token_ids[tokens],
+            self.pending[(self.pending >= begin) & (self.pending < end)] - begin,
+            self.positions[tokens],
+            self.num_new_tokens[chosen],
+            self.num_logit_rows[chosen],
+            self.layout.part(chosen, tokens),
+        )
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.request_ids)

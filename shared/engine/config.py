@@ -50,11 +50,16 @@ NEEDS = {
     "num_gpu_blocks": ("kv_cache_backend", "paged"),
     "prefill_chunk_size": ("use_chunked_prefill", True),
     "max_prefill_chunks_per_step": ("use_chunked_prefill", True),
+    "use_chunked_prefill": ("batching_mode", "continuous"),
     "use_prefix_caching": ("kv_cache_backend", "paged"),
     "draft_model": ("use_speculative_decoding", True),
     "spec_length": ("use_speculative_decoding", True),
 }
-"""Fields that mean something only with another: changed, they need that field to have that value."""
+"""Fields that mean something only with another: changed, they need that field to have that value. An optimization that
+is left to the phase (None) is off where it lacks what it needs, and only refused where it is asked for (True)."""
+
+SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
+"""Phases whose settings no later phase has."""
 
 
 def setting(default: Any, phase: str, text: str, values: Mapping[Any, str] | None = None) -> Any:
@@ -111,11 +116,17 @@ class EngineConfig:
 
     block_size: int = setting(16, "06", "tokens of a block")
     num_gpu_blocks: int | None = setting(None, "06", "blocks of the pool; default: what memory is left")
-    use_chunked_prefill: bool = setting(False, "07", "run long prompts in pieces, beside the decoding of others")
-    prefill_chunk_size: int = setting(512, "07", "most tokens of such a piece")
-    max_prefill_chunks_per_step: int = setting(1, "07", "most such pieces of a step")
-    use_prefix_caching: bool = setting(False, "08", "requests that begin alike share blocks")
-    use_cuda_graphs: bool = setting(False, "09", "replay a decode step as one CUDA graph")
+    use_chunked_prefill: bool | None = setting(
+        None, "07", "run long prompts in chunks, beside the decoding of others; default: the phase's own"
+    )
+    prefill_chunk_size: int = setting(512, "07", "most tokens of such a chunk")
+    max_prefill_chunks_per_step: int = setting(1, "07", "most such chunks of a step")
+    use_prefix_caching: bool | None = setting(
+        None, "08", "requests that begin alike share blocks; default: the phase's own"
+    )
+    use_cuda_graphs: bool | None = setting(
+        None, "09", "replay a decode step as one CUDA graph; default: the phase's own"
+    )
     quantization: str | None = setting(None, "10", "fp8 or int8 weights")
     use_speculative_decoding: bool = setting(False, "11", "a draft model proposes tokens, the model verifies them")
     draft_model: str | None = setting(None, "11", "the model that proposes: a folder, a known name, or a hub name")
@@ -130,7 +141,7 @@ class EngineConfig:
             if field.name in COUNTS and not is_default and (type(value) is not int or value < 1):
                 raise ConfigError(f"{field.name} is {value!r}; it must be a whole number of at least 1.")
             other, needed = NEEDS.get(field.name, (field.name, value))
-            if not is_default and getattr(self, other) not in (needed, None):  # None: the phase's own
+            if not is_default and value is not False and getattr(self, other) not in (needed, None):
                 raise ConfigError(
                     f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; the first, which arrives in "
                     f"phase {field.metadata['phase']}, has a meaning only with {other} = {needed!r}: set that too, or "
@@ -147,7 +158,7 @@ class EngineConfig:
     def _check_contradictions(self) -> None:
         """Raise ConfigError for settings of which each is right and which cannot be had together."""
         if self.batching_mode == "static":
-            for name in ("scheduler_policy", "max_decode_interval", "use_chunked_prefill"):
+            for name in ("scheduler_policy", "max_decode_interval"):
                 value = getattr(self, name)
                 if value != self.__dataclass_fields__[name].default:
                     raise ConfigError(
@@ -174,15 +185,27 @@ class EngineConfig:
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            phase = field.metadata["phase"] if field.name not in supported and value != field.default else None
+            is_default = value == field.default or (value is False and field.default is None)
+            phase = field.metadata["phase"] if field.name not in supported and not is_default else None
             if f"{field.name}={value}" not in supported:
                 phase = field.metadata["values"].get(value, phase)
             if phase is not None:
                 usual = "out" if field.default is None else f"at {field.default!r}"
+                which = "that phase" if phase in SIDE_TRACKS else "that phase or a later one"
                 raise ConfigError(
-                    f"{field.name} = {value!r} arrives in phase {phase}; leave it {usual}, or choose that phase or a "
-                    "later one with --phase."
+                    f"{field.name} = {value!r} arrives in phase {phase}; leave it {usual}, or choose {which} with "
+                    "--phase."
                 )
+
+    def is_on(self, name: str) -> bool:
+        """Whether an optimization that the phase has is on: as it was set; left out, if what it needs is there."""
+        other, needed = NEEDS.get(name, (name, None))
+        value = getattr(self, name)
+        return bool(value) if value is not None else getattr(self, other) in (needed, None)
+
+    def most_tokens_of_a_step(self, max_seq_len: int) -> int:
+        """The most new tokens that a forward can bring, where a sequence may have ``max_seq_len``."""
+        return max(self.max_num_batched_tokens, self.max_batch_size, max_seq_len)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

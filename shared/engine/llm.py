@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput, TokenLogprobs
+from shared.engine.output import StepOutput
 from shared.engine.prompt import check_prompt
+from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError, RequestError
 from shared.lessons import find_lesson, newest_lesson
 from shared.sampling.params import SamplingParams

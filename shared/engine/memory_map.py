@@ -2,8 +2,8 @@
 
 Counts say how full a memory is; a map says why: whose the blocks are, in the order of each request's table, how much of
 them is written, and who lost its own and is computed again. It is made when somebody asks, from what scheduler and pool
-know, and reads no tensor; an engine that nobody watches makes none. The unit that a pool grants is a block here; a region
-is one large block, so that both kinds of memory can be drawn the same way.
+know, and reads no tensor; an engine that nobody watches makes none. The unit that a pool grants is a block here; a
+region is one large block, so that both kinds of memory can be drawn the same way.
 
 Invariants: no block belongs to two requests; a map keeps no reference to what it was made from, so it can be drawn
 while the engine goes on.
@@ -59,20 +59,21 @@ class MemoryMap:
     def of(cls, scheduler: Scheduler, last_step: StepRecord | None = None) -> Self:
         """The memory now; ``last_step`` tells whose prompt was run in the step before."""
         pool = scheduler.pool
-        block_tokens, tables = pool.holdings()
+        block_tokens, holdings = pool.holdings()
+        held = dict(holdings)
         ran = {request_id for request_id, _ in last_step.prefilled} if last_step is not None else set()
         found = [
-            _holding(request, _state(request, request_id in ran), pool.length(request_id), tables.pop(request_id, ()))
-            for request_id, request in scheduler.running.items()
+            _holding(request, _state(request, request.request_id in ran), pool.length(request), held.pop(request, ()))
+            for request in scheduler.running.values()
         ]
         found += [
-            _holding(request, HoldingState.PREEMPTED, pool.length(request_id), tables.pop(request_id, ()))
-            for request_id, request in scheduler.waiting.items()
+            _holding(request, HoldingState.PREEMPTED, pool.length(request), held.pop(request, ()))
+            for request in scheduler.waiting.values()
             if request.status is RequestStatus.PREEMPTED
         ]
-        for request_id, blocks in tables.items():
-            written = pool.length(request_id)
-            found.append(Holding(request_id, HoldingState.LOST, 0, written, written, tuple(blocks)))
+        for request, blocks in held.items():
+            if request not in scheduler.ending:  # what those hold comes back with the step in flight
+                found.append(_holding(request, HoldingState.LOST, pool.length(request), blocks))
         return cls(
             unit="region" if block_tokens >= pool.request_capacity else "block",
             block_tokens=block_tokens,
@@ -117,9 +118,9 @@ class MemoryMap:
 
 def _state(request: Request, was_run: bool) -> HoldingState:
     """Of a request that runs. The run of a prompt gives one token; who has more had them before."""
-    if request.status is RequestStatus.DECODE and not was_run:
+    if not request.is_prefilling and not was_run:
         return HoldingState.DECODE
-    before = len(request.output_ids) - (request.status is RequestStatus.DECODE)
+    before = len(request.output_ids) - (not request.is_prefilling)
     return HoldingState.RECOMPUTE if before else HoldingState.PREFILL
 
 

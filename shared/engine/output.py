@@ -6,21 +6,10 @@ its first character on, is never released; exactly one output of a request, its 
 
 from dataclasses import dataclass
 
-from shared.engine.request import Request
+from shared.engine.request import Request, TokenLogprobs
 from shared.text.detokenizer import IncrementalDecoder
 from shared.text.stopping import FinishReason, StopChecker
 from shared.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of a token and of the likeliest ones in its place, from raw logits, before any processor.
-
-    ``top`` holds (token id, log-probability), the likeliest first; the chosen token is there only if it is among them.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -41,34 +30,36 @@ class StepOutput:
 
 
 class OutputStream:
-    """Follows one request's answer, token by token.
+    """Follows one request's answer, token by token; what it knows of the request never changes.
 
     Args:
         max_seq_len: the request also ends, by length, when prompt and answer fill this.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, max_seq_len: int) -> None:
-        self.request = request
+        self.request_id = request.request_id
+        self.num_tokens = 0  # of the answer, so far
         self.decoder = IncrementalDecoder(tokenizer)
+        self.has_stops = bool(request.params.stop)
         self.stops = StopChecker(request.params.stop)
         self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids
         self.limit = min(request.params.max_new_tokens, max_seq_len - len(request.prompt_ids))
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
-        """Append the token to the request and say what it adds."""
-        self.request.append(token_id)
+        """Take the answer's next token and say what it adds."""
+        self.num_tokens += 1
         reason = None
         if token_id in self.eos_ids:
             text, reason = self._rest(), FinishReason.EOS
         else:
             text = self.decoder.push(token_id)
-            if self.request.params.stop:
+            if self.has_stops:
                 text = self.stops.push(text)
-            if self.stops.matched is None and len(self.request.output_ids) >= self.limit:
+            if self.stops.matched is None and self.num_tokens >= self.limit:
                 text, reason = text + self._rest(), FinishReason.LENGTH
         if self.stops.matched is not None:
             reason = FinishReason.STOP
-        return StepOutput(self.request.request_id, token_id, text, reason, self.stops.matched, logprobs)
+        return StepOutput(self.request_id, token_id, text, reason, self.stops.matched, logprobs)
 
     def _rest(self) -> str:
         """What was held back and will not be continued; it may still complete a stop string."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from shared.engine.output import StepOutput
-from shared.scheduling.scheduler import Schedule, Scheduler
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,11 @@ class StepRecord:
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
         """The record of the step that did ``schedule`` and gave ``outputs``."""
         failed = tuple(output.request_id for output in outputs if output.error is not None)
+        computed = [entry for entry in schedule if entry.request.request_id not in failed]
         return cls(
-            step=scheduler.num_steps - 1,
-            prefilled=tuple(
-                (r.request_id, r.num_computed_tokens) for r in schedule.prefill if r.request_id not in failed
-            ),
-            decoded=tuple(r.request_id for r in schedule.decode if r.request_id not in failed),
+            step=schedule.step - 1,
+            prefilled=tuple((entry.request.request_id, entry.num_tokens) for entry in computed if entry.is_prefill),
+            decoded=tuple(entry.request.request_id for entry in computed if not entry.is_prefill),
             finished=tuple(o.request_id for o in outputs if o.finish_reason is not None and o.error is None),
             failed=failed,
             preempted=schedule.preempted,
@@ -49,7 +49,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is between two steps."""
+    """Running and waiting requests, and KV cache usage, between two steps."""
 
     num_running: int  # requests that hold memory
     num_waiting: int

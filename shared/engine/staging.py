@@ -1,58 +1,86 @@
 """A step's small arrays on their way to the device, all in one copy. Introduced in phase 4.
 
 A step is planned in numpy on the host, and a GPU needs to know the plan: ids, positions, places. Each array sent by
-itself would cost a copy that the host waits for. Here they are laid one behind the other in pinned memory, which the
-GPU can read while the host goes on, and arrive in one piece of device memory, of which each array is a view. On a CPU
-nothing is copied.
+itself would cost a copy that the host waits for. Here every array has a place of its own, with room for the longest
+that a step can bring; the places lie one behind the other in pinned memory, which the GPU can read while the host goes
+on, and in a twin on the device. There are two pinned buffers, taken in turn, so that a plan can be written while the
+one before waits on the stream behind a forward. On a CPU buffer and twin are one.
 
-Invariants: arrays of the same sizes arrive at the same addresses every time, which a CUDA graph relies on; memory that
-is on its way is not written.
+Invariants: an array arrives at the same address in every step, whatever its length, which a CUDA graph relies on;
+nothing is allocated after the start; memory that is on its way is not written.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-ALIGNMENT = 16  # bytes; what a vector load of a kernel wants
-SMALLEST = 1 << 16
+ALIGNMENT = 256  # bytes; more than a vector load of a kernel wants
+NUM_BUFFERS = 2
 
 
 class Staging:
-    """Pinned memory and its twin on the device; they grow to the largest plan that was sent."""
+    """Places for named arrays.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.capacity = 0
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+    Args:
+        places: of each array the most numbers and their dtype, in the order in which they lie. A copy ends with the
+        last
+            array that is sent, so what is long and rarely full stands last.
+    """
 
-    def send(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays, each contiguous, as tensors on the device; those of the last call are overwritten."""
-        if self.copied is None:
-            return [torch.from_numpy(array) for array in arrays]
-        starts, total = [], 0
-        for array in arrays:
-            starts.append(total)
-            total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        if total > self.capacity:
-            self._grow(total)
-        self.copied.synchronize()  # the last plan has left
-        for start, array in zip(starts, arrays, strict=True):
-            self.bytes[start : start + array.nbytes] = array.view(np.uint8)
-        self.arrived[:total].copy_(self.pinned[:total], non_blocking=True)
-        self.copied.record()
-        return [
-            self.arrived[start : start + array.nbytes].view(_DTYPES[array.dtype])
-            for start, array in zip(starts, arrays, strict=True)
+    def __init__(self, device: torch.device, places: Mapping[str, tuple[int, DTypeLike]]) -> None:
+        self.rooms: dict[str, tuple[int, int, np.dtype[Any]]] = {}  # where each begins, how many numbers, which
+        total = 0
+        for name, (count, dtype) in places.items():
+            dtype = np.dtype(dtype)
+            self.rooms[name] = total, count, dtype
+            total += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.arrived = torch.empty(total, dtype=torch.uint8, device=device)
+        self.is_copying = device.type == "cuda"
+        self.buffers = [
+            torch.empty(total, dtype=torch.uint8, pin_memory=True) if self.is_copying else self.arrived
+            for _ in range(NUM_BUFFERS if self.is_copying else 1)
         ]
+        self.copied = [torch.cuda.Event() for _ in self.buffers] if self.is_copying else []
+        self.hosts = [self._cut(buffer.numpy()) for buffer in self.buffers]
+        self.tensors = self._cut(self.arrived)
+        self.turn = 0
 
-    def _grow(self, num_bytes: int) -> None:
-        self.capacity = max(SMALLEST, 1 << (num_bytes - 1).bit_length())
-        self.pinned = torch.empty(self.capacity, dtype=torch.uint8, pin_memory=True)
-        self.bytes = self.pinned.numpy()
-        self.arrived = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
+    @classmethod
+    def for_arrays(cls, device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Self:
+        """Places for arrays of these lengths and dtypes."""
+        return cls(device, {name: (len(array), array.dtype) for name, array in arrays.items()})
+
+    def send(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
+        """The arrays as tensors on the device, in the dtype of their places; those of the last call are overwritten.
+
+        Waits only for the copy before the last. Raises ValueError for an array that its place has no room for.
+        """
+        self.turn = (self.turn + 1) % len(self.buffers)
+        if self.is_copying:
+            self.copied[self.turn].synchronize()
+        host, end = self.hosts[self.turn], 0
+        for name, array in arrays.items():
+            begin, room, dtype = self.rooms[name]
+            if len(array) > room:
+                raise ValueError(f"{name} has {len(array)} numbers, and there is room for {room}")
+            host[name][: len(array)] = array
+            end = max(end, begin + len(array) * dtype.itemsize)
+        if self.is_copying:
+            self.arrived[:end].copy_(self.buffers[self.turn][:end], non_blocking=True)
+            self.copied[self.turn].record()
+        return {name: self.tensors[name][: len(array)] for name, array in arrays.items()}
+
+    def _cut(self, buffer: Any) -> dict[str, Any]:
+        """The places in a buffer of bytes, each in its dtype."""
+        return {
+            name: buffer[begin : begin + count * dtype.itemsize].view(
+                dtype if isinstance(buffer, np.ndarray) else _DTYPES[dtype]
+            )
+            for name, (begin, count, dtype) in self.rooms.items()
+        }
 
 
 _DTYPES = {

@@ -18,6 +18,9 @@ policy, and the first of them is run in the next step, so none starves. Invarian
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,15 @@ class Policy:
 
     max_prompts: int | None
     turns: Callable[[Sequence[int], int], list[bool]]
+
+    def share(
+        self, prompts: Sequence[Item], decoding: Sequence[Item], steps_since: Sequence[int], interval: int
+    ) -> tuple[Sequence[Item], Sequence[Item]]:
+        """The decoding requests, and the prompts, that take part in a step, of those that could."""
+        if not prompts:
+            return decoding, prompts
+        turns = self.turns(steps_since, interval)
+        return [item for item, has_turn in zip(decoding, turns, strict=True) if has_turn], prompts[: self.max_prompts]
 
 
 def everybody(steps_since: Sequence[int], interval: int) -> list[bool]:

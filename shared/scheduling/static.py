@@ -1,12 +1,12 @@
 """Static batching: a batch is put together, and runs until its last answer ends. Introduced in phase 4.
 
-One forward for many requests reads the weights once for all of them. The batch is closed while it runs: whoever comes
-waits for its longest answer, and a place whose answer has ended stays empty until then. Invariant: nobody is admitted
-while anybody runs.
+One forward for many requests reads the weights once for all of them. The batch is closed while it runs: a request that
+comes waits for its longest answer, and a place whose answer has ended stays empty until then. Invariant: no request is
+admitted while any runs.
 """
 
-from shared.engine.request import RequestStatus
-from shared.scheduling.scheduler import Schedule, Scheduler
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
 
 
 class StaticScheduler(Scheduler):
@@ -16,5 +16,5 @@ class StaticScheduler(Scheduler):
         """See :class:`Scheduler`."""
         self.num_steps += 1
         if not self.running:
-            self._admit()
-        return Schedule(tuple(self._prompts()), tuple(self._with(RequestStatus.DECODE)))
+            self._admit(self._longest)
+        return self._plan(list(self._decoding()), self._prompts())

@@ -7,7 +7,8 @@ name; so different tokens of one list rarely share a name, and what a name says 
 from collections.abc import Sequence
 from typing import Any
 
-from shared.engine.output import StepOutput, TokenLogprobs
+from shared.engine.output import StepOutput
+from shared.engine.request import TokenLogprobs
 from shared.text.tokenizer import Tokenizer
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared.engine.draw import Drawn
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
-from shared.engine.draw import Drawn
 from shared.engine.output import StepOutput
 from shared.engine.request import Request, RequestStatus
 from shared.loading.config_json import parse_config

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from shared.engine.draw import Drawing
-from shared.engine.output import TokenLogprobs
+
+from shared.engine.request import TokenLogprobs
 from shared.errors import RequestError
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.params import SamplingParams

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared.engine.draw import Drawn
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
-from shared.engine.draw import Drawn
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request, RequestStatus

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared.engine.draw import Drawn
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import BATCHING_MODES, SCHEDULER_POLICIES, EngineConfig
-from shared.engine.draw import Drawn
-from shared.engine.output import StepOutput, TokenLogprobs
-from shared.engine.request import Request, RequestStatus
+from shared.engine.output import StepOutput
+from shared.engine.request import Request, RequestStatus, TokenLogprobs
 from shared.errors import QueueFullError, RequestError
 from shared.loading.config_json import parse_config
 from shared.sampling.params import SamplingParams

@@ -7,11 +7,11 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from shared.engine.draw import Drawn
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import BATCHING_MODES, SCHEDULER_POLICIES, EngineConfig
-from shared.engine.draw import Drawn
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request, RequestStatus
 from shared.errors import QueueFullError

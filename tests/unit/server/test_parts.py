@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.engine.output import StepOutput, TokenLogprobs
+from shared.engine.output import StepOutput
+from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
 from shared.server import logs
 from shared.server.answer_stream import AnswerStream

@@ -1,0 +1,66 @@
+"""Where the tokens of a batch stand in memory, as numpy arrays. Introduced in phase 4.
+
+A pool works it out on the host, once a step; a view only loads it. So whoever has the arrays needs no pool: they could
+be sent to another process. Positions belong to requests (logical), lengths to the pool (physical): neither is derived
+from the other. Invariants: arrays hold plain numbers; the sequences stand in the order of the schedule.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import CapacityError
+from shared.scheduling.schedule import Schedule
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of T new tokens of B sequences."""
+
+    rows: Integers  # [B], a number below the most sequences there can be, the request's own for as long as it runs
+    num_cached: Integers  # [B], tokens of each that stand in memory before the step, those in flight included
+    lengths: Integers  # [B], with the new ones
+    slot_mapping: Integers  # [T], the slot of each new token: its number when all memory of a layer lies end to end
+
+    def part(self, sequences: slice, tokens: slice) -> Self:
+        """The layout of some neighbouring sequences, and their new tokens."""
+        return type(self)(
+            self.rows[sequences], self.num_cached[sequences], self.lengths[sequences], self.slot_mapping[tokens]
+        )
+
+
+def ranges(first: Integers, counts: Integers) -> Integers:
+    """``first[b], first[b] + 1, …``, ``counts[b]`` numbers for each b, laid end to end."""
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    if total == len(counts) and (counts == 1).all():
+        return first
+    offsets: Integers = np.repeat(first - (ends - counts), counts)
+    return offsets + np.arange(total)
+
+
+def before_and_after(
+    schedule: Schedule, rows: Integers, lengths: Sequence[int], granted: Sequence[int]
+) -> tuple[Integers, Integers]:
+    """``[B]`` each, how many tokens of each sequence stand in memory before the step, and after it.
+
+    Args:
+        rows: ``[B]``, the row of each request.
+        lengths, granted: of each row, the tokens that were committed, and for how many there is memory.
+
+    Raises CapacityError for a step that would write tokens for which no memory was granted.
+    """
+    B = len(schedule)
+    committed = np.fromiter((lengths[row] for row in rows.tolist()), np.int64, B)
+    in_flight = np.fromiter((entry.start - entry.request.num_computed_tokens for entry in schedule), np.int64, B)
+    before = committed + in_flight
+    after = before + np.fromiter((entry.num_tokens for entry in schedule), np.int64, B)
+    room = np.fromiter((granted[row] for row in rows.tolist()), np.int64, B)
+    if (after > room).any():
+        raise CapacityError(f"The step would fill {after.tolist()} tokens of {room.tolist()} that were granted.")
+    return before, after

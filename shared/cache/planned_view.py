@@ -1,0 +1,119 @@
+"""Blocks whose attention was planned: the device's side, which follows the plan. Introduced in phase 6.1.
+
+In a step's one copy plans come before the block tables, and scratch for what is cut is allocated once: how many states
+there are at most follows from the GPU and the model's shape, not from the tokens of a step.
+
+Invariants: those of :class:`shared.cache.paged_view.PagedView`; where nothing is launched, and with another backend
+than ``planned``, this is that view.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from shared.attention.descriptor import DevicePlan
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedLayout
+from shared.cache.paged_memory import sizes_for
+from shared.cache.paged_view import PagedSizes, PagedView
+from shared.cache.planned import AttentionPlanner, PlannedKVCachePool, PlannedLayout
+from shared.cache.view import BatchView
+from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
+from shared.kernels.launch import launches
+from shared.kernels.planned_attention import planned_decode
+from shared.kernels.planned_prefill import planned_prefill
+from shared.kernels.planned_workspace import PlannedWorkspace
+from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
+
+
+class PlannedView(PagedView):
+    """Keys and values in blocks behind the model; see ``BatchView``.
+
+    ``planner`` makes the plans that it follows, None where it follows none. Raises ConfigError as ``PagedView`` does.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PagedSizes,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        backend: str | None = None,
+    ) -> None:
+        device = torch.device(device)
+        is_planned = backend in (None, "planned") and launches(torch.empty(0, dtype=dtype, device=device))
+        self.planner = AttentionPlanner(config, dtype.itemsize, device) if is_planned else None
+        super().__init__(config, sizes, dtype, device, "flash" if backend == "planned" else backend)
+
+    def _make_workspaces(self) -> None:
+        if self.planner is None:
+            super()._make_workspaces()
+            return
+        config = self.config
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        about = (self.sizes.max_sequences, *heads, self.keys.element_size(), self.keys.device)
+        self.workspace = PlannedWorkspace.for_batches(*about)
+
+    def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+        places = super()._places(is_decode, max_tokens)
+        if self.planner is None:
+            return places
+        tables = places.pop("tables")
+        counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
+        for window in self.planner.windows:
+            places |= {_name(n, window): (count, np.int32) for n, count in enumerate(counts)}
+        return places | {"tables": tables}
+
+    def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
+        arrays = super()._arrays(batch, layout)
+        if self.planner is not None:
+            for window, plan in cast(PlannedLayout, layout).plans.items():
+                arrays |= {_name(n, window): array for n, array in enumerate(plan.arrays())}
+        return arrays
+
+    def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        super()._receive(layout, sent)
+        if self.planner is None:
+            return
+        B, T = len(layout.rows), len(layout.slot_mapping)
+        if self.is_decode:
+            self.decode_tiling = self.planner.decode_tiling(B)
+        else:
+            self.prefill_tiling = self.planner.prefill_tiling(T, B)
+        self.plans = {
+            window: DevicePlan.of(plan, [sent[_name(n, window)] for n in range(len(plan.arrays()))])
+            for window, plan in cast(PlannedLayout, layout).plans.items()
+        }
+
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
+        if self.planner is None:
+            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
+        memory = (self.layer_keys[layer], self.layer_values[layer], self.tables, self.table_starts, self.lengths)
+        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "workspace": self.workspace}
+        plan = self.plans[window]
+        if not self.is_decode:
+            return planned_prefill(q, *memory, plan, **about, tiling=self.prefill_tiling)
+        return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, out=self.step_attended)
+
+
+def _name(number: int, window: int | None) -> str:
+    """Of an array of a plan, in the staging."""
+    return f"plan {number} of window {window}"
+
+
+def planned_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
+    """See ``MakeMemory``."""
+
+    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
+        view = PlannedView(model.config, sizes, model.dtype, model.device, config.attention_backend)
+        return PlannedKVCachePool(sizes, view.planner), view
+
+    return make(sizes_for(config, model, max_seq_len, make))
