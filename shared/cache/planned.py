@@ -1,12 +1,12 @@
 """Blocks whose attention is planned once a step, for all layers. Introduced in phase 6.1.
 
 The pool is phase 6's. Its view adds a plan to the arrays that a step sends anyway: :mod:`shared.attention.plan` cuts
-the keys of all sequences into items of even size, and each layer's launch only follows. Of a layer a plan depends on
+the keys of all sequences into splits of one size, and each layer's launch only follows. Of a layer a plan depends on
 nothing but the window, so there is one for each distinct window of the model, and none is made twice in a step.
 
 In a step's one copy plans come before the block tables: for the same number of decoding sequences they have the same
-sizes whatever the lengths, so everything has the same address again. Scratch for the pieces is allocated once: how many
-there are at most follows from the GPU and the model's shape, not from the tokens of a step.
+sizes whatever the lengths, so everything has the same address again. Scratch for the states of the splits is allocated
+once: how many there are at most follows from the GPU and the model's shape, not from the tokens of a step.
 
 Invariants: those of :class:`shared.cache.paged_view.PagedView`; the lengths that were planned are those that the
 kernels read; where nothing is launched, and with another backend than ``planned``, this is that view.
