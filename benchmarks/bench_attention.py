@@ -50,7 +50,7 @@ from shared.kernels.launch import INTERPRETED
 DEMO_TRIALS = 3
 PLANNED_SEQUENCES = (1, 32, 256)
 PLANNED_CONTEXT = 8192
-PLANNED_GRID = Grid(resident=528, unit=64, least_chunk=128)  # so many items that 256 sequences are still cut
+PLANNED_GRID = Grid(resident=528, unit=64, least_split=128)  # so many items that 256 sequences are still cut
 PLANS_TIMED = 200
 
 

@@ -121,6 +121,11 @@ def attention_case(
     )
 
 
+def report_settings(tiling: DecodeTiling) -> dict[str, Any]:
+    """A tiling's settings by the names that reports have for them: there ``least_split`` is ``least_chunk``."""
+    return {"least_chunk" if name == "least_split" else name: value for name, value in asdict(tiling).items()}
+
+
 def planned_call(
     shape: AttentionShape,
     sequences: PagedSequences,
@@ -132,7 +137,7 @@ def planned_call(
     device = sequences.lengths.device
     grid = tiling.grid(shape.num_kv_heads, device)
     whole = -(-max(shape.lengths) // grid.unit) * grid.unit
-    plan = plan_decode(shape.lengths, grid, chunk_size=None if is_split else whole)
+    plan = plan_decode(shape.lengths, grid, split_size=None if is_split else whole)
     arrays = {str(n): array for n, array in enumerate(plan.arrays())}
     sent = DevicePlan.of(plan, list(Staging.for_arrays(device, arrays).send(arrays).values()))
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
@@ -142,8 +147,8 @@ def planned_call(
         about: dict[str, Any] = {"scale": shape.scale, "tiling": tiling, "workspace": workspace}
         return planned_decode(q, keys, values, *sequences.arrays(), sent, **about)
 
-    described = {"chunk_tokens": int(plan.chunk_size[0]), "num_items": int(plan.num_items[0])}
-    return call, asdict(tiling) | described
+    described = {"chunk_tokens": int(plan.split_size[0]), "num_items": int(plan.num_items[0])}
+    return call, report_settings(tiling) | described
 
 
 def variant_calls(

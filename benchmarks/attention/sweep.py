@@ -7,13 +7,20 @@ Invariant: a tiling that gives a wrong result, or none, is never among the best.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 
-from benchmarks.attention.cases import BLOCK_SIZE, AttentionShape, PagedSequences, attention_case, planned_call
+from benchmarks.attention.cases import (
+    BLOCK_SIZE,
+    AttentionShape,
+    PagedSequences,
+    attention_case,
+    planned_call,
+    report_settings,
+)
 from benchmarks.bench_attention import check_memory, check_options, chosen_shapes
 from benchmarks.bench_kernels import dtype_of
 from benchmarks.device.graph_timing import cache_bytes, num_input_sets, time_calls
@@ -31,23 +38,23 @@ SHARED_MEMORY = 224 << 10  # bytes of an H100's multiprocessor, less what else i
 LEAST_IN_FLIGHT = 24 << 10  # bytes a multiprocessor; below it cannot keep the memory busy
 MOST_TILE_BYTES = 64 << 10
 KEYS_PER_WARP = 8  # columns of a tensor core's tile: with fewer, warps have nothing to do
-SHORT_TOKENS = 4096  # a batch of fewer tokens is worth shorter pieces
+SHORT_TOKENS = 4096  # a batch of fewer tokens is worth shorter splits
 
 
 def tilings_of(shape: AttentionShape, itemsize: int) -> list[DecodeTiling]:
     """The table's tiling first, then all that fit a multiprocessor as often as they ask to be resident."""
     table = decode_tiling(shape.num_sequences, shape.num_kv_heads, shape.head_dim, itemsize)
     found = [table]
-    pieces = (64, 128) if sum(shape.lengths) <= SHORT_TOKENS else (128,)
-    for tile, num_warps, num_stages, programs, least_chunk in product(
-        (32, 64, 128), (4, 8), (3, 4), (1, 2, 3, 4), pieces
+    least_splits = (64, 128) if sum(shape.lengths) <= SHORT_TOKENS else (128,)
+    for tile, num_warps, num_stages, programs, least_split in product(
+        (32, 64, 128), (4, 8), (3, 4), (1, 2, 3, 4), least_splits
     ):
         tile_bytes = 2 * tile * shape.head_dim * itemsize
         in_flight = programs * (num_stages - 1) * tile_bytes
         fits = LEAST_IN_FLIGHT <= in_flight <= SHARED_MEMORY and tile_bytes <= MOST_TILE_BYTES
         if fits and tile >= KEYS_PER_WARP * num_warps:
             sizes: dict[str, Any] = {"tile": tile, "num_warps": num_warps, "num_stages": num_stages}
-            found.append(replace(table, **sizes, programs_per_multiprocessor=programs, least_chunk=least_chunk))
+            found.append(replace(table, **sizes, programs_per_multiprocessor=programs, least_split=least_split))
     return list(dict.fromkeys(found))
 
 
@@ -73,13 +80,13 @@ def sweep(
         try:
             timed.append((seconds(tiling, TRIALS, MIN_CALLS), tiling))
         except Exception as error:  # too much shared memory, too many registers: no tiling for this chip
-            failures.append(f"{asdict(tiling)}: {type(error).__name__}: {str(error)[:160]}")
+            failures.append(f"{report_settings(tiling)}: {type(error).__name__}: {str(error)[:160]}")
     timed.sort(key=lambda pair: pair[0])
 
     def result(tiling: DecodeTiling) -> dict[str, Any]:
         taken = seconds(tiling, FINAL_TRIALS, FINAL_MIN_CALLS)
         return {
-            "settings": asdict(tiling),
+            "settings": report_settings(tiling),
             "time_us": rounded(1e6 * taken),
             "gb_per_second": rounded(case.num_bytes / taken / 1e9),
         }
@@ -92,7 +99,7 @@ def sweep(
         "tried": len(tilings),
         "table": result(tilings[0]) if any(tiling == tilings[0] for _, tiling in timed) else None,
         "best": sorted((result(tiling) for tiling in best), key=lambda one: one["time_us"]),
-        "timed": [asdict(tiling) | {"time_us": rounded(1e6 * taken)} for taken, tiling in timed],
+        "timed": [report_settings(tiling) | {"time_us": rounded(1e6 * taken)} for taken, tiling in timed],
         "failures": failures,
     }
 

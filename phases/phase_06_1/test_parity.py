@@ -156,7 +156,7 @@ def launched(engine: Engine) -> Counter[str]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: str) -> None:
-    """And a merge in each layer whose plan has cut a prompt; a decode step's pieces are merged by who comes last."""
+    """And a merge in each layer whose plan splits a prompt; a decode step's splits are merged by the last arrival."""
     engine = make(model_folder, device="cuda", dtype=dtype, max_seq_len=1024)
     windows = engine.model.config.windows
     engine.add_request([7] * 600, SamplingParams(**GREEDY, max_new_tokens=8))

@@ -43,10 +43,10 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Grid]:
 
 def tokens_of_items(plan: AttentionPlan, lengths: list[int]) -> list[int]:
     """Keys that each item reads."""
-    chunk = int(plan.chunk_size[0])
+    split_size = int(plan.split_size[0])
     items = slice(0, int(plan.num_items[0]))
     return [
-        min(chunk, lengths[request] - kv_tile * chunk)
+        min(split_size, lengths[request] - kv_tile * split_size)
         for request, kv_tile in zip(
             plan.request_indices[items].tolist(), plan.kv_tile_indices[items].tolist(), strict=True
         )

@@ -1,7 +1,7 @@
 """What a plan is: what it has to fill, its arrays on the host, and the same on the device. Introduced in phase 6.1.
 
-A typed descriptor over flat arrays, so that all of a step can travel in one copy and a kernel finds by its own number
-which piece of whose keys it has. How the numbers are chosen is :mod:`shared.attention.plan`'s affair.
+A typed descriptor over flat arrays, so that all of a step can travel in one copy and a program finds by its own number
+its request and its split of the keys. How the numbers are chosen is :mod:`shared.attention.plan`'s affair.
 
 Invariants: there are at most ``Grid.capacity`` items and ``Grid.max_states`` states; arrays are as long as the
 capacity, whatever the step, so that a captured graph can be replayed with another plan, and what lies behind
@@ -24,17 +24,18 @@ class Grid:
     """What a plan has to fill: one kernel on one device."""
 
     resident: int  # items that run at once: resident programs over the groups of heads that each item is for
-    unit: int  # tokens of a chunk come in multiples of it: the keys of a kernel's tile
-    least_chunk: int  # tokens; a shorter piece is not worth a program
+    unit: int  # a split is a multiple of so many tokens: the keys of a kernel's tile
+    least_split: int  # tokens; a shorter split is not worth a program
 
     def capacity(self, num_tiles: int) -> int:
         """The most items of a plan for so many tiles of queries."""
         return self.resident + num_tiles
 
     def max_states(self, tokens_per_tile: int = 1) -> int:
-        """The most states of a plan: a tile that is cut in n leaves n for each of its tokens.
+        """The most states of a plan: a tile of n splits, more than one, leaves n for each of its tokens.
 
-        With chunks of a fair share or more, fewer than ``resident`` tiles are cut, into at most twice as many pieces.
+        If a split is a fair share or more, fewer than ``resident`` tiles have several splits, and all of these together
+        are fewer than ``2 * resident``.
         """
         return 2 * self.resident * tokens_per_tile
 
@@ -44,14 +45,14 @@ class AttentionPlan:
     """A step's plan on the host. ``rows`` are new tokens: one a sequence when decoding."""
 
     num_items: Int32s  # [1]
-    chunk_size: Int32s  # [1], in tokens
+    split_size: Int32s  # [1], in tokens; a tile's last split may be shorter
     request_indices: Int32s  # [capacity], of each item
     query_tile_indices: Int32s  # [capacity], which tile of the request's new tokens; 0 when decoding
-    kv_tile_indices: Int32s  # [capacity], which chunk of the keys that the tile sees
+    kv_tile_indices: Int32s  # [capacity], which split of the keys that the tile sees
     query_indptr: Int32s  # [requests + 1], the rows of each
     output_indptr: Int32s  # [rows + 1], the states of each row; none: its item stores the result itself
     tokens_per_tile: int
-    is_split: bool  # whether a row may have states; always, where a graph is captured
+    is_split: bool  # whether a row may have several splits, and so states; always, where a graph is captured
 
     @property
     def capacity(self) -> int:
@@ -72,7 +73,7 @@ class AttentionPlan:
         """What has to be sent, for :meth:`shared.engine.staging.Staging.send` together with all else of the step."""
         return (
             self.num_items,
-            self.chunk_size,
+            self.split_size,
             self.request_indices,
             self.query_tile_indices,
             self.kv_tile_indices,
@@ -86,7 +87,7 @@ class DevicePlan:
     """The arrays of an :class:`AttentionPlan` where kernels read them."""
 
     num_items: torch.Tensor
-    chunk_size: torch.Tensor
+    split_size: torch.Tensor
     request_indices: torch.Tensor
     query_tile_indices: torch.Tensor
     kv_tile_indices: torch.Tensor
@@ -101,10 +102,10 @@ class DevicePlan:
     @classmethod
     def of(cls, plan: AttentionPlan, sent: Sequence[torch.Tensor]) -> Self:
         """``sent`` is what became of ``plan.arrays()``, in that order."""
-        num_items, chunk_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr = sent
+        num_items, split_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr = sent
         return cls(
             num_items,
-            chunk_size,
+            split_size,
             request_indices,
             query_tile_indices,
             kv_tile_indices,

@@ -2,13 +2,14 @@
 
 A GPU runs a fixed number of programs at once, and a batch's sequences are of any length: one program for each sequence
 leaves most of the machine idle while the longest is read. So each step is planned like the jobs of a schedule. The keys
-that a tile of queries sees are cut into chunks of one size, each an *item*, which one program takes for one group of
-heads; the arrays of a plan say of every item whose it is and which piece. Kernels follow them and decide nothing
-(FlashInfer, arXiv 2501.01005).
+that a tile of queries sees are cut into *splits* of one size, of which the last may be shorter. An *item* is a tile
+with one of its splits, which one program takes for one group of heads; the arrays of a plan give the request, the tile
+and the split of every item. Kernels follow them and decide nothing (FlashInfer, arXiv 2501.01005).
 
-The chunk is the smallest with which all items are resident together, so that everybody works and nobody waits. Where
-there is none, because there are more tiles than programs, or where it would leave a program more than ``IMBALANCE``
-times its share of the keys, the chunk is that share: items then queue, and the longest is still short.
+The split size is the smallest with which all items are resident together, so that every program works and no item
+waits. Where there is none, because there are more tiles than programs, or where it would leave a program more than
+``IMBALANCE`` times its share of the keys, the split size is that share: items then queue, and the longest is still
+short.
 
 Invariants: the items cover each tile's visible keys exactly once; a tile that sees nothing has one item, whose program
 stores the zeros; what :mod:`shared.attention.descriptor` says of counts and sizes. Counting is int64, what is sent
@@ -31,7 +32,7 @@ def plan_decode(
     *,
     window: int | None = None,
     num_rows: int | None = None,
-    chunk_size: int | None = None,
+    split_size: int | None = None,
     is_captured: bool = False,
 ) -> AttentionPlan:
     """Plan one new token for each of B sequences.
@@ -41,13 +42,13 @@ def plan_decode(
         window: of the layers that the plan is for; one plan for each distinct window.
         num_rows: sequences of the bucket that a captured graph serves, at least B; None: B. No item is made for a
             sequence that is only padding: nothing is stored for it.
-        chunk_size: tokens a chunk, a multiple of the unit, in place of what is best for this batch: then a sequence's
+        split_size: tokens a split, a multiple of the unit, in place of what is best for this batch: then a sequence's
             result does not depend on the others.
         is_captured: whether the launches are captured, and the plan's successors may be cut where this one is not.
 
     Raises:
-        ValueError: more sequences than ``num_rows``; a chunk that is no multiple; one so small that items exceed the
-            capacity.
+        ValueError: more sequences than ``num_rows``; a split size that is no multiple of the unit, or so small that
+            items exceed the capacity.
     """
     counts = np.asarray(lengths, dtype=np.int64)
     B = len(counts)
@@ -62,7 +63,7 @@ def plan_decode(
         tokens_per_tile=1,
         num_rows=num_rows,
         capacity=grid.capacity(num_rows),
-        chunk_size=chunk_size,
+        split_size=split_size,
         is_captured=is_captured,
     )
 
@@ -77,7 +78,7 @@ def plan_prefill(
     num_rows: int | None = None,
     num_requests: int | None = None,
     capacity: int | None = None,
-    chunk_size: int | None = None,
+    split_size: int | None = None,
     is_captured: bool = False,
 ) -> AttentionPlan:
     """Plan a ragged batch: several new tokens a sequence, behind what is cached of it.
@@ -124,28 +125,30 @@ def plan_prefill(
         tokens_per_tile=tokens_per_tile,
         num_rows=num_rows,
         capacity=grid.capacity(len(requests)) if capacity is None else capacity,
-        chunk_size=chunk_size,
+        split_size=split_size,
         is_captured=is_captured,
     )
 
 
-def choose_chunk(units: Int64s, grid: Grid) -> int:
-    """Units a chunk for tiles that see ``units`` (at least 1 each); see the module's docstring."""
-    least = -(-grid.least_chunk // grid.unit)
+def choose_split(units: Int64s, grid: Grid) -> int:
+    """Units a split for tiles that see ``units`` (at least 1 each); see the module's docstring."""
+    least = -(-grid.least_split // grid.unit)
     share = max(least, -(-int(np.add.reduce(units)) // grid.resident))
     if len(units) > grid.resident:
         return share
-    chunk = smallest_chunk(units, grid.resident, share)
-    return share if chunk > IMBALANCE * share else chunk
+    split = smallest_split(units, grid.resident, share)
+    return share if split > IMBALANCE * share else split
 
 
-def smallest_chunk(units: Int64s, budget: int, least: int) -> int:
-    """The smallest chunk from ``least`` on with ``Σ ceil(units / chunk) <= budget``, which is at least ``len(units)``.
+def smallest_split(units: Int64s, budget: int, least: int) -> int:
+    """The smallest split from ``least`` units on with ``Σ ceil(units / split) <= budget``.
+
+    The budget is at least ``len(units)``.
 
     FlashInfer's search. Each rounded term is less than 1 above the exact one, so ``total / (budget - len(units))`` is
     large enough, which leaves few steps to bisect.
     """
-    # exercise 06.1.1: the smallest chunk with which all items run at once
+    # exercise 06.1.1: the smallest split with which all items run at once
     # hint: more than the budget at the middle: the answer lies above it; else it is the middle or below
     # hint: ceil(a / b) is (a - 1) // b + 1 for whole numbers from 1 on, for arrays too
     spare, low, high = budget - len(units), least, max(least, int(np.maximum.reduce(units, initial=1)))
@@ -162,28 +165,30 @@ def smallest_chunk(units: Int64s, budget: int, least: int) -> int:
     # end exercise
 
 
-def items_of(pieces: Int64s) -> tuple[Int64s, Int64s]:
-    """Of each item, its tile of queries and which piece of the tile's keys it is: ``pieces`` items for each tile, the
-    items of a tile behind each other."""
-    # exercise 06.1.3: whose each item is, and which piece
-    # hint: tile i stands pieces[i] times in a row: np.repeat
-    # hint: which piece is an item's number less that of its tile's first item
-    # hint: a tile's first item has as many before it as the tiles before have together: cumsum, less its own pieces
-    tiles = np.repeat(np.arange(len(pieces)), pieces)
-    first_items = pieces.cumsum() - pieces
+def items_of(num_splits: Int64s) -> tuple[Int64s, Int64s]:
+    """Of each item, its tile of queries and which split of the tile's keys it reads.
+
+    A tile has as many items as ``num_splits`` says, one behind the other.
+    """
+    # exercise 06.1.3: the tile and the split of each item
+    # hint: tile i stands num_splits[i] times in a row: np.repeat
+    # hint: an item's split is its number less that of its tile's first item
+    # hint: a tile's first item has as many before it as the tiles before have together: cumsum, less its own splits
+    tiles = np.repeat(np.arange(len(num_splits)), num_splits)
+    first_items = num_splits.cumsum() - num_splits
     return tiles, np.arange(len(tiles)) - first_items[tiles]
     # end exercise
 
 
-def state_offsets(pieces: Int64s, num_rows: int) -> Int32s:
-    """``output_indptr [num_rows + 1]``: row i leaves the states from entry i to entry i + 1, as many as its keys have
-    ``pieces``. A row of one piece leaves none, since that item stores the result itself; nor does padding."""
+def state_offsets(num_splits: Int64s, num_rows: int) -> Int32s:
+    """``output_indptr [num_rows + 1]``: row i leaves the states from entry i to entry i + 1, one for each of its
+    ``num_splits``. A row of one split leaves none, since that item stores the result itself; nor does padding."""
     # exercise 06.1.4: which states are whose
-    # hint: count the states of each row first; how many has a row of one piece?
+    # hint: count the states of each row first; how many has a row of one split?
     # hint: where a row's states end is where the next one's begin: the sum of the counts so far
     # hint: the rows behind the last have no states, so their begin and end are one number
     offsets = np.zeros(num_rows + 1, np.int32)
-    ends = (pieces * (pieces > 1)).cumsum()
+    ends = (num_splits * (num_splits > 1)).cumsum()
     offsets[1 : len(ends) + 1] = ends
     offsets[len(ends) + 1 :] = offsets[len(ends)]
     return offsets
@@ -201,36 +206,36 @@ def _plan(
     tokens_per_tile: int,
     num_rows: int,
     capacity: int,
-    chunk_size: int | None,
+    split_size: int | None,
     is_captured: bool,
 ) -> AttentionPlan:
     """The plan of tiles in the order of their rows: how many keys each sees, whose it is, which of that request's, and
     its number of new tokens; None: one tile a request, of one token."""
     units = (np.maximum(seen, 1) + (grid.unit - 1)) // grid.unit
-    if chunk_size is None:
-        chunk = choose_chunk(units, grid)
+    if split_size is None:
+        split = choose_split(units, grid)
     else:
-        chunk = chunk_size // grid.unit
-        if chunk < 1 or chunk * grid.unit != chunk_size:
-            raise ValueError(f"the chunk is {chunk_size} tokens and must be a multiple of {grid.unit}")
-    pieces = (units + (chunk - 1)) // chunk
-    num_items = int(np.add.reduce(pieces))
+        split = split_size // grid.unit
+        if split < 1 or split * grid.unit != split_size:
+            raise ValueError(f"the split size is {split_size} tokens and must be a multiple of {grid.unit}")
+    num_splits = (units + (split - 1)) // split
+    num_items = int(np.add.reduce(num_splits))
     if num_items > capacity:
-        raise ValueError(f"chunks of {chunk * grid.unit} tokens make {num_items} items, of which {capacity} have room")
-    tiles, kv_tiles = items_of(pieces)
+        raise ValueError(f"splits of {split * grid.unit} tokens make {num_items} items, of which {capacity} have room")
+    tiles, kv_tiles = items_of(num_splits)
     indices = np.zeros((3, capacity), np.int32)
     indices[0, :num_items] = tiles if requests is None else requests[tiles]
     if query_tiles is not None:
         indices[1, :num_items] = query_tiles[tiles]
     indices[2, :num_items] = kv_tiles
-    is_split = num_items > len(pieces)
+    is_split = num_items > len(num_splits)
     if is_split:
-        output_indptr = state_offsets(pieces if tokens is None else np.repeat(pieces, tokens), num_rows)
+        output_indptr = state_offsets(num_splits if tokens is None else np.repeat(num_splits, tokens), num_rows)
     else:
         output_indptr = np.zeros(num_rows + 1, np.int32)
     return AttentionPlan(
         num_items=np.array([num_items], np.int32),
-        chunk_size=np.array([chunk * grid.unit], np.int32),
+        split_size=np.array([split * grid.unit], np.int32),
         request_indices=indices[0],
         query_tile_indices=indices[1],
         kv_tile_indices=indices[2],

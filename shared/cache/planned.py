@@ -1,7 +1,7 @@
 """Blocks whose attention is planned once a step, for all layers: the host's side. Introduced in phase 6.1.
 
 The accounts are phase 6's. The layout gains a plan: :mod:`shared.attention.plan` cuts the keys of all sequences into
-items of even size, and each layer's launch only follows. Of a layer a plan depends on nothing but the window, so there
+splits of one size, and each layer's launch only follows. Of a layer a plan depends on nothing but the window, so there
 is one for each distinct window of the model, and none is made twice in a step.
 
 Invariant: the lengths that were planned are those of the layout, which the kernels read.

@@ -7,11 +7,11 @@ One query per head reads every cached key and value once: the work is all memory
 - *Grouped queries*: the query heads that share a key head are the rows of one small product, so a key is loaded once
   for all of them. The tensor cores take 16 rows; the missing ones are zeros.
 - *Split-KV* (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005): one sequence has too few key heads to
-  occupy a GPU, so its keys are cut into chunks, each a program's, whose states (maximum, sum, weighted values) are then
-  merged.
+  occupy a GPU, so its keys are cut into splits, one for each program, whose states (maximum, sum, weighted values) are
+  then merged.
 
-The grid depends on capacities alone; the cut is made at run time from the length. A chunk is never shorter than a tile,
-so a short sequence uses few of the ``num_splits`` programs of a key head; the others return at once and leave nothing
+The grid depends on capacities alone; the split size is computed at run time from the length. It is at least a tile, so
+a short sequence uses few of the ``num_splits`` programs of a key head; the others return at once and leave nothing
 behind to merge. The last program of a head to arrive merges, by a counter on the device: a second kernel would cost
 another launch in every layer of every token.
 
@@ -90,8 +90,8 @@ def decode_attention_kernel(
     length = tl.load(lengths + sequence)
     first = tl.maximum(length - window, 0)  # of the visible keys
     num_tiles = tl.cdiv(length - first, TILE)
-    chunk = tl.cdiv(num_tiles, num_splits) * TILE
-    num_used = tl.cdiv(length - first, tl.maximum(chunk, 1))
+    split_size = tl.cdiv(num_tiles, num_splits) * TILE
+    num_used = tl.cdiv(length - first, tl.maximum(split_size, 1))
 
     g, d = tl.arange(0, ROWS), tl.arange(0, D)
     is_head = g < GROUP
@@ -100,8 +100,8 @@ def decode_attention_kernel(
         heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
         memory = tl.load(regions + sequence).to(tl.int64) * region_stride + kv_head.to(tl.int64) * head_stride
-        start = first + split * chunk
-        end = tl.minimum(start + chunk, length)
+        start = first + split * split_size
+        end = tl.minimum(start + split_size, length)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)

@@ -2,8 +2,8 @@
 
 Where the keys of one query are cut among several programs, each leaves a state: its result and the logarithm of the sum
 of its weights (FlashInfer, arXiv 2501.01005; :mod:`shared.attention.states` has the formula). Two ways to merge them:
-:func:`merge_states` is a second launch, in which every row of a split has a program of its own; the other way is that
-the program that arrives last calls :func:`merged_state` itself, which saves the launch and reads all states of its
+:func:`merge_states` is a second launch, in which every row of several splits has a program of its own; the other way is
+that the program that arrives last calls :func:`merged_state` itself, which saves the launch and reads all states of its
 heads through one multiprocessor.
 
 Invariants: states are merged in an order that follows from their number, whoever does it, so a result does not depend

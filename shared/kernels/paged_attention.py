@@ -7,8 +7,8 @@ will do, and a window may begin inside a block. A row's D numbers lie together, 
 neighbouring heads do too, and are read by neighbouring programs. Looking up costs 4 bytes for the 4 · D of a key and a
 value in 16 bits, from the cache after the first head.
 
-Programs, cut and merge are those of the contiguous kernel: the grid depends on capacities, the loop on the length, and
-the last of a head's programs to arrive merges.
+Programs, splits and merge are those of the contiguous kernel: the grid depends on capacities, the loop on the length,
+and the last of a head's programs to arrive merges.
 
 Invariants: only the visible tokens of a sequence are read, and of its table only their entries, so everything else may
 be anything; states are merged in the order of the keys; a sequence of length 0 gives zeros; the counters are zero
@@ -74,8 +74,8 @@ def paged_attention_kernel(
     length = tl.load(lengths + sequence)
     first = tl.maximum(length - window, 0)  # of the visible keys
     num_tiles = tl.cdiv(length - first, TILE)
-    chunk = tl.cdiv(num_tiles, num_splits) * TILE
-    num_used = tl.cdiv(length - first, tl.maximum(chunk, 1))
+    split_size = tl.cdiv(num_tiles, num_splits) * TILE
+    num_used = tl.cdiv(length - first, tl.maximum(split_size, 1))
 
     g, d = tl.arange(0, ROWS), tl.arange(0, D)
     is_head = g < GROUP
@@ -84,8 +84,8 @@ def paged_attention_kernel(
         heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
         tables += tl.load(table_starts + sequence)
-        start = first + split * chunk
-        end = tl.minimum(start + chunk, length)
+        start = first + split * split_size
+        end = tl.minimum(start + split_size, length)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)

@@ -1,7 +1,7 @@
 """Attention of one new token a sequence that only follows a plan: ``planned`` when decoding. Introduced in phase 6.1.
 
 Which program reads which keys was decided once for all layers (:mod:`shared.attention.plan`, after FlashInfer, arXiv
-2501.01005). A program takes an item, a piece of one sequence's keys, for one key head and the queries that share it,
+2501.01005). A program takes an item, a split of one sequence's keys, for one key head and the queries that share it,
 and finds all that differs from step to step in index arrays on the device, so a captured launch serves every plan of
 its capacity.
 
@@ -37,7 +37,7 @@ def planned_decode_kernel(
     table_starts,
     lengths,
     num_items,
-    chunk_size,
+    split_size,
     request_indices,
     kv_tile_indices,
     output_indptr,
@@ -66,7 +66,7 @@ def planned_decode_kernel(
     if item < tl.load(num_items):
         request = tl.load(request_indices + item)
         kv_tile = tl.load(kv_tile_indices + item)
-        chunk = tl.load(chunk_size)
+        size = tl.load(split_size)
         length = tl.load(lengths + request)
         first_state = tl.load(output_indptr + request)
         num_states = tl.load(output_indptr + request + 1) - first_state
@@ -74,13 +74,13 @@ def planned_decode_kernel(
         g, d = tl.arange(0, ROWS), tl.arange(0, D)
         is_head = g < GROUP
         first_head = kv_head * GROUP  # of the queries
-        # exercise 06.1.5: an item's piece of the keys, and its queries
-        # hint: what is seen begins at length - window, or at 0; pieces are a chunk long, and the last ends with length
+        # exercise 06.1.5: an item's split of the keys, and its queries
+        # hint: what is seen begins at length - window, or at 0; a split has size tokens, and the last ends with length
         # hint: of the request's row of q, the heads first_head + g, each with its numbers d
         # hint: queries is [ROWS, D], and 0 from row GROUP on: is_head says which rows there are
         # hint: a row of q lies q_row_stride numbers behind the one before, a head q_head_stride; see the loads below
-        start = tl.maximum(length - window, 0) + kv_tile * chunk
-        end = tl.minimum(start + chunk, length)
+        start = tl.maximum(length - window, 0) + kv_tile * size
+        end = tl.minimum(start + size, length)
         heads = request.to(tl.int64) * q_row_stride + (first_head + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
         # end exercise
@@ -186,7 +186,7 @@ def planned_decode(
         table_starts,
         lengths,
         plan.num_items,
-        plan.chunk_size,
+        plan.split_size,
         plan.request_indices,
         plan.kv_tile_indices,
         plan.output_indptr,

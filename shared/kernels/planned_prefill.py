@@ -3,7 +3,7 @@
 Several new tokens a sequence, behind whatever is cached of it: a prompt, a piece of one, drafts to be verified. The new
 tokens of a sequence are cut into tiles, whose rows are (token, head of the group), so a key is loaded once for all
 heads that share it (FlashAttention-2, arXiv 2307.08691; the packing is FlashInfer's, arXiv 2501.01005). A program takes
-one item of the plan for one key head: a tile of rows and a piece of the keys that the tile sees.
+one item of the plan for one key head: a tile of rows and a split of the keys that the tile sees.
 
 Invariants: causality follows the order in the cache; a tile holds whole tokens, so all heads of one have their keys cut
 alike; only keys that some token of the tile sees are read; a row that sees no key of its item leaves a state of none;
@@ -31,7 +31,7 @@ def planned_prefill_kernel(
     table_starts,
     lengths,
     num_items,
-    chunk_size,
+    split_size,
     request_indices,
     query_tile_indices,
     kv_tile_indices,
@@ -61,7 +61,7 @@ def planned_prefill_kernel(
         request = tl.load(request_indices + item)
         query_tile = tl.load(query_tile_indices + item)
         kv_tile = tl.load(kv_tile_indices + item)
-        chunk = tl.load(chunk_size)
+        size = tl.load(split_size)
         length = tl.load(lengths + request)
         first_row = tl.load(query_indptr + request)
         num_new = tl.load(query_indptr + request + 1) - first_row
@@ -76,8 +76,8 @@ def planned_prefill_kernel(
         # What the tile sees: from its first token's first key to its last token.
         first = tl.maximum(length - num_new + first_token + 1 - window, 0)
         last = length - num_new + tl.minimum(first_token + TOKENS, num_new)
-        start = first + kv_tile * chunk
-        end = tl.minimum(start + chunk, last)
+        start = first + kv_tile * size
+        end = tl.minimum(start + size, last)
         tables += tl.load(table_starts + request)
         queries = tl.load(
             q + (row * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row[:, None], other=0.0
@@ -165,7 +165,7 @@ def planned_prefill(
         table_starts,
         lengths,
         plan.num_items,
-        plan.chunk_size,
+        plan.split_size,
         plan.request_indices,
         plan.query_tile_indices,
         plan.kv_tile_indices,

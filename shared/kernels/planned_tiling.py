@@ -25,14 +25,14 @@ class DecodeTiling:
     num_warps: int = 4
     num_stages: int = 3
     programs_per_multiprocessor: int = 2
-    least_chunk: int = 128  # tokens
+    least_split: int = 128  # tokens; a shorter split is not worth a program
     is_arrival: bool = True  # whether the last program to arrive merges, else a launch of its own
     merged_numbers: int = 4096  # fp32 numbers of states that the merging program holds at a time
 
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
         """What the plan has to fill."""
         programs = self.programs_per_multiprocessor * num_multiprocessors(device)
-        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_chunk, self.tile))
+        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PrefillTiling:
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int = 2
-    least_chunk: int = 128
+    least_split: int = 128
 
     def tokens(self, group: int) -> int:
         """New tokens a tile: whole tokens, so that all heads of one have their keys cut alike."""
@@ -53,12 +53,12 @@ class PrefillTiling:
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
         """What the plan has to fill."""
         programs = self.programs_per_multiprocessor * num_multiprocessors(device)
-        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_chunk, self.tile))
+        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
 
 
 FEW_PAIRS = 64
-"""(sequence, key head) pairs of a batch up to which the first of two tilings holds: pieces are short then, down to
-``least_chunk``, and of a piece that is a single tile nothing is loaded ahead."""
+"""(sequence, key head) pairs of a batch up to which the first of two tilings holds: splits are short then, down to
+``least_split``, and of a split that is a single tile nothing is loaded ahead."""
 DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: few pairs, many
     16: (DecodeTiling(64), DecodeTiling(128)),
     32: (DecodeTiling(64), DecodeTiling(128)),

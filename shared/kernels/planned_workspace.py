@@ -1,6 +1,6 @@
-"""Where the pieces of a step wait to be merged: scratch of planned attention. Introduced in phase 6.1.
+"""Where the states of a step's splits wait to be merged: scratch of planned attention. Introduced in phase 6.1.
 
-A query whose keys are cut leaves a state for each piece. How many there can be follows from the programs that run at
+A query whose keys are cut leaves a state for each split. How many there can be follows from the programs that run at
 once and not from the tokens of a step, so there is room for all from the start, and a captured launch finds it at the
 same address whatever the plan. Invariant: nothing is kept from one launch to the next but counters that are zero, so
 all layers use one workspace in turn.

@@ -37,8 +37,8 @@ from shared.ops.attention import visible
 NAN = float("nan")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 ROOT = Path(__file__).parents[2]
-SMALL = DecodeTiling(tile=16, least_chunk=16)
-SMALL_PREFILL = PrefillTiling(rows=16, tile=16, num_warps=4, num_stages=2, least_chunk=16)
+SMALL = DecodeTiling(tile=16, least_split=16)
+SMALL_PREFILL = PrefillTiling(rows=16, tile=16, num_warps=4, num_stages=2, least_split=16)
 ANY = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -115,7 +115,7 @@ def check_decode(
     block_size=4,
     size=1.0,
     tiling=SMALL,
-    chunk_size=None,
+    split_size=None,
     resident=6,
 ):
     tiling = fitted(tiling, D, dtype.itemsize)
@@ -123,10 +123,10 @@ def check_decode(
     q = randn(B, Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]  # part of a larger result
     seen = [length if window is None else min(window, length) for length in lengths]
     memory = PagedMemory(randn, lengths, seen, Hkv, D, dtype, block_size)
-    if chunk_size is not None:  # room for all of them, and no more: the interpreter visits idle programs too
-        resident = sum(-(-length // chunk_size) for length in lengths)
-    grid = Grid(resident, tiling.tile, max(tiling.least_chunk, tiling.tile))
-    plan = sent(plan_decode(lengths, grid, window=window, chunk_size=chunk_size))
+    if split_size is not None:  # room for all of them, and no more: the interpreter visits idle programs too
+        resident = sum(-(-length // split_size) for length in lengths)
+    grid = Grid(resident, tiling.tile, max(tiling.least_split, tiling.tile))
+    plan = sent(plan_decode(lengths, grid, window=window, split_size=split_size))
     workspace = poisoned_workspace(plan.num_states, B, Hq, Hkv, D)
     out = planned_decode(
         q,
@@ -166,7 +166,7 @@ def check_prefill(
     block_size=4,
     size=1.0,
     tiling=SMALL_PREFILL,
-    chunk_size=None,
+    split_size=None,
     resident=6,
 ):
     """``batch``: of each sequence its new tokens and those before."""
@@ -175,10 +175,10 @@ def check_prefill(
     seen = [length if window is None else min(length, n + window - 1) for n, length in zip(new, lengths, strict=True)]
     memory = PagedMemory(randn, lengths, seen, Hkv, D, dtype, block_size)
     per_tile = tiling.tokens(Hq // Hkv)
-    if chunk_size is not None:
-        resident = sum(-(-n // per_tile) * -(-length // chunk_size) for n, length in zip(new, lengths, strict=True))
+    if split_size is not None:
+        resident = sum(-(-n // per_tile) * -(-length // split_size) for n, length in zip(new, lengths, strict=True))
     grid = Grid(resident, tiling.tile, tiling.tile)
-    plan = sent(plan_prefill(new, lengths, grid, tokens_per_tile=per_tile, window=window, chunk_size=chunk_size))
+    plan = sent(plan_prefill(new, lengths, grid, tokens_per_tile=per_tile, window=window, split_size=split_size))
     out = planned_prefill(
         q,
         memory.keys,
@@ -219,33 +219,33 @@ def test_what_is_not_split_needs_no_merge(randn, assert_near, num_launches):
 
 @pytest.mark.parametrize("group", range(1, 9))
 def test_groups(randn, assert_near, group):
-    check_decode(randn, assert_near, [21], Hq=2 * group, Hkv=2, chunk_size=16)
+    check_decode(randn, assert_near, [21], Hq=2 * group, Hkv=2, split_size=16)
 
 
 @pytest.mark.parametrize(("Hq", "Hkv"), [(4, 4), (16, 8), (6, 6), (9, 3), (17, 1)])
 def test_counts_of_heads(randn, assert_near, Hq, Hkv):
     """Few or many, alone or in groups; one group of more than the 16 rows that a smaller one is padded to."""
-    check_decode(randn, assert_near, [21], Hq=Hq, Hkv=Hkv, chunk_size=16)
+    check_decode(randn, assert_near, [21], Hq=Hq, Hkv=Hkv, split_size=16)
 
 
 @pytest.mark.parametrize("D", HEAD_SIZES)
 def test_head_sizes(randn, assert_near, dtype, D):
     tiling = decode_tiling(100, 2, D, dtype.itemsize)
-    check_decode(randn, assert_near, [tiling.tile + 3], D=D, dtype=dtype, tiling=tiling, chunk_size=tiling.tile)
+    check_decode(randn, assert_near, [tiling.tile + 3], D=D, dtype=dtype, tiling=tiling, split_size=tiling.tile)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 100])
 def test_block_sizes(randn, assert_near, block_size):
-    check_decode(randn, assert_near, [50, 7, 16], block_size=block_size, chunk_size=32)
+    check_decode(randn, assert_near, [50, 7, 16], block_size=block_size, split_size=32)
 
 
-def test_lengths_around_the_borders_of_tiles_and_chunks(randn, assert_near):
-    check_decode(randn, assert_near, [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65], chunk_size=32)
+def test_lengths_around_the_borders_of_tiles_and_splits(randn, assert_near):
+    check_decode(randn, assert_near, [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65], split_size=32)
 
 
-@pytest.mark.parametrize(("window", "chunk_size"), [(1, 16), (15, 16), (16, 16), (17, 16), (33, 16), (40, 1008)])
-def test_a_window_counts_the_token_itself(randn, assert_near, window, chunk_size):
-    check_decode(randn, assert_near, [41, 16, 0], window=window, chunk_size=chunk_size)
+@pytest.mark.parametrize(("window", "split_size"), [(1, 16), (15, 16), (16, 16), (17, 16), (33, 16), (40, 1008)])
+def test_a_window_counts_the_token_itself(randn, assert_near, window, split_size):
+    check_decode(randn, assert_near, [41, 16, 0], window=window, split_size=split_size)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
@@ -254,22 +254,22 @@ def test_softcap(randn, assert_near, dtype, softcap):
 
 
 def test_scores_in_the_thousands(randn, assert_near, dtype):
-    check_decode(randn, assert_near, [60, 3], dtype=dtype, size=1000.0, chunk_size=16)
+    check_decode(randn, assert_near, [60, 3], dtype=dtype, size=1000.0, split_size=16)
 
 
 @ANY
 @given(
     lengths=st.lists(st.integers(0, 100), min_size=1, max_size=2),
     window=st.none() | st.integers(1, 100),
-    chunk_size=st.none() | st.sampled_from([16, 32, 96]),
+    split_size=st.none() | st.sampled_from([16, 32, 96]),
     resident=st.integers(1, 20),
     softcap=st.sampled_from([None, None, 3.0]),
     is_arrival=st.booleans(),
     merged_numbers=st.sampled_from([1, 128, 4096]),
 )
-def test_any_partition(randn, assert_near, lengths, window, chunk_size, resident, softcap, is_arrival, merged_numbers):
+def test_any_partition(randn, assert_near, lengths, window, split_size, resident, softcap, is_arrival, merged_numbers):
     tiling = dataclasses.replace(SMALL, is_arrival=is_arrival, merged_numbers=merged_numbers)
-    settled = {"window": window, "chunk_size": chunk_size, "resident": resident, "softcap": softcap}
+    settled = {"window": window, "split_size": split_size, "resident": resident, "softcap": softcap}
     check_decode(randn, assert_near, lengths, Hkv=1, tiling=tiling, **settled)
 
 
@@ -332,32 +332,32 @@ def test_a_ragged_batch_with_history(randn, assert_near, num_launches, dtype):
 
 
 def test_prompts_that_are_not_split_need_no_merge(randn, assert_near, num_launches):
-    check_prefill(randn, assert_near, [(9, 0), (3, 0)], chunk_size=16)
+    check_prefill(randn, assert_near, [(9, 0), (3, 0)], split_size=16)
     assert num_launches() == 1
 
 
 @pytest.mark.parametrize("group", range(1, 9))
 def test_groups_of_a_tile(randn, assert_near, group):
-    check_prefill(randn, assert_near, [(5, 14)], Hq=group, Hkv=1, chunk_size=16)
+    check_prefill(randn, assert_near, [(5, 14)], Hq=group, Hkv=1, split_size=16)
 
 
 @pytest.mark.parametrize("D", HEAD_SIZES)
 def test_head_sizes_of_prefill(randn, assert_near, dtype, D):
     tiling = prefill_tiling(9, 1, 4, 2, D, dtype.itemsize)
-    check_prefill(randn, assert_near, [(9, 60)], D=D, dtype=dtype, tiling=tiling, chunk_size=tiling.tile)
+    check_prefill(randn, assert_near, [(9, 60)], D=D, dtype=dtype, tiling=tiling, split_size=tiling.tile)
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch", "chunk_size"), [(16, [(9, 16)], 32), (64, [(17, 16)], 32), (128, [(65, 0), (3, 20)], 1024)]
+    ("rows", "batch", "split_size"), [(16, [(9, 16)], 32), (64, [(17, 16)], 32), (128, [(65, 0), (3, 20)], 1024)]
 )
-def test_tiles_of_rows(randn, assert_near, rows, batch, chunk_size):
+def test_tiles_of_rows(randn, assert_near, rows, batch, split_size):
     tiling = dataclasses.replace(SMALL_PREFILL, rows=rows, tile=32)
-    check_prefill(randn, assert_near, batch, Hkv=1 if rows == 64 else 2, tiling=tiling, chunk_size=chunk_size)
+    check_prefill(randn, assert_near, batch, Hkv=1 if rows == 64 else 2, tiling=tiling, split_size=split_size)
 
 
-@pytest.mark.parametrize(("window", "chunk_size"), [(1, 16), (7, 16), (16, 16), (17, 16), (30, 1008)])
-def test_a_window_of_prefill(randn, assert_near, window, chunk_size):
-    check_prefill(randn, assert_near, [(9, 13), (1, 40)], window=window, chunk_size=chunk_size)
+@pytest.mark.parametrize(("window", "split_size"), [(1, 16), (7, 16), (16, 16), (17, 16), (30, 1008)])
+def test_a_window_of_prefill(randn, assert_near, window, split_size):
+    check_prefill(randn, assert_near, [(9, 13), (1, 40)], window=window, split_size=split_size)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 100])
@@ -367,19 +367,19 @@ def test_block_sizes_of_prefill(randn, assert_near, block_size):
 
 def test_softcap_and_large_scores_of_prefill(randn, assert_near, dtype):
     check_prefill(randn, assert_near, [(5, 9)], dtype=dtype, softcap=5.0, size=20.0)
-    check_prefill(randn, assert_near, [(5, 19)], dtype=dtype, size=1000.0, chunk_size=16)
+    check_prefill(randn, assert_near, [(5, 19)], dtype=dtype, size=1000.0, split_size=16)
 
 
 @ANY
 @given(
     batch=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), min_size=1, max_size=2),
     window=st.none() | st.integers(1, 70),
-    chunk_size=st.none() | st.sampled_from([16, 48]),
+    split_size=st.none() | st.sampled_from([16, 48]),
     resident=st.integers(1, 12),
     softcap=st.sampled_from([None, None, 3.0]),
 )
-def test_any_partition_of_prefill(randn, assert_near, batch, window, chunk_size, resident, softcap):
-    settled = {"window": window, "chunk_size": chunk_size, "resident": resident, "softcap": softcap}
+def test_any_partition_of_prefill(randn, assert_near, batch, window, split_size, resident, softcap):
+    settled = {"window": window, "split_size": split_size, "resident": resident, "softcap": softcap}
     check_prefill(randn, assert_near, batch, Hq=3, Hkv=1, **settled)
 
 
@@ -563,7 +563,7 @@ def test_the_order_in_which_programs_arrive_changes_no_bit(randn):
     lengths = [4096, 4000, 3000, 2000, 1000, 500, 100, 1]
     memory = PagedMemory(randn, lengths, lengths, 8, 64, torch.float32, 16)
     tiling = decode_tiling(8, 8, 64, 4)
-    plan = sent(plan_decode(lengths, Grid(10_000, tiling.tile, tiling.tile), chunk_size=2 * tiling.tile))
+    plan = sent(plan_decode(lengths, Grid(10_000, tiling.tile, tiling.tile), split_size=2 * tiling.tile))
     workspace, q = poisoned_workspace(plan.num_states, 8, 32, 8, 64), randn(8, 32, 64)
     paged = memory.keys, memory.values, memory.tables, memory.table_starts, memory.lengths
 

@@ -31,7 +31,7 @@ from shared.sampling.params import SamplingParams
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LAYERS = {"llama": (2,), "qwen3": (1,), "gemma3_text": (4, 5)}  # Gemma's: the last with a window, the first without
 CAPACITY = 40
-STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a chunk of 16
+STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split of 16
     {"a": 20, "b": 2},
     {"b": 1, "a": 1},
     {"a": 1, "d": 4, "b": 2},  # a is preempted, and its blocks go to whoever grows
@@ -45,14 +45,14 @@ NUM_DECODE = sum(set(step.values()) == {1} for step in STEPS)
 
 @pytest.fixture
 def is_arrival(request, monkeypatch):
-    """Small pieces, so that tiny sequences are cut; merged by whoever arrives last, or by a launch."""
+    """Small splits, so that tiny sequences have several; merged by whoever arrives last, or by a launch."""
     merges_itself = getattr(request, "param", True)
     decode, prefill = DecodeTiling(16, is_arrival=merges_itself), PrefillTiling(16, 16, 4, 1)
     monkeypatch.setitem(tilings.DECODE_TILINGS, 16, (decode, decode))
     for one in (tilings, module):
         monkeypatch.setattr(one, "prefill_tiling", lambda *about: prefill)
     for tiling in (DecodeTiling, PrefillTiling):
-        monkeypatch.setattr(tiling, "grid", lambda *about: Grid(resident=6, unit=16, least_chunk=16))
+        monkeypatch.setattr(tiling, "grid", lambda *about: Grid(resident=6, unit=16, least_split=16))
     return merges_itself
 
 

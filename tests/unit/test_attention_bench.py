@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,13 @@ def test_unsplit_takes_a_sequence_whole():
     sequences = PagedSequences(shape, CPU, 0)
     assert planned_call(shape, sequences, tiling)[1]["num_items"] == 2
     assert planned_call(shape, sequences, tiling, is_split=False)[1]["num_items"] == 1
+
+
+def test_settings_have_the_names_of_committed_reports():
+    path = Path(__file__).parents[2] / "benchmarks" / "reports" / "attention-nvidia-h100-80gb-hbm3.json"
+    committed = json.loads(path.read_text())["results"]["shapes"]["32x4096"]["variants"]["planned"]["settings"]
+    shape, tiling = DEMO_SHAPES[0], decode_tiling(1, 2, 16, 4)
+    assert planned_call(shape, PagedSequences(shape, CPU, 0), tiling)[1].keys() == committed.keys()
 
 
 def test_a_demo_report_is_complete(demo):

@@ -13,23 +13,23 @@ import shared.kernels.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
 from shared.attention.plan import (
     IMBALANCE,
-    choose_chunk,
+    choose_split,
     items_of,
     plan_decode,
     plan_prefill,
-    smallest_chunk,
+    smallest_split,
     state_offsets,
 )
 from shared.engine.staging import Staging
 
-GRIDS = st.builds(Grid, resident=st.integers(1, 40), unit=st.sampled_from([1, 16, 64]), least_chunk=st.just(128))
+GRIDS = st.builds(Grid, resident=st.integers(1, 40), unit=st.sampled_from([1, 16, 64]), least_split=st.just(128))
 LENGTHS = st.lists(st.integers(0, 300) | st.integers(0, 20_000), max_size=40)
 WINDOWS = st.none() | st.integers(1, 5000)
 NEW = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3000)), max_size=12)  # new tokens, past ones
 
 
-def pieces_of(plan):
-    """By (request, tile of new tokens): the chunks that items take."""
+def splits_of(plan):
+    """By (request, tile of new tokens): the splits that items read."""
     items = slice(0, int(plan.num_items[0]))
     found = {}
     columns = plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices
@@ -40,11 +40,11 @@ def pieces_of(plan):
 
 def check_plan(plan, grid, seen, tokens):
     """``seen`` and ``tokens``: by (request, tile), the keys that it sees and its new tokens, in order."""
-    chunk, found = int(plan.chunk_size[0]), pieces_of(plan)
+    split_size, found = int(plan.split_size[0]), splits_of(plan)
     assert list(found) == list(seen)
     states, num_states = [], 0
     for tile, num_seen in seen.items():
-        starts = range(0, max(num_seen, 1), chunk)
+        starts = range(0, max(num_seen, 1), split_size)
         assert found[tile] == list(range(len(starts))), "every key of a tile once"
         for _ in range(tokens[tile]):
             states.append(num_states)
@@ -57,7 +57,7 @@ def check_plan(plan, grid, seen, tokens):
         assert len(array) == plan.capacity
         assert not array[plan.num_items[0] :].any()
     assert {array.dtype for array in plan.arrays()} == {np.dtype(np.int32)}
-    assert chunk % grid.unit == 0
+    assert split_size % grid.unit == 0
     assert plan.is_split or num_states == 0
 
 
@@ -130,49 +130,49 @@ def test_scratch_of_one_size_serves_whatever_a_step_brings(batch, shape, multipr
     spare=st.integers(0, 60),
     least=st.integers(1, 40),
 )
-def test_the_search_finds_what_trying_every_chunk_finds(units, spare, least):
+def test_the_search_finds_what_trying_every_split_size_finds(units, spare, least):
     budget = len(units) + spare
     slow = next(
-        chunk
-        for chunk in range(least, max(least, *units, 1) + 1)
-        if sum(-(-one // chunk) for one in units) <= budget or chunk >= max(units)
+        split
+        for split in range(least, max(least, *units, 1) + 1)
+        if sum(-(-one // split) for one in units) <= budget or split >= max(units)
     )
-    assert smallest_chunk(np.array(units), budget, least) == slow
+    assert smallest_split(np.array(units), budget, least) == slow
 
 
 @settings(max_examples=80, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=60), grid=GRIDS)
 def test_no_program_has_more_than_a_few_times_its_share(lengths, grid):
     units = -(-np.array(lengths) // grid.unit)
-    share = max(-(-grid.least_chunk // grid.unit), -(-int(units.sum()) // grid.resident))
-    chunk = choose_chunk(units, grid)
-    assert chunk <= IMBALANCE * share
-    assert chunk == share or (-(-units // chunk)).sum() <= grid.resident, "longer than a share only to run at once"
+    share = max(-(-grid.least_split // grid.unit), -(-int(units.sum()) // grid.resident))
+    split = choose_split(units, grid)
+    assert split <= IMBALANCE * share
+    assert split == share or (-(-units // split)).sum() <= grid.resident, "longer than a share only to run at once"
 
 
-H100 = Grid(resident=132, unit=64, least_chunk=128)  # two programs a multiprocessor, two groups of heads
+H100 = Grid(resident=132, unit=64, least_split=128)  # two programs a multiprocessor, two groups of heads
 
 
 @pytest.mark.parametrize(
-    ("lengths", "chunk", "num_items"),
+    ("lengths", "split_size", "num_items"),
     [
         ([4096] * 32, 1024, 128),
-        ([2048] * 128, 2048, 128),  # one piece each fills the GPU
+        ([2048] * 128, 2048, 128),  # one split each fills the GPU
         ([16384], 128, 128),
-        ([1024], 128, 8),  # no shorter piece is worth a program
+        ([1024], 128, 8),  # no shorter split is worth a program
         ([16384] + [256] * 31, 256, 95),
         ([16384] + [256] * 255, 640, 281),  # more sequences than run at once: the long one is still cut
         ([2048] * 140, 2176, 140),
     ],
 )
-def test_plans_that_can_be_checked_by_hand(lengths, chunk, num_items):
+def test_plans_that_can_be_checked_by_hand(lengths, split_size, num_items):
     plan = plan_decode(lengths, H100)
-    assert (plan.chunk_size[0], plan.num_items[0]) == (chunk, num_items)
+    assert (plan.split_size[0], plan.num_items[0]) == (split_size, num_items)
 
 
 def test_an_example_in_full():
-    plan = plan_decode([300, 0, 20, 130], Grid(resident=6, unit=16, least_chunk=64), num_rows=5)
-    assert plan.chunk_size.tolist() == [144]  # 128 would make 3 + 1 + 1 + 2 items, and 6 run at once
+    plan = plan_decode([300, 0, 20, 130], Grid(resident=6, unit=16, least_split=64), num_rows=5)
+    assert plan.split_size.tolist() == [144]  # 128 would make 3 + 1 + 1 + 2 items, and 6 run at once
     assert plan.num_items.tolist() == [6]
     assert plan.request_indices.tolist() == [0, 0, 0, 1, 2, 3, *[0] * 5]
     assert plan.kv_tile_indices.tolist() == [0, 1, 2, 0, 0, 0, *[0] * 5]
@@ -181,7 +181,7 @@ def test_an_example_in_full():
 
 
 @pytest.mark.parametrize(
-    ("pieces", "tiles", "kv_tiles"),
+    ("num_splits", "tiles", "kv_tiles"),
     [
         ([1], [0], [0]),
         ([3], [0, 0, 0], [0, 1, 2]),
@@ -189,13 +189,13 @@ def test_an_example_in_full():
         ([], [], []),
     ],
 )
-def test_items_that_can_be_checked_by_hand(pieces, tiles, kv_tiles):
-    found = items_of(np.array(pieces, np.int64))
+def test_items_that_can_be_checked_by_hand(num_splits, tiles, kv_tiles):
+    found = items_of(np.array(num_splits, np.int64))
     assert [array.tolist() for array in found] == [tiles, kv_tiles]
 
 
 @pytest.mark.parametrize(
-    ("pieces", "num_rows", "offsets"),
+    ("num_splits", "num_rows", "offsets"),
     [
         ([3], 1, [0, 3]),
         ([1, 1], 2, [0, 0, 0]),  # each item stores its result
@@ -204,15 +204,15 @@ def test_items_that_can_be_checked_by_hand(pieces, tiles, kv_tiles):
         ([], 2, [0, 0, 0]),
     ],
 )
-def test_states_that_can_be_checked_by_hand(pieces, num_rows, offsets):
-    found = state_offsets(np.array(pieces, np.int64), num_rows)
+def test_states_that_can_be_checked_by_hand(num_splits, num_rows, offsets):
+    found = state_offsets(np.array(num_splits, np.int64), num_rows)
     assert found.tolist() == offsets
     assert found.dtype == np.int32
 
 
 def test_every_token_of_a_tile_has_states_of_its_own():
-    """Two tiles, of four tokens and of two, which see 68 and 70 keys: three pieces each."""
-    plan = plan_prefill([6], [70], Grid(5, 16, 16), tokens_per_tile=4, chunk_size=32)
+    """Two tiles, of four tokens and of two, which see 68 and 70 keys: three splits each."""
+    plan = plan_prefill([6], [70], Grid(5, 16, 16), tokens_per_tile=4, split_size=32)
     assert plan.kv_tile_indices[: plan.num_items[0]].tolist() == [0, 1, 2, 0, 1, 2]
     assert plan.query_tile_indices[: plan.num_items[0]].tolist() == [0, 0, 0, 1, 1, 1]
     assert plan.output_indptr.tolist() == [0, 3, 6, 9, 12, 15, 18]
@@ -236,20 +236,20 @@ def test_a_window_counts_what_can_be_seen():
     assert plan_decode([16384], H100, window=100).num_items[0] == 1
 
 
-def test_a_fixed_chunk_does_not_depend_on_the_other_sequences():
-    alone = plan_decode([1000], H100, chunk_size=256)
-    among = plan_decode([1000, 5000, 1], H100, chunk_size=256)
-    assert pieces_of(alone)[0, 0] == pieces_of(among)[0, 0] == [0, 1, 2, 3]
+def test_a_fixed_split_size_does_not_depend_on_the_other_sequences():
+    alone = plan_decode([1000], H100, split_size=256)
+    among = plan_decode([1000, 5000, 1], H100, split_size=256)
+    assert splits_of(alone)[0, 0] == splits_of(among)[0, 0] == [0, 1, 2, 3]
 
 
 def test_planning_a_large_batch_takes_no_time_that_a_step_would_notice():
     """Less than 0.1 ms where nobody else computes; ten times that here, by the best of many."""
     lengths = np.random.default_rng(0).integers(1, 8192, 256)
-    grid = Grid(resident=528, unit=64, least_chunk=128)
+    grid = Grid(resident=528, unit=64, least_split=128)
     assert min(timeit.repeat(lambda: plan_decode(lengths, grid), number=1, repeat=50)) < 1e-3
 
 
-def test_a_plan_for_a_captured_graph_may_always_be_split():
+def test_a_plan_for_a_captured_graph_always_counts_as_split():
     assert not plan_decode([64], H100).is_split
     assert plan_decode([64], H100, is_captured=True).is_split
 
@@ -258,9 +258,9 @@ def test_a_plan_for_a_captured_graph_may_always_be_split():
     ("make", "message"),
     [
         (lambda: plan_decode([1, 2], H100, num_rows=1), "2 sequences in a bucket of 1"),
-        (lambda: plan_decode([500], H100, chunk_size=100), "must be a multiple of 64"),
-        (lambda: plan_decode([500], H100, chunk_size=0), "must be a multiple of 64"),
-        (lambda: plan_decode([100_000], H100, chunk_size=64), "make 1563 items, of which 133 have room"),
+        (lambda: plan_decode([500], H100, split_size=100), "must be a multiple of 64"),
+        (lambda: plan_decode([500], H100, split_size=0), "must be a multiple of 64"),
+        (lambda: plan_decode([100_000], H100, split_size=64), "make 1563 items, of which 133 have room"),
         (lambda: plan_prefill([9], [9], H100, tokens_per_tile=4, num_rows=8), "9 new tokens in a bucket of 8"),
         (lambda: plan_prefill([9], [9], H100, tokens_per_tile=4, capacity=2), "make 3 items, of which 2 have room"),
         (lambda: plan_prefill([1, 1], [9, 9], H100, tokens_per_tile=4, num_requests=1), "2 sequences in a bucket of 1"),
