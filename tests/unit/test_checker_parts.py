@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cli.diff import diff_lines
 from shared.errors import ConfigError
+from shared.lesson_source import diff_lines
 from shared.lessons import find_lesson
 from tutorial.checker.chapter import parse
 from tutorial.checker.citations import agrees, check_citations, cited_lines, evaluate, rounded_like
