@@ -29,10 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--workshop"):
         os.environ["INFER_WORKSHOP"] = "1"
         os.environ.setdefault("INFER_WORKSHOP_GAPS", "raise")
-        import shared  # noqa: F401 - with the variable set, this installs the workspace; the next lines do if it was imported before
-        from tutorial.workshop.overlay import install
-
-        install()
+    import shared.cli  # noqa: F401 - with the variable set, this puts the workspace's modules over the reference's
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
