@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from hypothesis import HealthCheck, settings
 
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
@@ -29,10 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--workshop"):
         os.environ["INFER_WORKSHOP"] = "1"
         os.environ.setdefault("INFER_WORKSHOP_GAPS", "raise")
-        import shared  # noqa: F401 - with the variable set, this installs the workspace; the next lines do if it was imported before
-        from tutorial.workshop.overlay import install
+    from shared.cli import app  # with the variable set, this puts the workspace's modules over the reference's
+    from tutorial.checker.references import INFER
 
-        install()
+    config.stash[INFER] = typer.main.get_command(app)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

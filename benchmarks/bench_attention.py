@@ -5,20 +5,15 @@ ceiling measured in the same run, and how long it took: our planned kernel, the 
 6's kernel, and peers. All by :mod:`benchmarks.device.graph_timing`: inside a CUDA graph, inputs rotated. Beside it
 stands what a plan costs on the host. Without a GPU tiny shapes stand in, and our launchers call the op.
 
-    python -m benchmarks.bench_attention        the same as: infer bench attention
+    infer bench attention
 
 Invariant: nothing wrong is timed, ours or a peer's.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # a script's own folder is on the path, the repository's root is not
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -244,10 +239,3 @@ def check_memory(shapes: Sequence[AttentionShape], device: torch.device, dtype: 
                 f"{shape.name} ({shape.describe()}) takes {needed / 2**30:.1f} GiB to measure and {free / 2**30:.1f} "
                 "GiB of the GPU's memory are free; choose others with --shape."
             )
-
-
-if __name__ == "__main__":
-    from shared.cli.bench_attention import attention
-    from shared.cli.bench_hardware import run_command
-
-    run_command(attention)

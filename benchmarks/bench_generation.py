@@ -8,14 +8,9 @@ the answer's mean context) over the bandwidth that was measured in the same run.
 Invariants: nothing is computed before every setting has been checked; no contender sees a prompt twice.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file: the repository's root, not this folder, is where imports begin
-    sys.path[0] = str(Path(__file__).parents[1])
 
 import psutil
 import torch
@@ -222,9 +217,3 @@ def _check_memory(work: DecodeWork, num_copies: int, device: torch.device) -> No
             "are free; name fewer phases with --phase, leave transformers away with --no-transformers, or take a "
             "smaller model or dtype."
         )
-
-
-if __name__ == "__main__":
-    from shared.cli.bench_generation import run_alone
-
-    run_alone("generation")

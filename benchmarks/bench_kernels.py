@@ -5,7 +5,7 @@ the ceiling measured in the same run, and how long it took: our kernel, eager Py
 eager code, all three by :mod:`benchmarks.device.graph_timing`. Without a GPU the tiny shapes stand in, and our
 launchers call the ops.
 
-    python -m benchmarks.bench_kernels        the same as: infer bench kernels
+    infer bench kernels
 
 Invariant: nothing wrong is timed. Each case is first compared with the op in fp32 on the same inputs; one that differs
 has an error and no time.
@@ -13,13 +13,8 @@ has an error and no time.
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # a script's own folder is on the path, the repository's root is not
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -236,9 +231,3 @@ def check_memory(cases: Sequence[KernelCase], device: torch.device) -> None:
                 f"{case.kernel} at {case.size} ({case.shape}) takes {needed / 2**30:.1f} GiB to measure and "
                 f"{free / 2**30:.1f} GiB of the GPU's memory are free; leave it out with --kernel or --model."
             )
-
-
-if __name__ == "__main__":
-    from shared.cli.bench_hardware import kernels, run_command
-
-    run_command(kernels)

@@ -5,15 +5,10 @@ without one at demo size, which the report's head says. Invariants: nothing is c
 checked; whoever is compared serves the same traces in the same run.
 """
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file: the repository's root, not this folder, is where imports begin
-    sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
 
@@ -113,10 +108,10 @@ def measure_serving(
 
         def serve() -> ServedProcess:
             if not process:
-                options = ["--device", device, "--max-seq-len", str(longest), "--phase", phases.newest.number]
+                options = ["--device", device, "--max-seq-len", str(longest)]
                 options += ["--max-batch-size", str(http_batch(size)), *(["--dtype", dtype] if dtype else [])]
                 with steps.step("start the server"):
-                    process.append(stack.enter_context(served(folder, options, clients)))
+                    process.append(stack.enter_context(served(phases.newest, folder, options, clients)))
                     process[0].serve(warm_up_trace(http_batch(size), longest, target.type == "cuda"))
             return process[0]
 
@@ -193,9 +188,3 @@ def _check(
             f"The workloads have requests of up to {longest} tokens, prompt and answer together, and this model holds "
             f"{limit}; choose another model, or experiments with shorter requests."
         )
-
-
-if __name__ == "__main__":
-    from shared.cli.bench_serving import run_alone
-
-    run_alone("serving")

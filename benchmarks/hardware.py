@@ -4,21 +4,16 @@ A datasheet's bandwidth is never reached, by anyone; what the simplest kernels r
 with. Four numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions
 a second of a large matrix product, and what a launch costs before any work.
 
-    python -m benchmarks.hardware        the same as: infer bench hardware
+    infer bench hardware
 
 Invariant: ceilings hold for one run. Clocks and neighbours change, so a benchmark measures them again itself.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # a script's own folder is on the path, the repository's root is not
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -208,9 +203,3 @@ def table_rows(ceilings: Ceilings) -> list[tuple[str, str]]:
         if values[key] is not None:
             rows.append((f"launch, {name}", f"{1e6 * values[key]:.2f} µs"))
     return rows
-
-
-if __name__ == "__main__":
-    from shared.cli.bench_hardware import hardware, run_command
-
-    run_command(hardware)

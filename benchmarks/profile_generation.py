@@ -9,14 +9,10 @@ either way; on a CPU, where the profiler slows every operation, of the operation
 """
 
 import statistics
-import sys
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file: the repository's root, not this folder, is where imports begin
-    sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
 
@@ -175,9 +171,3 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(
             f"The trace cannot go to {path}; name a file ending in .json.gz or .json in a folder that is there."
         )
-
-
-if __name__ == "__main__":
-    from shared.cli.bench_generation import run_alone
-
-    run_alone("profile")

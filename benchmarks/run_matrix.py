@@ -9,14 +9,9 @@ differs from its phase's defaults in one optimization and in what that needs.
 """
 
 import gc
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file: the repository's root, not this folder, is where imports begin
-    sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
 
@@ -197,9 +192,3 @@ def _check(seed: int, threads: int | None, max_seconds: float, longest: int, lim
             f"The workloads have requests of up to {longest} tokens, prompt and answer together, and this model holds "
             f"{limit}; choose another model."
         )
-
-
-if __name__ == "__main__":
-    from shared.cli.bench_serving import run_alone
-
-    run_alone("matrix")

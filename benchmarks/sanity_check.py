@@ -11,16 +11,12 @@ checked.
 
 import gc
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file: the repository's root, not this folder, is where imports begin
-    sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
 import torch.nn.functional as F
@@ -216,9 +212,3 @@ def _let_go(device: str) -> None:
     gc.collect()
     if is_cuda(device):
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    from shared.cli.bench_generation import run_alone
-
-    run_alone("sanity")

@@ -1,8 +1,8 @@
-"""``infer serve`` as a process of its own, and a trace against it. Introduced in phase 4.
+"""A phase's server as a process of its own, and a trace against it. Introduced in phase 4.
 
-The server is started as a user would start it. When a request was scheduled is read from its log, one line a request;
-forward passes from ``/debug/engine``. Invariant: the process computes with as many threads as the benchmark does, and
-is gone when the block ends, whatever happened inside.
+The server is started as a user would start it, by ``python -m`` with the phase's package. When a request was scheduled
+is read from its log, one line a request; forward passes from ``/debug/engine``. Invariant: the process computes with as
+many threads as the benchmark does, and is gone when the block ends, whatever happened inside.
 """
 
 import importlib.util
@@ -26,6 +26,7 @@ from benchmarks.serving.load_generator import generate_load
 from benchmarks.serving.run import ServedRun
 from benchmarks.workloads.serving import Trace
 from shared.errors import ConfigError
+from shared.lessons import Lesson
 
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarked"
@@ -74,14 +75,14 @@ def check_can_serve() -> None:
 
 
 @contextmanager
-def served(folder: Path, options: Sequence[str], clients: int | None = None) -> Iterator[ServedProcess]:
-    """A server of the model in ``folder`` with these options of ``infer serve``.
+def served(lesson: Lesson, folder: Path, options: Sequence[str], clients: int | None = None) -> Iterator[ServedProcess]:
+    """A server of the model in ``folder`` by a phase, with these options of its command ``serve``.
 
     Raises ConfigError, with what the server said last, if it does not become ready.
     """
     clients = clients or max(1, min(4, (os.cpu_count() or 1) // 4))
-    code = "from shared.cli import app; app(prog_name='infer')"
-    command = [sys.executable, "-c", code, "serve", str(folder), "--served-model-name", MODEL, "--port", "0"]
+    command = [sys.executable, "-m", lesson.module_name, "serve", str(folder)]
+    command += ["--served-model-name", MODEL, "--port", "0"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(torch.get_num_threads()),

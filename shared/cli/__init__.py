@@ -1,8 +1,14 @@
 """The command ``infer``: one file a command, put together here. Introduced in phase 1b.
 
-Invariant: what needs torch or transformers is imported inside the functions that use it, so that help and the tables
-of the course appear at once.
+Every program of the course begins here: the command, a phase's ``__main__``, pytest. Invariants: a learner's workspace
+is in place before any module is imported that it may replace; what needs torch or transformers is imported inside the
+functions that use it, so that help and the tables of the course appear at once.
 """
+
+from tutorial.workshop.overlay import install, is_enabled
+
+if is_enabled():
+    install()
 
 import typer
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.cli.terminal import GuardedGroup, examples, stderr_console, stdout_console
+from shared.cli.terminal import examples, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,18 +124,6 @@ def kernels(
         reports = _print_all(found, out, print_kernels, markdown)
     if any(errors(report) for report in reports):
         raise typer.Exit(EXIT_WRONG)
-
-
-def command_app(command: Callable[..., None]) -> typer.Typer:
-    """One of these commands as a program of its own, with the errors and exit codes of ``infer``."""
-    app = typer.Typer(cls=GuardedGroup, add_completion=False)
-    app.callback(invoke_without_command=True)(command)
-    return app
-
-
-def run_command(command: Callable[..., None]) -> None:
-    """Run it with the arguments of this process."""
-    command_app(command)()
 
 
 def _print_all(

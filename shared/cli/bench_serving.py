@@ -4,7 +4,6 @@ The commands read their options and print; ``benchmarks`` measures. Invariant: t
 JSON line; progress goes to standard error.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from shared.cli.bench_options import (
     tell_written,
 )
 from shared.cli.options import DEFAULT_MODEL, fetch_if_known
-from shared.cli.terminal import GuardedGroup, examples, stdout_console
+from shared.cli.terminal import examples, stdout_console
 
 SERVING_EPILOG = examples(
     "infer bench serving",
@@ -183,17 +182,3 @@ COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "serving": (serving, SERVING_EPILOG),
     "matrix": (matrix, MATRIX_EPILOG),
 }
-
-
-def alone(name: str) -> typer.Typer:
-    """An application of one command, which is named on its command line all the same."""
-    app = typer.Typer(cls=GuardedGroup, add_completion=False)
-    app.callback()(lambda: None)
-    command, epilog = COMMANDS[name]
-    app.command(name, epilog=epilog)(command)
-    return app
-
-
-def run_alone(name: str) -> None:
-    """Run one command with the process's own arguments, as ``infer bench NAME`` would."""
-    alone(name)([name, *sys.argv[1:]], prog_name="infer bench")

@@ -4,6 +4,7 @@ A phase's ``__main__.py`` is the same few lines everywhere; what it offers follo
 Invariant: a command here is the `infer` command of the same name with the phase already chosen.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -36,6 +37,9 @@ def run_phase(package: str) -> None:
     number = lesson.number
     chosen: dict[str, Any] = {command: {"phase": number} for command in ("generate", "chat", "serve")}
     chosen["bench"] = {"phase": [number]}
+    # A spawned process imports the main module first, but never a package's `__main__`. It imports this module instead
+    # and so has the learner's workspace in place before it imports an engine.
+    sys.modules["__main__"].__spec__ = __spec__
     phase_app(lesson)(prog_name=f"python -m {package}", default_map=chosen)
 
 

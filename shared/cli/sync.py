@@ -5,10 +5,10 @@ therefore has to reach every copy, and this is how. Invariant: only the lines of
 phases connected to the source by a chain of neighbours of which neither `changes` list breaks it.
 """
 
-import ast
 from pathlib import Path
 
 from shared.errors import ConfigError, InferError
+from shared.lesson_source import engine_file, method_extents, methods
 from shared.lessons import Lesson, find_lesson, lessons
 
 
@@ -25,13 +25,13 @@ def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[
     sharing = sharing_phases(source, method)
     changed = []
     for lesson in sharing:
-        text = _read(lesson)
-        start, end = _extents(text)[method]
+        path = engine_file(lesson)
+        text = path.read_text(encoding="utf-8")
+        start, end = method_extents(text)[method]
         lines = text.splitlines(keepends=True)
         replaced = "".join([*lines[:start], wanted, *lines[end:]])
         if replaced == text:
             continue
-        path = _engine_file(lesson)
         changed.append(path)
         if not dry_run:
             try:
@@ -39,13 +39,6 @@ def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[
             except OSError as error:
                 raise InferError(f"{path} cannot be written ({error.strerror}); run this in a checkout.") from error
     return changed, sharing
-
-
-def methods(lesson: Lesson) -> dict[str, str]:
-    """The source of each method of the phase's Engine, in order, decorators included; each ends with a line break."""
-    text = _read(lesson)
-    lines = text.splitlines(keepends=True)
-    return {name: "".join(lines[start:end]).rstrip("\n") + "\n" for name, (start, end) in _extents(text).items()}
 
 
 def sharing_phases(source: Lesson, method: str) -> list[Lesson]:
@@ -75,24 +68,3 @@ def _neighbours(lesson: Lesson, method: str) -> list[Lesson]:
     after = [other for other in lessons() if other.previous and find_lesson(other.previous) == lesson]
     pairs = [(other, lesson) for other in before] + [(other, other) for other in after]
     return [other for other, newer in pairs if method not in newer.changes and method in methods(other)]
-
-
-def _engine_file(lesson: Lesson) -> Path:
-    return lesson.folder / "engine.py"
-
-
-def _read(lesson: Lesson) -> str:
-    return _engine_file(lesson).read_text(encoding="utf-8")
-
-
-def _extents(text: str) -> dict[str, tuple[int, int]]:
-    """For each method of the class Engine, its lines [start, end), decorators included."""
-    found: dict[str, tuple[int, int]] = {}
-    for node in ast.parse(text).body:
-        if not isinstance(node, ast.ClassDef) or node.name != "Engine":
-            continue
-        for item in node.body:
-            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.end_lineno is not None:
-                start = min([item.lineno, *(decorator.lineno for decorator in item.decorator_list)])
-                found[item.name] = (start - 1, item.end_lineno)
-    return found

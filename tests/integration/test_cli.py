@@ -319,6 +319,7 @@ def test_phase_1b_shows_the_likeliest_tokens(tiny: str) -> None:
 
 def test_a_phase_runs_by_itself(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["-m", "generate", "--model", tiny, "-p", "x", "-n", "2", "--stats"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # which the program replaces
     with pytest.raises(SystemExit) as left:
         runpy.run_module("phases.phase_02", run_name="__main__")
     assert left.value.code == 0

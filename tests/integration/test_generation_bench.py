@@ -1,8 +1,6 @@
 """The generation benchmark on a tiny model: a real measurement, and the counts and sums that hold for any machine."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +26,7 @@ from benchmarks.views.generation import head, markdown, print_generation
 from benchmarks.views.generation_figure import save_figure
 from phases.phase_03.engine import Engine
 from shared.cache.contiguous import kv_bytes
-from shared.cli.bench_generation import alone
+from shared.cli import app
 from shared.engine.config import EngineConfig
 from shared.errors import CapacityError, ConfigError, RequestError
 from shared.lessons import newest_lesson
@@ -38,7 +36,6 @@ from shared.sampling.params import SamplingParams
 SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2, window=3)
 CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32", 1 << 26)
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +289,7 @@ def test_the_command_prints_json_last_and_writes_the_files(
     monkeypatch.setattr("benchmarks.hardware.measure_ceilings", lambda device: CEILINGS)
     arguments = ["--model", folder, "--phase", "3", "--no-transformers", "--prompt-tokens", 4, "--new-tokens", 3]
     arguments += ["--trials", 1, "--window", 1, "--threads", 1, "--device", "cpu", "--out", tmp_path / "reports"]
-    result = CliRunner().invoke(alone("generation"), ["generation", *map(str, arguments)])
+    result = CliRunner().invoke(app, ["bench", "generation", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     assert list(line["results"]) == ["03", "ratios", "limit", "ceilings"]
@@ -308,22 +305,11 @@ def test_the_command_prints_json_last_and_writes_the_files(
     [["--model", "no-such-model"], ["--phase", "01a"], ["--trials", "0"], ["--prompt-tokens", "2048"]],
 )
 def test_the_command_refuses_in_one_paragraph(folder: Path, arguments: list[str]) -> None:
-    given = ["generation", "--model", str(folder), "--device", "cpu", *arguments]
-    result = CliRunner().invoke(alone("generation"), given)
+    given = ["bench", "generation", "--model", str(folder), "--device", "cpu", *arguments]
+    result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert arguments[1] in result.output
-
-
-@pytest.mark.parametrize("way", [["-m", "benchmarks.bench_generation"], ["benchmarks/bench_generation.py"]])
-def test_it_runs_as_a_module_and_as_a_file(way: list[str], tmp_path: Path) -> None:
-    """Without being installed: from the repository's root, with nothing but that on the path."""
-    done = subprocess.run(
-        [sys.executable, *way, "--model", str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert "none" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.gpu

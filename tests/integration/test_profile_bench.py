@@ -15,7 +15,7 @@ from benchmarks.profile_generation import measure_profile, merged, results
 from benchmarks.report import Report
 from benchmarks.timing import Run
 from benchmarks.views.profile import markdown, print_profile
-from shared.cli.bench_generation import alone
+from shared.cli import app
 from shared.errors import ConfigError, RequestError
 from shared.lessons import find_lesson, newest_lesson
 from shared.loading.config_json import read_config
@@ -152,9 +152,8 @@ def test_a_gpus_profile_says_who_waits(report: Report) -> None:
 def test_the_command_writes_trace_and_report(folder: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json.gz"
     arguments = ["--model", folder, "--prompt-tokens", 3, "--steps", 1, "--trace", trace, "--out", tmp_path / "out"]
-    result = CliRunner().invoke(
-        alone("profile"), ["profile", *map(str, arguments), "--threads", "1", "--device", "cpu"]
-    )
+    command = ["bench", "profile", "--threads", "1", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*command, *map(str, arguments)])
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     newest = newest_lesson().number

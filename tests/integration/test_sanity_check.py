@@ -15,14 +15,15 @@ from benchmarks.generation.sanity_subjects import find_subjects
 from benchmarks.sanity_check import check_models, problem
 from benchmarks.views.sanity import markdown, print_sanity
 from shared.checkpoints.shapes import SHAPES
-from shared.cli.bench_generation import alone
+from shared.cli import app
 from shared.errors import ConfigError, ModelFolderError
 
 PHASES = ["02", "03"]
 
 
 def infer(*arguments: object) -> Any:
-    return CliRunner().invoke(alone("sanity"), ["sanity", "--device", "cpu", "--threads", "1", *map(str, arguments)])
+    command = ["bench", "sanity", "--device", "cpu", "--threads", "1"]
+    return CliRunner().invoke(app, [*command, *map(str, arguments)])
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -33,9 +33,10 @@ from benchmarks.workloads.serving import DEMO, ServingSize, Trace, TraceRequest,
 from phases.phase_03.engine import Engine as Plain
 from phases.phase_05.engine import Engine as Continuous
 from shared.cache.contiguous import kv_bytes
-from shared.cli.bench_serving import alone
+from shared.cli import app
 from shared.engine.config import EngineConfig
 from shared.errors import CapacityError, ConfigError, RequestError
+from shared.lessons import newest_lesson
 from shared.loading.config_json import read_config
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,8 @@ def report(folder: Path) -> Report:
 
 @pytest.fixture(scope="module")
 def process(folder: Path) -> Iterator[ServedProcess]:
-    with served(folder, ["--device", "cpu", "--max-seq-len", "64", "--max-batch-size", "3"], clients=1) as running:
+    options = ["--device", "cpu", "--max-seq-len", "64", "--max-batch-size", "3"]
+    with served(newest_lesson(), folder, options, clients=1) as running:
         yield running
 
 
@@ -326,7 +328,8 @@ def test_a_refusal_and_a_server_that_is_gone_are_errors_with_their_cause(process
 def test_a_benchmark_that_is_told_to_end_takes_its_server_along(folder: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from benchmarks.serving.served_process import served\n"
-        "with served(Path(sys.argv[1]), ['--device', 'cpu']) as running:\n"
+        "from shared.lessons import newest_lesson\n"
+        "with served(newest_lesson(), Path(sys.argv[1]), ['--device', 'cpu']) as running:\n"
         "    print(running.process.pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    raise AssertionError('it went on')\n"
@@ -338,8 +341,8 @@ def test_a_benchmark_that_is_told_to_end_takes_its_server_along(folder: Path) ->
 
 
 def test_a_server_that_does_not_start_says_why(folder: Path) -> None:
-    told = r"did not become ready: .*--log-format is 'none'"
-    with pytest.raises(ConfigError, match=told), served(folder, ["--device", "cpu", "--log-format", "none"]):
+    told, options = r"did not become ready: .*--log-format is 'none'", ["--device", "cpu", "--log-format", "none"]
+    with pytest.raises(ConfigError, match=told), served(newest_lesson(), folder, options):
         raise AssertionError("it started")
 
 
@@ -445,7 +448,7 @@ def test_the_matrix_has_a_cell_for_each_configuration_and_workload(folder: Path)
 
 def test_the_serving_command_prints_json_last_and_writes_the_files(folder: Path, tmp_path: Path) -> None:
     arguments = ["--model", folder, "--experiment", "tail", "--tail-requests", 5, "--threads", 1, "--device", "cpu"]
-    result = CliRunner().invoke(alone("serving"), ["serving", *map(str, arguments), "--out", str(tmp_path / "reports")])
+    result = CliRunner().invoke(app, ["bench", "serving", *map(str, arguments), "--out", str(tmp_path / "reports")])
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     assert list(line["results"]) == ["tail"]
@@ -458,7 +461,7 @@ def test_the_serving_command_prints_json_last_and_writes_the_files(folder: Path,
 
 def test_the_matrix_command_prints_json_last_and_writes_the_files(folder: Path, tmp_path: Path) -> None:
     arguments = ["--model", folder, "--phase", "4", "--threads", 1, "--device", "cpu", "--out", tmp_path]
-    result = CliRunner().invoke(alone("matrix"), ["matrix", *map(str, arguments)])
+    result = CliRunner().invoke(app, ["bench", "matrix", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     assert list(line["results"]) == ["04"]
@@ -478,22 +481,11 @@ def test_the_matrix_command_prints_json_last_and_writes_the_files(folder: Path, 
     ],
 )
 def test_the_commands_refuse_in_one_paragraph(folder: Path, command: str, arguments: list[str]) -> None:
-    given = [command, "--model", str(folder), "--device", "cpu", *arguments]
-    result = CliRunner().invoke(alone(command), given)
+    given = ["bench", command, "--model", str(folder), "--device", "cpu", *arguments]
+    result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert arguments[1] in result.output
-
-
-@pytest.mark.parametrize("way", [["-m", "benchmarks.run_matrix"], ["benchmarks/bench_serving.py"]])
-def test_they_run_as_a_module_and_as_a_file(way: list[str], tmp_path: Path) -> None:
-    """Without being installed: from the repository's root, with nothing but that on the path."""
-    done = subprocess.run(
-        [sys.executable, *way, "--model", str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert "none" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
 
-from shared.cli.diff import added_modules, diff_lines
+from shared.lesson_source import added_modules, diff_lines
 from shared.lessons import Lesson, find_lesson, lessons
 
 ROOT = Path(__file__).parents[2]

@@ -142,6 +142,19 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
     assert "Traceback" not in broken.stderr
 
 
+def test_the_learner_s_code_runs_in_the_engine_s_process(learner: Learner, tiny_checkpoints: dict[str, Path]) -> None:
+    learner.workshop("start", "01a")
+    norm = learner.workspace / "shared" / "ops" / "rmsnorm.py"
+    norm.write_text(
+        f"{norm.read_text()}\nimport multiprocessing\n"
+        "if multiprocessing.current_process().name == 'engine':\n    raise RuntimeError('this is mine')\n"
+    )
+    command = (sys.executable, "-m", "phases.phase_04", "serve", str(tiny_checkpoints["llama"]), "--port", "0")
+    failed = learner.run(*command, "--engine-process", INFER_WORKSHOP="1")
+    assert failed.returncode == 1
+    assert "RuntimeError: this is mine" in failed.stderr
+
+
 def test_under_pytest_a_gap_raises(learner: Learner) -> None:
     learner.workshop("start", "03", "--only", "03.1")
     tests = "phases/phase_03/test_parity.py::test_cache_bytes_equal_the_formula"
@@ -153,7 +166,9 @@ def test_under_pytest_a_gap_raises(learner: Learner) -> None:
 def test_inspect_sees_the_text_that_runs(learner: Learner) -> None:
     """Triton reads a kernel's source through inspect, so a filled gap has to show the lines that ran."""
     learner.workshop("start", "03", "--only", "03.1")
-    look = "import inspect; from shared.cache.contiguous import kv_bytes; print(inspect.getsource(kv_bytes))"
+    look = (
+        "import shared.cli, inspect; from shared.cache import contiguous; print(inspect.getsource(contiguous.kv_bytes))"
+    )
     filled = learner.run(sys.executable, "-c", look, INFER_WORKSHOP="1")
     assert KV_BYTES in filled.stdout
     raising = learner.run(sys.executable, "-c", look, INFER_WORKSHOP="1", INFER_WORKSHOP_GAPS="raise")
@@ -186,7 +201,7 @@ def test_the_interpreter_runs_the_text_of_a_kernel_that_the_workspace_gives(lear
     """The interpreter reads a kernel's source again: with its gaps filled it has to find the lines that ran."""
     learner.workshop("start", "03.1")
     code = (
-        "import torch; from shared.kernels import gated; from shared.ops.gated import swiglu\n"
+        "import shared.cli, torch; from shared.kernels import gated; from shared.ops.gated import swiglu\n"
         "gate, up = torch.randn(2, 33), torch.randn(2, 33)\n"
         "print(torch.allclose(gated.swiglu(gate, up), swiglu(gate, up), atol=1e-6))\n"
         "print(gated.gated_kernel.fn.__code__.co_filename)\n"

@@ -11,10 +11,17 @@ from tutorial.checker import collector, runs, sessions
 pytest_plugins = ["pytester"]
 
 CONFTEST = """
+import typer
+
+from shared.cli import app
 from tutorial.checker.collector import pytest_collect_file, pytest_terminal_summary
+from tutorial.checker.references import INFER
 
 def pytest_addoption(parser):
     parser.addoption("--fix", action="store_true")
+
+def pytest_configure(config):
+    config.stash[INFER] = typer.main.get_command(app)
 """
 PLAIN = [f"-pno:{plugin}" for plugin in ("cacheprovider", "hypothesispytest", "benchmark", "anyio", "timeout")]
 SOURCE = '''"""A module."""

@@ -5,11 +5,13 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cli.diff import diff_lines
+from shared.cli import app
 from shared.errors import ConfigError
+from shared.lesson_source import diff_lines
 from shared.lessons import find_lesson
 from tutorial.checker.chapter import parse
 from tutorial.checker.citations import agrees, check_citations, cited_lines, evaluate, rounded_like
@@ -266,10 +268,12 @@ def test_commands_are_found_and_read() -> None:
     found = [command for line in page.splitlines() for command in COMMAND.findall(line)]
     assert found == ["chat --fast", "diff 1 2  ", "phases", "chat"]
     good = ["diff 02 03 --all | less -r", "generate --prompt 'a -z --zero' --max-tokens=3", "phases sync forward", ""]
-    assert [command_error(line) for line in [*good, "model pull|list|make", "generate --prompt 'open"]] == [None] * 6
-    assert command_error("model push") == "there is no command `infer model push`"
-    assert command_error("dance") == "there is no command `infer dance`"
-    assert "uses --fast, which" in str(command_error("chat --fast"))
+    good += ["model pull|list|make", "generate --prompt 'open"]
+    infer = typer.main.get_command(app)
+    assert [command_error(line, infer) for line in good] == [None] * 6
+    assert command_error("model push", infer) == "there is no command `infer model push`"
+    assert command_error("dance", infer) == "there is no command `infer dance`"
+    assert "uses --fast, which" in str(command_error("chat --fast", infer))
 
 
 def test_paths_of_the_machine_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
 
+from shared.cli import app
 from shared.lessons import lessons
 from tutorial.checker.chapter import read_chapter
 from tutorial.checker.citations import check_citations, cited_lines
-from tutorial.checker.references import CHECKS
+from tutorial.checker.references import CHECKS, unknown_commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,6 +36,12 @@ def recorder() -> ModuleType:
 def test_what_a_page_names_exists(page: Path, check: str) -> None:
     problems = [f"{page.name}:{problem.line}: {problem.message}" for problem in CHECKS[check](read_chapter(page), ROOT)]
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_on_a_page_exist(page: Path) -> None:
+    problems = unknown_commands(read_chapter(page), ROOT, typer.main.get_command(app))
+    assert not (told := [f"{page.name}:{problem.line}: {problem.message}" for problem in problems]), "\n".join(told)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import typer
 
 import tutorial.workshop.handout as handout
 from shared.errors import ConfigError
@@ -96,11 +97,13 @@ def test_a_phase_without_chapter_or_exercises_is_refused_with_those_that_have(
 
 
 def test_the_readme_s_commands_exist() -> None:
+    from shared.cli import app
     from tutorial.checker.references import COMMAND, command_error
 
+    infer = typer.main.get_command(app)
     text = contents(PHASES[0])["README.md"].decode()
     commands = [command for line in text.splitlines() for command in COMMAND.findall(line)]
     assert len(commands) >= 4
-    assert [command_error(command) for command in commands] == [None] * len(commands)
+    assert [command_error(command, infer) for command in commands] == [None] * len(commands)
     progress = json.loads(contents(PHASES[0])["workspace/.progress.json"])
     assert list(progress) == [exercise.number for exercise in exercises_of(PHASES[0])]

@@ -2,12 +2,7 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-import sysconfig
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +20,8 @@ from benchmarks.device.graph_timing import (
 )
 from benchmarks.hardware import Ceilings, hardware_report, measure_ceilings, table_rows
 from benchmarks.machine import machine_name
-from shared.cli.bench_hardware import command_app, hardware
+from shared.cli import app
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -71,7 +65,7 @@ def test_the_report_is_of_the_machine_alone(ceilings):
 
 
 def test_the_command_ends_with_one_json_line_and_writes_what_it_printed(tmp_path):
-    result = CliRunner().invoke(command_app(hardware), ["--device", "cpu", "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["bench", "hardware", "--device", "cpu", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     content = json.loads((tmp_path / f"hardware-{machine_name('cpu')}.json").read_text())
@@ -80,21 +74,9 @@ def test_the_command_ends_with_one_json_line_and_writes_what_it_printed(tmp_path
 
 
 def test_a_gpu_that_is_not_there_is_refused():
-    result = CliRunner().invoke(command_app(hardware), ["--device", "cuda:99"])
+    result = CliRunner().invoke(app, ["bench", "hardware", "--device", "cuda:99"])
     assert result.exit_code == 2
     assert "no such GPU" in result.stderr
-
-
-@pytest.mark.parametrize("start", [["benchmarks/hardware.py"], ["-m", "benchmarks.bench_kernels"]])
-def test_it_runs_as_a_script_and_as_a_module_in_an_uninstalled_checkout(start):
-    # With -S nothing is installed; the libraries come by PYTHONPATH, the repository by the script alone.
-    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
-    command = [sys.executable, "-S", *start, "--help"]
-    process = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    assert "--device" in process.stdout
 
 
 @given(set_bytes=st.integers(1, 1 << 31), cache=st.integers(1, 1 << 28))

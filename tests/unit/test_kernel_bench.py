@@ -20,7 +20,7 @@ from benchmarks.report import Report
 from benchmarks.views.kernels import markdown
 from benchmarks.views.kernels_figure import chosen_rows, save_figure
 from shared.checkpoints.shapes import SHAPES
-from shared.cli.bench_hardware import command_app, kernels
+from shared.cli import app
 from shared.errors import ConfigError
 from shared.kernels import gemv, kv_write
 from shared.kernels.launch import LAUNCHES, next_power_of_two
@@ -194,7 +194,7 @@ def test_a_peer_that_cannot_is_a_finding():
 )
 def test_what_cannot_be_measured_is_refused_before_any_work(options, told, monkeypatch):
     monkeypatch.setattr(bench, "measure_ceilings", lambda device: pytest.fail("measured"))
-    result = CliRunner().invoke(command_app(kernels), ["--device", "cpu", *options])
+    result = CliRunner().invoke(app, ["bench", "kernels", "--device", "cpu", *options])
     assert result.exit_code == 2
     assert told in " ".join(result.stderr.split())
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_measured_is_refused_before_any_work(options, told, monke
 def test_the_command_ends_with_one_json_line_and_writes_a_report_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_ceilings", lambda device: CEILINGS)
     options = ["--device", "cpu", "-m", "llama-3.2-1b", "-m", "qwen3-1.7b", "-k", "o", "--rows", "2", "--trials", "1"]
-    result = CliRunner().invoke(command_app(kernels), [*options, "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["bench", "kernels", *options, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     assert line["benchmark"] == "kernels"
@@ -217,7 +217,7 @@ def test_the_command_ends_with_1_if_a_kernel_is_wrong(monkeypatch):
     right = gemv.linear
     monkeypatch.setattr(gemv, "linear", lambda *args: right(*args) + 1)
     options = ["--device", "cpu", "-m", "llama-3.2-1b", "-k", "down", "--rows", "1", "--trials", "1"]
-    result = CliRunner().invoke(command_app(kernels), options)
+    result = CliRunner().invoke(app, ["bench", "kernels", *options])
     assert result.exit_code == 1
     assert "wrong: down 1: differs" in result.stdout
     json.loads(result.stdout.splitlines()[-1])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.cli.sync import methods
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
+from shared.lesson_source import methods
 from shared.lessons import Lesson, lessons
 
 FILES = {"__init__.py", "__main__.py", "engine.py", "lesson.toml", "test_parity.py", "test_speedup.py"}

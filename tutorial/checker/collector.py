@@ -15,7 +15,7 @@ from shared.checkpoints.demo import DEMO_MODEL, local_model_folder
 from tutorial.checker.chapter import Chapter, Edit, Fence, Problem, apply, read_chapter
 from tutorial.checker.citations import check_citations, cited_lines
 from tutorial.checker.quotes import check_diff, check_quote
-from tutorial.checker.references import CHECKS
+from tutorial.checker.references import CHECKS, INFER, unknown_commands
 from tutorial.checker.runs import PageRun
 from tutorial.checker.sessions import check_session, misplaced
 from tutorial.checker.surroundings import Surroundings
@@ -46,6 +46,7 @@ class ChapterFile(pytest.File):
             yield self._item(kind, line, check, is_demo)
         for name, references in CHECKS.items():
             yield self._item(name, None, partial(_listed, references, self.chapter, self.root))
+        yield self._item("commands", None, self._unknown_commands)
 
     @property
     def root(self) -> Path:
@@ -79,6 +80,9 @@ class ChapterFile(pytest.File):
             "console": lambda: check_session(fence, self.surroundings),
         }
         return checks.get(fence.kind)
+
+    def _unknown_commands(self) -> list[Problem]:
+        return list(unknown_commands(self.chapter, self.root, self.config.stash[INFER]))
 
     def _item(self, kind: str, line: int | None, check: Check, is_demo: bool = False) -> "ChapterItem":
         name = kind if line is None else f"{kind}:{line}"

@@ -9,9 +9,8 @@ import difflib
 import textwrap
 from pathlib import Path
 
-from shared.cli.diff import FIRST, file_diff, phase_pair
-from shared.cli.sync import methods
 from shared.errors import ConfigError
+from shared.lesson_source import ENGINE, file_diff, methods, phase_pair
 from tutorial.checker.chapter import Fence, Problem
 from tutorial.checker.report import changed
 from tutorial.workshop.exercises import regions
@@ -71,7 +70,7 @@ def phase_diff(phases: str, target: str | None) -> list[str]:
         raise ConfigError(f"phases={phases} cannot be read; write two numbers with two points between, as in 02..03.")
     before, after = phase_pair(older, newer)
     if target is None:
-        return list(file_diff(before, after, FIRST))
+        return list(file_diff(before, after, ENGINE))
     owner, _, method = target.partition(".")
     if owner != "Engine" or not method:
         raise ConfigError(f"target={target} cannot be read; write a method of the engine, as in Engine.generate.")

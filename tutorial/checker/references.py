@@ -1,19 +1,19 @@
 """What a page names exists: links and headings, paths, modules, commands and their options.
 
 README, ``docs`` and the chapters are held to the same rules. Modules are read and never imported, so this costs
-nothing. Each function yields a `Problem` for each reference that leads nowhere.
+nothing; the command ``infer`` is given by the caller, since nothing in ``tutorial`` imports the command line. Each
+function yields a `Problem` for each reference that leads nowhere.
 """
 
 import ast
 import re
 import shlex
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import typer
+import pytest
 
 from tutorial.checker.chapter import Chapter, Problem, read_chapter
 
@@ -22,6 +22,8 @@ TOP_FILES = ("README.md", "Makefile", "LICENSE", "pyproject.toml", "conftest.py"
 LEARNERS = "workspace/"
 """A learner's copy of ``shared/…`` lies at the same path below this folder, which is not in the repository."""
 PLACEHOLDER = "NAME"
+INFER = pytest.StashKey[Any]()
+"""Where pytest's configuration keeps the click command ``infer``; the root's conftest.py puts it there."""
 _LINK = re.compile(r"""!?\[[^\]]*\]\(([^)\s]+)[^)\n]*\)|\b(?:src|srcset|href)=["']([^"']+)["']""")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _DOTTED = re.compile(r"\b(?:shared|benchmarks|phases|tutorial)(?:\.\w+)+")
@@ -66,21 +68,19 @@ def unknown_names(page: Chapter, root: Path) -> Iterator[Problem]:
                 yield Problem(line, f"`{name}` is no module and no attribute of one")
 
 
-def unknown_commands(page: Chapter, root: Path) -> Iterator[Problem]:
-    """``infer`` commands that do not exist or lack an option that is used, and ``make`` targets that do not exist."""
+def unknown_commands(page: Chapter, root: Path, infer: Any) -> Iterator[Problem]:
+    """Commands of ``infer`` that do not exist or lack an option that is used; ``make`` targets that do not exist."""
     targets = set(re.findall(r"^([a-z]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for line, text in enumerate(page.lines, start=1):
         for command in COMMAND.findall(text):
-            if (wrong := command_error(command)) is not None:
+            if (wrong := command_error(command, infer)) is not None:
                 yield Problem(line, wrong)
         for target in TARGET.findall(text):
             if target not in targets:
                 yield Problem(line, f"there is no target `make {target}`")
 
 
-CHECKS = MappingProxyType(
-    {"links": dead_links, "paths": missing_paths, "names": unknown_names, "commands": unknown_commands}
-)
+CHECKS = MappingProxyType({"links": dead_links, "paths": missing_paths, "names": unknown_names})
 
 
 def looks_like_a_path(text: str) -> bool:
@@ -100,13 +100,17 @@ def resolves(dotted: str, root: Path) -> bool:
     return False
 
 
-def command_error(line: str) -> str | None:
-    """What is wrong with the arguments of ``infer``; None if the command exists and has the options that are used."""
+def command_error(line: str, infer: Any) -> str | None:
+    """What is wrong with the arguments of ``infer``; None if the command exists and has the options that are used.
+
+    Args:
+        infer: the click command.
+    """
     try:
         words = shlex.split(line)
     except ValueError:  # cut inside quotes
         words = line.split()
-    command, is_root = _infer(), True
+    command, is_root = infer, True
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         subcommands = words[0].split("|")  # `infer model pull|list|make`
         if not set(subcommands) <= set(command.commands):
@@ -159,10 +163,3 @@ def _defines(node: ast.Module | ast.ClassDef, names: list[str]) -> bool:
         if len(names) == 1 and any(isinstance(target, ast.Name) and target.id == names[0] for target in targets):
             return True
     return False
-
-
-@cache
-def _infer() -> Any:
-    from shared.cli import app
-
-    return typer.main.get_command(app)

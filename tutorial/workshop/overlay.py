@@ -1,10 +1,10 @@
 """A learner's modules in the place of the reference's, in any program of the course.
 
-``INFER_WORKSHOP=1`` makes ``import shared`` install a finder that looks into the workspace first; ``pytest --workshop``
-sets it. What is not in the workspace stays the reference's. A gap that is left runs the reference's lines, so that a
-learner's first function works inside the whole engine; with ``INFER_WORKSHOP_GAPS=raise``, which pytest sets, it raises
-``NotImplementedError`` instead. Invariant: files are compiled from what they say now (no bytecode is kept), and the
-text that ran is what ``inspect`` and tracebacks see, Triton's kernels included.
+With ``INFER_WORKSHOP=1`` each program of the course begins by installing a finder that looks into the workspace first;
+``pytest --workshop`` sets the variable. What is not in the workspace stays the reference's. A gap that is left runs the
+reference's lines, so that a learner's first function works inside the whole engine; with ``INFER_WORKSHOP_GAPS=raise``,
+which pytest sets, it raises ``NotImplementedError`` instead. Invariant: files are compiled from what they say now (no
+bytecode is kept), and the text that ran is what ``inspect`` and tracebacks see, Triton's kernels included.
 """
 
 import importlib.util
@@ -31,6 +31,11 @@ _PACKAGE = "shared"
 def workspace_folder() -> Path:
     """The learner's folder: ``INFER_WORKSPACE``, or ``workspace`` beside the reference."""
     return Path(os.environ.get(FOLDER) or ROOT / "workspace").resolve()
+
+
+def is_enabled() -> bool:
+    """Whether this program is to run the learner's code."""
+    return os.environ.get(ENABLED, "0") not in ("", "0")
 
 
 def install() -> None:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from shared.errors import InferError
 from tutorial.workshop.exercises import ROOT, exercises
-from tutorial.workshop.overlay import workspace_folder
+from tutorial.workshop.overlay import install, is_enabled, workspace_folder
 
 WATCHED = ("load", "warm up")
 
@@ -65,6 +65,8 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     turns = Turns(channel)
     try:
+        if is_enabled():
+            install()
         from benchmarks.ladder import measure_ladder
 
         turns.wait("begin", 0, 1)

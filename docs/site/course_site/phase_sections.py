@@ -15,7 +15,7 @@ from course_site.coloured_diff import FileDiff, split_files
 from course_site.links import source_uri
 from course_site.reports import reports
 from course_site.repository import page_name, source_files, summary
-from shared.cli.diff import added_modules, diff_lines, first_line
+from shared.lesson_source import added_modules, diff_lines, first_line
 from shared.lessons import Lesson, find_lesson
 
 

@@ -1,0 +1,101 @@
+"""The source of phases: their differences, the modules they add, the methods of their engines. Introduced in phase 1b.
+
+The difference of two phase folders is the lesson, and neighbours repeat to the letter what they share. The command
+line, the checker of the chapters and the site of the course read both here. Invariant: sources are read and never
+imported, so that no phase has to be loaded for its text.
+"""
+
+import ast
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+
+import shared
+from shared.errors import ConfigError
+from shared.lessons import Lesson, find_lesson, lessons
+
+SUFFIXES = (".py", ".toml", ".md")
+ENGINE = "engine.py"
+
+
+def phase_pair(older: str, newer: str) -> tuple[Lesson, Lesson]:
+    """Two phases by their numbers; raises ConfigError if one does not exist or the second does not come after."""
+    before, after = find_lesson(older), find_lesson(newer)
+    numbers = [lesson.number for lesson in lessons()]
+    if numbers.index(before.number) >= numbers.index(after.number):
+        raise ConfigError(
+            f"Phase {after.number} does not come after phase {before.number}; give the earlier one first: "
+            f"`infer diff {numbers[0]} {numbers[-1]}`."
+        )
+    return before, after
+
+
+def diff_lines(older: Lesson, newer: Lesson, *, with_tests: bool = False) -> Iterator[str]:
+    """The lines of a unified diff of the two folders."""
+    names = {path.name for lesson in (older, newer) for path in lesson.folder.iterdir() if path.suffix in SUFFIXES}
+    chosen = (name for name in names if with_tests or not name.startswith("test_"))
+    for name in sorted(chosen, key=lambda name: (name != ENGINE, name.startswith("test_"), name)):
+        yield from file_diff(older, newer, name)
+
+
+def file_diff(older: Lesson, newer: Lesson, name: str) -> Iterator[str]:
+    """The lines of a unified diff of one file that the two folders share."""
+    old, new = older.folder / name, newer.folder / name
+    labels = [f"{path.parent.parent.name}/{path.parent.name}/{name}" for path in (old, new)]
+    yield from difflib.unified_diff(_lines(old), _lines(new), labels[0], labels[1], lineterm="")
+
+
+def added_modules(older: Lesson, newer: Lesson) -> list[str]:
+    """The shared modules on the way to ``newer`` that are not on the way to ``older``."""
+    known = {module for lesson in _way_to(older) for module in lesson.adds}
+    return [module for lesson in _way_to(newer) for module in lesson.adds if module not in known]
+
+
+def first_line(module: str) -> str:
+    """The first line of a shared module's docstring, read without importing it."""
+    base = Path(shared.__path__[0]).joinpath(*module.removeprefix("shared.").split("."))
+    source = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    docstring = ast.get_docstring(ast.parse(_text(source))) or ""
+    return docstring.partition("\n")[0]
+
+
+def methods(lesson: Lesson) -> dict[str, str]:
+    """The source of each method of the phase's Engine, in order, decorators included; each ends with a line break."""
+    text = engine_file(lesson).read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    return {name: "".join(lines[start:end]).rstrip("\n") + "\n" for name, (start, end) in method_extents(text).items()}
+
+
+def method_extents(text: str) -> dict[str, tuple[int, int]]:
+    """For each method of the class Engine, its lines [start, end), decorators included."""
+    found: dict[str, tuple[int, int]] = {}
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ClassDef) or node.name != "Engine":
+            continue
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.end_lineno is not None:
+                start = min([item.lineno, *(decorator.lineno for decorator in item.decorator_list)])
+                found[item.name] = (start - 1, item.end_lineno)
+    return found
+
+
+def engine_file(lesson: Lesson) -> Path:
+    """The file that holds the phase's Engine."""
+    return lesson.folder / ENGINE
+
+
+def _way_to(lesson: Lesson) -> list[Lesson]:
+    """The phases from the first to this one."""
+    way = [lesson]
+    while (previous := way[0].previous) is not None:
+        way.insert(0, find_lesson(previous))
+    return way
+
+
+def _lines(path: Path) -> list[str]:
+    return _text(path).splitlines()
+
+
+def _text(path: Path) -> str:
+    """The file's text; nothing for a file that one of the two phases does not have."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""

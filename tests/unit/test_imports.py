@@ -1,0 +1,102 @@
+"""Imports run one way: phases → shared; benchmarks, tutorial → shared; the command line → all; no circles.
+
+Every import counts, inside a function and under ``TYPE_CHECKING`` as well: each says what a module cannot be read
+without.
+"""
+
+import ast
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAY_IMPORT = {
+    "shared": {"shared"},
+    "benchmarks": {"benchmarks", "shared"},
+    "tutorial": {"tutorial", "benchmarks", "shared"},
+    "shared.cli": {"shared.cli", "tutorial", "benchmarks", "shared"},
+    "phases": {"phases", "shared.cli", "benchmarks", "shared"},  # benchmarks for the tests of speed
+}
+ALLOWED = ("shared.lessons", "phases")  # reads the folder, and loads a phase by its name
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each module those of the others that its source imports."""
+    graph = {}
+    for importer, source in sources.items():
+        imported = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{importer} imports by a relative name; write the whole name"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                imported |= {name if name in sources else node.module for name in names}
+        graph[importer] = imported & sources.keys()
+    return graph
+
+
+def offences(graph: Mapping[str, set[str]]) -> list[str]:
+    """Each import that may not be, and a circle if there is one, as chains."""
+    edges = [(module, other) for module in sorted(graph) for other in sorted(graph[module])]
+    found = [edge for edge in edges if area(edge[1]) not in MAY_IMPORT[area(edge[0])] and edge != ALLOWED]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found.append(tuple(reversed(error.args[1])))
+    return [" imports ".join(chain) for chain in found]
+
+
+def area(module: str) -> str:
+    return "shared.cli" if f"{module}.".startswith("shared.cli.") else module.partition(".")[0]
+
+
+def test_imports_run_one_way() -> None:
+    sources = {}
+    for folder in ("benchmarks", "phases", "shared", "tutorial"):
+        for file in (ROOT / folder).rglob("*.py"):
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            sources[name] = file.read_text(encoding="utf-8")
+    graph = import_graph(sources)
+    assert sum(map(len, graph.values())) > 500
+    assert not (found := offences(graph)), "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "source", "told"),
+    [
+        ("shared.a", "def f():\n    import shared.b", "shared.a imports shared.b imports shared.a"),
+        (
+            "shared.a",
+            "if TYPE_CHECKING:\n    from shared import c",
+            "shared.a imports shared.c imports shared.b imports shared.a",
+        ),
+        ("shared.a", "from tutorial import check", "shared.a imports tutorial.check"),
+        ("shared.a", "import shared.cli", "shared.a imports shared.cli"),
+        ("shared.a", "import phases", "shared.a imports phases"),
+        ("shared.lessons", "from phases.phase_01 import engine", "shared.lessons imports phases.phase_01.engine"),
+        ("shared.cli.run", "import phases.phase_01.engine", "shared.cli.run imports phases.phase_01.engine"),
+        ("benchmarks.bench", "from shared.cli.run import run", "benchmarks.bench imports shared.cli.run"),
+        ("benchmarks.bench", "import tutorial.check", "benchmarks.bench imports tutorial.check"),
+        ("tutorial.check", "from shared.cli import app", "tutorial.check imports shared.cli"),
+    ],
+)
+def test_a_wrong_import_is_told(changed: str, source: str, told: str) -> None:
+    sources = {
+        "shared": "",
+        "shared.a": "",
+        "shared.b": "from shared.a import A",
+        "shared.c": "import shared.b, ast",
+        "shared.lessons": "import phases",
+        "shared.cli": "from shared.cli import run",
+        "shared.cli.run": "import benchmarks.bench\nfrom tutorial import check",
+        "benchmarks.bench": "from shared.c import C",
+        "tutorial.check": "from benchmarks.bench import B",
+        "phases": "",
+        "phases.phase_01.engine": "from shared import b",
+        "phases.phase_01.__main__": "from shared.cli.run import run",
+    }
+    assert not offences(import_graph(sources))
+    assert told in offences(import_graph(sources | {changed: source}))
