@@ -119,8 +119,8 @@ class Inbox(Protocol):
         """The next command; raises ``queue.Empty`` if there is none and ``block`` is False."""
 
 
-class EngineHome(Protocol):
-    """Where the loop runs, as seen from outside, with what is known of its engine beforehand."""
+class EngineHandle(Protocol):
+    """The loop as seen from outside, wherever it runs, with what is known of its engine beforehand."""
 
     config: Any
     model_config: Any

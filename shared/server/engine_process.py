@@ -43,7 +43,7 @@ class About:
 
 
 class EngineProcess:
-    """See :class:`shared.server.engine_loop.EngineHome`; made when the engine is loaded.
+    """See :class:`shared.server.engine_loop.EngineHandle`; made when the engine is loaded.
 
     Args:
         make: makes the engine, in the process; a function of a module, or a ``functools.partial`` of one.

@@ -12,7 +12,7 @@ from shared.server.served_engine import ServedEngine
 
 
 class EngineThread:
-    """See :class:`shared.server.engine_loop.EngineHome`."""
+    """See :class:`shared.server.engine_loop.EngineHandle`."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.config = engine.config

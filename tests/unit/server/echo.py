@@ -24,7 +24,7 @@ from shared.engine.request import Request
 from shared.errors import QueueFullError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
-from shared.server.engine_loop import EngineHome
+from shared.server.engine_loop import EngineHandle
 from shared.server.engine_thread import EngineThread
 from shared.server.process import Server, address_of, bind
 from shared.server.settings import ServerConfig
@@ -154,10 +154,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine: EchoEngine, home: EngineHome | None = None, **settings: Any) -> Iterator[Running]:
-    """``home`` is where another engine like this one lives; None: this one, on a thread."""
+def serving(engine: EchoEngine, handle: EngineHandle | None = None, **settings: Any) -> Iterator[Running]:
+    """``handle`` is that of another engine like this one; None: this one, on a thread."""
     config = ServerConfig(model_name="echo", **settings)
-    app = make_app(home or EngineThread(engine), config)
+    app = make_app(handle or EngineThread(engine), config)
     bound = bind("127.0.0.1", 0)
     bound.listen()
     url = address_of(bound)

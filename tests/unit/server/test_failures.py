@@ -115,4 +115,4 @@ def test_an_engine_that_says_nothing_any_more_has_still_crashed(folder: Path, mo
         answer = client.post("/v1/completions", json={"model": "echo", "prompt": "hello"})
         assert '"code":"engine_error"' in answer.text
         assert client.get("/health").status_code == 503
-        assert running.app.state.link.crash == "RuntimeError: the device is lost"
+        assert running.app.state.client.crash == "RuntimeError: the device is lost"

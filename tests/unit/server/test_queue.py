@@ -80,7 +80,7 @@ def test_a_client_that_leaves_frees_its_region_within_two_steps(path: str, body:
     with serving(engine) as running:
         with connected(running, path, body):
             wait_until(lambda: bool(engine.running) and engine.num_steps > 2)
-        wait_until(lambda: running.app.state.link.num_open_requests == 0, seconds=5)
+        wait_until(lambda: running.app.state.client.num_open_requests == 0, seconds=5)
         seen = engine.num_steps
         wait_until(lambda: not engine.running)
         assert engine.num_steps - seen <= 2
@@ -116,7 +116,7 @@ def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None
 
             def is_cut_off() -> bool:
                 nonlocal largest
-                for stream in list(running.app.state.link._streams.values()):
+                for stream in list(running.app.state.client._streams.values()):
                     largest = max(largest, stream._unread_bytes)
                 for protocol in list(running.server.server_state.connections):
                     largest = max(largest, protocol.transport.get_write_buffer_size())

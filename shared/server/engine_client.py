@@ -22,7 +22,7 @@ from shared.server.engine_loop import (
     Answered,
     Ask,
     Crashed,
-    EngineHome,
+    EngineHandle,
     Event,
     Question,
     Stepped,
@@ -36,7 +36,7 @@ STOP_TIMEOUT = 10.0
 _log = logging.getLogger("infer.engine")
 
 
-class EngineLink:
+class EngineClient:
     """Owns the open streams.
 
     Args:
@@ -45,8 +45,10 @@ class EngineLink:
     ``load`` is the engine's as of the last event, ``crash`` why it ended by itself.
     """
 
-    def __init__(self, home: EngineHome, observer: Observer, *, max_open_requests: int, max_unread_bytes: int) -> None:
-        self._home = home
+    def __init__(
+        self, handle: EngineHandle, observer: Observer, *, max_open_requests: int, max_unread_bytes: int
+    ) -> None:
+        self._handle = handle
         self._observer = observer
         self._max_open_requests = max_open_requests
         self._max_unread_bytes = max_unread_bytes
@@ -56,23 +58,23 @@ class EngineLink:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._is_stopped = False
-        self.load = home.load
+        self.load = handle.load
         self.crash: str | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._home.start(self._tell)
+        self._handle.start(self._tell)
 
     async def stop(self) -> None:
         """End the engine's loop after the step that runs; open requests end with an error."""
         self._is_stopped = True
         self.end_all(_stopped())
-        self._home.send(Stop())
-        await asyncio.to_thread(self._home.join, STOP_TIMEOUT)
+        self._handle.send(Stop())
+        await asyncio.to_thread(self._handle.join, STOP_TIMEOUT)
 
     @property
     def is_alive(self) -> bool:
-        return self._home.is_alive and self.crash is None and not self._is_stopped
+        return self._handle.is_alive and self.crash is None and not self._is_stopped
 
     @property
     def num_open_requests(self) -> int:
@@ -93,7 +95,7 @@ class EngineLink:
         admission = asyncio.get_running_loop().create_future()
         self._streams[request_id] = stream
         self._admissions[request_id] = admission
-        self._home.send(Add(request_id, prompt_ids, params))
+        self._handle.send(Add(request_id, prompt_ids, params))
         try:
             await admission
         except asyncio.CancelledError:
@@ -130,7 +132,7 @@ class EngineLink:
             raise _stopped()
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._home.send(Ask(number, question))
+        self._handle.send(Ask(number, question))
         try:
             return await answer
         finally:
@@ -141,7 +143,7 @@ class EngineLink:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             self._observer.on_end(stream)
-            self._home.send(Abort(request_id))
+            self._handle.send(Abort(request_id))
 
     def _tell(self, event: Event, load: EngineLoad) -> None:
         """Called where the engine is."""
@@ -153,7 +155,7 @@ class EngineLink:
 
     def _take(self, event: Event, load: EngineLoad) -> None:
         self.load = load
-        self._home.delivered()
+        self._handle.delivered()
         match event:
             case Stepped():
                 self._deliver(event)
