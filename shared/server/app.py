@@ -37,12 +37,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     """The ASGI application that serves the handle's engine; its lifespan starts and stops the engine's loop."""
     metrics = ServerMetrics(config.model_name)
-    client = EngineClient(
-        handle,
-        metrics,
-        max_open_requests=handle.config.max_batch_size + handle.config.max_waiting_requests,
-        max_unread_bytes=config.max_unread_bytes,
-    )
+    client = EngineClient(handle, metrics, config)
     metrics.watch(lambda: client.load)
     intake = Intake(handle, client, config)
 

@@ -19,6 +19,7 @@ class EngineThread:
         self.model_config = engine.model.config
         self.tokenizer = engine.tokenizer
         self.max_seq_len = engine.max_seq_len
+        self.request_capacity = engine.pool.request_capacity
         self.load = engine.load()
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()

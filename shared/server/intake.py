@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from shared.errors import CapacityError, ModelFolderError, QueueFullError, RequestError
+from shared.errors import ModelFolderError, RequestError
 from shared.server.answer_stream import AnswerStream
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle
@@ -55,7 +55,7 @@ class Intake:
             "messages", lambda: encode_chat(self.tokenizer, turns, template=template, thinking=thinking)
         )
 
-    async def submit(
+    def submit(
         self,
         request: Request,
         body: SamplingFields,
@@ -75,13 +75,7 @@ class Intake:
                 param=field,
             )
         params = body.sampling_params(max_tokens, logprobs)
-        wait = self.config.retry_after
-        try:
-            stream = await self._client.submit(f"{kind}-{uuid.uuid4().hex}", prompt_ids, params)
-        except QueueFullError as error:
-            raise overloaded(str(error), wait, code="queue_full") from None
-        except (RequestError, CapacityError) as error:
-            raise invalid(str(error), param=param) from None
+        stream = self._client.submit(f"{kind}-{uuid.uuid4().hex}", prompt_ids, params, param=param)
         record_of(request.scope).stream = stream
         return stream
 

@@ -15,8 +15,9 @@ import pytest
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
-from shared.server.engine_loop import Add, Admitted, Answered, Ask, Crashed, Event, Question, Stepped, Stop
+from shared.server.engine_loop import Add, Answered, Ask, Crashed, Event, Question, Refused, Stepped, Stop
 from shared.server.engine_process import MAX_UNDELIVERED, EngineProcess
+from shared.server.engine_thread import EngineThread
 from tests.unit.server.echo import EchoEngine, serving, wait_until
 
 FATAL = "\x02"
@@ -59,6 +60,7 @@ def answer(running: Any, prompt: str) -> list[str]:
 def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess) -> None:
     engine = EchoEngine(folder)
     assert handle._process.pid is not None
+    assert handle.request_capacity == EngineThread(engine).request_capacity
     with serving(engine) as there, serving(engine, handle) as here:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(handle._process.pid, number)  # which are the server's affair
@@ -74,9 +76,11 @@ def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess)
 
 def test_commands_are_answered_between_two_steps_and_in_their_order(handle: EngineProcess) -> None:
     events: list[Event] = []
+    counts: list[int] = []
 
-    def tell(event: Event, _: object) -> None:
+    def tell(event: Event, _: object, num_added: int) -> None:
         events.append(event)
+        counts.append(num_added)
         handle.delivered()
 
     handle.start(tell)
@@ -84,8 +88,10 @@ def test_commands_are_answered_between_two_steps_and_in_their_order(handle: Engi
         handle.send(Add("a", [40], SamplingParams(max_new_tokens=4000)))
     handle.send(Ask(7, Question.DESCRIPTION))
     wait_until(lambda: any(isinstance(event, Answered) for event in events) and isinstance(events[-1], Stepped))
-    admitted = [event for event in events if isinstance(event, Admitted)]
-    assert [str(event.refusal) for event in admitted] == ["None", "The id a is in use."]
+    (refused,) = (event for event in events if isinstance(event, Refused))
+    assert (refused.request_id, str(refused.refusal)) == ("a", "The id a is in use.")
+    assert counts == sorted(counts)
+    assert counts[events.index(refused)] == counts[-1] == 2
     (answered,) = (event for event in events if isinstance(event, Answered))
     assert answered.number == 7
     assert answered.answer["audit"] in ([], ["a holds memory"])
@@ -106,7 +112,7 @@ def test_what_cannot_be_loaded_is_said_in_the_server() -> None:
 
 def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, handle: EngineProcess) -> None:
     with serving(EchoEngine(folder), handle) as running:
-        assert '"code":"engine_error"' in answer(running, FATAL)[-2]
+        assert '"code":"engine_error"' in "".join(answer(running, FATAL))
         assert running.app.state.client.crash == "the engine's process ended with exit code 7"
         with running.client() as client:
             assert client.get("/health").status_code == 503
@@ -123,7 +129,7 @@ def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last
     told = threading.Semaphore(0)
     events: list[Event] = []
 
-    def tell(event: Event, _: object) -> None:
+    def tell(event: Event, _: object, __: int) -> None:
         events.append(event)
         told.release()
 

@@ -74,7 +74,7 @@ def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_pl
 
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
     abandoned: list[str] = []
-    return AnswerStream("id", 3, max_unread_bytes=max_unread_bytes, abandon=abandoned.append), abandoned
+    return AnswerStream("id", 3, param="prompt", max_unread_bytes=max_unread_bytes, abandon=abandoned.append), abandoned
 
 
 def output(text: str = "x", **more: Any) -> StepOutput:
@@ -148,6 +148,15 @@ def test_a_failed_request_ends_with_the_engines_words() -> None:
     assert stream.error is not None
     assert (stream.error.status_code, stream.error.message, stream.num_tokens) == (500, "It broke.", 0)
     assert abandoned == []  # the engine has forgotten it already
+
+
+def test_a_refused_request_ends_once_and_there_is_nothing_to_abandon() -> None:
+    stream, abandoned = make_stream()
+    stream.refuse(ApiError(503, "queue_full", "Full."))
+    stream.cancel("late")
+    assert stream.error is not None
+    assert (stream.error.code, stream.cause, stream.finish_reason) == ("queue_full", None, FinishReason.ERROR)
+    assert abandoned == []
 
 
 def test_metrics_take_only_labels_of_small_sets() -> None:
