@@ -19,7 +19,7 @@ from shared.server.intake import Intake
 DESCRIBE_TIMEOUT = 30.0
 """Seconds that `/debug/engine` and `/debug/memory` wait for the step that runs."""
 router = APIRouter()
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 
 class Model(BaseModel):
@@ -130,7 +130,7 @@ async def memory(request: Request) -> Response:
     return JSONResponse((await _between_steps(client.memory())).as_json())
 
 
-async def _between_steps(answer: Awaitable[Answer]) -> Answer:
+async def _between_steps(answer: Awaitable[T]) -> T:
     """What the engine answers, unless the step that runs takes too long."""
     try:
         async with asyncio.timeout(DESCRIBE_TIMEOUT):
