@@ -24,7 +24,7 @@ from shared.engine.request import Request
 from shared.errors import QueueFullError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
-from shared.server.engine_loop import EngineHome
+from shared.server.engine_loop import EngineHandle
 from shared.server.engine_thread import EngineThread
 from shared.server.process import Server, address_of, bind
 from shared.server.settings import ServerConfig
@@ -54,7 +54,7 @@ class EchoPool:
 
 
 class EchoEngine:
-    """Answers each prompt with its own tokens, over and over; a prompt that begins with POISON fails."""
+    """Answers each prompt with its own tokens, over and over; the token POISON fails instead."""
 
     def __init__(self, folder: Path, *, max_batch_size: int = 4, max_waiting_requests: int = 64) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_waiting_requests": max_waiting_requests}
@@ -128,9 +128,9 @@ class EchoEngine:
         request = stream.request
         special = self.tokenizer.special_ids
         text_ids = [index for index in request.prompt_ids if index not in special] or request.prompt_ids
-        if text_ids[0] == self.tokenizer.encode(POISON, add_special_tokens=False)[0]:
-            return StepOutput(request.request_id, None, "", FinishReason.ERROR, error="The request was poisoned.")
         token_id = text_ids[len(request.output_ids) % len(text_ids)]
+        if token_id == self.tokenizer.encode(POISON, add_special_tokens=False)[0]:
+            return StepOutput(request.request_id, None, "", FinishReason.ERROR, error="The request was poisoned.")
         count = request.params.logprobs
         top = tuple((text_ids[0] + i, -1.0 - i) for i in range(count)) if count else ()
         return stream.push(token_id, None if count is None else TokenLogprobs(-0.5, top))
@@ -154,10 +154,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine: EchoEngine, home: EngineHome | None = None, **settings: Any) -> Iterator[Running]:
-    """``home`` is where another engine like this one lives; None: this one, on a thread."""
+def serving(engine: EchoEngine, handle: EngineHandle | None = None, **settings: Any) -> Iterator[Running]:
+    """``handle`` is that of another engine like this one; None: this one, on a thread."""
     config = ServerConfig(model_name="echo", **settings)
-    app = make_app(home or EngineThread(engine), config)
+    app = make_app(handle or EngineThread(engine), config)
     bound = bind("127.0.0.1", 0)
     bound.listen()
     url = address_of(bound)
