@@ -15,7 +15,7 @@ from shared.lessons import Lesson, find_lesson, lessons
 
 @dataclass(frozen=True)
 class Lineup:
-    """``slots``: continuous batching in regions of memory; ``blocks``: the first phase with blocks; ``newest``: the last of all."""
+    """``slots``: continuous batching in regions; ``blocks``: the first phase with blocks; ``newest``: the last."""
 
     sequential: Lesson
     slots: Lesson

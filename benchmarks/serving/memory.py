@@ -34,7 +34,7 @@ def capacity_batch(size: ServingSize) -> int:
 
 
 def run_capacity(bench: Bench) -> dict[str, Any]:
-    """How many run at a time in the same memory, how full it is, and how fast they are; ratios of blocks over regions."""
+    """How many run at a time in the same memory, how full it is, and their speed; ratios of blocks over regions."""
     size, lineup = bench.size, bench.servers.lineup
     num_wide, wide = size.wide_slots
     tight = size.capacity.longest
@@ -89,6 +89,6 @@ def check_sizes(size: ServingSize) -> None:
     tight = size.capacity.longest
     if num < 1 or wide < tight or any(size.capacity_tokens % unit for unit in (tight, BLOCK_SIZE)):
         raise ConfigError(
-            f"The memory of the experiment capacity is {num} regions of {wide} tokens; it must be as many bytes in regions "
-            f"of {tight} and in blocks of {BLOCK_SIZE}, so both must divide {size.capacity_tokens}."
+            f"The memory of the experiment capacity is {num} regions of {wide} tokens; it must be as many bytes in "
+            f"regions of {tight} and in blocks of {BLOCK_SIZE}, so both must divide {size.capacity_tokens}."
         )
