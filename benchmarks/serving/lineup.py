@@ -77,4 +77,4 @@ def has_continuous(lesson: Lesson) -> bool:
 
 def has_blocks(lesson: Lesson) -> bool:
     """Whether a phase knows memory in blocks."""
-    return serves_many(lesson) and "paged" in lesson.load("engine").POOLS
+    return serves_many(lesson) and "paged" in lesson.load("engine").MEMORY

@@ -28,7 +28,7 @@ class MortalEngine(EchoEngine):
 
     def step(self) -> list[StepOutput]:
         first = self.tokenizer.encode(FATAL, add_special_tokens=False)[0]
-        if any(first in stream.request.prompt_ids for stream in self.waiting.values()):
+        if any(first in request.prompt_ids for request in self.waiting.values()):
             os._exit(7)
         return super().step()
 
