@@ -104,7 +104,7 @@ class ContiguousKVCachePool:
 
     def layout(self, schedule: Schedule) -> Layout:
         """See ``CachePoolProtocol``."""
-        rows = np.fromiter((self._region(entry.request) for entry in schedule), np.int64, len(schedule))
+        rows = np.array([self._region(request) for request in schedule.requests], np.int64)
         num_cached, lengths = before_and_after(schedule, rows, self.lengths, self.granted)
         # exercise 04.3: where each new token goes
         # hint: laid end to end, region r begins at slot r * request_capacity

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shared.errors import CapacityError
-from shared.scheduling.schedule import Schedule
-
-Integers = NDArray[np.int64]
+from shared.scheduling.schedule import Integers, Schedule
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,10 @@ class Layout:
 
 def ranges(first: Integers, counts: Integers) -> Integers:
     """``first[b], first[b] + 1, …``, ``counts[b]`` numbers for each b, laid end to end."""
-    ends = counts.cumsum()
-    total = int(ends[-1]) if len(ends) else 0
-    if total == len(counts) and (counts == 1).all():
+    if (counts == 1).all():
         return first
-    offsets: Integers = np.repeat(first - (ends - counts), counts)
-    return offsets + np.arange(total)
+    offsets: Integers = np.repeat(first - (counts.cumsum() - counts), counts)
+    return offsets + np.arange(len(offsets))
 
 
 def before_and_after(
@@ -55,12 +50,11 @@ def before_and_after(
 
     Raises CapacityError for a step that would write tokens for which no memory was granted.
     """
-    B = len(schedule)
-    committed = np.fromiter((lengths[row] for row in rows.tolist()), np.int64, B)
-    in_flight = np.fromiter((entry.start - entry.request.num_computed_tokens for entry in schedule), np.int64, B)
+    committed = np.array([lengths[row] for row in rows.tolist()], np.int64)
+    in_flight = schedule.starts - np.array([request.num_computed_tokens for request in schedule.requests], np.int64)
     before = committed + in_flight
-    after = before + np.fromiter((entry.num_tokens for entry in schedule), np.int64, B)
-    room = np.fromiter((granted[row] for row in rows.tolist()), np.int64, B)
+    after = before + schedule.num_tokens
+    room = np.array([granted[row] for row in rows.tolist()], np.int64)
     if (after > room).any():
         raise CapacityError(f"The step would fill {after.tolist()} tokens of {room.tolist()} that were granted.")
     return before, after

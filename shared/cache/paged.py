@@ -138,7 +138,7 @@ class PagedKVCachePool:
 
     def layout(self, schedule: Schedule) -> PagedLayout:
         """See ``CachePoolProtocol``."""
-        rows = np.fromiter((self._row(entry.request) for entry in schedule), np.int64, len(schedule))
+        rows = np.array([self._row(request) for request in schedule.requests], np.int64)
         num_cached, lengths = before_and_after(schedule, rows, self.lengths, self.granted)
         return PagedLayout.of(rows, num_cached, lengths, self.tables, self.block_size)
 

@@ -37,7 +37,8 @@ class PagedLayout(Layout):
         # end exercise
         num_blocks = -(-lengths // block_size)
         entries = ranges(rows * tables.shape[1], num_blocks)  # of all tables, end to end
-        table_starts = np.append(0, num_blocks.cumsum())
+        table_starts = np.zeros(len(rows) + 1, np.int64)
+        num_blocks.cumsum(out=table_starts[1:])
         return cls(rows, num_cached, lengths, slot_mapping, tables.reshape(-1)[entries], table_starts)
 
     def part(self, sequences: slice, tokens: slice) -> Self:

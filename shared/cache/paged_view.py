@@ -162,15 +162,17 @@ class PagedView:
             arrays |= {
                 "lengths": layout.lengths,
                 "table_starts": layout.table_starts[:-1],
-                "query_starts": np.append(0, batch.num_new_tokens.cumsum()),
                 "tables": layout.tables,
             }
+            if not self.is_decode:
+                arrays["query_starts"] = np.append(0, batch.num_new_tokens.cumsum())
         return arrays
 
     def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
         """Keep what the kernels read."""
         self.lengths, self.table_starts, self.tables = sent["lengths"], sent["table_starts"], sent["tables"]
-        self.query_starts = sent["query_starts"]
+        if not self.is_decode:
+            self.query_starts = sent["query_starts"]
 
     def write(
         self,

@@ -26,7 +26,8 @@ class Batch:
     pending: Integers  # [p], tokens whose id is still on the device: the last that was sampled for their sequence
     positions: Integers  # [T]
     num_new_tokens: Integers  # [B], at least 1 each; they add up to T
-    num_logit_rows: Integers  # [B], of how many of its last tokens each sequence needs logits; they add up to n
+    logit_rows: Integers  # [n], the tokens whose logits are asked for
+    logit_sequences: Integers  # [n], the sequence of each of those, by its number
     layout: Layout
 
     @classmethod
@@ -42,12 +43,11 @@ class Batch:
         # hint: ranges(first, counts) counts on from each first number, and lays the results end to end
         # hint: the last id may not be known yet (start + num_tokens > request.num_tokens): put 0 in its place
         # hint: pending tells where: the number of that token in the batch, which is its sequence's last
-        starts = np.fromiter((entry.start for entry in schedule), np.int64, B)
-        num_new = np.fromiter((entry.num_tokens for entry in schedule), np.int64, B)
-        known = np.fromiter((entry.request.num_tokens for entry in schedule), np.int64, B)
+        starts, num_new = schedule.starts, schedule.num_tokens
+        known = np.array([request.num_tokens for request in schedule.requests], np.int64)
         positions = ranges(starts, num_new)
         if len(positions) == B:  # one new token each, as in every decode step
-            ids = np.fromiter((entry.request.last_token_id for entry in schedule), np.int64, B)
+            ids = np.array([request.last_token_id for request in schedule.requests], np.int64)
         else:
             ids = np.zeros(len(positions), np.int64)
             token_ids = [entry.request.token_ids[entry.start : entry.start + entry.num_tokens] for entry in schedule]
@@ -55,13 +55,15 @@ class Batch:
         pending = num_new.cumsum()[starts + num_new > known] - 1
         ids[pending] = 0
         # end exercise
+        num_logit_rows = np.array([entry.num_logit_rows for entry in schedule], np.int64)
         return cls(
-            tuple(entry.request.request_id for entry in schedule),
+            tuple(request.request_id for request in schedule.requests),
             ids,
             pending,
             positions,
             num_new,
-            np.fromiter((entry.num_logit_rows for entry in schedule), np.int64, B),
+            ranges(num_new.cumsum() - num_logit_rows, num_logit_rows),
+            np.repeat(np.arange(B), num_logit_rows),
             pool.layout(schedule),
         )
 
@@ -75,16 +77,6 @@ class Batch:
         """Whether every sequence brings one token."""
         return self.num_tokens == len(self)
 
-    @property
-    def logit_rows(self) -> Integers:
-        """``[n]``, the tokens whose logits are asked for."""
-        return ranges(self.num_new_tokens.cumsum() - self.num_logit_rows, self.num_logit_rows)
-
-    @property
-    def logit_sequences(self) -> Integers:
-        """``[n]``, the sequence of each logit row."""
-        return np.repeat(np.arange(len(self)), self.num_logit_rows)
-
     def part(self, sequences: range) -> Self:
         """The batch of some neighbouring sequences."""
         if len(sequences) == len(self):
@@ -92,13 +84,15 @@ class Batch:
         ends = np.append(0, self.num_new_tokens.cumsum())
         begin, end = int(ends[sequences.start]), int(ends[sequences.stop])
         chosen, tokens = slice(sequences.start, sequences.stop), slice(begin, end)
+        is_asked = (self.logit_sequences >= sequences.start) & (self.logit_sequences < sequences.stop)
         return type(self)(
             self.request_ids[chosen],
             self.token_ids[tokens],
             self.pending[(self.pending >= begin) & (self.pending < end)] - begin,
             self.positions[tokens],
             self.num_new_tokens[chosen],
-            self.num_logit_rows[chosen],
+            self.logit_rows[is_asked] - begin,
+            self.logit_sequences[is_asked] - sequences.start,
             self.layout.part(chosen, tokens),
         )
 

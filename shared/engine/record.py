@@ -32,11 +32,12 @@ class StepRecord:
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
         """The record of the step that did ``schedule`` and gave ``outputs``."""
         failed = tuple(output.request_id for output in outputs if output.error is not None)
-        computed = [entry for entry in schedule if entry.request.request_id not in failed]
+        prefilled = [(entry.request.request_id, entry.num_tokens) for entry in schedule.prompts]
+        decoded = [request.request_id for request in schedule.decoding.requests]
         return cls(
             step=schedule.step - 1,
-            prefilled=tuple((entry.request.request_id, entry.num_tokens) for entry in computed if entry.is_prefill),
-            decoded=tuple(entry.request.request_id for entry in computed if not entry.is_prefill),
+            prefilled=tuple(item for item in prefilled if item[0] not in failed),
+            decoded=tuple(request_id for request_id in decoded if request_id not in failed),
             finished=tuple(o.request_id for o in outputs if o.finish_reason is not None and o.error is None),
             failed=failed,
             preempted=schedule.preempted,

@@ -53,11 +53,12 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
     last_step: int = 0  # the step that gave its last token; set by the scheduler
     error: str | None = None  # why it failed, in a sentence for the client
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)  # whose ids are known: of prompt and outputs
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose ids are known: prompt and outputs."""
-        return len(self.prompt_ids) + len(self.output_ids)
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_ids)
+        self.num_tokens = self.num_prompt_tokens + len(self.output_ids)
 
     @property
     def num_unscheduled_tokens(self) -> int:
@@ -67,7 +68,7 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether the next step has to compute its prompt, or again what was known before a preemption."""
-        return self.num_scheduled_tokens < len(self.prompt_ids) or self.num_unscheduled_tokens > 1
+        return self.num_scheduled_tokens < self.num_prompt_tokens or self.num_unscheduled_tokens > 1
 
     @property
     def token_ids(self) -> list[int]:
@@ -80,6 +81,7 @@ class Request:
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         self.output_ids.append(token_id)
+        self.num_tokens += 1
         if self.params.logprobs is not None:
             self.output_logprobs.append(logprobs)
 

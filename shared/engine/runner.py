@@ -10,6 +10,7 @@ request, so a step can be run again.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -26,9 +27,9 @@ from shared.sampling.sampler import SamplingRow
 class Launched:
     """What a forward leaves on the device, of n logit rows: those of the batch, less those of sequences that failed."""
 
+    batch: Batch
     logits: torch.Tensor  # [n, V]
     rows: torch.Tensor  # int64 [n], the row of each one's sequence
-    sequences: Sequence[int]  # n of them, the number of each one's sequence in the batch
     errors: Mapping[int, Exception]  # by the number of the sequence in the batch
 
 
@@ -52,22 +53,23 @@ class Runner:
                 errors[part.start] = result
             else:
                 results.append(result)
-        sequences = [n for n in batch.logit_sequences.tolist() if n not in errors]
         if not results:
-            return Launched(torch.empty(0, 1, device=self.model.device), self.last_ids[:0], sequences, errors)
+            return Launched(batch, torch.empty(0, 1, device=self.model.device), self.last_ids[:0], errors)
         logits, rows = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
-        return Launched(logits, rows, sequences, errors)
+        return Launched(batch, logits, rows, errors)
 
     def sample(self, launched: Launched, rows: Sequence[SamplingRow]) -> SamplerOutput:
         """Draw a token for each logit row that the forward left, by the parameters of ``rows``, which has all of them
         in the batch's order.
         """
-        if launched.errors:
-            rows = [rows[n] for n in launched.sequences]
         errors, draws = dict(launched.errors), []
+        sequences = launched.batch.logit_sequences
+        if errors:
+            is_left = ~np.isin(sequences, list(errors))
+            rows, sequences = list(compress(rows, is_left)), sequences[is_left]
         for part, result in run_isolated(lambda part: self._sample(launched, rows, part), range(len(rows))):
             if isinstance(result, Exception):
-                errors[launched.sequences[part.start]] = result
+                errors[int(sequences[part.start])] = result
             else:
                 draws.append(result)
         return SamplerOutput(draws, errors)
@@ -91,5 +93,5 @@ class Runner:
         """Draw for some of the rows, and keep the ids as the last of their sequences."""
         chosen = slice(part.start, part.stop)
         draws = self.sampler.sample(launched.logits[chosen], rows[chosen])
-        self.last_ids[launched.rows[chosen]] = draws.ids
+        self.last_ids.index_copy_(0, launched.rows[chosen], draws.ids)
         return draws

@@ -23,7 +23,7 @@ class ContinuousScheduler(Scheduler):
         # hint: policy.share says which of both take part; it wants the steps since each decoding one's last token:
         # hint: num_steps less last_step
         self._admit(self._longest)
-        decoding = list(self._decoding())
+        decoding = self._decoding()
         policy = POLICIES[self.config.scheduler_policy]
         steps_since = [self.num_steps - request.last_step for request in decoding]
         shared = policy.share(self._prompts(), decoding, steps_since, self.config.max_decode_interval)

@@ -15,6 +15,8 @@ Invariants: FCFS: every running request came before every waiting one, and the o
 for another; a request must fit an empty pool to be queued; so every request finishes.
 """
 
+from collections.abc import Sequence
+
 from shared.engine.request import Request, RequestStatus
 from shared.scheduling.policies import POLICIES
 from shared.scheduling.schedule import Schedule
@@ -27,25 +29,30 @@ class PreemptiveScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
         self.num_steps += 1
-        preempted = self._grow()
-        if not preempted:
+        decoding = self._decoding()
+        preempted = self._grow(decoding)
+        if preempted:
+            decoding = [request for request in decoding if request.status is RequestStatus.RUNNING]
+        else:
             self._admit(lambda request: request.num_tokens, num_kept_free=self.pool.watermark_tokens)
-        decoding = list(self._decoding())
         policy = POLICIES[self.config.scheduler_policy]
         steps_since = [self.num_steps - request.last_step for request in decoding]
         shared = policy.share(self._prompts(), decoding, steps_since, self.config.max_decode_interval)
         return self._plan(*shared, preempted)
 
-    def _grow(self) -> list[str]:
-        """Grant each decoding request the token that it will write; the ids of those that were preempted for it."""
+    def _grow(self, decoding: Sequence[Request]) -> list[str]:
+        """Grant each decoding request the token that it will write; the ids of those that were preempted for it.
+
+        Args:
+            decoding: in the order they were admitted.
+        """
         preempted = []
         # exercise 06.3: the oldest gets memory first
-        # hint: go through the requests that decode, the oldest first; each needs memory for the tokens it has and those
-        # hint: that are in flight: num_tokens + num_pending_tokens
+        # hint: go through the requests, the oldest first; each needs memory for the tokens it has and those in flight:
+        # hint: num_tokens + num_pending_tokens
         # hint: while the pool refuses, preempt the youngest of those that run, which may be the request itself
         # hint: a request that was preempted holds nothing and asks for nothing: look whether it still runs
-        # hint: _preempt changes self.running: make a list of the requests before you begin
-        for request in list(self._decoding()):
+        for request in decoding:
             while request.request_id in self.running:
                 if self.pool.reserve(request, request.num_tokens + request.num_pending_tokens):
                     break

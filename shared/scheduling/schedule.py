@@ -7,11 +7,16 @@ later request that uses the same id.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.engine.request import Request
 from shared.sampling.sampler import SamplingRow
+
+Integers = NDArray[np.int64]
 
 
 class Scheduled(NamedTuple):
@@ -26,29 +31,44 @@ class Scheduled(NamedTuple):
     num_drafts: int = 0
     num_logit_rows: int = 1
 
-    @property
-    def is_prefill(self) -> bool:
-        """Whether tokens of a prompt are computed, or tokens that were known before, after a preemption."""
-        return self.start < len(self.request.prompt_ids) or self.num_tokens - self.num_drafts > 1
-
 
 @dataclass(frozen=True)
 class Schedule:
-    """A step, or a part of one. ``preempted`` names the requests that lost their memory to others in it."""
+    """A step, or a part of one.
+
+    ``entries`` are of ``num_decoding`` decoding requests, then of prompts: requests that were admitted, or admitted
+    again, and have tokens that were never computed. ``preempted`` names the requests that lost their memory to others.
+    """
 
     step: int  # counted from 1
     entries: tuple[Scheduled, ...] = ()
+    num_decoding: int = 0
     preempted: tuple[str, ...] = ()
 
     @property
-    def decoding(self) -> Self:
+    def decoding(self) -> "Schedule":
         """The part that computes one token of each decoding request."""
-        return replace(self, entries=tuple(entry for entry in self.entries if not entry.is_prefill))
+        return Schedule(self.step, self.entries[: self.num_decoding], self.num_decoding, self.preempted)
 
     @property
-    def prompts(self) -> Self:
+    def prompts(self) -> "Schedule":
         """The part that computes prompts."""
-        return replace(self, entries=tuple(entry for entry in self.entries if entry.is_prefill))
+        return Schedule(self.step, self.entries[self.num_decoding :], 0, self.preempted)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of the entries."""
+        return [entry.request for entry in self.entries]
+
+    @property
+    def starts(self) -> Integers:
+        """``[B]``, of the entries."""
+        return np.array([entry.start for entry in self.entries], np.int64)
+
+    @property
+    def num_tokens(self) -> Integers:
+        """``[B]``, of the entries."""
+        return np.array([entry.num_tokens for entry in self.entries], np.int64)
 
     def sampling_rows(self) -> list[SamplingRow]:
         """How the token behind each logit row is chosen; reads tokens, so all of earlier steps must have arrived."""

@@ -15,7 +15,8 @@ dropped and scheduled again.
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -39,6 +40,7 @@ class Scheduler(ABC):
         self.waiting: OrderedDict[str, Request] = OrderedDict()  # in the order they came
         self.running: OrderedDict[str, Request] = OrderedDict()  # in the order they were admitted
         self.ending: dict[Request, None] = {}  # those that ended, and are computed by a step in flight
+        self.num_in_flight = 0  # entries that were scheduled and not committed
         self.num_steps = 0
         self.num_preemptions = 0
 
@@ -71,7 +73,8 @@ class Scheduler(ABC):
         for number, entry in enumerate(schedule):
             request = entry.request
             error = sampled.errors.get(number)
-            drawn = [] if error is not None else [next(tokens) for _ in range(entry.num_logit_rows)]
+            drawn = list(islice(tokens, entry.num_logit_rows)) if error is None else []
+            self.num_in_flight -= 1
             if request in self.ending:
                 if request.num_scheduled_tokens == entry.start + entry.num_tokens:  # no later step computes it
                     del self.ending[request]
@@ -102,6 +105,9 @@ class Scheduler(ABC):
 
     def drop_in_flight(self) -> None:
         """Forget what was scheduled and not committed: a step that was broken off, which is then scheduled again."""
+        if self.num_in_flight == 0:
+            return
+        self.num_in_flight = 0
         for request in self.running.values():
             request.num_scheduled_tokens, request.num_pending_tokens = request.num_computed_tokens, 0
         for request in self.ending:
@@ -154,13 +160,15 @@ class Scheduler(ABC):
             chosen.append(request)
         return chosen
 
-    def _decoding(self) -> Iterator[Request]:
+    def _decoding(self) -> list[Request]:
         """The requests that can get their next token, in the order they were admitted."""
-        for request in self.running.values():
-            if not request.is_prefilling and request.num_tokens + request.num_pending_tokens < self._longest(request):
-                yield request
+        return [
+            request
+            for request in self.running.values()
+            if not request.is_prefilling and (request.num_pending_tokens == 0 or not self._is_complete(request))
+        ]
 
-    def _plan(self, decoding: Iterable[Request], prompts: Iterable[Request], preempted: Iterable[str] = ()) -> Schedule:
+    def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """The schedule that computes all tokens of these that no step computes yet, and draws the next of each."""
         entries = []
         for request in (*decoding, *prompts):
@@ -168,11 +176,16 @@ class Scheduler(ABC):
             entries.append(Scheduled(request, request.num_scheduled_tokens, num_new))
             request.num_scheduled_tokens += num_new
             request.num_pending_tokens += 1
-        return Schedule(self.num_steps, tuple(entries), tuple(preempted))
+        self.num_in_flight += len(entries)
+        return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
+
+    def _is_complete(self, request: Request) -> bool:
+        """Whether its answer is as long as it may be, with the tokens in flight."""
+        return request.num_tokens + request.num_pending_tokens >= self._longest(request)
 
     def _longest(self, request: Request) -> int:
         """Tokens of the prompt and of the longest answer there can be."""
-        return min(len(request.prompt_ids) + request.params.max_new_tokens, self.max_seq_len)
+        return min(request.num_prompt_tokens + request.params.max_new_tokens, self.max_seq_len)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Retire a request that could not be computed; the cause goes to the log, with its traceback."""

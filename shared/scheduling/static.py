@@ -17,4 +17,4 @@ class StaticScheduler(Scheduler):
         self.num_steps += 1
         if not self.running:
             self._admit(self._longest)
-        return self._plan(list(self._decoding()), self._prompts())
+        return self._plan(self._decoding(), self._prompts())
