@@ -15,6 +15,17 @@ from shared.cache.layout import Integers, Layout, ranges
 
 
 @dataclass(frozen=True)
+class PagedSizes:
+    """The most that both sides of a memory of blocks ever see: blocks, sequences, new tokens of a step, tokens of a sequence."""
+
+    num_blocks: int
+    block_size: int
+    max_sequences: int
+    max_tokens: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
 class PagedLayout(Layout):
     """The places of a batch in memory of blocks."""
 
