@@ -5,7 +5,7 @@ the blocks that are read and not the widest table times the batch. Invariant: a 
 change when the pool goes on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -54,11 +54,12 @@ class PagedLayout(Layout):
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`Layout`."""
         starts = self.table_starts[sequences.start : sequences.stop + 1]
-        return type(self)(
-            self.rows[sequences],
-            self.num_cached[sequences],
-            self.lengths[sequences],
-            self.slot_mapping[tokens],
-            self.tables[starts[0] : starts[-1]],
-            starts - starts[0],
+        return replace(
+            self,
+            rows=self.rows[sequences],
+            num_cached=self.num_cached[sequences],
+            lengths=self.lengths[sequences],
+            slot_mapping=self.slot_mapping[tokens],
+            tables=self.tables[starts[0] : starts[-1]],
+            table_starts=starts - starts[0],
         )
