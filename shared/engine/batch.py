@@ -46,7 +46,7 @@ class Batch:
         num_new = np.fromiter((entry.num_tokens for entry in schedule), np.int64, B)
         known = np.fromiter((entry.request.num_tokens for entry in schedule), np.int64, B)
         positions = ranges(starts, num_new)
-        if len(positions) == B:  # one new token each, as in every decode step
+        if len(positions) == B and (starts + 1 >= known).all():  # each one's last token, as in every decode step
             ids = np.fromiter((entry.request.last_token_id for entry in schedule), np.int64, B)
         else:
             ids = np.zeros(len(positions), np.int64)
