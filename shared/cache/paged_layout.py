@@ -16,7 +16,7 @@ from shared.cache.layout import Integers, Layout, ranges
 
 @dataclass(frozen=True)
 class PagedSizes:
-    """The most that both sides of a memory of blocks ever see: blocks, sequences, new tokens of a step, tokens of a sequence."""
+    """The most that both sides ever see: blocks, sequences, new tokens of a step, tokens of a sequence."""
 
     num_blocks: int
     block_size: int
