@@ -5,13 +5,24 @@ the blocks that are read and not the widest table times the batch. Invariant: a 
 change when the pool goes on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
 from shared.cache.blocks import Blocks
 from shared.cache.layout import Integers, Layout, ranges
+
+
+@dataclass(frozen=True)
+class PagedSizes:
+    """The most that both sides ever see: blocks, sequences, new tokens of a step, tokens of a sequence."""
+
+    num_blocks: int
+    block_size: int
+    max_sequences: int
+    max_tokens: int
+    max_seq_len: int
 
 
 @dataclass(frozen=True)
@@ -44,11 +55,12 @@ class PagedLayout(Layout):
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`Layout`."""
         starts = self.table_starts[sequences.start : sequences.stop + 1]
-        return type(self)(
-            self.rows[sequences],
-            self.num_cached[sequences],
-            self.lengths[sequences],
-            self.slot_mapping[tokens],
-            self.tables[starts[0] : starts[-1]],
-            starts - starts[0],
+        return replace(
+            self,
+            rows=self.rows[sequences],
+            num_cached=self.num_cached[sequences],
+            lengths=self.lengths[sequences],
+            slot_mapping=self.slot_mapping[tokens],
+            tables=self.tables[starts[0] : starts[-1]],
+            table_starts=starts - starts[0],
         )

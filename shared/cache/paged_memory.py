@@ -4,7 +4,8 @@ Invariant: pool and view agree in every size, since both are made here.
 """
 
 from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_view import PagedSizes, PagedView
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_view import PagedView
 from shared.cache.pool_size import MakePaged, num_blocks_that_fit
 from shared.cache.view import BatchView
 from shared.engine.config import EngineConfig

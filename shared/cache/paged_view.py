@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from shared.cache.contiguous import kv_bytes
 from shared.cache.free_memory import free_bytes
 from shared.cache.fused_contiguous import check_flash_head_size
-from shared.cache.paged_layout import PagedLayout
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.view import LoadedBatch, step_arrays, step_places
 from shared.engine.batch import Batch
 from shared.engine.staging import Staging
@@ -46,17 +46,6 @@ class Piece:
     blocks: torch.Tensor  # int64
     start: int
     end: int
-
-
-@dataclass(frozen=True)
-class PagedSizes:
-    """The most that a view ever sees: blocks, sequences, new tokens of a step, tokens of a sequence."""
-
-    num_blocks: int
-    block_size: int
-    max_sequences: int
-    max_tokens: int
-    max_seq_len: int
 
 
 class PagedView:

@@ -17,8 +17,7 @@ from shared.attention.descriptor import AttentionPlan
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.cache.layout import Integers
 from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedLayout
-from shared.cache.paged_view import PagedSizes
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, prefill_tiling
 from shared.models.config import ModelConfig
 from shared.scheduling.schedule import Schedule

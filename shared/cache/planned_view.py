@@ -16,9 +16,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from shared.attention.descriptor import DevicePlan
 from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedLayout
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_memory import sizes_for
-from shared.cache.paged_view import PagedSizes, PagedView
+from shared.cache.paged_view import PagedView
 from shared.cache.planned import AttentionPlanner, PlannedKVCachePool, PlannedLayout
 from shared.cache.view import BatchView
 from shared.engine.batch import Batch

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from shared.cache.contiguous import kv_bytes
 from shared.cache.free_memory import free_bytes
 from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_view import PagedSizes
+from shared.cache.paged_layout import PagedSizes
 from shared.cache.view import BatchView
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig

@@ -46,7 +46,7 @@ class Batch:
         starts, num_new = schedule.starts, schedule.num_tokens
         known = np.array([request.num_tokens for request in schedule.requests], np.int64)
         positions = ranges(starts, num_new)
-        if len(positions) == B:  # one new token each, as in every decode step
+        if len(positions) == B and (starts + 1 >= known).all():  # each one's last token, as in every decode step
             ids = np.array([request.last_token_id for request in schedule.requests], np.int64)
         else:
             ids = np.zeros(len(positions), np.int64)

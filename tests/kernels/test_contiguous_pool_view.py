@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.contiguous_pool_view import ContiguousPoolView
 from shared.engine.batch import Batch
-from shared.engine.request import Request
 from shared.engine.staging import Staging
 from shared.errors import ConfigError
 from shared.kernels.decode_attention import decode_attention_kernel
@@ -18,7 +18,7 @@ from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED
 from shared.loading.loader import load_model
 from shared.models.tokens import Tokens
-from shared.sampling.params import SamplingParams
+from tests.steps import commit, make_request, step_of
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LAYERS = {"llama": (0, 2), "qwen3": (1, 2), "gemma3_text": (4, 5)}  # Gemma's: the last with a window, the first without
@@ -40,41 +40,30 @@ def load(folder, family, dtype=torch.float32):
     return model
 
 
-def batch(lengths, step):
-    return Batch.of(
-        [
-            Request(
-                name, token_ids(name)[: lengths[name] + new], SamplingParams(), 0, num_computed_tokens=lengths[name]
-            )
-            for name, new in step.items()
-        ]
-    )
-
-
 def token_ids(name):
     return [(ord(name) * 31 + 113 * n) % 512 for n in range(CAPACITY)]
 
 
-def make_pool(config, dtype=torch.float32, regions=3):
-    pool = ContiguousKVCachePool(config, regions, CAPACITY, dtype, DEVICE)
-    pool.keys.fill_(float("nan"))
-    pool.values.fill_(float("nan"))
-    return pool
+def make_memory(config, dtype=torch.float32, backend=None, regions=3):
+    view = ContiguousPoolView(config, regions, CAPACITY, 30, dtype, DEVICE, backend)
+    view.keys.fill_(float("nan"))
+    view.values.fill_(float("nan"))
+    return ContiguousKVCachePool(regions, CAPACITY), view
 
 
 def run(model, pool, view):
     """Hidden states of each step; sequences come and go as STEPS says."""
-    lengths, outputs = dict.fromkeys("abcd", 0), []
+    requests, outputs = {name: make_request(name, token_ids(name)) for name in "abcd"}, []
     for number, step in enumerate(STEPS):
         for name in step:
-            assert pool.reserve(name, CAPACITY)
-        tokens, _ = view.prepare(batch(lengths, step))
-        outputs.append(model(tokens, view))
-        for name, new in step.items():
-            pool.advance(name, new)
-            lengths[name] += new
+            assert pool.reserve(requests[name], CAPACITY)
+        schedule = step_of({requests[name]: new for name, new in step.items()})
+        loaded = view.load(Batch.of(schedule, pool))
+        assert loaded.rows.tolist() == [pool.regions[requests[name]] for name in step]
+        outputs.append(model(loaded.tokens, view))
+        commit(pool, schedule)
         if number in LEAVES_AFTER:
-            pool.release(LEAVES_AFTER[number])
+            pool.release(requests[LEAVES_AFTER[number]])
     return torch.cat(outputs)
 
 
@@ -101,8 +90,7 @@ def alone(model):
 )
 def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, num_launches, family, backend):
     model = load(tiny_checkpoints[family], family)
-    pool = make_pool(model.config)
-    actual = run(model, pool, pool.view(model.config.num_heads, backend))
+    actual = run(model, *make_memory(model.config, backend=backend))
     torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-5)
     layers = len(LAYERS[family])
     assert num_launches(kv_write_kernel) == len(STEPS) * layers, "one write a layer for all sequences"
@@ -110,35 +98,40 @@ def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, num_launches, 
     assert num_launches(decode_attention_kernel) == num_decode * layers, "one read a layer for all sequences"
 
 
-def test_the_same_number_of_sequences_uses_the_same_addresses(tiny_checkpoints):
+def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints):
     """What a CUDA graph would record."""
     model = load(tiny_checkpoints["qwen3"], "qwen3")
-    pool = make_pool(model.config)
-    view = pool.view(model.config.num_heads)
-    lengths = dict.fromkeys("ab", 0)
-    for name in "ab":
-        pool.reserve(name, CAPACITY)
-    addresses, starts = set(), []
-    for _ in range(3):
-        tokens, _ = view.prepare(batch(lengths, {"a": 1, "b": 1}))
-        assert view.lengths.tolist() == [length + 1 for length in lengths.values()]
-        assert view.regions.tolist() == [0, 1]
-        starts.append(view.offsets.tolist())
-        if not INTERPRETED:  # on a CPU each plan is numpy's own memory
-            addresses.add(tuple(t.data_ptr() for t in (tokens.ids, view.offsets, view.regions, view.lengths)))
-        for name in lengths:
-            pool.advance(name, 1)
-            lengths[name] += 1
-    assert len(addresses) <= 1
+    pool, view = make_memory(model.config)
+    a, b, c = (make_request(name, token_ids(name)) for name in "abc")
+    for request in (a, b, c):
+        pool.reserve(request, CAPACITY)
+    addresses, places = set(), []
+    for step in ({a: 1, b: 1}, {a: 1, b: 1}, {b: 1, c: 1, a: 1}, {b: 1}, {c: 20, a: 2}, {a: 1, b: 1}):
+        before = [request.num_computed_tokens for request in step]
+        schedule = step_of(step)
+        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
+        assert view.lengths.tolist() == [n + new for n, new in zip(before, step.values(), strict=True)]
+        assert view.regions.tolist() == [pool.regions[request] for request in step]
+        places.append(view.places.tolist())
+        sent = (tokens.ids, tokens.positions, logit_rows, rows, view.places, view.regions, view.lengths)
+        addresses.add(tuple(tensor.data_ptr() for tensor in sent))
+        commit(pool, schedule)
+    assert len(addresses) == 1
     D, stride = model.config.head_dim, CAPACITY * model.config.num_kv_heads * model.config.head_dim
-    assert starts == [[n * D, stride + n * D] for n in range(3)]
+    assert places[:4] == [
+        [0, stride],
+        [D, stride + D],
+        [stride + 2 * D, 2 * stride, 2 * D],
+        [stride + 3 * D],
+    ]
+    assert places[4] == [2 * stride + n * D for n in range(1, 21)] + [3 * D, 4 * D]
 
 
 def test_a_head_size_without_a_kernel(tiny_checkpoints):
     config = dataclasses.replace(load(tiny_checkpoints["llama"], "llama").config, head_dim=80)
     with pytest.raises(ConfigError, match=r"head size is 80 and .*flash"):
-        make_pool(config).view(config.num_heads, "flash")
-    make_pool(config).view(config.num_heads, "sdpa")
+        make_memory(config, backend="flash")
+    make_memory(config, backend="sdpa")
 
 
 class Copies(TorchDispatchMode):
@@ -153,22 +146,28 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.gpu
 def test_a_plan_arrives_in_one_copy_whole_and_typed():
-    staging = Staging(DEVICE)
-    generator = np.random.default_rng(0)
-    for size in (3, 1, 20_000, 5):
-        arrays = [
-            generator.integers(1 << 40, size=size),
-            generator.integers(1 << 20, size=2 * size + 1).astype(np.int32),
-            generator.random(size).astype(np.float32),
-            generator.random(3),
-        ]
+    """And unmixed, though the stream is busy and there are more sends than pinned buffers."""
+    places = {"a": (20_000, np.int64), "b": (40_001, np.int32), "c": (20_000, np.float32), "d": (3, np.float64)}
+    staging = Staging(DEVICE, places)
+    generator, steps = np.random.default_rng(0), []
+    torch.cuda._sleep(200_000_000)  # cycles: about 0.1 seconds
+    for size in (3, 1, 20_000, 5, 20_000, 7):
+        arrays = {
+            "a": generator.integers(1 << 40, size=size),
+            "b": generator.integers(1 << 20, size=2 * size + 1).astype(np.int32),
+            "c": generator.random(size).astype(np.float32),
+            "d": generator.random(3),
+        }
         with Copies() as copies:
             sent = staging.send(arrays)
         assert copies.count == 1
-        for array, tensor in zip(arrays, sent, strict=True):
-            assert tensor.device.type == "cuda"
-            assert tensor.cpu().numpy().dtype == array.dtype
-            assert np.array_equal(tensor.cpu().numpy(), array)
+        assert {tensor.device.type for tensor in sent.values()} == {"cuda"}
+        assert [t.data_ptr() for t in sent.values()] == [staging.tensors[name].data_ptr() for name in places]
+        steps.append((arrays, {name: tensor.clone() for name, tensor in sent.items()}))
+    for arrays, sent in steps:
+        for name, array in arrays.items():
+            assert sent[name].cpu().numpy().dtype == array.dtype
+            assert np.array_equal(sent[name].cpu().numpy(), array)
 
 
 @pytest.mark.gpu
@@ -176,7 +175,6 @@ def test_a_plan_arrives_in_one_copy_whole_and_typed():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_sixteen_bits(tiny_checkpoints, family, dtype):
     model, exact = load(tiny_checkpoints[family], family, dtype), load(tiny_checkpoints[family], family)
-    pool = make_pool(model.config, dtype)
     expected = alone(exact)
-    ours = run(model, pool, pool.view(model.config.num_heads)).float() - expected
+    ours = run(model, *make_memory(model.config, dtype)).float() - expected
     assert ours.norm() <= 1.5 * (alone(model).float() - expected).norm()

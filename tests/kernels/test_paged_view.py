@@ -7,8 +7,9 @@ import torch
 
 from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_view import PagedView
 from shared.engine.batch import Batch
-from shared.engine.request import Request
 from shared.errors import ConfigError
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED
@@ -16,7 +17,7 @@ from shared.kernels.paged_attention import paged_attention_kernel
 from shared.kernels.paged_prefill import paged_prefill_kernel
 from shared.loading.loader import load_model
 from shared.models.tokens import Tokens
-from shared.sampling.params import SamplingParams
+from tests.steps import commit, make_request, step_of
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LAYERS = {"llama": (2,), "qwen3": (1,), "gemma3_text": (4, 5)}  # Gemma's: the last with a window, the first without
@@ -37,41 +38,31 @@ def load(folder, family, dtype=torch.float32):
     return model
 
 
-def batch(lengths, step):
-    return Batch.of(
-        [
-            Request(
-                name, token_ids(name)[: lengths[name] + new], SamplingParams(), 0, num_computed_tokens=lengths[name]
-            )
-            for name, new in step.items()
-        ]
-    )
-
-
 def token_ids(name):
     return [(ord(name) * 31 + 113 * n) % 512 for n in range(CAPACITY)]
 
 
-def make_pool(config, block_size, dtype=torch.float32):
-    pool = PagedKVCachePool(config, -(-100 // block_size), block_size, 4, dtype, DEVICE)
-    pool.keys.fill_(float("nan"))
-    pool.values.fill_(float("nan"))
-    return pool
+def make_memory(config, block_size, dtype=torch.float32, backend=None):
+    sizes = PagedSizes(-(-100 // block_size), block_size, 4, 30, CAPACITY)
+    view = PagedView(config, sizes, dtype, DEVICE, backend)
+    view.keys.fill_(float("nan"))
+    view.values.fill_(float("nan"))
+    return PagedKVCachePool(sizes.num_blocks, block_size, 4, CAPACITY), view
 
 
 def run(model, pool, view):
     """Hidden states of each step; sequences come, grow and go as STEPS says, and get blocks as they need them."""
-    lengths, outputs = dict.fromkeys("abd", 0), []
+    requests, outputs = {name: make_request(name, token_ids(name)) for name in "abd"}, []
     for number, step in enumerate(STEPS):
         for name, new in step.items():
-            assert pool.reserve(name, lengths[name] + new)
-        tokens, _ = view.prepare(batch(lengths, step))
-        outputs.append(model(tokens, view).clone())
-        for name, new in step.items():
-            pool.advance(name, new)
-            lengths[name] += new
+            assert pool.reserve(requests[name], requests[name].num_computed_tokens + new)
+        schedule = step_of({requests[name]: new for name, new in step.items()})
+        loaded = view.load(Batch.of(schedule, pool))
+        assert loaded.rows.tolist() == [pool.rows[requests[name]] for name in step]
+        outputs.append(model(loaded.tokens, view).clone())
+        commit(pool, schedule)
         if number in LEAVES_AFTER:
-            pool.release(LEAVES_AFTER[number])
+            pool.release(requests[LEAVES_AFTER[number]])
     assert pool.audit_blocks() == []
     return torch.cat(outputs)
 
@@ -99,8 +90,7 @@ def alone(model):
 )
 def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, num_launches, family, backend, block_size):
     model = load(tiny_checkpoints[family], family)
-    pool = make_pool(model.config, block_size)
-    actual = run(model, pool, pool.view(model.config.num_heads, backend))
+    actual = run(model, *make_memory(model.config, block_size, backend=backend))
     torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-5)
     layers, is_flash = len(LAYERS[family]), backend != "sdpa"
     num_decode = sum(set(step.values()) == {1} for step in STEPS)
@@ -110,42 +100,42 @@ def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, num_launches, 
     assert num_launches() == num_launches(kv_write_kernel) + is_flash * len(STEPS) * layers
 
 
-def test_the_same_number_of_sequences_uses_the_same_addresses(tiny_checkpoints):
-    """What a CUDA graph would record, tables of any length included."""
+def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints):
+    """What a CUDA graph would record, tables of any length included; a step with prompts has other addresses."""
     model = load(tiny_checkpoints["qwen3"], "qwen3")
-    pool = make_pool(model.config, 2)
-    view = pool.view(model.config.num_heads)
-    lengths = dict.fromkeys("ab", 0)
-    addresses, offsets = set(), []
-    for _ in range(4):
-        for name in lengths:
-            pool.reserve(name, lengths[name] + 1)
-        tokens, _ = view.prepare(batch(lengths, {"a": 1, "b": 1}))
-        assert view.lengths.tolist() == [length + 1 for length in lengths.values()]
-        tables = [pool.table(name).tolist() for name in "ab"]
-        assert view.tables.tolist() == [*tables[0], *tables[1]]
-        assert view.table_starts.tolist() == [0, len(tables[0])]
-        assert view.query_starts.tolist() == [0, 1, 2]
-        offsets.append(view.offsets.tolist())
-        if not INTERPRETED:  # on a CPU each plan is numpy's own memory
-            plan = (tokens.ids, tokens.positions, view.offsets, view.lengths, view.table_starts, view.tables)
-            addresses.add(tuple(t.data_ptr() for t in plan))
-        for name in lengths:
-            pool.advance(name, 1)
-            lengths[name] += 1
-    assert len(addresses) <= 1
+    pool, view = make_memory(model.config, 2)
+    a, b, c = (make_request(name, token_ids(name)) for name in "abc")
+    addresses, places = {True: set(), False: set()}, []
+    steps = [{a: 1, b: 1}] * 4 + [{c: 7, a: 2}, {c: 1, b: 1, a: 1}, {b: 2}, {a: 1}]
+    for step in steps:
+        for request, new in step.items():
+            assert pool.reserve(request, request.num_computed_tokens + new)
+        schedule = step_of(step)
+        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
+        lengths = [request.num_computed_tokens + new for request, new in step.items()]
+        assert view.lengths.tolist() == lengths
+        tables = [pool.table(request).tolist() for request in step]
+        assert view.tables.tolist() == [block for table in tables for block in table]
+        assert view.table_starts.tolist() == [sum(map(len, tables[:n])) for n in range(len(tables))]
+        assert view.query_starts.tolist() == [sum([*step.values()][:n]) for n in range(len(step) + 1)]
+        places.append(view.places.tolist())
+        sent = (tokens.ids, tokens.positions, logit_rows, rows, view.places)
+        read = (view.lengths, view.table_starts, view.query_starts, view.tables)
+        addresses[view.is_decode].add(tuple(tensor.data_ptr() for tensor in (*sent, *read)))
+        commit(pool, schedule)
+    assert [len(found) for found in addresses.values()] == [1, 1]
     stride = model.config.num_kv_heads * model.config.head_dim
-    places = [[0, 2], [1, 3], [4, 6], [5, 7]]  # a has the blocks 0 and 2, b 1 and 3, of two tokens each
-    assert offsets == [[place * stride for place in step] for step in places]
+    expected = [[0, 2], [1, 3], [4, 6], [5, 7]]  # a has the blocks 0 and 2, b 1 and 3, of two tokens each
+    assert places[:4] == [[place * stride for place in step] for step in expected]
 
 
 def test_a_decode_forward_allocates_nothing_for_attention(tiny_checkpoints, randn):
     """Its queries, its results and its scratch are the view's own."""
     config = load(tiny_checkpoints["llama"], "llama").config
-    pool = make_pool(config, 16)
-    view = pool.view(config.num_heads)
-    pool.reserve("a", 1)
-    view.prepare(batch({"a": 0}, {"a": 1}))
+    pool, view = make_memory(config, 16)
+    a = make_request("a")
+    pool.reserve(a, 1)
+    view.load(Batch.of(step_of({a: 1}), pool))
     attended = view.attend(0, randn(1, config.num_heads, config.head_dim), scale=1.0)
     assert attended.data_ptr() == view.attended.data_ptr()
     assert [workspace.num_sequences for workspace in view.workspaces] == [1, 2, 4]
@@ -154,8 +144,8 @@ def test_a_decode_forward_allocates_nothing_for_attention(tiny_checkpoints, rand
 def test_a_head_size_without_a_kernel(tiny_checkpoints):
     config = dataclasses.replace(load(tiny_checkpoints["llama"], "llama").config, head_dim=80)
     with pytest.raises(ConfigError, match=r"head size is 80 and .*flash"):
-        make_pool(config, 16).view(config.num_heads, "flash")
-    make_pool(config, 16).view(config.num_heads, "sdpa")
+        make_memory(config, 16, backend="flash")
+    make_memory(config, 16, backend="sdpa")
 
 
 @pytest.mark.gpu
@@ -164,7 +154,6 @@ def test_a_head_size_without_a_kernel(tiny_checkpoints):
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_sixteen_bits(tiny_checkpoints, family, dtype, block_size):
     model, exact = load(tiny_checkpoints[family], family, dtype), load(tiny_checkpoints[family], family)
-    pool = make_pool(model.config, block_size, dtype)
     expected = alone(exact)
-    ours = run(model, pool, pool.view(model.config.num_heads)).float() - expected
+    ours = run(model, *make_memory(model.config, block_size, dtype)).float() - expected
     assert ours.norm() <= 1.5 * (alone(model).float() - expected).norm()

@@ -91,7 +91,12 @@ def reference(q, k, v, scale, window, softcap):
 
 
 def sent(plan):
-    return DevicePlan.of(plan, Staging(DEVICE).send(plan.arrays()))
+    arrays = named(plan)
+    return DevicePlan.of(plan, list(Staging.for_arrays(DEVICE, arrays).send(arrays).values()))
+
+
+def named(plan):
+    return {f"plan {n}": array for n, array in enumerate(plan.arrays())}
 
 
 def poisoned_workspace(num_states, num_sequences, Hq, Hkv, D):
@@ -520,14 +525,17 @@ def test_one_captured_graph_serves_every_plan_of_its_bucket(randn, assert_near, 
     tiling = dataclasses.replace(decode_tiling(B, Hkv, D, 4), is_arrival=is_arrival)
     grid = tiling.grid(Hkv, DEVICE)
     workspace = poisoned_workspace(grid.max_states(), B, Hq, Hkv, D)
-    staging, q, out = Staging(DEVICE), randn(B, Hq, D), torch.empty(B, Hq, D, device=DEVICE)
+    q, out = randn(B, Hq, D), torch.empty(B, Hq, D, device=DEVICE)
+    lengths = torch.ones(B, dtype=torch.int32).numpy()
+    largest = {**named(plan_decode(lengths, grid, num_rows=B, is_captured=True)), "lengths": lengths}
+    staging = Staging.for_arrays(DEVICE, largest)  # plans of a bucket are of one size
     tables = torch.zeros(B, 1024, dtype=torch.int32, device=DEVICE)
     table_starts = torch.arange(0, 1024 * B, 1024, dtype=torch.int32, device=DEVICE)
 
     def prepare(lengths):
         padded = torch.tensor([*lengths, *[0] * (B - len(lengths))], dtype=torch.int32).numpy()
         plan = plan_decode(lengths, grid, num_rows=B, is_captured=True)
-        *arrays, on_device = staging.send([*plan.arrays(), padded])
+        *arrays, on_device = staging.send({**named(plan), "lengths": padded}).values()
         return DevicePlan.of(plan, arrays), on_device
 
     def attend(plan, lengths):

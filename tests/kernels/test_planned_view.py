@@ -7,13 +7,16 @@ import torch
 
 import shared.cache.paged_view as paged_view
 import shared.cache.planned as module
+import shared.cache.planned_view as planned_view
 import shared.kernels.planned_tiling as tilings
-from shared.attention.descriptor import Grid
+from shared.attention.descriptor import DevicePlan, Grid
 from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_view import PagedView
 from shared.cache.planned import PlannedKVCachePool
+from shared.cache.planned_view import PlannedView
 from shared.engine.batch import Batch
-from shared.engine.request import Request
 from shared.engine.staging import Staging
 from shared.errors import ConfigError
 from shared.kernels.kv_write import kv_write_kernel
@@ -26,7 +29,7 @@ from shared.kernels.planned_prefill import planned_prefill_kernel
 from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling
 from shared.loading.loader import load_model
 from shared.models.tokens import Tokens
-from shared.sampling.params import SamplingParams
+from tests.steps import commit, make_request, step_of
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LAYERS = {"llama": (2,), "qwen3": (1,), "gemma3_text": (4, 5)}  # Gemma's: the last with a window, the first without
@@ -40,6 +43,7 @@ STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split o
     {"b": 1, "d": 1, "a": 1},
 ]
 LEAVES_AFTER = {2: "a"}
+ARRAYS = [field.name for field in dataclasses.fields(DevicePlan) if "Tensor" in str(field.type)]
 NUM_DECODE = sum(set(step.values()) == {1} for step in STEPS)
 
 
@@ -90,35 +94,38 @@ def token_ids(name):
     return [(ord(name) * 31 + 113 * n) % 512 for n in range(CAPACITY)]
 
 
-def batch(lengths, step):
-    requests = [
-        Request(name, token_ids(name)[: lengths[name] + new], SamplingParams(), 0, num_computed_tokens=lengths[name])
-        for name, new in step.items()
-    ]
-    return Batch.of(requests)
+def make_memory(config, block_size, dtype=torch.float32, backend=None):
+    sizes = PagedSizes(-(-120 // block_size), block_size, 4, 60, CAPACITY)
+    view = poisoned(PlannedView(config, sizes, dtype, DEVICE, backend))
+    return PlannedKVCachePool(sizes, view.planner), view
 
 
-def make_pool(kind, config, block_size, dtype=torch.float32):
-    pool = kind(config, -(-120 // block_size), block_size, 4, dtype, DEVICE)
-    pool.keys.fill_(float("nan"))
-    pool.values.fill_(float("nan"))
-    return pool
+def make_paged_memory(config, block_size, backend=None):
+    """Phase 6's."""
+    sizes = PagedSizes(-(-120 // block_size), block_size, 4, 60, CAPACITY)
+    pool = PagedKVCachePool(sizes.num_blocks, block_size, 4, CAPACITY)
+    return pool, poisoned(PagedView(config, sizes, torch.float32, DEVICE, backend))
+
+
+def poisoned(view):
+    view.keys.fill_(float("nan"))
+    view.values.fill_(float("nan"))
+    return view
 
 
 def run(model, pool, view):
     """Hidden states of each step; sequences come, grow and go as STEPS says, and get blocks as they need them."""
-    lengths, outputs = dict.fromkeys("abd", 0), []
+    requests, outputs = {name: make_request(name, token_ids(name)) for name in "abd"}, []
     for number, step in enumerate(STEPS):
         for name, new in step.items():
-            assert pool.reserve(name, lengths[name] + new)
-        tokens, _ = view.prepare(batch(lengths, step))
-        outputs.append(model(tokens, view).clone())
-        for name, new in step.items():
-            pool.advance(name, new)
-            lengths[name] += new
+            assert pool.reserve(requests[name], requests[name].num_computed_tokens + new)
+        schedule = step_of({requests[name]: new for name, new in step.items()})
+        outputs.append(model(view.load(Batch.of(schedule, pool)).tokens, view).clone())
+        commit(pool, schedule)
         if number in LEAVES_AFTER:
-            pool.release(LEAVES_AFTER[number])
-            lengths[LEAVES_AFTER[number]] = 0
+            request = requests[LEAVES_AFTER[number]]
+            pool.release(request)
+            request.num_computed_tokens = request.num_scheduled_tokens = 0
     assert pool.audit_blocks() == []
     return torch.cat(outputs)
 
@@ -148,8 +155,7 @@ def test_every_sequence_is_answered_as_if_alone(
     tiny_checkpoints, num_launches, counted, is_arrival, family, block_size
 ):
     model = load(tiny_checkpoints[family], family)
-    pool = make_pool(PlannedKVCachePool, model.config, block_size)
-    view = pool.view(model.config.num_heads)
+    pool, view = make_memory(model.config, block_size)
     actual = run(model, pool, view)
     torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-5)
     layers, windows = len(LAYERS[family]), len(set(model.config.windows))
@@ -173,8 +179,7 @@ def test_flash_turns_planning_off(tiny_checkpoints, num_launches, counted, is_ar
     model = load(tiny_checkpoints["llama"], "llama")
     outputs = {}
     for backend in ("flash", "planned"):
-        pool = make_pool(PlannedKVCachePool, model.config, 4)
-        outputs[backend] = run(model, pool, pool.view(model.config.num_heads, backend))
+        outputs[backend] = run(model, *make_memory(model.config, 4, backend=backend))
         assert bool(counted["decode"]) == bool(counted["prefill"]) == (backend == "planned")
     torch.testing.assert_close(outputs["planned"], outputs["flash"], rtol=2e-4, atol=2e-5)
     assert num_launches(paged_attention_kernel) == num_launches(planned_decode_kernel) == NUM_DECODE
@@ -184,49 +189,80 @@ def test_flash_turns_planning_off(tiny_checkpoints, num_launches, counted, is_ar
 @pytest.mark.parametrize("backend", [None, "planned", "flash", "sdpa", "naive"])
 def test_where_nothing_is_launched_it_is_the_view_of_phase_6(tiny_checkpoints, monkeypatch, num_launches, backend):
     model = load(tiny_checkpoints["gemma3_text"], "gemma3_text")
-    for one in (module, paged_view):
+    for one in (planned_view, paged_view):
         monkeypatch.setattr(one, "launches", lambda tensor: False)
-    outputs = []
-    for kind, chosen in ((PlannedKVCachePool, backend), (PagedKVCachePool, None if backend == "planned" else backend)):
-        pool = make_pool(kind, model.config, 4)
-        outputs.append(run(model, pool, pool.view(model.config.num_heads, chosen)))
-    assert torch.equal(*outputs)
+    ours = run(model, *make_memory(model.config, 4, backend=backend))
+    assert torch.equal(ours, run(model, *make_paged_memory(model.config, 4, None if backend == "planned" else backend)))
     assert num_launches() == 0
 
 
-def test_the_same_number_of_sequences_uses_the_same_addresses(tiny_checkpoints, is_arrival):
-    """What a CUDA graph would record, whatever the plan."""
+def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, is_arrival):
+    """What a CUDA graph would record, whatever the plan; a step with prompts has other addresses."""
     config = load(tiny_checkpoints["gemma3_text"], "gemma3_text").config
-    pool = make_pool(PlannedKVCachePool, config, 2)
-    view = pool.view(config.num_heads)
-    lengths, addresses, shapes, cuts = dict.fromkeys("ab", 0), set(), set(), set()
-    for new in (1, 30, 7):
-        for name in lengths:
-            pool.reserve(name, lengths[name] + new)
-            pool.advance(name, new - 1)
-            lengths[name] += new - 1
-        view.prepare(batch(lengths, {"a": 1, "b": 1}))
-        plans = [view.plans[window] for window in (16, None)]
-        arrays = [value for plan in plans for value in vars(plan).values() if isinstance(value, torch.Tensor)]
-        cuts.add(tuple(plan.num_items.item() for plan in plans))
-        shapes.add(tuple(tensor.shape for tensor in arrays))
-        if not INTERPRETED:  # on a CPU each plan is numpy's own memory
-            addresses.add(tuple(tensor.data_ptr() for tensor in (*arrays, view.lengths, view.tables)))
-        for name in lengths:
-            pool.advance(name, 1)
-            lengths[name] += 1
-    assert cuts == {(2, 2), (2, 4), (2, 6)}
-    assert len(shapes) == 1
-    assert len(addresses) <= 1
+    pool, view = make_memory(config, 2)
+    a, b, c = (make_request(name, token_ids(name)) for name in "abc")
+    addresses, shapes, cuts = {True: set(), False: set()}, {}, []
+
+    def step(**new):
+        step = {{"a": a, "b": b, "c": c}[name]: count for name, count in new.items()}
+        for request, count in step.items():
+            assert pool.reserve(request, request.num_computed_tokens + count)
+        schedule = step_of(step)
+        batch = Batch.of(schedule, pool)
+        tokens, logit_rows, rows = view.load(batch)
+        arrays = [
+            value
+            for window in (16, None)
+            for value in vars(view.plans[window]).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        for window, plan in batch.layout.plans.items():
+            sent = vars(view.plans[window])
+            assert all(sent[name].tolist() == getattr(plan, name).tolist() for name in ARRAYS)
+        sent = (tokens.ids, tokens.positions, logit_rows, rows, view.places, view.lengths, view.tables)
+        addresses[view.is_decode].add(tuple(tensor.data_ptr() for tensor in (*arrays, *sent)))
+        if view.is_decode:
+            shapes.setdefault(len(batch), set()).add(tuple(tensor.shape for tensor in arrays))
+            cuts.append(tuple(view.plans[window].num_items.item() for window in (16, None)))
+        commit(pool, schedule)
+
+    step(a=1, b=1)
+    step(a=29, b=29)
+    step(a=1, b=1)
+    step(b=6, c=3, a=6)
+    step(a=1, b=1)
+    step(a=1, c=1, b=1)
+    step(b=1)
+    step(c=2)
+    assert cuts[:3] == [(2, 2), (2, 4), (2, 6)]
+    assert {count: len(found) for count, found in shapes.items()} == {1: 1, 2: 1, 3: 1}
+    assert [len(found) for found in addresses.values()] == [1, 1]
+
+
+def test_a_part_of_a_batch_is_loaded_as_a_batch(tiny_checkpoints, is_arrival, counted):
+    """Of a step that is cut since a request raises, each part has a plan of its own, and gives what the whole gives."""
+    model = load(tiny_checkpoints["gemma3_text"], "gemma3_text")
+    pool, view = make_memory(model.config, 4)
+    a, b = (make_request(name, token_ids(name)) for name in "ab")
+    for step in ({a: 33, b: 2}, {a: 1, b: 1}):
+        for request, new in step.items():
+            assert pool.reserve(request, request.num_computed_tokens + new)
+        schedule = step_of(step)
+        batch = Batch.of(schedule, pool)
+        whole = model(view.load(batch).tokens, view).clone()
+        parts = [model(view.load(batch.part(range(n, n + 1))).tokens, view).clone() for n in range(2)]
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=2e-4, atol=2e-5)
+        commit(pool, schedule)
+    assert len(counted["prefill"]) == len(counted["decode"]) == 3 * 2, "the whole and two parts, for each window"
 
 
 def test_a_decode_forward_allocates_nothing_for_attention(tiny_checkpoints, randn):
     """Its queries, its results and its scratch are the view's own."""
     config = load(tiny_checkpoints["llama"], "llama").config
-    pool = make_pool(PlannedKVCachePool, config, 16)
-    view = pool.view(config.num_heads)
-    pool.reserve("a", 1)
-    view.prepare(batch({"a": 0}, {"a": 1}))
+    pool, view = make_memory(config, 16)
+    a = make_request("a")
+    pool.reserve(a, 1)
+    view.load(Batch.of(step_of({a: 1}), pool))
     attended = view.attend(0, randn(1, config.num_heads, config.head_dim), scale=1.0)
     assert attended.data_ptr() == view.attended.data_ptr()
     assert len(view.workspace.counters) == 4 * config.num_kv_heads
@@ -235,11 +271,10 @@ def test_a_decode_forward_allocates_nothing_for_attention(tiny_checkpoints, rand
 
 def test_a_head_size_without_a_kernel(tiny_checkpoints):
     config = dataclasses.replace(load(tiny_checkpoints["llama"], "llama").config, head_dim=80)
-    pool = make_pool(PlannedKVCachePool, config, 16)
     for backend in (None, "planned", "flash"):
         with pytest.raises(ConfigError, match=r"head size is 80"):
-            pool.view(config.num_heads, backend)
-    pool.view(config.num_heads, "sdpa")
+            make_memory(config, 16, backend=backend)
+    make_memory(config, 16, backend="sdpa")
 
 
 @pytest.mark.gpu
@@ -247,7 +282,6 @@ def test_a_head_size_without_a_kernel(tiny_checkpoints):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_sixteen_bits(tiny_checkpoints, is_arrival, family, dtype):
     model, exact = load(tiny_checkpoints[family], family, dtype), load(tiny_checkpoints[family], family)
-    pool = make_pool(PlannedKVCachePool, model.config, 16, dtype)
     expected = alone(exact)
-    ours = run(model, pool, pool.view(model.config.num_heads)).float() - expected
+    ours = run(model, *make_memory(model.config, 16, dtype)).float() - expected
     assert ours.norm() <= 1.5 * (alone(model).float() - expected).norm()

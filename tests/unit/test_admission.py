@@ -1,38 +1,25 @@
-"""Who is let in, in which order, and with how much memory."""
-
-from pathlib import Path
+"""Which requests are admitted, in which order, and with how much memory."""
 
 import pytest
-import torch
-from shared.engine.draw import Drawn
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
 from shared.engine.request import Request, RequestStatus
-from shared.loading.config_json import parse_config
+from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
-from shared.text.tokenizer import Tokenizer
+from tests.steps import make_request, step_of
 
-SHAPE = parse_config(SHAPES["tiny-llama"])
 MAX_SEQ_LEN = 20
-LETTER = 70  # a token of text
 
 
 def pool(num_regions: int) -> ContiguousKVCachePool:
-    return ContiguousKVCachePool(SHAPE, num_regions, MAX_SEQ_LEN, torch.float32)
+    return ContiguousKVCachePool(num_regions, MAX_SEQ_LEN)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoints: dict[str, Path]) -> Tokenizer:
-    return Tokenizer.load(tiny_checkpoints["llama"])
-
-
-def static(tokenizer: Tokenizer, num_regions: int, **config: object) -> Scheduler:
-    return StaticScheduler(EngineConfig(batching_mode="static", **config), pool(num_regions), tokenizer, MAX_SEQ_LEN)
+def static(num_regions: int, **config: object) -> Scheduler:
+    return StaticScheduler(EngineConfig(batching_mode="static", **config), pool(num_regions), MAX_SEQ_LEN)
 
 
 def add(scheduler: Scheduler, name: str, num_prompt_tokens: int = 3, max_new_tokens: int = 4) -> Request:
@@ -41,69 +28,98 @@ def add(scheduler: Scheduler, name: str, num_prompt_tokens: int = 3, max_new_tok
     return request
 
 
-def step(scheduler: Scheduler) -> list[StepOutput]:
+def step(scheduler: Scheduler) -> None:
+    """A token for each request, and the end of those that have as many as they may have."""
     schedule = scheduler.schedule()
-    outputs = scheduler.commit(schedule.prefill, Drawn([LETTER] * len(schedule.prefill)))
-    return outputs + scheduler.commit(schedule.decode, Drawn([LETTER] * len(schedule.decode)))
+    scheduler.commit(schedule, SampledTokens([70] * len(schedule)))
+    scheduler.finish(
+        [entry.request for entry in schedule if len(entry.request.output_ids) == entry.request.params.max_new_tokens]
+    )
 
 
 # The pool.
 
 
 def test_regions_are_granted_until_there_are_none() -> None:
-    regions = pool(2)
-    assert regions.reserve("a", 5)
-    assert regions.reserve("b", 5)
+    regions, (a, b, c) = pool(2), map(make_request, "abc")
+    assert regions.reserve(a, 5)
+    assert regions.reserve(b, 5)
     before = regions.audit()
-    assert regions.reserve("c", 1) is False
+    assert regions.reserve(c, 1) is False
     assert regions.audit() == before, "a refusal changes nothing"
     assert regions.free_tokens == 0
-    regions.release("a")
-    assert regions.reserve("c", 1) is True
-    assert sorted(regions.places(["b", "c"])[0].tolist()) == [0, 1], "each has one, and no two the same"
+    regions.release(a)
+    assert regions.reserve(c, 1) is True
+    assert sorted(regions.layout(step_of({b: 1, c: 1})).rows.tolist()) == [0, 1], "each has one, and no two the same"
 
 
 def test_a_request_keeps_its_region_and_what_it_was_granted() -> None:
-    regions = pool(3)
-    assert regions.reserve("a", 7)
-    regions.advance("a", 6)
+    regions, a = pool(3), make_request("a")
+    assert regions.reserve(a, 7)
+    regions.commit(a, 6)
     before = regions.audit()
-    assert regions.reserve("a", 2)
+    assert regions.reserve(a, 2)
     assert regions.audit() == before, "the same region, and nothing taken back"
-    assert regions.reserve("a", 9)
-    regions.advance("a", 3)
+    assert regions.reserve(a, 9)
+    regions.commit(a, 3)
     assert regions.free_tokens == 2 * MAX_SEQ_LEN
 
 
 # The queue.
 
 
-def test_as_many_run_as_may_and_those_who_came_first(tokenizer: Tokenizer) -> None:
-    scheduler = static(tokenizer, 5, max_batch_size=3)
+def test_as_many_run_as_may_and_those_who_came_first() -> None:
+    scheduler = static(5, max_batch_size=3)
     requests = [add(scheduler, name) for name in "abcde"]
     step(scheduler)
     assert (list(scheduler.running), list(scheduler.waiting)) == (["a", "b", "c"], ["d", "e"])
-    assert set(scheduler.streams) == set("abcde")
-    assert [r.status for r in requests] == [RequestStatus.DECODE] * 3 + [RequestStatus.WAITING] * 2
+    assert [r.status for r in requests] == [RequestStatus.RUNNING] * 3 + [RequestStatus.WAITING] * 2
+    assert [r.num_computed_tokens for r in requests] == [3] * 3 + [0] * 2
+    assert len(scheduler.pool.audit()) == 3, "a request that waits holds nothing"
 
 
-def test_whom_memory_refuses_waits_and_nobody_overtakes(tokenizer: Tokenizer) -> None:
-    scheduler = static(tokenizer, 2, max_batch_size=4)
+def test_whom_memory_refuses_waits_and_nobody_overtakes() -> None:
+    scheduler = static(2, max_batch_size=4)
     for name in "abcd":
         add(scheduler, name, max_new_tokens=2)
     step(scheduler)
     assert (list(scheduler.running), list(scheduler.waiting)) == (["a", "b"], ["c", "d"])
     assert scheduler.waiting["c"].status is RequestStatus.WAITING
+    assert scheduler.pool.length(scheduler.waiting["c"]) == 0
     step(scheduler)
     step(scheduler)
     assert (list(scheduler.running), list(scheduler.waiting)) == (["c", "d"], [])
 
 
 @pytest.mark.parametrize(("max_new_tokens", "granted"), [(1, 4), (9, 12), (500, MAX_SEQ_LEN)])
-def test_a_request_is_granted_memory_for_its_longest_answer(
-    tokenizer: Tokenizer, max_new_tokens: int, granted: int
-) -> None:
-    scheduler = static(tokenizer, 1)
+def test_a_request_is_granted_memory_for_its_longest_answer(max_new_tokens: int, granted: int) -> None:
+    scheduler = static(1)
     add(scheduler, "a", 3, max_new_tokens)
     scheduler.schedule()
     assert scheduler.pool.audit() == [f"Request a holds region 0 with 0 tokens of {granted} granted."]
+
+
+def test_tokens_that_the_pool_has_already_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a prefix tree: ``admit`` says how many, and the step computes those behind them."""
+    scheduler = static(1)
+    a = add(scheduler, "a", 8)
+
+    def admit(request: Request) -> int:
+        assert scheduler.pool.reserve(request, 5)
+        scheduler.pool.commit(request, 5)
+        return 5
+
+    monkeypatch.setattr(scheduler.pool, "admit", admit)
+    monkeypatch.setattr(ContiguousKVCachePool, "free_tokens", 12 - 5)  # enough for what is missing, and no more
+    (entry,) = scheduler.schedule()
+    assert (entry.request, entry.start, entry.num_tokens, a.num_computed_tokens) == (a, 5, 3, 5)
+
+
+def test_a_request_that_is_refused_gives_back_what_it_was_admitted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = static(2)
+    a = add(scheduler, "a", 8)
+    monkeypatch.setattr(scheduler.pool, "admit", lambda request: int(scheduler.pool.reserve(request, 5)))
+    monkeypatch.setattr(ContiguousKVCachePool, "free_tokens", 10)  # of 12 less 1
+    assert len(scheduler.schedule()) == 0
+    assert scheduler.pool.audit() == []
+    assert (a.status, a.num_computed_tokens, list(scheduler.waiting)) == (RequestStatus.WAITING, 0, ["a"])

@@ -1,131 +1,228 @@
-"""The allocator of blocks: who holds what is always known, and nothing comes back that was not handed out."""
+"""The allocator of blocks: how many hold each is always known, and nothing comes back that was not handed out."""
+
+from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shared.cache.blocks import BlockAllocator
 from shared.errors import BlockError, ConfigError
+
+NUM_BLOCKS = 8
 
 
 def blocks(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
+def state(allocator: BlockAllocator) -> tuple[list[int], list[int]]:
+    """The free blocks in their order, and the counts."""
+    return allocator.stack[: allocator.num_free].tolist(), allocator.ref_counts.tolist()
+
+
 def test_blocks_are_handed_out_once_and_the_last_back_goes_first() -> None:
     allocator = BlockAllocator(3)
-    assert [allocator.allocate("a"), allocator.allocate("b"), allocator.allocate("a")] == [0, 1, 2]
-    assert allocator.allocate("c") is None
-    allocator.free(0, "a")
-    allocator.free(2, "a")
+    assert [allocator.allocate(1).tolist() for _ in range(3)] == [[0], [1], [2]]
+    assert allocator.allocate(1) is None
+    allocator.free(blocks(0))
+    allocator.free(blocks(2))
     assert allocator.num_free == 2
-    assert [allocator.allocate("c"), allocator.allocate("c")] == [2, 0]
-    assert allocator.owners.tolist() == ["c", "b", "c"]
+    assert [allocator.allocate(1).tolist() for _ in range(2)] == [[2], [0]]
+    assert allocator.ref_counts.tolist() == [1, 1, 1]
 
 
 def test_many_are_taken_and_given_back_as_a_whole() -> None:
     allocator = BlockAllocator(5)
-    assert allocator.allocate_many(0, "a").tolist() == []
-    first = allocator.allocate_many(3, "a")
+    assert allocator.allocate(0).tolist() == []
+    first = allocator.allocate(3)
     assert first.tolist() == [0, 1, 2]
     assert first.dtype == np.int32
-    assert allocator.allocate_many(3, "b") is None
+    assert allocator.allocate(3) is None
     assert allocator.num_free == 2
-    allocator.free_many(first, "a")
-    assert allocator.allocate_many(3, "b").tolist() == [0, 1, 2], "in the order in which they were held before"
-    allocator.free_many(blocks(), "b")
-    assert allocator.audit({"b": blocks(2, 0, 1)}) == []
+    allocator.free(first)
+    assert allocator.allocate(3).tolist() == [0, 1, 2], "in the order in which they were held before"
+    allocator.free(blocks())
+    assert allocator.audit([blocks(2, 0, 1)]) == []
 
 
-@pytest.mark.parametrize(
-    ("given_back", "message"),
-    [
-        ([3], "a gives back block 3, which is free already"),
-        ([0, 2], "a gives back block 2, which b holds; only that one can"),
-        ([0, 7], "a gives back block 7; there are blocks 0 to 3"),
-        ([-1], "a gives back block -1; there are blocks 0 to 3"),
-        ([1, 0, 1], r"a gives back blocks \[1, 0, 1\], one of them twice"),
-    ],
-)
+def test_what_is_handed_out_does_not_change_when_the_allocator_goes_on() -> None:
+    allocator = BlockAllocator(4)
+    first = allocator.allocate(2)
+    allocator.free(blocks(1))
+    allocator.allocate(3)
+    assert first.tolist() == [0, 1]
+
+
+def test_a_shared_block_comes_back_with_its_last_holder() -> None:
+    allocator = BlockAllocator(4)
+    first = allocator.allocate(3)
+    common = first[:2]
+    allocator.share(common)
+    allocator.share(common)
+    assert allocator.ref_counts.tolist() == [3, 3, 1, 0]
+    assert allocator.num_free == 1, "to share takes no block"
+    allocator.free(first)
+    assert state(allocator) == ([3, 2], [2, 2, 0, 0])
+    allocator.free(common)
+    assert allocator.num_free == 2
+    assert allocator.audit([common]) == []
+    allocator.free(common)
+    assert allocator.num_free == 4
+    assert allocator.allocate(3).tolist() == [0, 1, 2]
+
+
+WRONG = [
+    ([3], "Block 3 is free already; a block is given back once by each holder"),
+    ([0, 3], "Block 3 is free already"),
+    ([0, 7], "There is no block 7; there are blocks 0 to 3"),
+    ([-1], "There is no block -1; there are blocks 0 to 3"),
+    ([1, 0, 1], r"Of blocks \[1, 0, 1\] one is named twice; a holder holds a block once"),
+    ([2, 2], r"Of blocks \[2, 2\] one is named twice"),  # also where it has two holders
+]
+
+
+@pytest.mark.parametrize(("given_back", "message"), WRONG)
 def test_what_cannot_come_back(given_back: list[int], message: str) -> None:
     allocator = BlockAllocator(4)
-    allocator.allocate_many(2, "a")
-    allocator.allocate("b")
+    allocator.allocate(3)
+    allocator.share(blocks(2))
+    before = state(allocator)
     with pytest.raises(BlockError, match=message):
-        allocator.free_many(blocks(*given_back), "a")
-    if len(given_back) == 1:
-        with pytest.raises(BlockError, match=message):
-            allocator.free(given_back[0], "a")
-    assert allocator.audit({"a": blocks(0, 1), "b": blocks(2)}) == [], "nothing has changed"
-    assert allocator.num_free == 1
+        allocator.free(blocks(*given_back))
+    assert state(allocator) == before == ([3], [1, 1, 2, 0]), "nothing has changed"
+
+
+@pytest.mark.parametrize(("shared", "message"), WRONG)
+def test_what_cannot_be_shared(shared: list[int], message: str) -> None:
+    allocator = BlockAllocator(4)
+    allocator.allocate(3)
+    before = state(allocator)
+    with pytest.raises(BlockError, match=message):
+        allocator.share(blocks(*shared))
+    assert state(allocator) == before, "nothing has changed"
 
 
 def test_twice_is_once_too_often() -> None:
     allocator = BlockAllocator(2)
-    block = allocator.allocate("a")
-    assert block is not None
-    allocator.free(block, "a")
+    block = allocator.allocate(1)
+    allocator.free(block)
     with pytest.raises(BlockError, match="free already"):
-        allocator.free(block, "a")
+        allocator.free(block)
     assert allocator.num_free == 2
 
 
 def test_numbers_that_make_no_sense() -> None:
     with pytest.raises(ConfigError, match="number of blocks is 0"):
         BlockAllocator(0)
-    with pytest.raises(BlockError, match="a asks for -1 blocks"):
-        BlockAllocator(1).allocate_many(-1, "a")
-
-
-def test_leaks_are_the_blocks_of_the_dead() -> None:
-    allocator = BlockAllocator(6)
-    for owner in "abcab":
-        allocator.allocate(owner)
-    leaks = allocator.leaks({"b"})
-    assert {owner: held.tolist() for owner, held in leaks.items()} == {"a": [0, 3], "c": [2]}
-    for owner, held in leaks.items():
-        allocator.free_many(held, owner)
-    assert allocator.leaks({"b"}) == {}
-    assert allocator.num_free == 4
+    with pytest.raises(BlockError, match="-1 blocks are asked for"):
+        BlockAllocator(1).allocate(-1)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda a: a.stack.__setitem__(1, a.stack[0]), "Block 3 is free 2 times"),
-        (lambda a: a.owners.__setitem__(3, "a"), "Block 3 is free and held by a"),
+        (lambda a: a.ref_counts.__setitem__(3, 1), "Block 3 is free and held"),
         (lambda a: setattr(a, "num_free", 1), "Block 2 is neither free nor held"),
-        (lambda a: a.owners.__setitem__(0, "b"), "Block 0 stands in the table of a and is held by b"),
-        (lambda a: a.allocate("c"), "Block 2 is held by c and stands in no table"),
+        (lambda a: a.share(blocks(0)), "Block 0 has 2 holders and stands in 1 tables: it is lost"),
+        (lambda a: a.allocate(1), "Block 2 has 1 holders and stands in 0 tables: it is lost"),
+        (lambda a: a.free(blocks(1)), "Block 1 has 0 holders and stands in 1 tables: it can be granted again"),
     ],
 )
 def test_the_audit_finds_damage(damage, message: str) -> None:
     allocator = BlockAllocator(4)
-    allocator.allocate_many(2, "a")
-    assert allocator.audit({"a": blocks(0, 1)}) == []
+    allocator.allocate(2)
+    assert allocator.audit([blocks(0, 1)]) == []
     damage(allocator)
-    assert any(line.startswith(message) for line in allocator.audit({"a": blocks(0, 1)}))
+    assert any(line.startswith(message) for line in allocator.audit([blocks(0, 1)]))
 
 
-def test_the_audit_finds_a_block_that_stands_in_two_tables() -> None:
+@pytest.mark.parametrize("tables", [[blocks(0, 1, 0)], [blocks(0, 1), blocks(0)]], ids=["one", "two"])
+def test_the_audit_finds_a_block_that_stands_in_tables_once_too_often(tables: list[np.ndarray]) -> None:
     allocator = BlockAllocator(4)
-    allocator.allocate_many(2, "a")
-    assert allocator.audit({"a": blocks(0, 1, 0)}) == ["Block 0 stands in tables 2 times."]
+    allocator.allocate(2)
+    assert allocator.audit(tables) == ["Block 0 has 1 holders and stands in 2 tables: it can be granted again."]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), max_size=30))
 def test_any_order_of_taking_and_giving_back(steps: list[tuple[str, int]]) -> None:
-    """An owner that holds something gives all of it back, one that holds nothing asks for some."""
+    """A holder that holds something gives all of it back, one that holds nothing asks for some."""
     allocator, held = BlockAllocator(8), {}
-    for owner, count in steps:
-        if owner in held:
-            allocator.free_many(held.pop(owner), owner)
+    for holder, count in steps:
+        if holder in held:
+            allocator.free(held.pop(holder))
         else:
-            got = allocator.allocate_many(count, owner)
+            got = allocator.allocate(count)
             assert (got is None) == (count > 8 - sum(map(len, held.values())))
             if got is not None:
-                held[owner] = got
+                held[holder] = got
         assert allocator.num_free == 8 - sum(map(len, held.values()))
-        assert allocator.audit(held) == []
-        assert set(allocator.leaks(())) == {owner for owner, mine in held.items() if len(mine)}
+        assert allocator.audit(held.values()) == []
+
+
+class Sharing(RuleBasedStateMachine):
+    """Holders that also share blocks, beside a list of free blocks and the tables of the holders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = BlockAllocator(NUM_BLOCKS)
+        self.free = list(range(NUM_BLOCKS))[::-1]
+        self.tables: list[list[int]] = []
+
+    def counts(self) -> Counter[int]:
+        return Counter(block for table in self.tables for block in table)
+
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def take(self, count: int) -> None:
+        got = self.allocator.allocate(count)
+        if count > len(self.free):
+            assert got is None
+            return
+        assert got.tolist() == [self.free.pop() for _ in range(count)], "the last that came back go first"
+        self.tables.append(got.tolist())
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """A new holder of some blocks of any holders, in any order."""
+        held = sorted(self.counts())
+        chosen = data.draw(st.lists(st.sampled_from(held), unique=True) if held else st.just([]))
+        self.allocator.share(blocks(*chosen))
+        self.tables.append(chosen)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """A holder gives up all that it holds, or some, in any order."""
+        table = data.draw(st.sampled_from(range(len(self.tables))))
+        given = data.draw(st.permutations(self.tables[table]))[: data.draw(st.integers(0, len(self.tables[table])))]
+        self.allocator.free(blocks(*given))
+        self.tables[table] = [block for block in self.tables[table] if block not in given]
+        if not self.tables[table]:
+            del self.tables[table]
+        counts = self.counts()
+        self.free += [block for block in given[::-1] if not counts[block]]
+
+    @rule(named=st.lists(st.integers(-2, NUM_BLOCKS + 1), min_size=1, max_size=4), is_shared=st.booleans())
+    def name_what_cannot_be(self, named: list[int], is_shared: bool) -> None:
+        """A free block, one that does not exist, or one that is named twice; nothing changes."""
+        if len(set(named)) == len(named) and set(named) <= set(self.counts()):
+            return
+        before = state(self.allocator)
+        with pytest.raises(BlockError):
+            (self.allocator.share if is_shared else self.allocator.free)(blocks(*named))
+        assert state(self.allocator) == before
+
+    @invariant()
+    def it_is_as_the_model(self) -> None:
+        counts = self.counts()
+        assert state(self.allocator) == (self.free, [counts[block] for block in range(NUM_BLOCKS)])
+        assert self.allocator.num_free == NUM_BLOCKS - len(counts)
+        assert self.allocator.audit([blocks(*table) for table in self.tables]) == []
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

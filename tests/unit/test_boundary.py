@@ -1,19 +1,25 @@
 """Who uses the memory knows protocols and nothing of what is behind them: no class, no probing, no name of a backend.
 
 Read from the source: of the engines, of what they are made of, and of the models. Only the tables that turn a setting
-into a class may say which kinds of memory there are, and ``shared.engine.config``, which names the settings.
+into a memory may say which kinds there are, and ``shared.engine.config``, which names the settings. The memory has two
+sides, of which neither knows the other: the accounts on the host, without a tensor, and views on the device.
 """
 
 import ast
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from shared.cache.pool import BatchView, CachePoolProtocol
+from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.pool import CachePoolProtocol
+from shared.cache.view import BatchView
 from shared.models.tokens import KVView
+from tests.steps import make_request, step_of
 
 ROOT = Path(__file__).parents[2]
 ENGINES = sorted(path for path in ROOT.glob("phases/*/engine.py") if path.parent.name >= "phase_04")
@@ -25,7 +31,8 @@ PARTS = sorted(
 )
 BACKENDS = re.compile(r"\b(paged|contiguous|planned|contiguous)", re.IGNORECASE)
 PROBES = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "delattr", "type", "vars", "dir"}
-TABLES = ("POOLS", "SUPPORTED")
+TABLES = ("MEMORY", "SUPPORTED")
+PROTOCOLS = {"shared.cache.pool", "shared.cache.view", "shared.cache.layout"}  # and what passes between the two sides
 
 
 def members(protocol: type) -> set[str]:
@@ -44,14 +51,14 @@ def docstrings(tree: ast.Module) -> set[ast.AST]:
 
 
 def in_tables(tree: ast.Module) -> set[ast.AST]:
-    """All of the tables, and of ``POOLS[config.kv_cache_backend or "…"]`` what stands in the brackets."""
+    """All of the tables, and of ``MEMORY[config.kv_cache_backend or "…"]`` what stands in the brackets."""
     found: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id in TABLES for target in targets):
                 found |= set(ast.walk(node))
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "POOLS":
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "MEMORY":
             found |= set(ast.walk(node.slice))
     return found
 
@@ -67,7 +74,7 @@ def found_in(source: str, names: Collection[str] = tuple(KNOWN)) -> Iterator[str
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shared.cache")
         for alias in node.names
-        if node.module != "shared.cache.pool"
+        if node.module not in PROTOCOLS
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(alias.name.startswith("shared.cache") for alias in node.names):
@@ -97,15 +104,138 @@ def test_the_memory_is_known_by_its_protocol_alone(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_engines_are_made_of_imports_no_pool(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert {name for name in modules if name.startswith("shared.cache")} <= {"shared.cache.pool"}
+    """A scheduler knows the host's side alone, and a model neither."""
+    found = imports(path.read_text(encoding="utf-8")) & {f"shared.cache.{path.stem}" for path in CACHE}
+    may = {"engine": PROTOCOLS, "scheduling": {"shared.cache.pool"}, "models": set()}
+    assert found <= may[path.parent.name]
+
+
+# The two sides of the memory.
+
+CACHE = sorted(path for path in (ROOT / "shared/cache").glob("*.py") if path.stem != "__init__")
+HOST = {"blocks", "contiguous_pool", "layout", "paged", "paged_layout", "planned", "pool"}
+MAKERS = {"paged_memory", "pool_size"}  # make both sides; beside them the functions that the tables name
+DEVICE = {path.stem for path in CACHE} - HOST - MAKERS
+VIEWS = {f"shared.cache.{name}" for name in DEVICE | MAKERS}
+HOST_FILES = [path for path in CACHE if path.stem in HOST] + sorted(
+    path for path in (ROOT / "shared/scheduling").glob("*.py") if path.stem != "__init__"
+)
+HOST_FILES += [ROOT / "shared/engine" / f"{name}.py" for name in ("batch", "memory_map", "record", "request")]
+
+
+def imports(source: str) -> set[str]:
+    """The modules that a source imports anywhere, and what it imports from them, which may be modules as well."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def knows_a_view(source: str) -> Iterator[str]:
+    """What a module of the host's side has no business with, a line each."""
+    for name in sorted(imports(source) & (VIEWS | {"shared.engine.staging", "shared.engine.runner"})):
+        yield f"imports {name}"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.Tensor":
+            yield "speaks of tensors"
+        elif isinstance(node, ast.Name | ast.arg | ast.Attribute):
+            name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "attr", "")
+            if name == "view" or name.endswith("View"):
+                yield f"speaks of {name}"
+
+
+def knows_a_pool(source: str) -> Iterator[str]:
+    """Each pool that a view speaks of; functions that make both sides are no part of one."""
+    for definition in ast.parse(source).body:
+        if isinstance(definition, ast.ClassDef):
+            for node in ast.walk(definition):
+                name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "attr", "")
+                if isinstance(name, str) and (name == "pool" or name.endswith(("Pool", "Allocator", "PoolProtocol"))):
+                    yield f"{definition.name} speaks of {name}"
+
+
+@pytest.mark.parametrize("path", HOST_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_hosts_side_knows_no_view(path: Path) -> None:
+    assert list(knows_a_view(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("name", sorted(DEVICE))
+def test_the_devices_side_knows_no_pool(name: str) -> None:
+    source = (ROOT / "shared/cache" / f"{name}.py").read_text(encoding="utf-8")
+    assert list(knows_a_pool(source)) == []
+    pools = {f"shared.cache.{name}" for name in ("contiguous_pool", "paged", "planned", "blocks")}
+    if not name.endswith("_view"):
+        assert not imports(source) & pools
+
+
+def test_nothing_on_the_hosts_side_leads_to_a_view() -> None:
+    """Not through others either: a pool can be used where no view can."""
+    sources = {
+        f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}": path.read_text(encoding="utf-8")
+        for path in (ROOT / "shared").rglob("*.py")
+    }
+    reached, left = set(), [f"shared.cache.{name}" for name in HOST]
+    while left:
+        module = left.pop()
+        reached.add(module)
+        left += [name for name in imports(sources[module]) if name in sources and name not in reached]
+    assert not reached & VIEWS
+    assert {"shared.cache.layout", "shared.scheduling.schedule", "shared.engine.request"} <= reached
+
+
+@pytest.mark.parametrize("make", [lambda: ContiguousKVCachePool(2, 8), lambda: PagedKVCachePool(4, 2, 2)])
+def test_a_pool_holds_no_tensor(make: Callable[[], CachePoolProtocol]) -> None:
+    """Not in what it holds either, nor in what it gives."""
+    pool, request = make(), make_request("a")
+    pool.reserve(request, 4)
+    left, seen = [pool, pool.layout(step_of({request: 3}))], set()
+    while left:
+        value = left.pop()
+        assert not isinstance(value, torch.Tensor)
+        if id(value) not in seen:
+            seen.add(id(value))
+            left += [*value.keys(), *value.values()] if isinstance(value, dict) else []
+            left += list(value) if isinstance(value, list | tuple) else []
+            left += list(vars(value).values()) if hasattr(value, "__dict__") else []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from shared.cache.paged_view import PagedSizes",
+        "from shared.cache import view",
+        "def f():\n    import shared.cache.contiguous_pool_view",
+        "from shared.engine.staging import Staging",
+        "x: torch.Tensor",
+        "def view(self): return PagedView(self)",
+        "self.view.load(batch)",
+    ],
+)
+def test_a_pool_that_knows_its_view_is_found(source: str) -> None:
+    assert list(knows_a_view(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class View:\n    def __init__(self, pool): pass",
+        "class View:\n    def load(self, batch): return self.pool.layout(batch)",
+        "class View:\n    def f(self): return PagedKVCachePool(1, 1, 1)",
+    ],
+)
+def test_a_view_that_knows_its_pool_is_found(source: str) -> None:
+    assert list(knows_a_pool(source))
 
 
 def test_there_are_files_to_read() -> None:
     names = {path.name for path in PARTS}
     assert {"scheduler.py", "preemption.py", "isolation.py", "llama.py", "batch.py"} <= names
     assert {path.parent.name for path in ENGINES} >= {"phase_04", "phase_05", "phase_06"}
+    assert {path.stem for path in CACHE} >= HOST | MAKERS
+    assert {"view", "paged_view", "planned_view", "contiguous_pool_view"} <= DEVICE
 
 
 @pytest.mark.parametrize(
@@ -125,6 +255,11 @@ def test_there_are_files_to_read() -> None:
         "import shared.cache.paged",
         "from shared.cache.paged import PagedKVCachePool\npool = PagedKVCachePool(model)",
         "match self.pool:\n    case Pool(): pass",
+        "from shared.cache.paged_memory import paged_memory\npool, view = paged_memory(config, model, 8)",
+        "self.view.prepare(batch)",
+        "self.view.keys",
+        "self.pool.view",
+        "self.pool.advance(request, 1)",
     ],
 )
 def test_what_breaks_the_rule_is_found(source: str) -> None:
@@ -134,11 +269,13 @@ def test_what_breaks_the_rule_is_found(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from shared.cache.paged import PagedKVCachePool\nPOOLS: dict = {'paged': PagedKVCachePool}",
+        "from shared.cache.paged_memory import paged_memory\nMEMORY: dict = {'paged': paged_memory}",
         "SUPPORTED = {'kv_cache_backend=paged'}",
-        "self.pool = POOLS[config.kv_cache_backend or 'paged'].for_engine(config, self.model, 8)",
+        "self.pool, self.view = MEMORY[config.kv_cache_backend or 'paged'](config, self.model, 8)",
+        "from shared.cache.view import BatchView\nview: BatchView",
         "self.pool.reserve(name, self.pool.free_tokens - self.pool.watermark_tokens)",
-        "tokens, _ = self.view.prepare(batch)",
+        "tokens, logit_rows, rows = self.view.load(batch)",
+        "self.pool.commit(request, 1), self.pool.layout(schedule)",
         "isinstance(prompt, str)",
         "keys.contiguous()",
         '"""Paged memory."""',

@@ -1,4 +1,4 @@
-"""The pool against a model of it, and its view against one contiguous cache for each sequence."""
+"""The pool against a model of it, and the view of its regions against one contiguous cache for each sequence."""
 
 import re
 from dataclasses import replace
@@ -9,24 +9,36 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.contiguous_pool_view import ContiguousPoolView
+from shared.cache.layout import Layout
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.errors import CapacityError, ConfigError
 from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
-from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
+from tests.steps import commit, make_request, put_in_flight, step_of
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
 )
-SLOTS, CAPACITY = 3, 10
-IDS = st.sampled_from("abcde")
+REGIONS, CAPACITY = 3, 10
+NAMES = "aabbc"  # ids that are used again while the first request that had them may still hold memory
+NUMBERS = st.sampled_from(range(len(NAMES)))
 TOKENS = st.integers(-1, CAPACITY + 1)
+
+
+def make_pool() -> ContiguousKVCachePool:
+    return ContiguousKVCachePool(REGIONS, CAPACITY)
+
+
+def make_view(max_tokens: int = 20) -> ContiguousPoolView:
+    return ContiguousPoolView(CONFIG, REGIONS, CAPACITY, max_tokens, torch.float32)
 
 
 class Pool(RuleBasedStateMachine):
@@ -34,62 +46,103 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = ContiguousKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
-        self.granted: dict[str, int] = {}
-        self.lengths: dict[str, int] = {}
+        self.pool = make_pool()
+        self.requests = [make_request(name) for name in NAMES]
+        self.granted: dict[Request, int] = {}
+        self.lengths: dict[Request, int] = {}
+        self.layouts: list[tuple[Layout, list[list[int]]]] = []
 
-    @rule(request_id=IDS, tokens=TOKENS)
-    def reserve(self, request_id: str, tokens: int) -> None:
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def reserve(self, number: int, tokens: int) -> None:
+        request = self.requests[number]
         if not 0 <= tokens <= CAPACITY:
-            with pytest.raises(
-                CapacityError, match=f"Request {request_id} asks for {tokens} tokens and a region has 10"
-            ):
-                self.pool.reserve(request_id, tokens)
+            message = f"Request {NAMES[number]} asks for {tokens} tokens and a region has 10"
+            with pytest.raises(CapacityError, match=message):
+                self.pool.reserve(request, tokens)
             return
-        fits = request_id in self.granted or len(self.granted) < SLOTS
-        assert self.pool.reserve(request_id, tokens) is fits
+        fits = request in self.granted or len(self.granted) < REGIONS
+        assert self.pool.admit(request) == 0
+        assert self.pool.reserve(request, tokens) is fits
         if fits:
-            self.granted[request_id] = max(self.granted.get(request_id, 0), tokens)
-            self.lengths.setdefault(request_id, 0)
+            self.granted[request] = max(self.granted.get(request, 0), tokens)
+            self.lengths.setdefault(request, 0)
 
-    @rule(request_id=IDS, tokens=TOKENS)
-    def advance(self, request_id: str, tokens: int) -> None:
-        length = self.lengths.get(request_id)
-        if length is None or tokens < 0 or length + tokens > self.granted[request_id]:
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def commit(self, number: int, tokens: int) -> None:
+        request = self.requests[number]
+        length = self.lengths.get(request)
+        if length is None or tokens < 0 or length + tokens > self.granted[request]:
             with pytest.raises(CapacityError):
-                self.pool.advance(request_id, tokens)
+                self.pool.commit(request, tokens)
             return
-        self.pool.advance(request_id, tokens)
-        self.lengths[request_id] += tokens
+        self.pool.commit(request, tokens)
+        self.lengths[request] += tokens
 
-    @rule(request_id=IDS, tokens=TOKENS)
-    def truncate(self, request_id: str, tokens: int) -> None:
-        if not 0 <= tokens <= self.lengths.get(request_id, -1):
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def truncate(self, number: int, tokens: int) -> None:
+        request = self.requests[number]
+        if not 0 <= tokens <= self.lengths.get(request, -1):
             with pytest.raises(CapacityError):
-                self.pool.truncate(request_id, tokens)
+                self.pool.truncate(request, tokens)
             return
-        self.pool.truncate(request_id, tokens)
-        self.lengths[request_id] = tokens
+        self.pool.truncate(request, tokens)
+        self.lengths[request] = tokens
 
-    @rule(request_id=IDS)
-    def release(self, request_id: str) -> None:
-        self.pool.release(request_id)
-        self.granted.pop(request_id, None)
-        self.lengths.pop(request_id, None)
+    @rule(number=NUMBERS)
+    def release(self, number: int) -> None:
+        request = self.requests[number]
+        self.pool.release(request)
+        self.granted.pop(request, None)
+        self.lengths.pop(request, None)
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def lay_out(self, data: st.DataObject) -> None:
+        """New tokens behind those that steps in flight compute; positions (``start``) say nothing of lengths."""
+        chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
+        entries, places = [], []
+        for request in chosen:
+            in_flight, new = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 4))
+            request.num_computed_tokens = data.draw(st.integers(0, 9))
+            entries.append(Scheduled(request, request.num_computed_tokens + in_flight, new))
+            first = self.lengths[request] + in_flight
+            places.append((first, first + new))
+        schedule = Schedule(1, tuple(entries))
+        if any(end > self.granted[request] for request, (_, end) in zip(chosen, places, strict=True)):
+            with pytest.raises(CapacityError, match="that were granted"):
+                self.pool.layout(schedule)
+            return
+        regions = [self.pool.regions[request] for request in chosen]
+        first, ends = [first for first, _ in places], [end for _, end in places]
+        slots = [
+            region * CAPACITY + place
+            for region, (first, end) in zip(regions, places, strict=True)
+            for place in range(first, end)
+        ]
+        self.layouts.append((self.pool.layout(schedule), [regions, first, ends, slots]))
 
     @invariant()
     def the_pool_is_as_the_model(self) -> None:
         pool = self.pool
-        assert {name: pool.length(name) for name in "abcde"} == {name: self.lengths.get(name, 0) for name in "abcde"}
+        assert [pool.length(request) for request in self.requests] == [
+            self.lengths.get(request, 0) for request in self.requests
+        ]
         assert pool.used_tokens == sum(self.lengths.values())
-        assert pool.free_tokens == (SLOTS - len(self.granted)) * CAPACITY
-        assert len(pool.audit()) == len(self.granted), "each that holds a region, and nothing else, is reported"
-        assert all(f"Request {name} holds region" in " ".join(pool.audit()) for name in self.granted)
-        if self.granted:
-            regions, lengths, granted = pool.places(list(self.granted))
-            assert len(set(regions.tolist())) == len(self.granted)
-            assert lengths.tolist() == [self.lengths[name] for name in self.granted]
-            assert granted.tolist() == list(self.granted.values())
+        assert pool.free_tokens == (REGIONS - len(self.granted)) * CAPACITY
+        block_tokens, holdings = pool.holdings()
+        assert block_tokens == CAPACITY
+        assert holdings.keys() == self.granted.keys()
+        assert len({region for (region,) in holdings.values()}) == len(self.granted)
+        assert pool.audit() == [
+            f"Request {request.request_id} holds region {region} with {self.lengths[request]} tokens of "
+            f"{self.granted[request]} granted."
+            for request, (region,) in holdings.items()
+        ], "each that holds a region, and nothing else, is reported"
+
+    @invariant()
+    def layouts_do_not_change_when_the_pool_goes_on(self) -> None:
+        for layout, expected in self.layouts:
+            assert [array.tolist() for array in vars(layout).values()] == expected
 
 
 TestPool = Pool.TestCase
@@ -107,9 +160,9 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
     ],
 )
 def test_the_audit_finds_damage(damage, message: str) -> None:
-    pool = ContiguousKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
+    pool = make_pool()
     assert pool.audit() == []
-    pool.reserve("a", 5)
+    pool.reserve(make_request("a"), 5)
     damage(pool)
     assert any(re.search(message, line) for line in pool.audit())
 
@@ -117,16 +170,23 @@ def test_the_audit_finds_damage(damage, message: str) -> None:
 @pytest.mark.parametrize(("regions", "capacity"), [(0, 5), (5, 0)])
 def test_a_pool_needs_a_place(regions: int, capacity: int) -> None:
     with pytest.raises(ConfigError, match="at least 1 of 1"):
-        ContiguousKVCachePool(CONFIG, regions, capacity, torch.float32)
+        ContiguousKVCachePool(regions, capacity)
 
 
-def batch(lengths: dict[str, int], num_new: dict[str, int]) -> Batch:
-    """So many new tokens behind those that each sequence has."""
-    requests = []
-    for name, new in num_new.items():
-        ids = list(range(lengths[name] + new))
-        requests.append(Request(name, ids, SamplingParams(), 0, num_computed_tokens=lengths[name]))
-    return Batch.of(requests)
+def test_an_id_that_is_used_again_has_memory_of_its_own() -> None:
+    """The first request that had it ended, and a step in flight still computes it."""
+    pool, first, second = make_pool(), make_request("a"), make_request("a")
+    pool.reserve(first, 6)
+    pool.commit(first, 6)
+    assert pool.length(second) == 0
+    with pytest.raises(CapacityError, match="Request a holds no region"):
+        pool.commit(second, 1)
+    pool.reserve(second, 4)
+    pool.release(first)
+    assert pool.audit() == ["Request a holds region 1 with 0 tokens of 4 granted."]
+    assert pool.layout(step_of({second: 2})).slot_mapping.tolist() == [CAPACITY, CAPACITY + 1]
+    pool.release(first)
+    assert len(pool.audit()) == 1, "to release what is released changes nothing"
 
 
 STEPS = [  # prompts of different lengths; all decode; a part decodes; a prompt beside; several tokens at once
@@ -145,19 +205,21 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
     """To the last bit: on a CPU a sequence's attention does not know who else is in the step."""
     model = load_model(model_folder)
     shape, generator = model.config, torch.Generator().manual_seed(0)
-    pool = ContiguousKVCachePool(shape, 4, 32, torch.float32)
-    pool.keys.fill_(torch.nan)
-    pool.values.fill_(torch.nan)
-    view = pool.view(shape.num_heads, backend)
+    pool = ContiguousKVCachePool(4, 32)
+    view = ContiguousPoolView(shape, 4, 32, 26, torch.float32, backend=backend)
+    view.keys.fill_(torch.nan)
+    view.values.fill_(torch.nan)
     caches = {name: ContiguousCache(shape, 32, torch.float32) for name in "abcd"}
     alone = {n: ContiguousView(cache, "naive" if backend == "naive" else "sdpa") for n, cache in caches.items()}
-    lengths = dict.fromkeys("abcd", 0)
+    requests = {name: make_request(name) for name in "abcd"}
     for step in STEPS:
         for name in step:
-            assert pool.reserve(name, 32)
-        tokens, logit_rows = view.prepare(batch(lengths, step))
+            assert pool.reserve(requests[name], 32)
+        schedule = step_of({requests[name]: new for name, new in step.items()})
+        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
         assert tokens.ids.tolist() == tokens.positions.tolist()
         assert logit_rows.tolist() == (np.cumsum(list(step.values())) - 1).tolist()
+        assert rows.tolist() == [pool.regions[requests[name]] for name in step]
         for name, new in step.items():
             alone[name].prepare(new)
         T = sum(step.values())
@@ -169,44 +231,82 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
             ours = view.attend(layer, view.write(layer, q, k, v, tokens.positions, attention.qk), **options)
             theirs, start = [], 0
             for name, new in step.items():
-                rows = slice(start, start := start + new)
+                part = slice(start, start := start + new)
                 one = alone[name]
-                rotated = one.write(layer, q[rows], k[rows], v[rows], tokens.positions[rows], attention.qk)
+                rotated = one.write(layer, q[part], k[part], v[part], tokens.positions[part], attention.qk)
                 theirs.append(one.attend(layer, rotated, **options))
             assert torch.equal(ours, torch.cat(theirs)), (step, layer)
+        commit(pool, schedule)
         for name, new in step.items():
-            pool.advance(name, new)
             caches[name].advance(new)
-            lengths[name] += new
-    assert pool.used_tokens == sum(lengths.values())
+    assert pool.used_tokens == sum(cache.length for cache in caches.values())
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:
     """A forward that failed is run again from the same places."""
-    pool = ContiguousKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
-    view = pool.view(CONFIG.num_heads)
-    pool.reserve("a", 10)
-    pool.reserve("b", 10)
-    pool.advance("a", 3)
-    both = batch({"a": 3, "b": 0}, {"a": 1, "b": 4})
-    view.prepare(both)
-    rows = view.rows.clone()
-    view.prepare(batch({"b": 0}, {"b": 4}))
-    assert view.rows.tolist() == rows[2:].tolist()
-    view.prepare(both)
-    assert torch.equal(view.rows, rows)
+    pool, view = make_pool(), make_view()
+    a, b = make_request("a"), make_request("b")
+    pool.reserve(a, 10)
+    pool.reserve(b, 10)
+    commit(pool, step_of({a: 3}))
+    both = Batch.of(step_of({a: 1, b: 4}), pool)
+    assert both.layout.slot_mapping.tolist() == [3, 10, 11, 12, 13], "b has the second region of 10 tokens"
+    view.load(both)
+    places = view.places.clone()
+    view.load(Batch.of(step_of({b: 4}), pool))
+    assert view.places.tolist() == places[2:].tolist(), "of a CPU each head has a row of its own"
+    view.load(Batch.of(step_of({a: 1, b: 4}), pool))
+    assert torch.equal(view.places, places)
     assert pool.audit() == [
         "Request a holds region 0 with 3 tokens of 10 granted.",
         "Request b holds region 1 with 0 tokens of 10 granted.",
     ]
 
 
+def test_tokens_in_flight_have_their_places_before_they_are_counted() -> None:
+    pool, a, b = make_pool(), make_request("a"), make_request("b")
+    pool.reserve(a, 10)
+    pool.reserve(b, 10)
+    first = step_of({a: 4, b: 2})
+    put_in_flight(first)
+    second = step_of({b: 1, a: 1})
+    layout = pool.layout(second)
+    assert (layout.num_cached.tolist(), layout.lengths.tolist()) == ([2, 4], [3, 5])
+    assert layout.slot_mapping.tolist() == [12, 4]
+    put_in_flight(second)
+    commit(pool, first)
+    assert pool.layout(Schedule(2, second.entries)).slot_mapping.tolist() == [12, 4], "the first step has arrived"
+    assert pool.layout(step_of({a: 1})).slot_mapping.tolist() == [5], "the second has not"
+
+
 def test_the_view_writes_nothing_that_was_not_granted() -> None:
-    pool = ContiguousKVCachePool(CONFIG, SLOTS, CAPACITY, torch.float32)
-    view = pool.view(CONFIG.num_heads)
-    pool.reserve("a", 4)
-    view.prepare(batch({"a": 0}, {"a": 4}))
+    """The pool refuses to say where, also behind tokens in flight."""
+    pool, a, b = make_pool(), make_request("a"), make_request("b")
+    pool.reserve(a, 4)
+    Batch.of(step_of({a: 4}), pool)
     with pytest.raises(CapacityError, match=r"would fill \[5\] tokens of \[4\] that were granted"):
-        view.prepare(batch({"a": 0}, {"a": 5}))
+        Batch.of(step_of({a: 5}), pool)
     with pytest.raises(CapacityError, match="Request b holds no region"):
-        view.prepare(batch({"b": 0}, {"b": 1}))
+        Batch.of(step_of({b: 1}), pool)
+    put_in_flight(step_of({a: 4}))
+    with pytest.raises(CapacityError, match=r"would fill \[5\] tokens of \[4\] that were granted"):
+        Batch.of(step_of({a: 1}), pool)
+
+
+def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
+    pool, view, requests = make_pool(), make_view(), [make_request(name) for name in "abc"]
+    for request in requests:
+        pool.reserve(request, CAPACITY)
+    found = set()
+    for step in ({requests[0]: 6, requests[1]: 1}, dict.fromkeys(requests, 1), {requests[2]: 9}):
+        schedule = step_of(step)
+        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
+        assert tokens.positions.tolist() == tokens.ids.tolist()
+        loaded = (tokens.ids, tokens.positions, logit_rows, rows, view.places, view.regions, view.lengths)
+        found.add(tuple(tensor.data_ptr() for tensor in loaded))
+        commit(pool, schedule)
+    assert len(found) == 1
+    requests[0].num_scheduled_tokens = requests[0].num_computed_tokens = 0
+    pool.truncate(requests[0], 0)
+    with pytest.raises(ValueError, match="has 6 numbers, and there is room for 5"):
+        make_view(max_tokens=5).load(Batch.of(step_of({requests[0]: 6}), pool))

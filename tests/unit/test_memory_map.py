@@ -11,6 +11,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.memory_map import HoldingState, MemoryMap
 from shared.lessons import find_lesson, lessons
 from shared.sampling.params import SamplingParams
+from tests.steps import make_request
 
 BLOCK, BLOCKS = 4, 8
 HELD = re.compile(r"Request (\S+) holds (\d+) blocks with (\d+) tokens of (\d+) granted\.")
@@ -107,18 +108,47 @@ def test_who_is_computed_again_is_marked_while_it_waits_for_its_turn(folder: Pat
     engine.scheduler._preempt(engine.scheduler.running["b"])
     assert [(h.request_id, h.state) for h in seen(engine).holdings] == [("a", "decode"), ("b", "preempted")]
     engine.scheduler.schedule()
+    engine.scheduler.drop_in_flight()  # a step that was broken off: b and c hold memory, and nothing is computed
     memory = seen(engine)
     check(engine, memory)
     assert [(h.request_id, h.state) for h in memory.holdings] == [("a", "decode"), ("b", "recompute"), ("c", "prefill")]
     assert [h.num_written for h in memory.holdings][1:] == [0, 0]
+    engine.step()
+    memory = seen(engine)
+    check(engine, memory)
+    assert [(h.request_id, h.state) for h in memory.holdings] == [("a", "decode"), ("b", "recompute"), ("c", "prefill")]
+    assert [h.num_written for h in memory.holdings] == [6, 5, 0], "c's prompt has its turn in the next step"
 
 
 def test_memory_that_nobody_owns_is_shown(folder: Path) -> None:
     engine = make_engine(folder)
-    assert engine.pool.reserve("ghost", 5)
+    assert engine.pool.reserve(make_request("ghost"), 5)
     (ghost,) = seen(engine).holdings
     assert (ghost.request_id, ghost.state, len(ghost.blocks), ghost.num_written) == ("ghost", "lost", 2, 0)
     check(engine, seen(engine))
+
+
+def test_an_id_that_is_used_again_is_told_from_the_memory_that_was_lost(folder: Path) -> None:
+    engine = make_engine(folder)
+    ghost = make_request("a")
+    assert engine.pool.reserve(ghost, 5)
+    add(engine, "a", 3, 4)
+    engine.step()
+    memory = seen(engine)
+    assert [(h.state, h.blocks, h.num_written) for h in memory.holdings] == [("prefill", (2,), 3), ("lost", (0, 1), 0)]
+    engine.pool.release(ghost)
+    check(engine, seen(engine))
+
+
+def test_what_a_step_in_flight_still_computes_is_not_lost(folder: Path) -> None:
+    engine = make_engine(folder)
+    add(engine, "a", 5, 4)
+    engine.scheduler.schedule()
+    assert engine.abort("a")
+    assert engine.pool.free_tokens == (BLOCKS - 2) * BLOCK
+    assert seen(engine).holdings == (), "its blocks come back with the step"
+    engine.scheduler.drop_in_flight()
+    assert engine.pool.audit() == []
 
 
 def test_a_map_is_json_and_changes_no_more(folder: Path) -> None:

@@ -13,11 +13,16 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.cache import pool_size
+from shared.cache import free_memory, pool_size
 from shared.cache.contiguous import ContiguousCache, ContiguousView, kv_bytes
+from shared.cache.layout import Layout
 from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_memory import paged_memory
+from shared.cache.paged_view import PagedView
+from shared.cache.view import BatchView
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -25,17 +30,25 @@ from shared.engine.request import Request
 from shared.errors import BlockError, CapacityError, ConfigError
 from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
-from shared.sampling.params import SamplingParams
+from shared.models.config import ModelConfig
+from shared.scheduling.schedule import Schedule, Scheduled
+from tests.steps import commit, make_request, put_in_flight, step_of
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
 )
-IDS = st.sampled_from("abcde")
+NAMES = "aabbc"  # ids that are used again while the first request that had them may still hold memory
+NUMBERS = st.sampled_from(range(len(NAMES)))
 TOKENS = st.integers(-1, 25)
 
 
 def make_pool(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, **about: Any) -> PagedKVCachePool:
-    return PagedKVCachePool(CONFIG, num_blocks, block_size, max_sequences, torch.float32, **about)
+    return PagedKVCachePool(num_blocks, block_size, max_sequences, **about)
+
+
+def make_view(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, max_tokens: int = 24) -> PagedView:
+    sizes = PagedSizes(num_blocks, block_size, max_sequences, max_tokens, num_blocks * block_size)
+    return PagedView(CONFIG, sizes, torch.float32)
 
 
 class Pool(RuleBasedStateMachine):
@@ -46,8 +59,10 @@ class Pool(RuleBasedStateMachine):
         self.pool = make_pool(num_blocks, block_size, rows, request_capacity=20)
         self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, rows
         self.capacity = min(20, num_blocks * block_size)
-        self.granted: dict[str, int] = {}
-        self.lengths: dict[str, int] = {}
+        self.requests = [make_request(name) for name in NAMES]
+        self.granted: dict[Request, int] = {}
+        self.lengths: dict[Request, int] = {}
+        self.layouts: list[tuple[Layout, list[list[int]]]] = []
 
     def num_blocks_for(self, tokens: int) -> int:
         return (tokens + self.block_size - 1) // self.block_size
@@ -55,102 +70,131 @@ class Pool(RuleBasedStateMachine):
     def num_free(self) -> int:
         return self.num_blocks - sum(map(self.num_blocks_for, self.granted.values()))
 
-    @rule(request_id=IDS, tokens=TOKENS)
-    def reserve(self, request_id: str, tokens: int) -> None:
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def reserve(self, number: int, tokens: int) -> None:
         """Also to grow what a request has."""
+        request = self.requests[number]
         if not 0 <= tokens <= self.capacity:
             with pytest.raises(CapacityError, match=f"asks for {tokens} tokens and the pool has {self.capacity}"):
-                self.pool.reserve(request_id, tokens)
+                self.pool.reserve(request, tokens)
             return
-        missing = self.num_blocks_for(tokens) - self.num_blocks_for(self.granted.get(request_id, 0))
-        fits = missing <= self.num_free() and (request_id in self.granted or len(self.granted) < self.num_rows)
-        before = self.pool.table(request_id).tolist()
-        assert self.pool.reserve(request_id, tokens) is fits
-        assert self.pool.table(request_id).tolist()[: len(before)] == before, "what stands stays where it is"
+        missing = self.num_blocks_for(tokens) - self.num_blocks_for(self.granted.get(request, 0))
+        fits = missing <= self.num_free() and (request in self.granted or len(self.granted) < self.num_rows)
+        before = self.pool.table(request).tolist()
+        assert self.pool.admit(request) == 0
+        assert self.pool.reserve(request, tokens) is fits
+        assert self.pool.table(request).tolist()[: len(before)] == before, "what stands stays where it is"
         if fits:
-            self.granted[request_id] = max(self.granted.get(request_id, 0), tokens)
-            self.lengths.setdefault(request_id, 0)
+            self.granted[request] = max(self.granted.get(request, 0), tokens)
+            self.lengths.setdefault(request, 0)
 
-    @rule(request_id=IDS, tokens=TOKENS)
-    def advance(self, request_id: str, tokens: int) -> None:
-        length = self.lengths.get(request_id)
-        if length is None or tokens < 0 or length + tokens > self.granted[request_id]:
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def commit(self, number: int, tokens: int) -> None:
+        request = self.requests[number]
+        length = self.lengths.get(request)
+        if length is None or tokens < 0 or length + tokens > self.granted[request]:
             with pytest.raises(CapacityError):
-                self.pool.advance(request_id, tokens)
+                self.pool.commit(request, tokens)
             return
-        self.pool.advance(request_id, tokens)
-        self.lengths[request_id] += tokens
+        self.pool.commit(request, tokens)
+        self.lengths[request] += tokens
 
-    @rule(request_id=IDS, tokens=TOKENS)
-    def truncate(self, request_id: str, tokens: int) -> None:
-        if not 0 <= tokens <= self.lengths.get(request_id, -1):
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def truncate(self, number: int, tokens: int) -> None:
+        request = self.requests[number]
+        if not 0 <= tokens <= self.lengths.get(request, -1):
             with pytest.raises(CapacityError):
-                self.pool.truncate(request_id, tokens)
+                self.pool.truncate(request, tokens)
             return
-        self.pool.truncate(request_id, tokens)
-        self.lengths[request_id] = tokens
+        before = self.pool.table(request).tolist()
+        self.pool.truncate(request, tokens)
+        assert self.pool.table(request).tolist() == before, "the grant is kept"
+        self.lengths[request] = tokens
 
-    @rule(request_id=IDS, tokens=TOKENS)
-    def shrink(self, request_id: str, tokens: int) -> None:
-        if request_id not in self.granted or not self.lengths[request_id] <= tokens <= self.granted[request_id]:
-            with pytest.raises(CapacityError):
-                self.pool.shrink(request_id, tokens)
+    @rule(number=NUMBERS)
+    def release(self, number: int) -> None:
+        request = self.requests[number]
+        self.pool.release(request)
+        self.granted.pop(request, None)
+        self.lengths.pop(request, None)
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def lay_out(self, data: st.DataObject) -> None:
+        """New tokens behind those that steps in flight compute; positions (``start``) say nothing of lengths."""
+        chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
+        entries, places = [], []
+        for request in chosen:
+            in_flight, new = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 6))
+            request.num_computed_tokens = data.draw(st.integers(0, 9))
+            entries.append(Scheduled(request, request.num_computed_tokens + in_flight, new))
+            first = self.lengths[request] + in_flight
+            places.append((first, first + new))
+        schedule = Schedule(1, tuple(entries))
+        if any(end > self.granted[request] for request, (_, end) in zip(chosen, places, strict=True)):
+            with pytest.raises(CapacityError, match="that were granted"):
+                self.pool.layout(schedule)
             return
-        before = self.pool.table(request_id).tolist()
-        self.pool.shrink(request_id, tokens)
-        assert self.pool.table(request_id).tolist() == before[: self.num_blocks_for(tokens)]
-        self.granted[request_id] = tokens
+        tables, slots = [], []
+        for request, (first, end) in zip(chosen, places, strict=True):
+            table = self.pool.table(request).tolist()
+            tables.append(table[: self.num_blocks_for(end)])
+            slots += [
+                table[place // self.block_size] * self.block_size + place % self.block_size
+                for place in range(first, end)
+            ]
+        rows = [self.pool.rows[request] for request in chosen]
+        starts = [sum(map(len, tables[:n])) for n in range(len(tables) + 1)]
+        blocks = [block for table in tables for block in table]
+        expected = [rows, [first for first, _ in places], [end for _, end in places], slots, blocks, starts]
+        self.layouts.append((self.pool.layout(schedule), expected))
 
-    @rule(request_id=IDS)
-    def release(self, request_id: str) -> None:
-        self.pool.release(request_id)
-        self.granted.pop(request_id, None)
-        self.lengths.pop(request_id, None)
-
-    @rule(request_id=IDS, count=st.integers(1, 3))
-    def lose_blocks_and_reclaim(self, request_id: str, count: int) -> None:
-        """Blocks that were taken for a request that never got a table; those of living requests are not touched."""
-        if request_id in self.granted or count > self.num_free():
+    @rule(count=st.integers(1, 3))
+    def lose_blocks_and_find_them(self, count: int) -> None:
+        """Blocks that were taken and never got a table."""
+        if count > self.num_free():
             return
-        lost = self.pool.allocator.allocate_many(count, request_id)
-        assert len(self.pool.audit_blocks()) == count
-        assert self.pool.reclaim(self.granted) == [
-            f"Request {request_id} is gone and blocks {sorted(lost.tolist())} were its own."
+        lost = self.pool.allocator.allocate(count)
+        assert self.pool.audit_blocks() == [
+            f"Block {block} has 1 holders and stands in 0 tables: it is lost." for block in sorted(lost.tolist())
         ]
+        self.pool.allocator.free(lost)
 
-    @rule(live=st.sets(IDS))
-    def reclaim(self, live: set[str]) -> None:
-        gone = [name for name in self.granted if name not in live]
-        assert len(self.pool.reclaim(live)) == len(gone)
-        for name in gone:
-            del self.granted[name], self.lengths[name]
-
-    @rule(request_id=IDS, block=st.integers(-1, 12))
-    def give_back_what_is_not_held(self, request_id: str, block: int) -> None:
-        if block in self.pool.table(request_id):
+    @rule(block=st.integers(-1, 12))
+    def give_back_what_is_not_held(self, block: int) -> None:
+        if any(block in self.pool.table(request) for request in self.granted):
             return
         with pytest.raises(BlockError):
-            self.pool.allocator.free(block, request_id)
+            self.pool.allocator.free(np.array([block], np.int32))
 
     @invariant()
     def the_pool_is_as_the_model(self) -> None:
         pool = self.pool
-        assert {name: pool.length(name) for name in "abcde"} == {name: self.lengths.get(name, 0) for name in "abcde"}
+        assert [pool.length(request) for request in self.requests] == [
+            self.lengths.get(request, 0) for request in self.requests
+        ]
         assert pool.used_tokens == sum(self.lengths.values())
         assert pool.free_tokens == self.num_free() * self.block_size
         assert pool.audit_blocks() == []
-        assert len(pool.audit()) == len(self.granted), "each that holds something, and nothing else, is reported"
-        assert all(
-            f"Request {name} holds {len(pool.table(name))} blocks" in " ".join(pool.audit()) for name in self.granted
-        )
-        tables = [pool.table(name).tolist() for name in self.granted]
-        assert [len(table) for table in tables] == [self.num_blocks_for(tokens) for tokens in self.granted.values()]
-        assert len({block for table in tables for block in table}) == sum(map(len, tables))
-        if self.granted:
-            rows, lengths, granted = pool.places(list(self.granted))
-            assert [pool.tables[row, : len(table)].tolist() for row, table in zip(rows, tables, strict=True)] == tables
-            assert lengths.tolist() == [self.lengths[name] for name in self.granted]
-            assert granted.tolist() == list(self.granted.values())
+        block_tokens, holdings = pool.holdings()
+        assert block_tokens == self.block_size
+        assert holdings.keys() == self.granted.keys()
+        assert pool.audit() == [
+            f"Request {request.request_id} holds {len(table)} blocks with {self.lengths[request]} tokens of "
+            f"{self.granted[request]} granted."
+            for request, table in holdings.items()
+        ], "each that holds something, and nothing else, is reported"
+        assert len({block for table in holdings.values() for block in table}) == sum(map(len, holdings.values()))
+        for request, tokens in self.granted.items():
+            table = pool.table(request).tolist()
+            assert table == holdings[request]
+            assert len(table) == self.num_blocks_for(tokens)
+            assert pool.tables[pool.rows[request], : len(table)].tolist() == table
+
+    @invariant()
+    def layouts_do_not_change_when_the_pool_goes_on(self) -> None:
+        for layout, expected in self.layouts:
+            assert [array.tolist() for array in vars(layout).values()] == expected
 
 
 TestPool = Pool.TestCase
@@ -160,21 +204,25 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda pool: pool.tables.__setitem__((0, 1), 5), "Block 5 stands in the table of a and is held by None"),
-        (lambda pool: pool.tables.__setitem__((0, 1), 0), "Block 0 stands in tables 2 times"),
-        (lambda pool: pool.allocator.owners.__setitem__(0, None), "Block 0 is neither free nor held"),
-        (lambda pool: pool.allocator.owners.__setitem__(4, "z"), "Block 4 is free and held by z"),
+        (
+            lambda pool: pool.tables.__setitem__((0, 1), 5),
+            "Block 5 has 0 holders and stands in 1 tables: it can be granted again",
+        ),
+        (lambda pool: pool.tables.__setitem__((0, 1), 5), "Block 1 has 1 holders and stands in 0 tables: it is lost"),
+        (lambda pool: pool.tables.__setitem__((0, 1), 0), "Block 0 has 1 holders and stands in 2 tables"),
+        (lambda pool: pool.allocator.ref_counts.__setitem__(0, 0), "Block 0 is neither free nor held"),
+        (lambda pool: pool.allocator.ref_counts.__setitem__(4, 1), "Block 4 is free and held"),
         (lambda pool: pool.granted.__setitem__(0, 9), "Request a holds 2 blocks and its grant of 9 tokens fills 3"),
         (lambda pool: pool.lengths.__setitem__(0, 6), "Request a has 6 tokens and 5 were granted"),
         (lambda pool: pool.lengths.__setitem__(2, 1), "Row 2 is free and has 1 tokens of 0 granted"),
-        (lambda pool: pool.free_rows.pop(), r"Of 4 rows {'a': 0} are held and \[3, 2\] free"),
+        (lambda pool: pool.free_rows.pop(), r"Of 4 rows \[0\] are held and \[3, 2\] free"),
         (lambda pool: setattr(pool, "used_tokens", 1), "The requests have 0 tokens and 1 are counted"),
     ],
 )
 def test_the_audit_finds_damage(damage, message: str) -> None:
     pool = make_pool()
     assert pool.audit() == []
-    pool.reserve("a", 5)
+    pool.reserve(make_request("a"), 5)
     assert pool.audit() == ["Request a holds 2 blocks with 0 tokens of 5 granted."]
     damage(pool)
     assert any(re.match(message, line) for line in pool.audit())
@@ -187,44 +235,70 @@ def test_a_pool_needs_a_block_of_a_token_for_a_sequence(numbers: tuple[int, int,
 
 
 def test_a_table_grows_by_the_blocks_that_are_missing_or_not_at_all() -> None:
-    pool = make_pool(6, 4, 2)
-    assert pool.reserve("a", 9)
-    assert pool.reserve("a", 12)
-    assert pool.table("a").tolist() == [0, 1, 2], "the last block had room"
-    assert pool.reserve("b", 5)
-    assert pool.reserve("a", 13)
-    assert (pool.table("a").tolist(), pool.table("b").tolist()) == ([0, 1, 2, 5], [3, 4])
+    pool, (a, b, c) = make_pool(6, 4, 2), map(make_request, "abc")
+    assert pool.reserve(a, 9)
+    assert pool.reserve(a, 12)
+    assert pool.table(a).tolist() == [0, 1, 2], "the last block had room"
+    assert pool.reserve(b, 5)
+    assert pool.reserve(a, 13)
+    assert (pool.table(a).tolist(), pool.table(b).tolist()) == ([0, 1, 2, 5], [3, 4])
     before = pool.audit()
-    assert pool.reserve("a", 2)
+    assert pool.reserve(a, 2)
     assert pool.audit() == before, "what was granted stays granted"
-    assert not pool.reserve("b", 9), "no block is free"
-    assert not pool.reserve("c", 0), "no row is free"
+    assert not pool.reserve(b, 9), "no block is free"
+    assert not pool.reserve(c, 0), "no row is free"
     assert pool.audit() == before, "a refusal changes nothing"
-    pool.release("b")
-    assert not pool.reserve("c", 9), "three blocks are needed and two are free"
+    pool.release(b)
+    assert not pool.reserve(c, 9), "three blocks are needed and two are free"
     assert pool.audit() == before[:1]
-    assert pool.reserve("c", 8)
-    assert pool.table("c").tolist() == [3, 4]
+    assert pool.reserve(c, 8)
+    assert pool.table(c).tolist() == [3, 4]
 
 
 def test_many_short_sequences_fit_where_one_long_one_does() -> None:
     """What a region would waste: 64 tokens of memory hold 16 sequences of up to 4, or one of 64."""
-    pool = make_pool(16, 4, 16)
-    assert [pool.reserve(str(n), 1 + n % 4) for n in range(16)] == [True] * 16
-    assert not pool.reserve("0", 5)
-    for n in range(16):
-        pool.release(str(n))
-    assert pool.reserve("long", 64)
+    pool, short = make_pool(16, 4, 16), [make_request(str(n)) for n in range(16)]
+    assert [pool.reserve(request, 1 + n % 4) for n, request in enumerate(short)] == [True] * 16
+    assert not pool.reserve(short[0], 5)
+    for request in short:
+        pool.release(request)
+    assert pool.reserve(make_request("long"), 64)
     assert pool.audit_blocks() == []
 
 
-def batch(lengths: dict[str, int], num_new: dict[str, int]) -> Batch:
-    """So many new tokens behind those that each sequence has."""
-    requests = []
-    for name, new in num_new.items():
-        ids = list(range(lengths[name] + new))
-        requests.append(Request(name, ids, SamplingParams(), 0, num_computed_tokens=lengths[name]))
-    return Batch.of(requests)
+def test_an_id_that_is_used_again_has_memory_of_its_own() -> None:
+    """The first request that had it ended, and a step in flight still computes it."""
+    pool, first, second = make_pool(), make_request("a"), make_request("a")
+    pool.reserve(first, 6)
+    pool.commit(first, 6)
+    assert (pool.length(second), pool.table(second).tolist()) == (0, [])
+    with pytest.raises(CapacityError, match="Request a holds no blocks"):
+        pool.commit(second, 1)
+    pool.reserve(second, 9)
+    pool.release(first)
+    assert pool.audit() == ["Request a holds 3 blocks with 0 tokens of 9 granted."]
+    assert pool.table(second).tolist() == [2, 3, 4]
+    assert pool.layout(step_of({second: 2})).slot_mapping.tolist() == [8, 9]
+    pool.release(first)
+    assert len(pool.audit()) == 1, "to release what is released changes nothing"
+
+
+def test_a_block_with_another_holder_outlives_the_request() -> None:
+    """As a prefix that others keep will."""
+    pool, a, b = make_pool(), make_request("a"), make_request("b")
+    pool.reserve(a, 9)
+    shared = pool.table(a)[:2]
+    pool.allocator.share(shared)
+    pool.release(a)
+    assert pool.free_tokens == 4 * 4
+    assert pool.reserve(b, 16)
+    assert not {*shared.tolist()} & {*pool.table(b).tolist()}
+    assert pool.audit_blocks() == [
+        f"Block {block} has 1 holders and stands in 0 tables: it is lost." for block in shared
+    ]
+    pool.allocator.free(shared)
+    assert pool.audit_blocks() == []
+    assert pool.reserve(b, 24)
 
 
 STEPS = [  # prompts of different lengths; all decode; a part decodes; a prompt beside; several tokens at once
@@ -245,21 +319,24 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
     """Blocks are granted as they are needed, out of order, in memory that is NaN where nothing was written."""
     model = load_model(model_folder)
     shape, generator = model.config, torch.Generator().manual_seed(0)
-    pool = PagedKVCachePool(shape, -(-32 // block_size) * 4, block_size, 4, torch.float32)
+    sizes = PagedSizes(-(-32 // block_size) * 4, block_size, 4, 26, 32)
+    pool = PagedKVCachePool(sizes.num_blocks, block_size, 4, 32)
     random.Random(0).shuffle(free := pool.allocator.stack.tolist())
     pool.allocator.stack[:] = free
-    pool.keys.fill_(torch.nan)
-    pool.values.fill_(torch.nan)
-    view = pool.view(shape.num_heads, backend)
+    view = PagedView(shape, sizes, torch.float32, backend=backend)
+    view.keys.fill_(torch.nan)
+    view.values.fill_(torch.nan)
     caches = {name: ContiguousCache(shape, 32, torch.float32) for name in "abcd"}
     alone = {n: ContiguousView(cache, "naive" if backend == "naive" else "sdpa") for n, cache in caches.items()}
-    lengths = dict.fromkeys("abcd", 0)
+    requests = {name: make_request(name) for name in "abcd"}
     for step in STEPS:
         for name, new in step.items():
-            assert pool.reserve(name, lengths[name] + new)
-        tokens, logit_rows = view.prepare(batch(lengths, step))
+            assert pool.reserve(requests[name], caches[name].length + new)
+        schedule = step_of({requests[name]: new for name, new in step.items()})
+        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
         assert tokens.ids.tolist() == tokens.positions.tolist()
         assert logit_rows.tolist() == (np.cumsum(list(step.values())) - 1).tolist()
+        assert rows.tolist() == [pool.rows[requests[name]] for name in step]
         for name, new in step.items():
             alone[name].prepare(new)
         T = sum(step.values())
@@ -271,62 +348,100 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
             ours = view.attend(layer, view.write(layer, q, k, v, tokens.positions, attention.qk), **options)
             theirs, start = [], 0
             for name, new in step.items():
-                rows = slice(start, start := start + new)
+                part = slice(start, start := start + new)
                 one = alone[name]
-                rotated = one.write(layer, q[rows], k[rows], v[rows], tokens.positions[rows], attention.qk)
+                rotated = one.write(layer, q[part], k[part], v[part], tokens.positions[part], attention.qk)
                 theirs.append(one.attend(layer, rotated, **options))
             torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-5, atol=1e-6)
+        commit(pool, schedule)
         for name, new in step.items():
-            pool.advance(name, new)
             caches[name].advance(new)
-            lengths[name] += new
-    assert pool.used_tokens == sum(lengths.values())
+    assert pool.used_tokens == sum(cache.length for cache in caches.values())
     assert pool.audit_blocks() == []
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:
     """A forward that failed is run again from the same places."""
-    pool = make_pool()
-    view = pool.view(CONFIG.num_heads)
-    pool.reserve("a", 10)
-    pool.reserve("b", 10)
-    pool.advance("a", 3)
-    both = batch({"a": 3, "b": 0}, {"a": 1, "b": 4})
-    view.prepare(both)
-    offsets = view.offsets.clone()
-    assert offsets.tolist() == [3, 12, 13, 14, 15], "blocks 0 to 2 are a's, 3 to 5 b's"
-    view.prepare(batch({"b": 0}, {"b": 4}))
-    assert view.offsets.tolist() == offsets[1:].tolist()
-    view.prepare(both)
-    assert torch.equal(view.offsets, offsets)
+    pool, view = make_pool(), make_view()
+    a, b = make_request("a"), make_request("b")
+    pool.reserve(a, 10)
+    pool.reserve(b, 10)
+    commit(pool, step_of({a: 3}))
+    view.load(Batch.of(step_of({a: 1, b: 4}), pool))
+    places = view.places.clone()
+    assert places.tolist() == [3, 12, 13, 14, 15], "blocks 0 to 2 are a's, 3 to 5 b's"
+    view.load(Batch.of(step_of({b: 4}), pool))
+    assert view.places.tolist() == places[1:].tolist()
+    view.load(Batch.of(step_of({a: 1, b: 4}), pool))
+    assert torch.equal(view.places, places)
     assert pool.audit() == [
         "Request a holds 3 blocks with 3 tokens of 10 granted.",
         "Request b holds 3 blocks with 0 tokens of 10 granted.",
     ]
 
 
-def test_the_view_writes_nothing_that_was_not_granted() -> None:
-    """Also where the last block would have room."""
-    pool = make_pool()
-    view = pool.view(CONFIG.num_heads)
-    pool.reserve("a", 5)
-    view.prepare(batch({"a": 0}, {"a": 5}))
+def test_tokens_in_flight_have_their_places_before_they_are_counted() -> None:
+    pool, a, b = make_pool(), make_request("a"), make_request("b")
+    pool.reserve(a, 4)
+    pool.reserve(b, 3)
+    first = step_of({a: 4, b: 2})
+    put_in_flight(first)
+    assert pool.reserve(a, 5), "a table grows while its tokens are in flight"
+    second = step_of({b: 1, a: 1})
+    layout = pool.layout(second)
+    assert (layout.num_cached.tolist(), layout.lengths.tolist()) == ([2, 4], [3, 5])
+    assert (layout.slot_mapping.tolist(), layout.tables.tolist()) == ([6, 8], [1, 0, 2])
+    put_in_flight(second)
+    commit(pool, first)
+    assert pool.layout(Schedule(2, second.entries)).slot_mapping.tolist() == [6, 8], "the first step has arrived"
     with pytest.raises(CapacityError, match=r"would fill \[6\] tokens of \[5\] that were granted"):
-        view.prepare(batch({"a": 0}, {"a": 6}))
+        pool.layout(step_of({a: 1}))
+
+
+def test_the_view_writes_nothing_that_was_not_granted() -> None:
+    """The pool refuses to say where; also where the last block would have room."""
+    pool, a, b = make_pool(), make_request("a"), make_request("b")
+    pool.reserve(a, 5)
+    Batch.of(step_of({a: 5}), pool)
+    with pytest.raises(CapacityError, match=r"would fill \[6\] tokens of \[5\] that were granted"):
+        Batch.of(step_of({a: 6}), pool)
     with pytest.raises(CapacityError, match="Request b holds no blocks"):
-        view.prepare(batch({"b": 0}, {"b": 1}))
+        Batch.of(step_of({b: 1}), pool)
 
 
-def measured(folder: Path, **given: Any) -> tuple[PagedKVCachePool, Any]:
+def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
+    """Those of decode steps, and those of prompts."""
+    pool, view, requests = make_pool(), make_view(), [make_request(name) for name in "abc"]
+    for request in requests:
+        pool.reserve(request, 8)
+    found: dict[bool, set[tuple[int, ...]]] = {False: set(), True: set()}
+    a, b, c = requests
+    for step in ({a: 5, b: 1}, {a: 1}, {b: 2}, {a: 1, b: 1, c: 1}, {c: 7}, {b: 1}):
+        schedule = step_of(step)
+        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
+        assert tokens.positions.tolist() == tokens.ids.tolist()
+        loaded = (tokens.ids, tokens.positions, logit_rows, rows, view.places)
+        found[view.is_decode].add(tuple(tensor.data_ptr() for tensor in loaded))
+        commit(pool, schedule)
+    assert [len(addresses) for addresses in found.values()] == [1, 1]
+    pool.release(a)
+    pool.reserve(a, 6)
+    a.num_computed_tokens = a.num_scheduled_tokens = 0
+    with pytest.raises(ValueError, match="has 6 numbers, and there is room for 5"):
+        make_view(max_tokens=5).load(Batch.of(step_of({a: 6}), pool))
+
+
+def measured(folder: Path, **given: Any) -> tuple[PagedKVCachePool, BatchView, ModelConfig]:
     config = EngineConfig(model=str(folder), kv_cache_backend="paged", **given)
     model = load_model(folder)
-    return PagedKVCachePool.for_engine(config, model, config.sequence_limit(model.max_positions)), model.config
+    return *paged_memory(config, model, config.sequence_limit(model.max_positions)), model.config
 
 
 def test_a_pool_takes_what_can_be_used_and_no_more(tiny_checkpoints: dict[str, Path]) -> None:
-    pool, _ = measured(tiny_checkpoints["llama"], max_seq_len=100, max_batch_size=3)
+    pool, view, shape = measured(tiny_checkpoints["llama"], max_seq_len=100, max_batch_size=3)
     assert pool.capacity_tokens == 3 * 7 * 16
-    assert pool.max_sequences == 3
+    assert (pool.max_sequences, pool.request_capacity) == (3, 100)
+    assert view.num_bytes == kv_bytes(shape, pool.capacity_tokens, torch.float32), "both sides have the same size"
     assert pool.audit() == [], "nothing is left of the forward that was measured"
 
 
@@ -337,8 +452,9 @@ def test_a_pool_takes_what_memory_is_left_beside_a_step(
     config = EngineConfig(model=str(folder), kv_cache_backend="paged", max_num_batched_tokens=640, max_seq_len=512)
     model = load_model(folder)
 
-    def make(num_blocks: int, max_sequences: int) -> PagedKVCachePool:
-        return PagedKVCachePool(model.config, num_blocks, 16, max_sequences, torch.float32)
+    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, PagedView]:
+        pool = PagedKVCachePool(sizes.num_blocks, sizes.block_size, sizes.max_sequences)
+        return pool, PagedView(model.config, sizes, torch.float32)
 
     step = pool_size.step_bytes(config, model, 512, 640, make)
     hidden = 640 * model.config.hidden_size * 4
@@ -346,13 +462,14 @@ def test_a_pool_takes_what_memory_is_left_beside_a_step(
     block_bytes = kv_bytes(model.config, 16, torch.float32)
     for blocks in (40, 77):
         monkeypatch.setattr(pool_size, "free_bytes", lambda device, n=blocks: 2 * (step + n * block_bytes))
-        pool = PagedKVCachePool.for_engine(config, model, 512)
+        pool, view = paged_memory(config, model, 512)
         assert pool.allocator.num_blocks == blocks
+        assert view.num_bytes == blocks * block_bytes
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: 2 * (step + 31 * block_bytes))
     with pytest.raises(
         ConfigError, match=r"num_gpu_blocks is 31, all that the memory has room for: 496 tokens .* 32 blocks"
     ):
-        PagedKVCachePool.for_engine(config, model, 512)
+        paged_memory(config, model, 512)
 
 
 def test_the_peak_is_what_lives_at_a_time_and_not_what_was_there() -> None:
@@ -376,22 +493,23 @@ def test_to_measure_loads_no_compiler() -> None:
 
 
 def test_a_container_that_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pool_size.container_bytes(tmp_path) == 2**63
+    assert free_memory.container_bytes(tmp_path) == 2**63
     for limit, expected in (("5000", 5000 - 3000 + 700), ("max", 2**63), ("100", 0)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text("3000\n")
         (tmp_path / "memory.stat").write_text("anon 10\ninactive_file 700\n")
-        assert pool_size.container_bytes(tmp_path) == expected
+        assert free_memory.container_bytes(tmp_path) == expected
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1234, total=9999))
-    monkeypatch.setattr(pool_size, "container_bytes", lambda: 2**63)
-    assert pool_size.free_bytes(torch.device("cpu")) == 1234
+    monkeypatch.setattr(free_memory, "container_bytes", lambda: 2**63)
+    assert free_memory.free_bytes(torch.device("cpu")) == 1234
     with pytest.raises(ConfigError, match=r"100 blocks of 64 tokens take .* cpu has 0.00 GB free"):
-        make_pool(100, 64)
+        make_view(100, 64)
 
 
 def test_configs_of_other_shapes_are_counted_right() -> None:
     shape = replace(CONFIG, num_layers=3, num_kv_heads=5, head_dim=8)
-    pool = PagedKVCachePool(shape, 7, 3, 2, torch.float16)
-    assert pool.keys.shape == pool.values.shape == (3, 7, 3, 5, 8)
-    assert pool.num_bytes == pool.keys.nbytes + pool.values.nbytes
+    view = PagedView(shape, PagedSizes(7, 3, 2, 21, 21), torch.float16)
+    assert view.keys.shape == view.values.shape == (3, 7, 3, 5, 8)
+    assert view.num_bytes == view.keys.nbytes + view.values.nbytes
+    pool = PagedKVCachePool(7, 3, 2)
     assert pool.capacity_tokens == pool.request_capacity == 21

@@ -274,8 +274,9 @@ def test_what_cannot_be_planned_is_refused(make, message):
 def test_all_arrays_travel_in_one_copy_and_plans_of_a_bucket_are_of_one_size():
     first = plan_decode([3, 500], H100, num_rows=8, is_captured=True)
     second = plan_decode([16384] * 7 + [1], H100, num_rows=8, is_captured=True)
-    sent = Staging(torch.device("cpu")).send(first.arrays())
-    device_plan = DevicePlan.of(first, sent)
+    arrays = {str(n): array for n, array in enumerate(first.arrays())}
+    sent = Staging.for_arrays(torch.device("cpu"), arrays).send(arrays)
+    device_plan = DevicePlan.of(first, list(sent.values()))
     assert device_plan.request_indices.tolist() == first.request_indices.tolist()
     assert (device_plan.capacity, device_plan.num_rows) == (second.capacity, second.num_rows) == (140, 8)
     assert [array.shape for array in first.arrays()] == [array.shape for array in second.arrays()]

@@ -1,0 +1,168 @@
+"""A batch says what its schedule says, and a part of it is the batch of that part, for every kind of memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.attention.descriptor import AttentionPlan, Grid
+from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.planned import AttentionPlanner, PlannedKVCachePool
+from shared.cache.pool import CachePoolProtocol
+from shared.checkpoints.shapes import SHAPES
+from shared.engine.batch import Batch
+from shared.engine.request import Request
+from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling
+from shared.loading.config_json import parse_config
+from shared.scheduling.schedule import Schedule, Scheduled
+from tests.steps import commit, make_request, put_in_flight, step_of
+
+SHAPE = parse_config(SHAPES["tiny-gemma3"])  # layers with a window and without: two plans a step
+SIZES = PagedSizes(num_blocks=60, block_size=3, max_sequences=4, max_tokens=200, max_seq_len=40)
+PLANNER = AttentionPlanner(SHAPE, 4, torch.device("cpu"))
+POOLS = {
+    "contiguous": lambda: ContiguousKVCachePool(4, 40),
+    "paged": lambda: PagedKVCachePool(60, 3, 4, 40),
+    "planned": lambda: PlannedKVCachePool(SIZES, PLANNER),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_splits() -> Any:
+    """So that plans of tiny sequences have something to say."""
+    with pytest.MonkeyPatch.context() as patch:
+        for tiling in (DecodeTiling, PrefillTiling):
+            patch.setattr(tiling, "grid", lambda *about: Grid(resident=6, unit=16, least_split=16))
+        yield
+
+
+def values(found: Any) -> Any:
+    """All that a batch says, as Python values."""
+    if isinstance(found, np.ndarray):
+        return found.dtype.name, found.tolist()
+    if isinstance(found, dict):
+        return {key: values(value) for key, value in found.items()}
+    if hasattr(found, "layout") or hasattr(found, "lengths") or isinstance(found, AttentionPlan):
+        return type(found).__name__, {key: values(value) for key, value in vars(found).items()}
+    return found
+
+
+def test_a_batch_is_complete_and_holds_no_request() -> None:
+    pool, a, b = POOLS["contiguous"](), make_request("a", [7, 8, 9]), make_request("b", [5])
+    for request in (a, b):
+        pool.reserve(request, 9)
+    commit(pool, step_of({a: 3}))
+    a.append(6)
+    batch = Batch.of(step_of({a: 1, b: 1}), pool)
+    assert batch.request_ids == ("a", "b")
+    assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([6, 5], [3, 0])
+    assert (batch.num_new_tokens.tolist(), batch.pending.tolist()) == ([1, 1], [])
+    assert (batch.logit_rows.tolist(), batch.logit_sequences.tolist()) == ([0, 1], [0, 1])
+    assert batch.is_decode
+    assert batch.layout.slot_mapping.tolist() == [3, 40]
+    assert not any(isinstance(value, Request) for value in vars(batch).values())
+
+
+def test_a_piece_of_a_prompt_brings_its_own_tokens_also_if_it_is_one() -> None:
+    """And not the prompt's last."""
+    pool, a = POOLS["contiguous"](), make_request("a", [10, 11, 12, 13])
+    pool.reserve(a, 4)
+    for new, expected in ((1, [10]), (2, [11, 12]), (1, [13])):
+        schedule = step_of({a: new})
+        assert Batch.of(schedule, pool).token_ids.tolist() == expected
+        commit(pool, schedule)
+
+
+def test_a_token_in_flight_is_pending_in_its_place() -> None:
+    pool, a, b, c = POOLS["contiguous"](), *(make_request(name, range(5, 8)) for name in "abc")
+    for request in (a, b, c):
+        pool.reserve(request, 9)
+    put_in_flight(step_of({a: 3, b: 3}))
+    batch = Batch.of(step_of({a: 1, b: 1, c: 3}), pool)
+    assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([0, 0, 5, 6, 7], [3, 3, 0, 1, 2])
+    assert batch.pending.tolist() == [0, 1]
+    assert Batch.of(step_of({a: 1, b: 1}), pool).pending.tolist() == [0, 1]
+    a.append(99)
+    batch = Batch.of(step_of({a: 1, b: 1}), pool)
+    assert (batch.token_ids.tolist(), batch.pending.tolist()) == ([99, 0], [1]), "a's has arrived"
+
+
+def test_several_logit_rows_of_a_sequence_are_those_of_its_last_tokens() -> None:
+    pool, a, b = POOLS["contiguous"](), make_request("a"), make_request("b")
+    for request in (a, b):
+        pool.reserve(request, 9)
+    entries = (Scheduled(a, 0, 4, num_drafts=2, num_logit_rows=3), Scheduled(b, 0, 2, num_logit_rows=0))
+    batch = Batch.of(Schedule(1, entries), pool)
+    assert batch.logit_rows.tolist() == [1, 2, 3]
+    assert batch.logit_sequences.tolist() == [0, 0, 0]
+
+
+Sequence = st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(1, 9))  # committed, in flight, new tokens
+
+
+def scheduled(pool: CachePoolProtocol, sequences: list[tuple[int, int, int]], is_decode: bool) -> Schedule:
+    """Of each what is written, what is in flight, and new tokens, of which some are not known yet."""
+    entries = []
+    for name, (committed, in_flight, new) in zip("abcd", sequences, strict=False):
+        new = 1 if is_decode else new
+        start = committed + in_flight
+        request = make_request(name, range(100, 100 + start + new - bool(in_flight)))
+        assert pool.reserve(request, start + new)
+        commit(pool, step_of({request: committed} if committed else {}))
+        entries.append(Scheduled(request, start, new, num_logit_rows=min(new, 1 + committed % 3)))
+    return Schedule(1, tuple(entries))
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@settings(max_examples=60)
+@given(
+    sequences=st.lists(Sequence, min_size=1, max_size=4),
+    is_decode=st.booleans(),
+    ends=st.tuples(st.integers(0, 3), st.integers(1, 4)),
+)
+def test_a_part_of_a_batch_is_the_batch_of_that_part(
+    kind: str, sequences: list[tuple[int, int, int]], is_decode: bool, ends: tuple[int, int]
+) -> None:
+    """Slots, tables, plans and pending tokens."""
+    pool = POOLS[kind]()
+    schedule = scheduled(pool, sequences, is_decode)
+    begin = min(ends[0], len(schedule) - 1)
+    part = range(begin, max(begin + 1, min(ends[1], len(schedule))))
+    expected = Batch.of(replace(schedule, entries=schedule.entries[part.start : part.stop]), pool)
+    batch = Batch.of(schedule, pool)
+    before = values(batch)
+    assert values(batch.part(part)) == values(expected)
+    halves = batch.part(range(part.start)) if part.start else None
+    assert halves is None or values(halves.part(range(1))) == values(batch.part(range(1))), "a part of a part"
+    assert batch.part(range(len(batch))) is batch
+    assert values(batch) == before
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@settings(max_examples=30)
+@given(sequences=st.lists(Sequence, min_size=1, max_size=4), is_decode=st.booleans())
+def test_a_batch_does_not_change_when_the_pool_goes_on(
+    kind: str, sequences: list[tuple[int, int, int]], is_decode: bool
+) -> None:
+    """Tokens are committed, tables grow, requests leave and others get their memory."""
+    pool = POOLS[kind]()
+    schedule = scheduled(pool, sequences, is_decode)
+    batch = Batch.of(schedule, pool)
+    parts = [batch.part(range(n, n + 1)) for n in range(len(batch))]
+    before = [values(each) for each in (batch, *parts)]
+    for entry in schedule:
+        pool.commit(entry.request, entry.num_tokens)
+        entry.request.append(7)
+        pool.reserve(entry.request, 40)
+    for entry in schedule:
+        pool.release(entry.request)
+        late = make_request("late")
+        assert pool.reserve(late, 40)
+        pool.commit(late, 40)
+    assert [values(each) for each in (batch, *parts)] == before

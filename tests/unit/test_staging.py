@@ -1,0 +1,107 @@
+"""Arrays on their way to the device: each arrives whole, at its own address, and nothing is allocated on the way."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.cache.pool_size import peak_bytes
+from shared.engine.staging import Staging
+
+CPU = torch.device("cpu")
+PLACES = {
+    "short": (3, np.int32),
+    "ids": (50, np.int64),
+    "empty": (0, np.int64),
+    "chances": (7, np.float32),
+    "exact": (5, np.float64),
+    "long": (1000, np.int32),
+}
+Lengths = st.fixed_dictionaries(
+    {},
+    optional={name: st.integers(0, count) for name, (count, _) in PLACES.items()},
+)
+
+
+def arrays_of(lengths: dict[str, int], seed: int = 0) -> dict[str, Any]:
+    generator = np.random.default_rng(seed)
+    return {name: generator.integers(1 << 20, size=n).astype(PLACES[name][1]) for name, n in lengths.items()}
+
+
+@given(steps=st.lists(Lengths, min_size=1, max_size=8))
+def test_an_array_keeps_its_address_whatever_else_is_sent(steps: list[dict[str, int]]) -> None:
+    staging = Staging(CPU, PLACES)
+    addresses = {name: tensor.data_ptr() for name, tensor in staging.tensors.items()}
+    ends = sorted(
+        (addresses[name], addresses[name] + count * np.dtype(d).itemsize) for name, (count, d) in PLACES.items()
+    )
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends)), "none lies in another"
+    for seed, lengths in enumerate(steps):
+        arrays = arrays_of(lengths, seed)
+        sent = staging.send(arrays)
+        assert sent.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert np.array_equal(sent[name].numpy(), array)
+            assert sent[name].numpy().dtype == PLACES[name][1]
+            if len(array):
+                assert sent[name].data_ptr() == addresses[name]
+
+
+def test_an_array_arrives_in_the_dtype_of_its_place() -> None:
+    sent = Staging(CPU, {"lengths": (4, np.int32)}).send({"lengths": np.array([1, 2**31 - 1], np.int64)})
+    assert sent["lengths"].dtype == torch.int32
+    assert sent["lengths"].tolist() == [1, 2**31 - 1]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_array_that_is_too_long_is_refused(name: str) -> None:
+    staging, room = Staging(CPU, PLACES), PLACES[name][0]
+    message = f"{name} has {room + 1} numbers, and there is room for {room}"
+    with pytest.raises(ValueError, match=message):
+        staging.send(arrays_of({name: room + 1}))
+    for follower in PLACES:
+        full = arrays_of({other: PLACES[other][0] for other in PLACES})
+        staging.send(full)
+        with pytest.raises(ValueError, match=message):
+            staging.send(arrays_of({name: room + 1}, seed=1))
+        if follower != name:
+            found = staging.tensors[follower].numpy()
+            assert np.array_equal(found, full[follower]), "it was not written over its neighbours"
+    assert staging.send(arrays_of({name: room}))[name].shape == (room,)
+
+
+def test_nothing_is_allocated_after_the_start() -> None:
+    staging, lengths = Staging(CPU, PLACES), {name: count for name, (count, _) in PLACES.items()}
+    memory = staging.arrived.data_ptr()
+    assert peak_bytes(lambda: staging.send(arrays_of(lengths)), CPU) == 0
+    assert peak_bytes(lambda: Staging(CPU, PLACES), CPU) == staging.arrived.nbytes, "what is measured is seen"
+    assert staging.arrived.data_ptr() == memory
+    assert {tensor.untyped_storage().data_ptr() for tensor in staging.send(arrays_of(lengths)).values()} == {memory}
+
+
+def test_places_for_given_arrays() -> None:
+    arrays = arrays_of({"short": 2, "long": 9})
+    staging = Staging.for_arrays(CPU, arrays)
+    assert all(np.array_equal(sent.numpy(), arrays[name]) for name, sent in staging.send(arrays).items())
+    with pytest.raises(ValueError, match="short has 3 numbers, and there is room for 2"):
+        staging.send(arrays_of({"short": 3}))
+
+
+@pytest.mark.gpu
+def test_what_is_sent_behind_a_busy_stream_arrives_unmixed() -> None:
+    """More sends than there are pinned buffers, while the GPU has not begun with the first."""
+    device = torch.device("cuda")
+    staging = Staging(device, PLACES)
+    steps = [arrays_of({name: max(0, count - n) for name, (count, _) in PLACES.items()}, n) for n in range(7)]
+    found = []
+    for _ in range(2):
+        torch.cuda._sleep(200_000_000)  # cycles: about 0.1 seconds
+        found += [{name: tensor.clone() for name, tensor in staging.send(arrays).items()} for arrays in steps]
+    torch.cuda.synchronize()
+    for arrays, sent in zip(steps * 2, found, strict=True):
+        for name, array in arrays.items():
+            assert np.array_equal(sent[name].cpu().numpy(), array)
