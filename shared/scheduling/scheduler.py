@@ -72,21 +72,19 @@ class Scheduler(ABC):
             request = entry.request
             error = sampled.errors.get(number)
             drawn = [] if error is not None else [next(tokens) for _ in range(entry.num_logit_rows)]
-            if request in self.ending:
-                if request.num_scheduled_tokens == entry.start + entry.num_tokens:  # no later step computes it
-                    del self.ending[request]
-                    self.pool.release(request)
-            elif request.status is not RequestStatus.RUNNING or request.num_computed_tokens != entry.start:
-                continue
-            elif error is not None:
-                self._fail(request, error)
-            else:
-                self.pool.commit(request, entry.num_tokens)
-                request.num_computed_tokens += entry.num_tokens
-                request.num_pending_tokens -= len(drawn)
-                request.last_step = schedule.step
-                for token_id, logprobs in drawn:
-                    request.append(token_id, logprobs)
+            if request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start:
+                if error is not None:
+                    self._fail(request, error)
+                else:
+                    self.pool.commit(request, entry.num_tokens)
+                    request.num_computed_tokens += entry.num_tokens
+                    request.num_pending_tokens -= len(drawn)
+                    request.last_step = schedule.step
+                    for token_id, logprobs in drawn:
+                        request.append(token_id, logprobs)
+            if request in self.ending and request.num_scheduled_tokens == entry.start + entry.num_tokens:
+                del self.ending[request]  # no later step computes it
+                self.pool.release(request)
 
     def finish(self, requests: Iterable[Request]) -> None:
         """Retire requests whose answers have ended."""
