@@ -236,6 +236,22 @@ def test_a_window_counts_what_can_be_seen():
     assert plan_decode([16384], H100, window=100).num_items[0] == 1
 
 
+def test_a_tile_s_first_token_sees_itself_and_the_window_before_it():
+    """One key more, or one less, would be another split."""
+    grid = Grid(resident=132, unit=1, least_split=1)
+    for past, new, tokens_per_tile, window, seen in (
+        (100, 1, 4, 8, [8]),  # as a decoded token
+        (100, 4, 4, 8, [11]),  # the keys of its four windows: 8 of the first, and one more of each
+        (100, 6, 4, 8, [11, 9]),
+        (5, 4, 4, 8, [9]),  # the first three see the beginning, the last one no longer
+        (7, 1, 4, 8, [8]),
+        (8, 1, 4, 8, [8]),
+        (0, 9, 16, 8, [9]),
+    ):
+        plan = plan_prefill([new], [past + new], grid, tokens_per_tile=tokens_per_tile, window=window, split_size=1)
+        assert [len(splits) for splits in splits_of(plan).values()] == seen, (past, new)
+
+
 def test_a_fixed_split_size_does_not_depend_on_the_other_sequences():
     alone = plan_decode([1000], H100, split_size=256)
     among = plan_decode([1000, 5000, 1], H100, split_size=256)
@@ -274,8 +290,9 @@ def test_what_cannot_be_planned_is_refused(make, message):
 def test_all_arrays_travel_in_one_copy_and_plans_of_a_bucket_are_of_one_size():
     first = plan_decode([3, 500], H100, num_rows=8, is_captured=True)
     second = plan_decode([16384] * 7 + [1], H100, num_rows=8, is_captured=True)
-    sent = Staging(torch.device("cpu")).send(first.arrays())
-    device_plan = DevicePlan.of(first, sent)
+    arrays = {str(n): array for n, array in enumerate(first.arrays())}
+    sent = Staging.for_arrays(torch.device("cpu"), arrays).send(arrays)
+    device_plan = DevicePlan.of(first, list(sent.values()))
     assert device_plan.request_indices.tolist() == first.request_indices.tolist()
     assert (device_plan.capacity, device_plan.num_rows) == (second.capacity, second.num_rows) == (140, 8)
     assert [array.shape for array in first.arrays()] == [array.shape for array in second.arrays()]
