@@ -12,14 +12,17 @@ import torch
 from phases.phase_02.engine import Engine as Plain
 from phases.phase_03_1.engine import Engine as Single
 from phases.phase_04.engine import Engine
+from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.request import Request, RequestStatus
+from shared.engine.sampler import SamplerOutput
 from shared.errors import ConfigError, QueueFullError, RequestError
 from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import greedy_tokens, load_reference
 from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
@@ -186,22 +189,49 @@ def test_a_closed_batch_runs_to_its_end(tiny_checkpoints: dict[str, Path]) -> No
     assert engine.runner.num_tokens_computed == 10 + 2 + 1 + 1 + 5, "no token is computed twice, and none is padding"
 
 
+def entry(request: Request) -> Scheduled:
+    """All tokens of a request that are not computed."""
+    return Scheduled(request, request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
+
+
 def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
     requests = [Request("a", [3, 4, 5], SamplingParams(), 0), Request("b", [6], SamplingParams(), 0)]
-    first = Batch.of(requests)
+    pool = ContiguousKVCachePool(2, 16)
+    for request in requests:
+        assert pool.reserve(request, 16)
+
+    def batch(*entries: Scheduled) -> Batch:
+        return Batch.of(Schedule(1, entries), pool)
+
+    first = batch(*map(entry, requests))
     assert first.request_ids == ("a", "b")
     assert first.token_ids.tolist() == [3, 4, 5, 6]
     assert first.positions.tolist() == [0, 1, 2, 0]
     assert (first.num_new_tokens.tolist(), first.logit_rows.tolist(), first.num_tokens) == ([3, 1], [2, 3], 4)
+    assert first.pending.tolist() == []
+    assert batch(Scheduled(requests[0], 0, 2), entry(requests[1])).token_ids.tolist() == [3, 4, 6]
+    # Tokens that are in flight have places, and no ids yet.
     for request in requests:
+        request.num_scheduled_tokens, request.num_pending_tokens = request.num_tokens, 1
+    late = batch(Scheduled(requests[0], 3, 1), Scheduled(requests[1], 1, 1))
+    assert (late.token_ids.tolist(), late.positions.tolist(), late.pending.tolist()) == ([0, 0], [3, 1], [0, 1])
+    assert late.layout.num_cached.tolist() == [3, 1], "what is in flight stands before them"
+    for request in requests:
+        pool.commit(request, request.num_tokens)
         request.num_computed_tokens = request.num_tokens
+        request.num_pending_tokens = 0
         request.append(9)
-    second = Batch.of(requests)
+    schedule = Schedule(2, tuple(map(entry, requests)))
+    second = Batch.of(schedule, pool)
     assert (second.token_ids.tolist(), second.positions.tolist()) == ([9, 9], [3, 1])
-    assert [row.index for row in second.sampling_rows] == [1, 1]
+    assert [row.index for row in schedule.sampling_rows()] == [1, 1]
     requests[0].num_computed_tokens = 1
-    assert Batch.of(requests).positions.tolist() == [1, 2, 3, 1]
-    assert Batch.of(requests).token_ids.tolist() == [4, 5, 9, 9]
+    pool.truncate(requests[0], 1)
+    again = batch(*map(entry, requests))
+    assert again.positions.tolist() == [1, 2, 3, 1]
+    assert again.token_ids.tolist() == [4, 5, 9, 9]
+    part = again.part(range(1, 2))
+    assert (part.request_ids, part.token_ids.tolist(), part.positions.tolist()) == (("b",), [9], [1])
 
 
 def test_prompt_tokens_of_a_step_stay_within_the_budget(tiny_checkpoints: dict[str, Path]) -> None:
@@ -282,16 +312,16 @@ def test_a_failure_after_the_forward_changes_nothing_for_the_others(tiny_checkpo
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 6}) for n in range(4)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
     engine, calls = make(folder), 0
-    draw = engine.drawing.draw
+    sample = engine.runner.sampler.sample
 
     def failing(logits: torch.Tensor, rows: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls in (1, 5):
             raise RuntimeError("injected, once in a prefill and once in a decode")
-        return draw(logits, rows)
+        return sample(logits, rows)
 
-    engine.drawing.draw = failing
+    engine.runner.sampler.sample = failing
     assert [tokens(answer) for answer in serve(engine, requests)] == expected
 
 
@@ -335,6 +365,51 @@ def test_an_interrupted_step_is_made_again(tiny_checkpoints: dict[str, Path]) ->
         except KeyboardInterrupt:
             assert len(engine.pool.audit()) == 3
     assert [tokens(outputs[name]) for name in names] == expected
+
+
+@pytest.mark.parametrize("place", ["forward", "wait", "commit", "process"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError, RuntimeError])
+def test_a_step_that_is_broken_off_loses_no_output(
+    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third call breaks off, and with it the step: also one in which some have got their last token already."""
+    if (error, place) == (RuntimeError, "forward"):
+        pytest.skip("an error of a forward is its requests' own")
+    folder = tiny_checkpoints["llama"]
+    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
+    expected = [tokens(answer) for answer in serve(make(folder), requests)]
+    engine, calls, num_broken_off = make(folder, max_batch_size=4), 0, 0
+    owner, name = {
+        "forward": (engine.runner, "forward"),
+        "wait": (SamplerOutput, "wait"),
+        "commit": (engine.pool, "commit"),
+        "process": (engine.output_processor, "process"),
+    }[place]
+    method = getattr(owner, name)
+
+    def breaking(*about: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 2:
+            raise error
+        return method(*about)
+
+    monkeypatch.setattr(owner, name, breaking)
+    outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(6)}
+    for n, (prompt, params) in enumerate(requests):
+        engine.add_request(prompt, SamplingParams(**params), str(n))
+    for _ in range(200):
+        if not engine.has_work():
+            break
+        try:
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+        except error:
+            num_broken_off += 1
+        assert len(engine.pool.audit()) == len(engine.scheduler.running)
+    assert num_broken_off >= 4
+    assert [tokens(answer) for answer in outputs.values()] == expected
+    assert engine.pool.audit() == []
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
@@ -407,8 +482,8 @@ def test_statuses(tiny_checkpoints: dict[str, Path]) -> None:
     while engine.has_work():
         seen.append(tuple(request.status for request in requests))
         engine.step()
-    waiting, decode, finished = RequestStatus.WAITING, RequestStatus.DECODE, RequestStatus.FINISHED
-    assert seen == [(waiting, waiting), (decode, waiting), (finished, waiting), (finished, decode)]
+    waiting, running, finished = RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED
+    assert seen == [(waiting, waiting), (running, waiting), (finished, waiting), (finished, running)]
     assert requests[1].status is finished
 
 

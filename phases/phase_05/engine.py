@@ -96,13 +96,17 @@ class Engine:
 
         A step that is interrupted, or raises, can be made again: the next one also returns what it had committed.
         """
-        self.scheduler.drop_in_flight()
-        schedule = self.scheduler.schedule()
-        prompts, decoding = schedule.prompts, schedule.decoding
-        prefilled = self.prefill(prompts)
-        decoded = self.decode(decoding)  # both forwards are on their way before a token of the first is waited for
-        self.finish(prompts, prefilled)
-        self.finish(decoding, decoded)
+        try:
+            schedule = self.scheduler.schedule()
+            prompts, decoding = schedule.prompts, schedule.decoding
+            prefilled = self.prefill(prompts)
+            decoded = self.decode(decoding)  # both forwards are on their way before a token of the first is waited for
+            self.finish(prompts, prefilled)
+            self.finish(decoding, decoded)
+        except BaseException:
+            self.scheduler.drop_in_flight()
+            self.scheduler.finish(self.output_processor.catch_up())
+            raise
         outputs = self.output_processor.take()
         self.last_step = StepRecord.of(self.scheduler, schedule, outputs)
         return outputs

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from shared.engine.draw import Drawn
 
 from phases.phase_02.engine import Engine as Plain
 from phases.phase_03_1.engine import Engine as Single
@@ -15,10 +14,13 @@ from phases.phase_04.engine import Engine as Static
 from phases.phase_05.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
+from shared.engine.request import Request
+from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import greedy_tokens, load_reference
 from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
@@ -219,50 +221,59 @@ def test_both_forwards_are_under_way_before_a_token_is_waited_for(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seen = make(tiny_checkpoints["llama"]), list[str]()
-    forward, token_ids = engine.forward, Drawn.token_ids.fget
-    monkeypatch.setattr(engine, "forward", lambda batch: seen.append("forward") or forward(batch))
-    monkeypatch.setattr(Drawn, "token_ids", property(lambda drawn: seen.append("token") or token_ids(drawn)))
+    forward, wait = engine.runner.forward, SamplerOutput.wait
+    monkeypatch.setattr(engine.runner, "forward", lambda batch: seen.append("forward") or forward(batch))
+    monkeypatch.setattr(SamplerOutput, "wait", lambda output: seen.append("wait") or wait(output))
     for prompt in ([7], [8]):
         engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=3))
         seen.clear()
         engine.step()
-    assert seen == ["forward", "forward", "token", "token"]
+    assert seen == ["forward", "forward", "wait", "wait"]
 
 
-@pytest.mark.parametrize("place", ["forward", "wait"])
+@pytest.mark.parametrize("place", ["forward", "wait", "commit"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
 def test_a_step_that_is_broken_off_loses_no_output(
-    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str
+    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a prompt's token was committed, and was its last, before the wait that broke off."""
+    """Also where a prompt's token was committed, and was its last, before the decoding broke off."""
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
     engine = make(folder)
-    decode, draw = engine.decode, engine.drawing.draw
+    decode, wait, commit = engine.decode, SamplerOutput.wait, engine.pool.commit
     calls, is_breaking = 0, False
+    broken: set[SamplerOutput] = set()
 
-    class Broken(Drawn):
-        @property
-        def token_ids(self) -> list[int]:
-            raise error
-
-    def breaking_forward(batch: Any) -> torch.Tensor:
+    def breaking_decode(decoding: Schedule) -> SamplerOutput:
+        """Every second decoding is the one that breaks off."""
         nonlocal calls, is_breaking
+        if not decoding:
+            return decode(decoding)
         calls += 1
         is_breaking = calls % 2 == 1
         if is_breaking and place == "forward":
             raise error
-        return decode(batch)
+        output = decode(decoding)
+        if is_breaking:
+            broken.add(output)
+        return output
 
-    def breaking_draw(*about: Any) -> Drawn:
+    def breaking_wait(output: SamplerOutput) -> SampledTokens:
+        if place == "wait" and output in broken:
+            raise error
+        return wait(output)
+
+    def breaking_commit(request: Request, num_tokens: int) -> None:
         nonlocal is_breaking
-        was_breaking, is_breaking = is_breaking, False
-        return Broken([]) if was_breaking else draw(*about)
+        if place == "commit" and is_breaking and num_tokens == 1:
+            is_breaking = False
+            raise error
+        commit(request, num_tokens)
 
-    engine.decode = breaking_forward
-    if place == "wait":
-        engine.drawing.draw = breaking_draw
+    monkeypatch.setattr(SamplerOutput, "wait", breaking_wait)
+    engine.decode, engine.pool.commit = breaking_decode, breaking_commit
+    num_broken_off = 0
     outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(4)}
     for n, (prompt, params) in enumerate(requests):
         engine.add_request(prompt, SamplingParams(**params), str(n))
@@ -270,13 +281,14 @@ def test_a_step_that_is_broken_off_loses_no_output(
             for output in engine.step():
                 outputs[output.request_id].append(output)
         except error:
-            pass
+            num_broken_off += 1
     while engine.has_work():
         try:
             for output in engine.step():
                 outputs[output.request_id].append(output)
         except error:
-            pass
+            num_broken_off += 1
+    assert num_broken_off >= 3
     assert [tokens(answer) for answer in outputs.values()] == expected
     assert engine.pool.audit() == []
 

@@ -18,6 +18,7 @@ from phases.phase_06.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
+from shared.engine.sampler import SamplerOutput
 from shared.errors import ConfigError, RequestError
 from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import greedy_tokens, load_reference
@@ -308,25 +309,31 @@ def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoin
             assert ids == expected[n], n
 
 
+@pytest.mark.parametrize("place", ["forward", "wait", "commit"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
 def test_a_step_that_is_broken_off_loses_no_output(
-    tiny_checkpoints: dict[str, Path], error: type[BaseException]
+    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where somebody had to give way in it, and where it had prompts, whose forward is made again."""
+    """Also where requests were preempted in it, and where it had prompts, whose forward is made again."""
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 if n == 2 else 12}) for n in range(5)]
     expected = [tokens(answer) for answer in alone(folder, requests)]
     engine = make(folder, block_size=2, tokens=24, max_seq_len=16)
-    decode, calls, broken_off = engine.decode, 0, 0
+    owner, name = {
+        "forward": (engine, "decode"),
+        "wait": (SamplerOutput, "wait"),
+        "commit": (engine.pool, "commit"),
+    }[place]
+    method, calls, broken_off = getattr(owner, name), 0, 0
 
-    def broken(batch: Any) -> torch.Tensor:
+    def breaking(*about: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls % 2:
+        if calls % (2 if place == "forward" else 3) == 1:
             raise error
-        return decode(batch)
+        return method(*about)
 
-    engine.decode = broken
+    monkeypatch.setattr(owner, name, breaking)
     outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(5)}
     coming = list(enumerate(requests))
     while coming or engine.has_work():
@@ -340,7 +347,7 @@ def test_a_step_that_is_broken_off_loses_no_output(
         except error:
             broken_off += engine.load().num_preemptions > before
         assert engine.pool.audit_blocks() == []
-    assert broken_off > 0, "no step was broken off in which somebody had to give way"
+    assert broken_off > 0, "no step was broken off in which a request was preempted"
     assert [tokens(answer) for answer in outputs.values()] == expected
     assert engine.pool.audit() == []
 
@@ -403,7 +410,7 @@ def test_without_a_number_of_blocks_the_pool_sizes_itself(tiny_checkpoints: dict
     engine = make(tiny_checkpoints["llama"], max_seq_len=100, max_batch_size=3)
     assert engine.pool.capacity_tokens == 3 * 7 * 16, "no more than three sequences can fill"
     assert engine.stats()["cache capacity (tokens)"] == 3 * 7 * 16
-    assert engine.stats()["cache bytes"] == engine.pool.keys.nbytes + engine.pool.values.nbytes
+    assert engine.stats()["cache bytes"] == engine.view.keys.nbytes + engine.view.values.nbytes
 
 
 def test_packed_weights_go_with_blocks(tiny_checkpoints: dict[str, Path]) -> None:
@@ -420,7 +427,7 @@ def test_a_step_s_index_tensors_are_made_once_for_all_layers(tiny_checkpoints: d
     """One plan is sent for each forward; on a CPU blocks are listed once for each kind of window that a model has."""
     engine = make(tiny_checkpoints["gemma3_text"])
     windows = set(engine.model.config.windows)
-    sends, cuts = counted(engine.view.staging, "send"), counted(engine.view, "_cut")
+    sends, cuts = counted_sends(engine), counted(engine.view, "_cut")
     answers, _ = serve(engine, MIXED[3:6])
     assert len(answers) == 3
     assert sends == [1] * engine.runner.num_forwards
@@ -428,9 +435,17 @@ def test_a_step_s_index_tensors_are_made_once_for_all_layers(tiny_checkpoints: d
     assert len(windows) < engine.model.config.num_layers
 
 
-def counted(owner: Any, name: str) -> list[int]:
+def counted_sends(engine: Engine) -> list[int]:
+    """An entry for each step that is sent to the device, whichever staging it goes by."""
+    sends: list[int] = []
+    for staging in engine.view.staging.values():
+        counted(staging, "send", sends)
+    return sends
+
+
+def counted(owner: Any, name: str, calls: list[int] | None = None) -> list[int]:
     """An entry for each call of the method from now on."""
-    calls: list[int] = []
+    calls = [] if calls is None else calls
     method = getattr(owner, name)
 
     def counting(*args: Any) -> Any:
@@ -464,7 +479,7 @@ def test_the_paged_kernels_run_once_for_each_layer(model_folder: Path, dtype: st
     layers = engine.model.config.num_layers
     for n in range(7):
         engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
-    sends = counted(engine.view.staging, "send")
+    sends = counted_sends(engine)
     made = launched(engine)
     assert (made["paged_prefill_kernel"], made["paged_attention_kernel"], made["kv_write_kernel"]) == (
         layers,
@@ -500,6 +515,6 @@ def test_the_pool_takes_what_the_gpu_has_left(tiny_checkpoints: dict[str, Path])
     engine = make(tiny_checkpoints["llama"], **about)
     assert engine.pool.capacity_tokens == 16 * 1024, "what sixteen sequences can fill"
     free, _ = torch.cuda.mem_get_info()
-    of_a_token = engine.pool.num_bytes // engine.pool.capacity_tokens
+    of_a_token = engine.view.num_bytes // engine.pool.capacity_tokens
     with pytest.raises(ConfigError, match=r"blocks of 16 tokens take [\d,.]+ GB and cuda(:0)? has [\d,.]+ GB free"):
         make(tiny_checkpoints["llama"], tokens=2 * math.ceil(free / of_a_token), **about)

@@ -156,7 +156,7 @@ def test_at_a_real_shape_more_requests_at_a_time_are_more_tokens_a_second(tmp_pa
         "regions": with_regions(folder, 16, WIDE, device="cuda"),
         "blocks": with_blocks(folder, memory, WIDE, 16, places=160, device="cuda"),
     }
-    assert engines["regions"].pool.num_bytes == engines["blocks"].pool.num_bytes
+    assert engines["regions"].view.num_bytes == engines["blocks"].view.num_bytes
     for engine in engines.values():
         serve(engine, w2(48, 1))
     served = {name: serve(engine, workload) for name, engine in engines.items()}

@@ -110,7 +110,7 @@ def test_on_a_cpu_nothing_is_planned_and_nothing_launched(tiny_checkpoints: dict
     before = LAUNCHES.copy()
     list(engine.generate("x", SamplingParams(**GREEDY, max_new_tokens=3)))
     assert before == LAUNCHES
-    assert not engine.view.is_planned
+    assert engine.view.planner is None
     assert not hasattr(engine.view, "workspace")
 
 
@@ -162,8 +162,8 @@ def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: 
     engine.add_request([7] * 600, SamplingParams(**GREEDY, max_new_tokens=8))
     engine.add_request([7] * 20, SamplingParams(**GREEDY, max_new_tokens=8))
     sends: list[int] = []
-    send = engine.view.staging.send
-    engine.view.staging.send = lambda arrays: (sends.append(1), send(arrays))[1]
+    for staging in engine.view.staging.values():
+        staging.send = lambda arrays, send=staging.send: (sends.append(1), send(arrays))[1]
 
     made = launched(engine)
     merges = sum(engine.view.plans[window].is_split for window in windows)

@@ -39,6 +39,7 @@ class OutputStream:
     def __init__(self, request: Request, tokenizer: Tokenizer, max_seq_len: int) -> None:
         self.request_id = request.request_id
         self.num_tokens = 0  # of the answer, so far
+        self.has_ended = False
         self.decoder = IncrementalDecoder(tokenizer)
         self.has_stops = bool(request.params.stop)
         self.stops = StopChecker(request.params.stop)
@@ -59,6 +60,7 @@ class OutputStream:
                 text, reason = text + self._rest(), FinishReason.LENGTH
         if self.stops.matched is not None:
             reason = FinishReason.STOP
+        self.has_ended = reason is not None
         return StepOutput(self.request_id, token_id, text, reason, self.stops.matched, logprobs)
 
     def _rest(self) -> str:

@@ -40,7 +40,6 @@ class Scheduler(ABC):
         self.waiting: OrderedDict[str, Request] = OrderedDict()  # in the order they came
         self.running: OrderedDict[str, Request] = OrderedDict()  # in the order they were admitted
         self.ending: dict[Request, None] = {}  # those that ended, and are computed by a step in flight
-        self.num_in_flight = 0  # entries that were scheduled and not committed
         self.num_steps = 0
         self.num_preemptions = 0
 
@@ -74,22 +73,19 @@ class Scheduler(ABC):
             request = entry.request
             error = sampled.errors.get(number)
             drawn = list(islice(tokens, entry.num_logit_rows)) if error is None else []
-            self.num_in_flight -= 1
-            if request in self.ending:
-                if request.num_scheduled_tokens == entry.start + entry.num_tokens:  # no later step computes it
-                    del self.ending[request]
-                    self.pool.release(request)
-            elif request.status is not RequestStatus.RUNNING or request.num_computed_tokens != entry.start:
-                continue
-            elif error is not None:
-                self._fail(request, error)
-            else:
-                self.pool.commit(request, entry.num_tokens)
-                request.num_computed_tokens += entry.num_tokens
-                request.num_pending_tokens -= len(drawn)
-                request.last_step = schedule.step
-                for token_id, logprobs in drawn:
-                    request.append(token_id, logprobs)
+            if request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start:
+                if error is not None:
+                    self._fail(request, error)
+                else:
+                    self.pool.commit(request, entry.num_tokens)
+                    request.num_computed_tokens += entry.num_tokens
+                    request.num_pending_tokens -= len(drawn)
+                    request.last_step = schedule.step
+                    for token_id, logprobs in drawn:
+                        request.append(token_id, logprobs)
+            if request in self.ending and request.num_scheduled_tokens == entry.start + entry.num_tokens:
+                del self.ending[request]  # no later step computes it
+                self.pool.release(request)
 
     def finish(self, requests: Iterable[Request]) -> None:
         """Retire requests whose answers have ended."""
@@ -105,9 +101,6 @@ class Scheduler(ABC):
 
     def drop_in_flight(self) -> None:
         """Forget what was scheduled and not committed: a step that was broken off, which is then scheduled again."""
-        if self.num_in_flight == 0:
-            return
-        self.num_in_flight = 0
         for request in self.running.values():
             request.num_scheduled_tokens, request.num_pending_tokens = request.num_computed_tokens, 0
         for request in self.ending:
@@ -176,7 +169,6 @@ class Scheduler(ABC):
             entries.append(Scheduled(request, request.num_scheduled_tokens, num_new))
             request.num_scheduled_tokens += num_new
             request.num_pending_tokens += 1
-        self.num_in_flight += len(entries)
         return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
 
     def _is_complete(self, request: Request) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from shared.engine.config import CHOICES, COUNTS, NEEDS, EngineConfig
+from shared.engine.config import CHOICES, COUNTS, NEEDS, SIDE_TRACKS, EngineConfig
 from shared.errors import ConfigError
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
@@ -38,8 +38,14 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
         (SLOTS | {"use_prefix_caching": True}, "use_prefix_caching is True and kv_cache_backend is 'contiguous'"),
         (SLOTS | {"block_size": 32}, "has a meaning only with kv_cache_backend = 'paged'"),
         (SLOTS | {"num_gpu_blocks": 5}, "num_gpu_blocks is 5 and kv_cache_backend is 'contiguous'"),
-        ({"prefill_chunk_size": 64}, "has a meaning only with use_chunked_prefill = True"),
-        ({"max_prefill_chunks_per_step": 2}, "max_prefill_chunks_per_step is 2 and use_chunked_prefill is False"),
+        (
+            {"prefill_chunk_size": 64, "use_chunked_prefill": False},
+            "has a meaning only with use_chunked_prefill = True: set that too, or leave prefill_chunk_size out",
+        ),
+        (
+            {"max_prefill_chunks_per_step": 2, "use_chunked_prefill": False},
+            "max_prefill_chunks_per_step is 2 and use_chunked_prefill is False",
+        ),
         ({"draft_model": "small"}, "has a meaning only with use_speculative_decoding = True"),
         ({"spec_length": 2}, "spec_length is 2 and use_speculative_decoding is False"),
         ({"use_speculative_decoding": True}, "draft_model is None; name the model that proposes"),
@@ -48,7 +54,11 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
             {"batching_mode": "static", "max_decode_interval": 2},
             "max_decode_interval is 2 and batching_mode is 'static'",
         ),
-        ({"batching_mode": "static", "use_chunked_prefill": True}, "or choose batching_mode 'continuous'"),
+        (
+            {"batching_mode": "static", "use_chunked_prefill": True},
+            "use_chunked_prefill is True and batching_mode is 'static'; the first, which arrives in phase 07, has a "
+            "meaning only with batching_mode = 'continuous'",
+        ),
         (SLOTS | {"attention_backend": "planned"}, "what is planned is attention over blocks"),
     ],
 )
@@ -63,6 +73,52 @@ def test_what_belongs_together_may_be_set_together() -> None:
     EngineConfig(use_chunked_prefill=True, prefill_chunk_size=64, max_prefill_chunks_per_step=2)
     EngineConfig(use_speculative_decoding=True, draft_model="small", spec_length=2)
     EngineConfig(batching_mode="continuous", scheduler_policy="prefill_first", max_decode_interval=2)
+    EngineConfig(prefill_chunk_size=64, max_prefill_chunks_per_step=2)  # so is whether prompts are cut
+
+
+OPTIONAL = {
+    "use_chunked_prefill": ({"batching_mode": "continuous"}, {"batching_mode": "static"}),
+    "use_prefix_caching": ({"kv_cache_backend": "paged"}, {"kv_cache_backend": "contiguous"}),
+    "use_cuda_graphs": ({}, None),
+}
+"""Optimizations that are left to the phase, each with settings that it needs, and with settings that rule it out."""
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_optimization_that_is_left_to_the_phase_is_on_where_it_can_be(name: str) -> None:
+    there, missing = OPTIONAL[name]
+    assert getattr(EngineConfig(), name) is None
+    assert EngineConfig().is_on(name)
+    assert EngineConfig(**there).is_on(name)
+    assert EngineConfig(**there, **{name: True}).is_on(name)
+    assert not EngineConfig(**there, **{name: False}).is_on(name)
+    if missing is not None:
+        assert not EngineConfig(**missing).is_on(name)
+        assert not EngineConfig(**missing, **{name: False}).is_on(name), "what is off needs nothing"
+        with pytest.raises(ConfigError, match=f"{name} is True and"):
+            EngineConfig(**missing, **{name: True})
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_earlier_phase_refuses_an_optimization_only_where_it_is_asked_for(name: str) -> None:
+    for value in (None, False):
+        EngineConfig(**{name: value}).check(set())
+    with pytest.raises(ConfigError, match=f"{name} = True arrives in phase .*; leave it out, or choose"):
+        EngineConfig(**{name: True}).check(set())
+    EngineConfig(**{name: True}).check({name})
+
+
+@pytest.mark.parametrize("is_side_track", [False, True])
+def test_a_refusal_names_the_phases_that_have_the_setting(is_side_track: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later phase has what a side track brings."""
+    phase = FIELDS["use_cuda_graphs"].metadata["phase"]
+    assert phase not in SIDE_TRACKS
+    if is_side_track:
+        monkeypatch.setattr("shared.engine.config.SIDE_TRACKS", (phase,))
+    with pytest.raises(ConfigError) as refusal:
+        EngineConfig(use_cuda_graphs=True).check(set())
+    which = "that phase" if is_side_track else "that phase or a later one"
+    assert str(refusal.value).endswith(f"leave it out, or choose {which} with --phase.")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_thousands_of_prompts_pass_through_a_short_queue(folder: str, capsys) ->
     assert [answer.prompt_ids for answer in answers] == prompts
     assert all(len(answer.token_ids) == 1 for answer in answers)
     assert most == 10
-    assert llm.engine.num_forwards <= 2000 / 10 + 1
+    assert llm.engine.runner.num_forwards <= 2000 / 10 + 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "2000/2000" in shown.err
@@ -81,7 +81,7 @@ def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:
             llm.generate(prompts, progress=False)
     with pytest.raises(RequestError, match="There are 2 prompts and 1 params"):
         llm.generate(["x", "y"], [SamplingParams()], progress=False)
-    assert llm.engine.num_forwards == 0
+    assert llm.engine.runner.num_forwards == 0
     assert not llm.engine.has_work()
 
 

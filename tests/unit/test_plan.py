@@ -236,6 +236,22 @@ def test_a_window_counts_what_can_be_seen():
     assert plan_decode([16384], H100, window=100).num_items[0] == 1
 
 
+def test_a_tile_s_first_token_sees_itself_and_the_window_before_it():
+    """One key more, or one less, would be another split."""
+    grid = Grid(resident=132, unit=1, least_split=1)
+    for past, new, tokens_per_tile, window, seen in (
+        (100, 1, 4, 8, [8]),  # as a decoded token
+        (100, 4, 4, 8, [11]),  # the keys of its four windows: 8 of the first, and one more of each
+        (100, 6, 4, 8, [11, 9]),
+        (5, 4, 4, 8, [9]),  # the first three see the beginning, the last one no longer
+        (7, 1, 4, 8, [8]),
+        (8, 1, 4, 8, [8]),
+        (0, 9, 16, 8, [9]),
+    ):
+        plan = plan_prefill([new], [past + new], grid, tokens_per_tile=tokens_per_tile, window=window, split_size=1)
+        assert [len(splits) for splits in splits_of(plan).values()] == seen, (past, new)
+
+
 def test_a_fixed_split_size_does_not_depend_on_the_other_sequences():
     alone = plan_decode([1000], H100, split_size=256)
     among = plan_decode([1000, 5000, 1], H100, split_size=256)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.scheduling.policies import everybody, in_turn, when_due
+from shared.engine.config import SCHEDULER_POLICIES
+from shared.scheduling.policies import POLICIES, everybody, in_turn, when_due
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,20 @@ def test_round_robin_comes_to_each_in_time_and_to_few_at_once(count: int, interv
 @given(steps_since=st.lists(st.integers(1, 9), max_size=12), interval=st.integers(1, 6))
 def test_under_fcfs_everybody_decodes(steps_since: list[int], interval: int) -> None:
     assert everybody(steps_since, interval) == [True] * len(steps_since)
+
+
+@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
+def test_without_prompts_all_decode(policy: str) -> None:
+    assert POLICIES[policy].share([], "abc", [1, 2, 1], 3) == ("abc", [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "shared"),
+    [
+        ("fcfs", (["a", "b", "c"], "xyz")),
+        ("prefill_first", ([], "xyz")),
+        ("decode_round_robin", (["b"], "x")),
+    ],
+)
+def test_beside_prompts_a_policy_says_what_takes_part(policy: str, shared: tuple[list[str], str]) -> None:
+    assert POLICIES[policy].share("xyz", "abc", [1, 2, 1], 3) == shared

@@ -1,63 +1,37 @@
 """Who gives way when memory runs out, who gets it, and what becomes of whoever gave way."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from shared.engine.draw import Drawn
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.checkpoints.shapes import SHAPES
+from shared.cache.paged import PagedKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
-from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request, RequestStatus
-from shared.loading.config_json import parse_config
 from shared.sampling.params import SamplingParams
 from shared.scheduling.continuous import ContinuousScheduler
 from shared.scheduling.preemption import PreemptiveScheduler
-from shared.scheduling.scheduler import Schedule, Scheduler
+from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
+from tests.unit.scheduling_loop import Loop, names
 
 MAX_SEQ_LEN = 48
 LETTER = 70  # a token of text
 
 
-class TokenPool:
-    """Memory for so many tokens, any of which serves any request: blocks of one token, without the memory."""
+class TokenPool(PagedKVCachePool):
+    """Memory for so many tokens, any of which serves any request: blocks of one token."""
 
     def __init__(self, capacity: int, watermark: int = 0) -> None:
-        self.capacity_tokens = self.request_capacity = capacity
+        super().__init__(capacity, 1, max_sequences=16)
         self.watermark_tokens = watermark
-        self.granted: dict[str, int] = {}
-        self.lengths: dict[str, int] = {}
 
-    @property
-    def free_tokens(self) -> int:
-        return self.capacity_tokens - sum(self.granted.values())
-
-    @property
-    def used_tokens(self) -> int:
-        return sum(self.lengths.values())
-
-    def reserve(self, request_id: str, num_tokens: int) -> bool:
-        held = self.granted.get(request_id, 0)
-        if num_tokens - held > self.free_tokens:
-            return False
-        self.granted[request_id] = max(held, num_tokens)
-        self.lengths.setdefault(request_id, 0)
-        return True
-
-    def advance(self, request_id: str, num_tokens: int) -> None:
-        self.lengths[request_id] += num_tokens
-        assert self.lengths[request_id] <= self.granted[request_id]
-
-    def release(self, request_id: str) -> None:
-        self.granted.pop(request_id, None)
-        self.lengths.pop(request_id, None)
+    def grants(self) -> dict[str, int]:
+        """By the ids of requests, as they came into the memory."""
+        return {request.request_id: self.granted[row] for request, row in self.rows.items()}
 
 
 @pytest.fixture(scope="module")
@@ -65,143 +39,133 @@ def tokenizer(tiny_checkpoints: dict[str, Path]) -> Tokenizer:
     return Tokenizer.load(tiny_checkpoints["llama"])
 
 
-def make(tokenizer: Tokenizer, capacity: int, watermark: int = 0, **config: object) -> PreemptiveScheduler:
-    return PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity, watermark), tokenizer, MAX_SEQ_LEN)
-
-
-def add(scheduler: Scheduler, name: str, num_prompt_tokens: int, max_new_tokens: int = 5) -> Request:
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    request = Request(name, [5] * num_prompt_tokens, params, 0)
-    scheduler.check(name, num_prompt_tokens, params)
-    scheduler.add(request)
-    return request
-
-
-def commit(scheduler: Scheduler, schedule: Schedule) -> list[StepOutput]:
+def make(tokenizer: Tokenizer, capacity: int, watermark: int = 0, num_in_flight: int = 0, **config: object) -> Loop:
     """Every request's token is the letter behind its last one, so an answer shows a token that is lost."""
-    outputs = []
-    for part in (schedule.prefill, schedule.decode):
-        outputs += scheduler.commit(part, Drawn([LETTER + len(request.output_ids) for request in part]))
-    return outputs
+    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity, watermark), MAX_SEQ_LEN)
+    return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
 
 
-def names(requests: Sequence[Request]) -> str:
-    return "".join(request.request_id for request in requests)
+def add(loop: Loop, name: str, num_prompt_tokens: int, max_new_tokens: int = 5) -> Request:
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    loop.scheduler.check(name, num_prompt_tokens, params)
+    return loop.add(Request(name, [5] * num_prompt_tokens, params, 0))
 
 
-def drawing(scheduler: Scheduler, num_steps: int) -> list[str]:
-    """What each step preempts, prefills and decodes, as "preempted|prompts|tokens"."""
-    steps = []
-    for _ in range(num_steps):
-        schedule = scheduler.schedule()
-        steps.append(f"{''.join(schedule.preempted)}|{names(schedule.prefill)}|{names(schedule.decode)}")
-        commit(scheduler, schedule)
-    return steps
+def shown(schedule: Schedule) -> str:
+    """As "preempted|prompts|tokens"."""
+    return f"{''.join(schedule.preempted)}|{names(schedule.prompts)}|{names(schedule.decoding)}"
+
+
+def drawing(loop: Loop, num_steps: int) -> list[str]:
+    """What each step preempts, prefills and decodes."""
+    return [shown(loop.step()[0]) for _ in range(num_steps)]
 
 
 # Who gets memory, and from whom.
 
 
 def test_admission_asks_for_what_there_is_and_decoding_for_one_token_more(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 30)
-    add(scheduler, "a", 3)
-    add(scheduler, "b", 5)
+    loop = make(tokenizer, 30)
+    add(loop, "a", 3)
+    add(loop, "b", 5)
     granted = []
     for _ in range(3):
-        schedule = scheduler.schedule()
-        granted.append(dict(scheduler.pool.granted))
-        commit(scheduler, schedule)
+        loop.step()
+        granted.append(loop.scheduler.pool.grants())
     assert granted == [{"a": 3, "b": 5}, {"a": 4, "b": 6}, {"a": 5, "b": 7}]
 
 
 def test_the_youngest_gives_way_to_the_oldest(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 11)
+    loop = make(tokenizer, 11)
     for name in "abc":
-        add(scheduler, name, 3)
+        add(loop, name, 3)
     # 9 tokens of 11: in the second step a and b get one each, and c, the youngest, has none to get.
-    assert drawing(scheduler, 2) == ["|abc|", "c||ab"]
-    assert scheduler.pool.granted == {"a": 4, "b": 4}
+    assert drawing(loop, 2) == ["|abc|", "c||ab"]
+    assert loop.scheduler.pool.grants() == {"a": 4, "b": 4}
 
 
 def test_as_many_give_way_as_must_the_youngest_first(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 4)
+    loop = make(tokenizer, 4)
     for name in "abcd":
-        add(scheduler, name, 1, max_new_tokens=3)
-    assert drawing(scheduler, 2) == ["|abcd|", "dc||ab"]
+        add(loop, name, 1, max_new_tokens=3)
+    assert drawing(loop, 2) == ["|abcd|", "dc||ab"]
 
 
 def test_the_one_that_asks_may_be_the_youngest(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 7)
-    add(scheduler, "a", 3, max_new_tokens=4)
-    add(scheduler, "b", 3, max_new_tokens=4)
-    assert drawing(scheduler, 2) == ["|ab|", "b||a"]
-    assert scheduler.pool.granted == {"a": 4}
+    loop = make(tokenizer, 7)
+    add(loop, "a", 3, max_new_tokens=4)
+    add(loop, "b", 3, max_new_tokens=4)
+    assert drawing(loop, 2) == ["|ab|", "b||a"]
+    assert loop.scheduler.pool.grants() == {"a": 4}
 
 
 def test_a_prompt_that_was_admitted_and_not_yet_run_is_the_youngest_too(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 9, max_num_batched_tokens=4)
+    loop = make(tokenizer, 9, max_num_batched_tokens=4)
     for name in "abc":
-        add(scheduler, name, 3, max_new_tokens=6)
+        add(loop, name, 3, max_new_tokens=6)
     # A step has room for one prompt. b is run while a writes; c, which is not run yet, has memory that a needs.
-    assert drawing(scheduler, 2) == ["|a|", "c|b|a"]
-    assert scheduler.waiting["c"].status is RequestStatus.PREEMPTED
+    assert drawing(loop, 2) == ["|a|", "c|b|a"]
+    assert loop.scheduler.waiting["c"].status is RequestStatus.PREEMPTED
 
 
 def test_nobody_gives_way_while_there_is_room(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 14)
+    loop = make(tokenizer, 14)
     for name in "ab":
-        add(scheduler, name, 3, max_new_tokens=5)
-    assert drawing(scheduler, 5) == ["|ab|", "||ab", "||ab", "||ab", "||ab"], "the last token is never written"
-    assert (scheduler.num_preemptions, scheduler.has_work()) == (0, False)
+        add(loop, name, 3, max_new_tokens=5)
+    assert drawing(loop, 5) == ["|ab|", "||ab", "||ab", "||ab", "||ab"], "the last token is never written"
+    assert (loop.scheduler.num_preemptions, loop.scheduler.has_work()) == (0, False)
 
 
 # What becomes of whoever gave way.
 
 
-def preempted(tokenizer: Tokenizer) -> tuple[PreemptiveScheduler, Request]:
+def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
     """a and b run and have two tokens each; c came and waits; then b gave way."""
-    scheduler = make(tokenizer, 9, max_batch_size=2)
-    add(scheduler, "a", 3, max_new_tokens=6)
-    b = add(scheduler, "b", 3, max_new_tokens=4)
-    assert drawing(scheduler, 2) == ["|ab|", "||ab"]
-    add(scheduler, "c", 1)
-    commit(scheduler, scheduler.schedule())
-    return scheduler, b
+    loop = make(tokenizer, 9, max_batch_size=2)
+    add(loop, "a", 3, max_new_tokens=6)
+    b = add(loop, "b", 3, max_new_tokens=4)
+    assert drawing(loop, 2) == ["|ab|", "||ab"]
+    add(loop, "c", 1)
+    loop.step()
+    return loop, b
 
 
 def test_it_holds_nothing_and_keeps_its_tokens(tokenizer: Tokenizer) -> None:
-    scheduler, b = preempted(tokenizer)
+    loop, b = preempted(tokenizer)
     assert (b.status, b.num_computed_tokens) == (RequestStatus.PREEMPTED, 0)
     assert b.output_ids == [LETTER, LETTER + 1]
-    assert scheduler.pool.granted == {"a": 5}
-    assert list(scheduler.running) == ["a"]
-    assert scheduler.num_preemptions == EngineLoad.of(scheduler).num_preemptions == 1
+    assert loop.scheduler.pool.grants() == {"a": 5}
+    assert list(loop.scheduler.running) == ["a"]
+    assert loop.scheduler.num_preemptions == EngineLoad.of(loop.scheduler).num_preemptions == 1
 
 
 def test_it_waits_before_all_who_came_later(tokenizer: Tokenizer) -> None:
-    scheduler, _ = preempted(tokenizer)
-    assert list(scheduler.waiting) == ["b", "c"]
-    assert "b" in scheduler
-    scheduler = make(tokenizer, 4, max_batch_size=4)
+    loop, _ = preempted(tokenizer)
+    assert list(loop.scheduler.waiting) == ["b", "c"]
+    assert "b" in loop.scheduler
+    loop = make(tokenizer, 4, max_batch_size=4)
     for name in "abcde":
-        add(scheduler, name, 1, max_new_tokens=3)
-    drawing(scheduler, 2)
-    assert list(scheduler.waiting) == ["c", "d", "e"], "two gave way, d before c"
+        add(loop, name, 1, max_new_tokens=3)
+    drawing(loop, 2)
+    assert list(loop.scheduler.waiting) == ["c", "d", "e"], "two gave way, d before c"
 
 
 def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokenizer) -> None:
-    scheduler, b = preempted(tokenizer)
+    loop, b = preempted(tokenizer)
     # a has 5 tokens and ends with 9, of which the last is not written: then there is room for the 5 of b.
-    assert drawing(scheduler, 3) == ["||a", "||a", "||a"]
-    schedule = scheduler.schedule()
-    assert names(schedule.prefill) == "bc"
-    batch = Batch.of([b])
+    assert drawing(loop, 3) == ["||a", "||a", "||a"]
+    schedule = loop.scheduler.schedule()
+    assert shown(schedule) == "|bc|"
+    again = schedule.entries[0]
+    assert (again.start, again.num_tokens, again.is_prefill) == (0, 5, True)
+    batch = Batch.of(schedule, loop.scheduler.pool).part(range(1))
     assert batch.token_ids.tolist() == [5, 5, 5, LETTER, LETTER + 1]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4]
-    assert (batch.sampling_rows[0].index, batch.logit_rows.tolist()) == (2, [4])
-    outputs = commit(scheduler, schedule)
-    assert (outputs[0].request_id, outputs[0].token_id, b.status) == ("b", LETTER + 2, RequestStatus.DECODE)
-    assert StepRecord.of(scheduler, schedule, outputs).prefilled == (("b", 5), ("c", 1))
+    assert (schedule.sampling_rows()[0].index, batch.logit_rows.tolist()) == (2, [4])
+    loop.finish(schedule)
+    outputs = loop.processor.take()
+    assert (outputs[0].request_id, outputs[0].token_id, b.is_prefilling) == ("b", LETTER + 2, False)
+    assert StepRecord.of(loop.scheduler, schedule, outputs).prefilled == (("b", 5), ("c", 1))
 
 
 @pytest.mark.parametrize("has_stop", [False, True])
@@ -210,25 +174,26 @@ def test_its_answer_goes_on_as_if_nothing_had_been(tokenizer: Tokenizer, has_sto
     answers = []
     stop = (tokenizer.decode([LETTER + 1, LETTER + 2]),) if has_stop else ()
     for capacity in (9, 100):
-        scheduler = make(tokenizer, capacity)
-        scheduler.add(Request("a", [5] * 3, SamplingParams(max_new_tokens=6, ignore_eos=True), 0))
-        scheduler.add(Request("b", [5] * 3, SamplingParams(max_new_tokens=4, ignore_eos=True, stop=stop), 0))
+        loop = make(tokenizer, capacity)
+        loop.add(Request("a", [5] * 3, SamplingParams(max_new_tokens=6, ignore_eos=True), 0))
+        loop.add(Request("b", [5] * 3, SamplingParams(max_new_tokens=4, ignore_eos=True, stop=stop), 0))
         outputs = []
         for _ in range(20):
-            outputs += [output for output in commit(scheduler, scheduler.schedule()) if output.request_id == "b"]
+            outputs += [output for output in loop.step()[1] if output.request_id == "b"]
         answers.append(outputs)
-        assert scheduler.num_preemptions == (1 if capacity == 9 else 0)
+        assert loop.scheduler.num_preemptions == (1 if capacity == 9 else 0)
     assert answers[0] == answers[1]
     assert [output.token_id for output in answers[0]] == [LETTER + n for n in range(3 if has_stop else 4)]
     assert answers[0][-1].finish_reason is (FinishReason.STOP if has_stop else FinishReason.LENGTH)
 
 
 def test_a_preempted_request_can_be_aborted(tokenizer: Tokenizer) -> None:
-    scheduler, b = preempted(tokenizer)
-    assert scheduler.abort("b")
-    assert not scheduler.abort("b")
+    loop, b = preempted(tokenizer)
+    assert loop.abort("b")
+    assert not loop.abort("b")
     assert b.status is RequestStatus.FINISHED
-    assert (list(scheduler.waiting), set(scheduler.streams)) == (["c"], {"a", "c"})
+    assert list(loop.scheduler.waiting) == ["c"]
+    assert {request.request_id for request in loop.processor.streams} == {"a", "c"}
 
 
 # Who is let in.
@@ -238,42 +203,47 @@ def test_nobody_is_admitted_in_a_step_in_which_somebody_had_to_leave(tokenizer: 
     """Not even where more came free than was taken."""
 
     class GrowingPool(TokenPool):
-        def release(self, request_id: str) -> None:
-            super().release(request_id)
-            self.capacity_tokens += 10
+        def __init__(self) -> None:
+            super().__init__(31)
+            self.hidden = self.allocator.allocate(20)
 
-    scheduler = make(tokenizer, 11, max_batch_size=3)
-    scheduler.pool = GrowingPool(11)
+        def release(self, request: Request) -> None:
+            super().release(request)
+            self.allocator.free(self.hidden[:10])
+            self.hidden = self.hidden[10:]
+
+    loop = make(tokenizer, 11, max_batch_size=3)
+    loop.scheduler.pool = GrowingPool()
     for name in "abcd":
-        add(scheduler, name, 3)
-    assert drawing(scheduler, 3) == ["|abc|", "c||ab", "|c|ab"]
+        add(loop, name, 3)
+    assert drawing(loop, 3) == ["|abc|", "c||ab", "|c|ab"]
 
 
 def test_admission_leaves_the_watermark_to_those_who_run(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 10, watermark=3)
-    add(scheduler, "a", 4, max_new_tokens=2)
-    add(scheduler, "b", 4, max_new_tokens=2)
+    loop = make(tokenizer, 10, watermark=3)
+    add(loop, "a", 4, max_new_tokens=2)
+    add(loop, "b", 4, max_new_tokens=2)
     # Beside a there are 6 free and b wants 4: 2 would be left.
-    assert drawing(scheduler, 4) == ["|a|", "||a", "|b|", "||b"]
-    scheduler = make(tokenizer, 11, watermark=3)
-    add(scheduler, "a", 4, max_new_tokens=2)
-    add(scheduler, "b", 4, max_new_tokens=2)
-    assert drawing(scheduler, 2) == ["|ab|", "||ab"], "of the watermark those who run may take"
+    assert drawing(loop, 4) == ["|a|", "||a", "|b|", "||b"]
+    loop = make(tokenizer, 11, watermark=3)
+    add(loop, "a", 4, max_new_tokens=2)
+    add(loop, "b", 4, max_new_tokens=2)
+    assert drawing(loop, 2) == ["|ab|", "||ab"], "of the watermark those who run may take"
 
 
 def test_while_nobody_runs_there_is_no_watermark(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 10, watermark=10)
-    add(scheduler, "a", 9, max_new_tokens=1)
-    add(scheduler, "b", 1, max_new_tokens=1)
-    assert drawing(scheduler, 2) == ["|a|", "|b|"]
+    loop = make(tokenizer, 10, watermark=10)
+    add(loop, "a", 9, max_new_tokens=1)
+    add(loop, "b", 1, max_new_tokens=1)
+    assert drawing(loop, 2) == ["|a|", "|b|"]
 
 
 def test_nobody_overtakes_one_that_has_no_room(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 10)
-    add(scheduler, "a", 6, max_new_tokens=2)
-    add(scheduler, "b", 5, max_new_tokens=1)
-    add(scheduler, "c", 1, max_new_tokens=1)
-    assert drawing(scheduler, 3) == ["|a|", "||a", "|bc|"]
+    loop = make(tokenizer, 10)
+    add(loop, "a", 6, max_new_tokens=2)
+    add(loop, "b", 5, max_new_tokens=1)
+    add(loop, "c", 1, max_new_tokens=1)
+    assert drawing(loop, 3) == ["|a|", "||a", "|bc|"]
 
 
 # From the first to the last.
@@ -281,54 +251,106 @@ def test_nobody_overtakes_one_that_has_no_room(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
 @pytest.mark.parametrize("watermark", [0, 2])
-def test_through_storms_the_order_of_arrival_is_kept(tokenizer: Tokenizer, policy: str, watermark: int) -> None:
+@pytest.mark.parametrize("num_in_flight", [0, 1])
+def test_through_storms_the_order_of_arrival_is_kept(
+    tokenizer: Tokenizer, policy: str, watermark: int, num_in_flight: int
+) -> None:
     """Each of twelve could fill the memory alone, so they take it from each other all the time."""
-    scheduler = make(tokenizer, 24, watermark, scheduler_policy=policy, max_decode_interval=3)
-    requests = [add(scheduler, str(n), 1 + n % 3, max_new_tokens=24 - (1 + n % 3)) for n in range(12)]
+    loop = make(tokenizer, 24, watermark, num_in_flight, scheduler_policy=policy, max_decode_interval=3)
+    requests = [add(loop, str(n), 1 + n % 3, max_new_tokens=24 - (1 + n % 3)) for n in range(12)]
     ended: list[int] = []
     steps = 0
-    while scheduler.has_work():
+    scheduler = loop.scheduler
+    while loop.has_work():
         steps += 1
-        assert steps < 2000, "nobody's turn comes any more"
+        assert steps < 2000, "some request is never served again"
         oldest = next(iter({**scheduler.running, **scheduler.waiting}))
-        schedule = scheduler.schedule()
-        assert oldest in scheduler.running
+        schedule, outputs = loop.step()
+        assert oldest in scheduler.running or oldest in {o.request_id for o in outputs}
         assert oldest not in schedule.preempted
+        ended += [int(o.request_id) for o in outputs if o.finish_reason is not None]
         assert [*map(int, (*scheduler.running, *scheduler.waiting))] == [n for n in range(12) if n not in ended]
-        assert scheduler.pool.free_tokens >= 0
-        ended += [int(o.request_id) for o in commit(scheduler, schedule) if o.finish_reason is not None]
+        if not scheduler.has_work():
+            loop.break_off()
     assert scheduler.num_preemptions >= 12
     assert all(request.output_ids == [LETTER + n for n in range(len(request.output_ids))] for request in requests)
     assert all(request.num_tokens == 24 for request in requests)
-    assert scheduler.pool.granted == {}
-    assert not scheduler.streams
+    assert scheduler.pool.audit() == []
+    assert not loop.processor.streams
 
 
 def test_a_step_that_was_broken_off_is_planned_again_without_whom_it_preempted(tokenizer: Tokenizer) -> None:
-    scheduler = make(tokenizer, 11, max_batch_size=3)
+    loop = make(tokenizer, 11, max_batch_size=3)
     for name in "abc":
-        add(scheduler, name, 3)
-    drawing(scheduler, 1)
-    broken_off = scheduler.schedule()
-    again = scheduler.schedule()
-    assert (broken_off.preempted, again.preempted) == (("c",), ())
-    assert names(broken_off.decode) == names(again.decode) == "ab"
-    assert scheduler.pool.granted == {"a": 4, "b": 4}
-    assert scheduler.num_preemptions == 1
+        add(loop, name, 3)
+    drawing(loop, 1)
+    broken_off = loop.scheduler.schedule()
+    loop.scheduler.drop_in_flight()
+    again = loop.scheduler.schedule()
+    assert (shown(broken_off), shown(again)) == ("c||ab", "||ab")
+    assert loop.scheduler.pool.grants() == {"a": 4, "b": 4}
+    assert loop.scheduler.num_preemptions == 1
 
 
-SHAPE = parse_config(SHAPES["tiny-llama"])
-
-
+@pytest.mark.parametrize("num_in_flight", [0, 1])
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
-def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, policy: str) -> None:
+def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, policy: str, num_in_flight: int) -> None:
     config = EngineConfig(scheduler_policy=policy, max_decode_interval=2, max_num_batched_tokens=9)
     plans = []
     for scheduler_class in (ContinuousScheduler, PreemptiveScheduler):
-        pool = ContiguousKVCachePool(SHAPE, 3, MAX_SEQ_LEN, torch.float32)
-        scheduler = scheduler_class(config, pool, tokenizer, MAX_SEQ_LEN)
+        scheduler = scheduler_class(config, ContiguousKVCachePool(3, MAX_SEQ_LEN), MAX_SEQ_LEN)
+        loop = Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
         for n in range(9):
-            add(scheduler, str(n), 1 + 4 * n, max_new_tokens=1 + 7 * n % 5)
-        plans.append(drawing(scheduler, 40))
+            add(loop, str(n), 1 + 4 * n, max_new_tokens=1 + 7 * n % 5)
+        plans.append(drawing(loop, 40 if not num_in_flight else 60))
         assert (scheduler.num_preemptions, scheduler.has_work()) == (0, False)
     assert plans[0] == plans[1]
+
+
+# With a step in flight.
+
+
+def test_a_request_that_is_preempted_in_flight_is_computed_again_and_loses_no_token(tokenizer: Tokenizer) -> None:
+    """b loses its memory while a step computes its second token: that token is drawn again."""
+    loop = make(tokenizer, 8, num_in_flight=1)
+    a, b = add(loop, "a", 3, max_new_tokens=4), add(loop, "b", 3, max_new_tokens=4)
+    assert drawing(loop, 2) == ["|ab|", "||ab"]
+    assert (b.num_scheduled_tokens, b.num_computed_tokens, b.num_pending_tokens) == (4, 3, 1)
+    schedule = loop.scheduler.schedule()
+    assert shown(schedule) == "b||a"
+    assert (b.num_scheduled_tokens, b.num_computed_tokens, b.num_pending_tokens) == (0, 0, 0)
+    assert loop.scheduler.pool.grants() == {"a": 5}, "what b held serves others at once"
+    loop.finish(loop.in_flight.popleft())
+    assert (a.output_ids, b.output_ids) == ([LETTER, LETTER + 1], [LETTER]), "the token in flight is dropped"
+    assert [(o.request_id, o.token_id) for o in loop.processor.take()] == [("a", LETTER + 1)]
+    loop.in_flight.append(schedule)
+    outputs = []
+    for _ in range(10):
+        outputs += loop.step()[1]
+    assert [o.token_id for o in outputs if o.request_id == "b"] == [LETTER + n for n in (1, 2, 3)]
+    assert loop.scheduler.pool.audit() == []
+
+
+def test_a_request_that_is_preempted_and_aborted_in_flight_gives_nothing(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, 8, num_in_flight=1)
+    for name in "ab":
+        add(loop, name, 3, max_new_tokens=4)
+    assert drawing(loop, 3) == ["|ab|", "||ab", "b||a"]
+    assert loop.abort("b")
+    new = add(loop, "b", 1, max_new_tokens=2)
+    outputs = [output for _ in range(10) for output in loop.step()[1]]
+    assert [o.token_id for o in outputs if o.request_id == "b"] == new.output_ids == [LETTER, LETTER + 1]
+    assert loop.scheduler.pool.audit() == []
+
+
+def test_memory_of_an_aborted_request_is_not_granted_while_a_step_writes_it(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, 8, num_in_flight=1)
+    a = add(loop, "a", 5, max_new_tokens=3)
+    drawing(loop, 1)
+    assert loop.abort("a")
+    add(loop, "b", 6, max_new_tokens=1)
+    schedule = loop.scheduler.schedule()
+    assert (shown(schedule), loop.scheduler.pool.grants()) == ("||", {"a": 5})
+    loop.finish(loop.in_flight.popleft())
+    assert a.output_ids == []
+    assert shown(loop.scheduler.schedule()) == "|b|"

@@ -111,6 +111,18 @@ def test_the_token_that_crosses_p_stays():
         assert sum(kept(apply_top_p(logits, torch.tensor([p], dtype=torch.float64)))) == expected
 
 
+def test_tokens_that_hold_p_exactly_are_enough():
+    """Probabilities that are sums of powers of two have no rounding: the next token is kept only above p."""
+    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0]]).div(8).log()
+    assert logits.softmax(-1).tolist() == [[0.5, 0.25, 0.125, 0.125]]
+    for p, expected in [(0.5, 1), (math.nextafter(0.5, 1), 2), (0.75, 2), (math.nextafter(0.75, 1), 4)]:
+        assert sum(kept(apply_top_p(logits, torch.tensor([p], dtype=torch.float64)))) == expected
+    wide = torch.full((1, 4096), -INF)  # a vocabulary of which the likeliest are searched first
+    wide[0, 1000:1004] = logits
+    for p, expected in [(0.5, 1), (math.nextafter(0.5, 1), 2)]:
+        assert sum(kept(apply_top_p(wide, torch.tensor([p], dtype=torch.float64)))) == expected
+
+
 def test_each_row_has_its_own_limit():
     logits = random_logits(5, 4000)
     top_k = torch.tensor([1, 3, 3999, 5000, 2**63 - 1])

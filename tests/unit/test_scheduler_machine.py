@@ -3,34 +3,26 @@
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from shared.engine.draw import Drawn
+from hypothesis.stateful import initialize, invariant
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import BATCHING_MODES, SCHEDULER_POLICIES, EngineConfig
-from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.request import Request, RequestStatus
-from shared.errors import QueueFullError
-from shared.loading.config_json import parse_config
-from shared.sampling.params import SamplingParams
+from shared.engine.record import EngineLoad
+from shared.engine.request import Request
 from shared.scheduling.continuous import ContinuousScheduler
+from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
+from tests.unit.scheduling_loop import SchedulingMachine
 
-SHAPE = parse_config(SHAPES["tiny-llama"])
 MAX_SEQ_LEN = 24
-LETTER = 70
 
 
-class Machine(RuleBasedStateMachine):
-    """``told`` holds the finish reason of each request that got one, ``aborted`` those that shall get none."""
-
-    tokenizer: Tokenizer
+class Machine(SchedulingMachine):
+    """Regions, which a request keeps until it ends."""
 
     @initialize(
         mode=st.sampled_from(BATCHING_MODES),
@@ -38,8 +30,9 @@ class Machine(RuleBasedStateMachine):
         interval=st.integers(1, 4),
         regions=st.integers(1, 4),
         budget=st.integers(1, 40),
+        num_in_flight=st.integers(0, 1),
     )
-    def begin(self, mode: str, policy: str, interval: int, regions: int, budget: int) -> None:
+    def begin(self, mode: str, policy: str, interval: int, regions: int, budget: int, num_in_flight: int) -> None:
         sharing = {"scheduler_policy": policy, "max_decode_interval": interval} if mode == "continuous" else {}
         config = EngineConfig(
             batching_mode=mode,
@@ -48,126 +41,33 @@ class Machine(RuleBasedStateMachine):
             max_waiting_requests=5,
             **sharing,
         )
-        self.pool = ContiguousKVCachePool(SHAPE, regions, MAX_SEQ_LEN, torch.float32)
+        pool = ContiguousKVCachePool(regions, MAX_SEQ_LEN)
         made: type[Scheduler] = {"static": StaticScheduler, "continuous": ContinuousScheduler}[mode]
-        self.scheduler = made(config, self.pool, self.tokenizer, MAX_SEQ_LEN)
-        self.interval = interval if mode == "continuous" else 1
-        self.requests: dict[str, Request] = {}
-        self.told: dict[str, str] = {}
-        self.aborted: set[str] = set()
-        self.planned_at: dict[str, int] = {}
-        self.order: list[str] = []
+        self.set_up(made(config, pool, MAX_SEQ_LEN), num_in_flight)
+        self.order: list[Request] = []
 
-    @rule(prompt=st.integers(1, MAX_SEQ_LEN - 1), answer=st.integers(1, 12))
-    def add(self, prompt: int, answer: int) -> None:
-        name, params = str(len(self.requests)), SamplingParams(max_new_tokens=answer)
-        if len(self.scheduler.waiting) == 5:
-            with pytest.raises(QueueFullError):
-                self.scheduler.check(name, prompt, params)
-            return
-        self.scheduler.check(name, prompt, params)
-        self.requests[name] = Request(name, [5] * prompt, params, 0)
-        self.scheduler.add(self.requests[name])
-
-    def plan(self):
-        schedule = self.scheduler.schedule()
-        now = self.scheduler.num_steps
-        for request in self.scheduler.running.values():
-            if request.status is RequestStatus.DECODE:
-                name = request.request_id
-                assert request in schedule.decode or now - self.planned_at[name] < self.interval
-        for request in (*schedule.prefill, *schedule.decode):
-            self.planned_at[request.request_id] = now
+    def plan(self) -> Schedule:
+        had_work, was_running = self.scheduler.has_work(), list(self.scheduler.running)
+        schedule = super().plan()
+        if not self.loop.num_in_flight:
+            assert bool(schedule) == had_work, "no step is lost while there is work"
+        if self.config.batching_mode == "static" and was_running:
+            assert list(self.scheduler.running) == was_running, "none joins a batch that runs"
+        self.order += [entry.request for entry in schedule.prompts if entry.request not in self.order]
         return schedule
 
-    @rule(end=st.integers(-1, 3), fails=st.sets(st.integers(0, 7), max_size=3))
-    def step(self, end: int, fails: set[int]) -> None:
-        """The request at place ``end`` of a part gets an end of sequence, those at ``fails`` of all cannot be run."""
-        schedule = self.plan()
-        outputs, place = [], 0
-        for part in (schedule.prefill, schedule.decode):
-            for n, request in enumerate(part):
-                before = list(request.output_ids)
-                if place in fails:
-                    outputs.append(self.scheduler.fail(request.request_id, RuntimeError("injected")))
-                    assert request.output_ids == before
-                else:
-                    if request in schedule.prefill:
-                        self.order.append(request.request_id)
-                    ids = [min(self.tokenizer.eos_ids) if n == end else LETTER]
-                    outputs += self.scheduler.commit([request], Drawn(ids))
-                place += 1
-        record = StepRecord.of(self.scheduler, schedule, outputs)
-        for output in outputs:
-            assert output.request_id not in self.told
-            assert output.request_id not in self.aborted
-            if output.finish_reason is not None:
-                self.told[output.request_id] = output.finish_reason
-        assert set(record.failed) == {o.request_id for o in outputs if o.error is not None}
-        assert set(record.finished) == {n for n in self.told if n in {o.request_id for o in outputs}} - set(
-            record.failed
-        )
-        done = [name for name, _ in record.prefilled] + list(record.decoded)
-        assert sorted([*done, *record.failed]) == sorted(o.request_id for o in outputs)
-
-    @rule()
-    def break_off(self) -> None:
-        """The process was interrupted in the forward: nothing was committed."""
-        self.plan()
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.requests)))
-        was_here = name in self.scheduler
-        assert self.scheduler.abort(name) is was_here
-        if was_here:
-            self.aborted.add(name)
+    @invariant()
+    def a_region_is_all_that_a_request_can_come_to_need(self) -> None:
+        for request in self.scheduler.running.values():
+            assert self.pool.reserve(request, self.longest(request)), "granted at admission, so never refused"
+        held = len(self.scheduler.running) + len(self.scheduler.ending)
+        assert EngineLoad.of(self.scheduler).kv_usage == pytest.approx(held / self.pool.max_sequences)
+        assert self.num_preempted == 0
 
     @invariant()
-    def everybody_is_in_one_place(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        waiting, running = set(self.scheduler.waiting), set(self.scheduler.running)
-        over = set(self.told) | self.aborted
-        assert waiting | running | over == set(self.requests)
-        assert len(waiting) + len(running) + len(over) == len(self.requests)
-        assert set(self.scheduler.streams) == waiting | running
-        expected = {RequestStatus.WAITING: waiting}
-        for status, names in expected.items():
-            assert all(self.requests[name].status is status for name in names)
-        assert all(self.requests[n].status in (RequestStatus.PREFILL, RequestStatus.DECODE) for n in running)
-        for name in over:
-            wanted = RequestStatus.FAILED if self.told.get(name) == "error" else RequestStatus.FINISHED
-            assert self.requests[name].status is wanted
-
-    @invariant()
-    def the_pool_holds_what_runs_and_nothing_else(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        running = self.scheduler.running
-        assert set(self.pool.regions) == set(running)
-        assert len(self.pool.audit()) == len(running), self.pool.audit()
-        assert {n: self.pool.length(n) for n in running} == {n: r.num_computed_tokens for n, r in running.items()}
-        load = EngineLoad.of(self.scheduler)
-        assert (load.num_running, load.num_waiting) == (len(running), len(self.scheduler.waiting))
-        assert load.kv_usage == pytest.approx(len(running) / self.pool.num_regions)
-
-    @invariant()
-    def prompts_were_run_in_the_order_they_came(self) -> None:
-        if hasattr(self, "scheduler"):
-            assert self.order == sorted(self.order, key=int)
-
-    def teardown(self) -> None:
-        """Whatever happened, the rest comes to an end."""
-        if not hasattr(self, "scheduler"):
-            return
-        for _ in range(2000):
-            if not self.scheduler.has_work():
-                break
-            self.step(end=-1, fails=set())
-        assert self.pool.audit() == []
-        assert set(self.told) | self.aborted == set(self.requests)
+    def prompts_are_run_in_the_order_they_came(self) -> None:
+        numbers = [self.requests.index(request) for request in self.order]
+        assert numbers == sorted(numbers)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,4 +81,4 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 TestSchedulerAndPool = Machine.TestCase
-TestSchedulerAndPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSchedulerAndPool.settings = settings(max_examples=160, stateful_step_count=40, deadline=None)

@@ -29,7 +29,7 @@ def test_each_idea_is_shown_by_its_own_phase_and_the_newest_stands_beside_them()
     for last, number_of_contenders in (("05", 4), ("06", 5), ("06.1", 6), ("07", 6)):
         found = draw_up(main, next(lesson for lesson in main if lesson.number == last))
         assert found.contenders == every[:number_of_contenders]
-        assert (found.sequential.number, found.regions.number, found.newest.number) == ("03.1", "05", last)
+        assert (found.sequential.number, found.slots.number, found.newest.number) == ("03.1", "05", last)
         in_blocks = [lesson.number for lesson in found.in_blocks.values()]
         assert in_blocks == {"05": [], "06": ["06"]}.get(last, ["06", last])
     side = draw_up(main, phase("06.2"))
@@ -54,7 +54,7 @@ def test_every_phase_has_a_row_and_each_of_its_optimizations_another() -> None:
         "05 scheduler_policy=decode_round_robin",
         "06 kv_cache_backend=contiguous",
         "06.1 attention_backend=flash",
-        "07 use_chunked_prefill=True",
+        "07 batching_mode=continuous use_chunked_prefill=True",
         "08 kv_cache_backend=paged use_prefix_caching=True",
         "09 use_cuda_graphs=True",
         "10 quantization=fp8",

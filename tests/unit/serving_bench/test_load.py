@@ -25,7 +25,7 @@ class Clockwork:
         self.max_running, self.seconds, self.max_waiting = max_running, seconds, max_waiting
         self.waiting: list[tuple[str, int]] = []
         self.running: dict[str, list[int]] = {}
-        self.most_open = self.num_forwards = self.num_tokens_computed = 0
+        self.most_open = self.num_forwards = 0
         self.last_step: StepRecord | None = None
         self.aborted: list[str] = []
 
@@ -63,6 +63,9 @@ class Clockwork:
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def stats(self) -> dict[str, int]:
+        return {"forward passes": self.num_forwards}
 
 
 def test_a_closed_loop_keeps_so_many_open_and_answers_all() -> None:
@@ -117,7 +120,7 @@ def test_one_at_a_time_answers_in_order_and_counts_its_steps() -> None:
             is_last = n == params.max_new_tokens - 1
             yield StepOutput("its own id", prompt[0] + n, "", FinishReason.LENGTH if is_last else None)
 
-    queue = OneAtATime(SimpleNamespace(generate=generate, num_tokens_computed=7))
+    queue = OneAtATime(SimpleNamespace(generate=generate, stats=lambda: {"tokens computed": 7}))
     trace = Trace((TraceRequest((10,), 3), TraceRequest((20,), 1), TraceRequest((30,), 2)), concurrency=3)
     run = drive(queue, trace)
     assert [r.token_ids for r in run.requests] == [[10, 11, 12], [20], [30, 31]]
@@ -125,7 +128,7 @@ def test_one_at_a_time_answers_in_order_and_counts_its_steps() -> None:
     assert run.num_forwards == 6
     assert slot_utilisation(run.steps, 1) == 1
     assert [s.record.num_waiting for s in run.steps] == [2, 2, 2, 1, 0, 0]
-    assert queue.num_tokens_computed == 7
+    assert queue.stats() == {"tokens computed": 7, "forward passes": 6}
     queue.add_request((1,), SimpleNamespace(max_new_tokens=2), "a")
     queue.add_request((1,), SimpleNamespace(max_new_tokens=2), "b")
     queue.step()

@@ -6,15 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared.engine.draw import Drawing
 
 from shared.engine.request import TokenLogprobs
+from shared.engine.sampler import Draws, SampledTokens, Sampler, SamplerOutput
 from shared.errors import RequestError
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 
 CPU = torch.device("cpu")
+
+
+def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> SampledTokens:
+    return SamplerOutput([Sampler(CPU, 8).sample(logits, rows)]).wait()
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,7 +47,7 @@ def test_each_row_gets_what_it_asked_for() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, 2.0], [0.0, 0.0, 4.0], [1.0, 5.0, 0.0]])
     asked = [None, 2, 0, 20]
     rows = [SamplingRow(SamplingParams(temperature=0.0, logprobs=k), 0, 0, ()) for k in asked]
-    drawn = Drawing(CPU).draw(logits, rows)
+    drawn = sample(logits, rows)
     assert drawn.token_ids == [1, 0, 2, 1]
     assert drawn.logprobs is not None
     assert drawn.logprobs[0] is None
@@ -53,14 +57,14 @@ def test_each_row_gets_what_it_asked_for() -> None:
     assert [token_id for token_id, _ in second.top] == [0, 2]
     assert second.logprob == second.top[0][1] == pytest.approx(math.log(1 / (1 + math.exp(-2) + math.exp(-1))))
     assert isinstance(second.top[0][0], int)
-    assert Drawing(CPU).draw(logits[:1], rows[:1]).logprobs is None
+    assert sample(logits[:1], rows[:1]).logprobs is None
 
 
 def test_neither_temperature_nor_penalty_changes_them() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     plain = SamplingRow(SamplingParams(temperature=0.0, logprobs=3), 0, 0, ())
     changed = SamplingRow(SamplingParams(temperature=9.0, top_k=1, repetition_penalty=1.5, logprobs=3), 0, 0, (0,))
-    (one,), (other,) = (Drawing(CPU).draw(logits, [row]).logprobs or () for row in (plain, changed))
+    (one,), (other,) = (sample(logits, [row]).logprobs or () for row in (plain, changed))
     assert one is not None
     assert other is not None
     assert one.top == other.top
@@ -71,3 +75,47 @@ def test_how_many_may_be_asked_for(value: object) -> None:
     with pytest.raises(RequestError, match=r"^logprobs is .*; it must be .*from 0 to 20"):
         SamplingParams(logprobs=value)
     assert SamplingParams(logprobs=20).logprobs == 20
+
+
+def test_the_parts_of_a_batch_are_one_output_however_often_it_is_waited_for() -> None:
+    """After a failure a batch is sampled in parts; each numbers its rows from 0."""
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, 2.0], [0.0, 0.0, 4.0]])
+    rows = [SamplingRow(SamplingParams(temperature=0.0, logprobs=k), 0, 0, ()) for k in (None, 1, 2)]
+    sampler, error = Sampler(CPU, 8), ValueError("injected")
+    whole = SamplerOutput([sampler.sample(logits, rows)])
+    parts = SamplerOutput([sampler.sample(logits[:1], rows[:1]), sampler.sample(logits[1:], rows[1:])], {7: error})
+    first, again = parts.wait(), parts.wait()
+    assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs) == ([1, 0, 2], whole.wait().logprobs)
+    assert first.logprobs is not None
+    assert [len(found.top) if found else None for found in first.logprobs] == [None, 1, 2]
+    assert first.errors == {7: error}
+    assert list(first) == list(zip([1, 0, 2], first.logprobs, strict=True))
+
+
+def test_an_output_without_rows_has_no_tokens() -> None:
+    assert SamplerOutput(()).wait() == SampledTokens([], None, {})
+    assert list(SamplerOutput((), {0: ValueError()}).wait()) == []
+
+
+def test_on_a_cpu_no_event_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event() -> None:
+        raise AssertionError("there is no device to wait for")
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    ids = torch.tensor([4, 5])
+    assert SamplerOutput([Draws(ids)]).wait().token_ids == [4, 5]
+
+
+def test_parameters_of_one_call_do_not_reach_into_the_next() -> None:
+    """They travel through memory that every call uses again."""
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.5 + n, top_k=3 + n, top_p=0.9, repetition_penalty=1.2), n, n, (1, n))
+        for n in range(8)
+    ]
+    alone = [sample(logits[n : n + 1], rows[n : n + 1]).token_ids[0] for n in range(8)]
+    sampler = Sampler(CPU, 8)
+    for part in (range(8), range(3), range(2, 7), range(8)):
+        chosen = slice(part.start, part.stop)
+        output = SamplerOutput([sampler.sample(logits[chosen], rows[chosen])])
+        assert output.wait().token_ids == alone[chosen]

@@ -1,0 +1,157 @@
+"""The runner: forwards and draws of a batch, ids that stay on the device, failures that stay with their sequence."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.view import LoadedBatch
+from shared.engine.batch import Batch
+from shared.engine.request import Request
+from shared.engine.runner import Runner
+from shared.engine.sampler import SampledTokens
+from shared.models.tokens import Tokens
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
+from shared.scheduling.schedule import Schedule, Scheduled
+
+VOCABULARY = 50
+
+
+class Successor:
+    """A model whose likeliest token is the one behind its last: the logits of id i are highest at i + 1."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+        self.failing: set[int] = set()
+
+    def __call__(self, tokens: Tokens, kv: Any) -> torch.Tensor:
+        self.seen.append(tokens.ids.tolist())
+        if self.failing & {*self.seen[-1]}:
+            raise RuntimeError("injected")
+        return tokens.ids
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(hidden + 1, VOCABULARY).float()
+
+
+class View:
+    """Loads a batch and has no memory."""
+
+    num_bytes = 0
+
+    def load(self, batch: Batch) -> LoadedBatch:
+        ids, positions, logit_rows = map(torch.from_numpy, (batch.token_ids.copy(), batch.positions, batch.logit_rows))
+        return LoadedBatch(
+            Tokens(ids, positions), logit_rows, torch.from_numpy(batch.layout.rows[batch.logit_sequences])
+        )
+
+
+class Step:
+    """A runner over requests whose prompts end with 10, 20, … and have 1, 2, … tokens."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.model = Successor()
+        self.pool = ContiguousKVCachePool(8, 20)
+        self.runner = Runner(self.model, View(), 8)  # type: ignore[arg-type]
+        params = SamplingParams(temperature=0.0)
+        self.requests = [Request(str(n), [5] * n + [10 * (n + 1)], params, 0) for n in range(num_requests)]
+        for request in self.requests:
+            assert self.pool.reserve(request, 20)
+
+    def schedule(self, order: Sequence[int]) -> Schedule:
+        """The next tokens of these requests, known or in flight."""
+        entries = []
+        for n in order:
+            request = self.requests[n]
+            entries.append(Scheduled(request, request.num_scheduled_tokens, request.num_unscheduled_tokens))
+            request.num_scheduled_tokens += entries[-1].num_tokens
+            request.num_pending_tokens += 1
+        return Schedule(1, tuple(entries))
+
+    def run(self, order: Sequence[int]) -> SampledTokens:
+        schedule = self.schedule(order)
+        launched = self.runner.forward(Batch.of(schedule, self.pool))
+        return self.runner.sample(launched, schedule.sampling_rows()).wait()
+
+    def commit(self, order: Sequence[int], sampled: SampledTokens) -> None:
+        for n, (token_id, _) in zip(order, sampled, strict=True):
+            request = self.requests[n]
+            self.pool.commit(request, request.num_scheduled_tokens - request.num_computed_tokens)
+            request.num_computed_tokens = request.num_scheduled_tokens
+            request.num_pending_tokens -= 1
+            request.append(token_id)
+
+
+def test_ids_that_the_host_does_not_know_are_the_last_that_were_sampled_for_their_sequence() -> None:
+    """Three steps are run before any token is looked at, in changing company and order."""
+    step = Step(4)
+    first = step.run([0, 1, 2])
+    second = step.run([2, 0])
+    third = step.run([1, 3, 2])  # 3 brings its prompt, and nothing of it is in flight
+    assert step.model.seen == [[10, 5, 20, 5, 5, 30], [31, 11], [21, 5, 5, 5, 40, 32]]
+    assert (first.token_ids, second.token_ids, third.token_ids) == ([11, 21, 31], [32, 12], [22, 41, 33])
+    assert (step.runner.num_forwards, step.runner.num_tokens_computed) == (3, 6 + 2 + 6)
+
+
+def test_a_batch_says_which_ids_are_pending() -> None:
+    step = Step(2)
+    assert len(Batch.of(step.schedule([0, 1]), step.pool).pending) == 0
+    batch = Batch.of(step.schedule([1, 0]), step.pool)
+    assert (batch.token_ids.tolist(), batch.pending.tolist(), batch.positions.tolist()) == ([0, 0], [0, 1], [2, 1])
+    assert batch.part(range(1, 2)).pending.tolist() == [0]
+
+
+def test_an_id_that_the_host_knows_is_taken_from_the_host() -> None:
+    step = Step(2)
+    step.commit([0, 1], step.run([0, 1]))
+    step.requests[0].output_ids[-1] = 17  # as a stop string or a draft may have changed it
+    assert step.run([0, 1]).token_ids == [18, 22]
+    assert step.model.seen[-1] == [17, 21]
+
+
+def test_pending_ids_reach_the_right_sequences_after_a_failure_too() -> None:
+    step = Step(4)
+    step.run([0, 1, 2, 3])
+    step.model.failing = {31}
+    sampled = step.run([3, 2, 1, 0])
+    assert (sampled.token_ids, list(sampled.errors)) == ([42, 22, 12], [1])
+    assert step.run([0, 1, 3]).token_ids == [13, 23, 43]
+
+
+@pytest.mark.parametrize("culprits", [[0], [2], [3], [1, 2], [0, 1, 2, 3]])
+def test_a_row_that_cannot_be_drawn_fails_alone(culprits: list[int]) -> None:
+    """And its number is that of its sequence in the batch, also where a forward has failed before."""
+    for failing in (set(), {10}):
+        step = Step(4)
+        step.model.failing = failing
+        sample = step.runner.sampler.sample
+
+        def drawing(logits: torch.Tensor, rows: Sequence[SamplingRow], sample: Any = sample) -> Any:
+            if any(10 * (n + 1) + 1 in logits.argmax(-1).tolist() for n in culprits):
+                raise ValueError("injected")
+            return sample(logits, rows)
+
+        step.runner.sampler.sample = drawing  # type: ignore[method-assign]
+        sampled = step.run([2, 0, 3, 1])
+        lost = {*culprits, *([0] if failing else [])}
+        assert sampled.token_ids == [10 * (n + 1) + 1 for n in (2, 0, 3, 1) if n not in lost]
+        assert sorted(sampled.errors) == [place for place, n in enumerate((2, 0, 3, 1)) if n in lost]
+
+
+def test_a_forward_changes_no_request_and_can_be_made_again() -> None:
+    step = Step(3)
+    schedule = step.schedule([0, 1, 2])
+    batch = Batch.of(schedule, step.pool)
+    before = [replace(request) for request in step.requests]
+    logits = [step.runner.forward(batch).logits for _ in range(2)]
+    assert torch.equal(*logits)
+    assert [vars(request) for request in step.requests] == [vars(request) for request in before]
+    assert step.pool.used_tokens == 0
+    assert np.array_equal(batch.token_ids, Batch.of(schedule, step.pool).token_ids)
