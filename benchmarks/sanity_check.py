@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass
-class Answer:
+class PhaseAnswer:
     """What one phase said, to be judged once its engine is gone."""
 
     row: Row
@@ -127,7 +127,7 @@ def check_model(
     except Exception as error:  # whatever it is, it is this model's row
         return [Row(subject.name, lesson.number, problem(error)) for lesson in chosen]
     rows: dict[str, Row] = {}
-    answers: dict[str, Answer] = {}
+    answers: dict[str, PhaseAnswer] = {}
     for lesson in chosen:
         config = EngineConfig(
             model=str(folder), dtype=dtype, device=device, max_seq_len=min(512, shape.max_position_embeddings)
@@ -155,7 +155,7 @@ def problem(error: Exception) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
-def _answer(name: str, lesson: Lesson, config: EngineConfig, new_tokens: int) -> Answer:
+def _answer(name: str, lesson: Lesson, config: EngineConfig, new_tokens: int) -> PhaseAnswer:
     before = allocated(config.device)
     if is_cuda(config.device):
         torch.cuda.reset_peak_memory_stats(config.device)
@@ -179,11 +179,11 @@ def _answer(name: str, lesson: Lesson, config: EngineConfig, new_tokens: int) ->
         num_tokens=len(answer.token_ids),
         text=engine.tokenizer.decode(answer.token_ids),
     )
-    return Answer(row, prompt_ids, answer.token_ids)
+    return PhaseAnswer(row, prompt_ids, answer.token_ids)
 
 
 @torch.inference_mode()
-def _judge(folder: Path, answers: dict[str, Answer], dtype: torch.dtype, device: str) -> dict[str, Row]:
+def _judge(folder: Path, answers: dict[str, PhaseAnswer], dtype: torch.dtype, device: str) -> dict[str, Row]:
     """Compare with transformers in fp32; answers that are equal are run once."""
     truth = load_reference(folder, torch.float32, round_to=None if dtype == torch.float32 else dtype).to(device)
     bound = THRESHOLDS[dtype].argmax

@@ -28,7 +28,9 @@ class ExerciseEntry:
 
 @dataclass(frozen=True)
 class Lesson:
-    """One phase: ``adds`` are the shared modules new in it, ``changes`` the methods of Engine that differ."""
+    """One phase: ``adds`` are the shared modules new in it, ``changes`` the methods of Engine that differ, ``removes``
+    those that end. A side track branches off the phase that it names as ``previous``, and no phase follows it.
+    """
 
     number: str
     folder: Path
@@ -38,6 +40,7 @@ class Lesson:
     adds: tuple[str, ...]
     changes: tuple[str, ...]
     workload: str
+    removes: tuple[str, ...] = ()
     is_side_track: bool = False
     exercises: tuple[ExerciseEntry, ...] = ()
 
@@ -97,6 +100,7 @@ def _read(folder: Path) -> Lesson:
         previous=values.get("previous"),
         adds=tuple(values["adds"]),
         changes=tuple(values["changes"]),
+        removes=tuple(values.get("removes", ())),
         workload=values["workload"],
         is_side_track=values.get("side_track", False),
         exercises=tuple(

@@ -106,12 +106,12 @@ def attention_case(
     D, scale, softcap = block.head_dim, block.scale, block.softcap
     seen = context if window is None else min(context, window)
     workspace = DecodeWorkspace.of(1, Hq, Hkv, D, context, device)
-    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    regions = torch.zeros(1, dtype=torch.int32, device=device)
     lengths = torch.full((1,), context, dtype=torch.int32, device=device)
 
     def ours(q: Any, keys: Any, values: Any) -> torch.Tensor:
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        return decode_attention(q, keys, values, slots, lengths, **about, workspace=workspace)
+        return decode_attention(q, keys, values, regions, lengths, **about, workspace=workspace)
 
     def eager(q: Any, keys: Any, values: Any) -> torch.Tensor:
         k, v = keys[0, :, context - seen :], values[0, :, context - seen :]

@@ -28,7 +28,7 @@ def chosen_experiments(asked: Sequence[str] | None, phases: Lineup) -> tuple[str
     for name in NEEDS_BLOCKS:
         if name in (asked or ()):
             raise ConfigError(
-                f"The experiment {name} compares slots with blocks, and of the phases up to {phases.newest.number} "
+                f"The experiment {name} compares regions with blocks, and of the phases up to {phases.newest.number} "
                 "none has blocks; choose a later phase, or leave --phase out."
             )
     return chosen("experiment", asked, tuple(name for name in EXPERIMENTS if name not in NEEDS_BLOCKS))

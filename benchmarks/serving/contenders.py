@@ -1,7 +1,7 @@
 """Who serves in the serving benchmarks: an engine with its configuration, loaded once. Introduced in phase 4.
 
 The ways to serve: one request after another, by the last phase that answers one at a time; static batches, by phase 4
-and once more padded; continuous batching in slots, under each policy, and in blocks. Invariants: all have the same
+and once more padded; continuous batching in regions, under each policy, and in blocks. Invariants: all have the same
 model and dtype, and the same longest sequence where nothing else is said; each is warmed up when it is loaded, at every
 size of batch that it can have on a GPU, so that no trace pays for compilation.
 """

@@ -5,7 +5,7 @@
     closed-loop    a queue that never empties: what a static batch and continuous ones can do at most
     together       many requests at once, in one large batch
     capacity       and
-    whole-step     slots and blocks (:mod:`benchmarks.serving.memory`)
+    whole-step     regions and blocks (:mod:`benchmarks.serving.memory`)
     http-overhead  the same streams over HTTP and into the engine, in turns
     tail           Poisson arrivals at a rate that static batching can just bear: who waits how long; it takes longest
 

@@ -1,9 +1,9 @@
 """Which phase stands for which contender of the serving benchmark. Introduced in phase 4.
 
 Three ideas have a contender each, and each is shown by the phase that brought it or was the last without the next: one
-request at a time, slots that are filled again as they become free, blocks. Beside them stands the newest phase, once it
-is newer than they are. Invariant: who takes part follows from what the phases' engines can do, and from the last phase
-that is to take part.
+request at a time, regions that are filled again as they become free, blocks. Beside them stands the newest phase, once
+it is newer than they are. Invariant: who takes part follows from what the phases' engines can do, and from the last
+phase that is to take part.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from shared.lessons import Lesson, find_lesson, lessons
 
 @dataclass(frozen=True)
 class Lineup:
-    """``slots``: continuous batching in slots; ``blocks``: the first phase with blocks; ``newest``: the last of all."""
+    """``slots``: continuous batching in regions; ``blocks``: the first phase with blocks; ``newest``: the last."""
 
     sequential: Lesson
     slots: Lesson
@@ -77,4 +77,4 @@ def has_continuous(lesson: Lesson) -> bool:
 
 def has_blocks(lesson: Lesson) -> bool:
     """Whether a phase knows memory in blocks."""
-    return serves_many(lesson) and "paged" in lesson.load("engine").POOLS
+    return serves_many(lesson) and "paged" in lesson.load("engine").MEMORY

@@ -1,10 +1,11 @@
-"""Experiments on memory: what slots and blocks make of the same bytes, and what a block table costs.
+"""Experiments on memory: what regions and blocks make of the same bytes, and what a block table costs.
 
 Introduced in phase 6.
 
-    capacity    the same KV bytes as slots as wide as a long request, as slots as wide as the trace's longest, and as
+    capacity    the same KV bytes as regions as wide as a long request, as regions as wide as the trace's longest, and
+    as
                 blocks; a queue that never empties
-    whole-step  W2 in batches of the same size and memory for all: phases with blocks over slots
+    whole-step  W2 in batches of the same size and memory for all: phases with blocks over regions
 
 Invariants: in ``capacity`` the memory of all contenders has the same bytes, and only memory limits how many run in
 blocks; in ``whole-step`` a ratio is of two runs of one trial, and every contender begins a trial as often as another.
@@ -33,18 +34,18 @@ def capacity_batch(size: ServingSize) -> int:
 
 
 def run_capacity(bench: Bench) -> dict[str, Any]:
-    """How many run at a time in the same memory, how full it is, and how fast they are; ratios of blocks over slots."""
+    """How many run at a time in the same memory, how full it is, and their speed; ratios of blocks over regions."""
     size, lineup = bench.size, bench.servers.lineup
     num_wide, wide = size.wide_slots
     tight = size.capacity.longest
     settings: dict[str, tuple[str, Lesson, dict[str, Any]]] = {
         "wide_slots": (
-            f"slots of {wide:,} tokens (phase {lineup.slots.number})",
+            f"regions of {wide:,} tokens (phase {lineup.slots.number})",
             lineup.slots,
             {"max_seq_len": wide, "max_batch_size": num_wide},
         ),
         "tight_slots": (
-            f"slots of {tight:,} tokens (phase {lineup.slots.number})",
+            f"regions of {tight:,} tokens (phase {lineup.slots.number})",
             lineup.slots,
             {"max_seq_len": tight, "max_batch_size": size.capacity_tokens // tight},
         ),
@@ -72,7 +73,7 @@ def run_capacity(bench: Bench) -> dict[str, Any]:
 
 
 def run_whole_step(bench: Bench) -> dict[str, Any]:
-    """W2 with memory for all, in turns; medians, and the median of each trial's ratio over slots."""
+    """W2 with memory for all, in turns; medians, and the median of each trial's ratio over regions."""
     names = bench.servers.lineup.continuous
     found: dict[str, Any] = bench.in_turns(names, bench.size.max_batch_size, bench.size.w2, "whole step")
     for name in names[1:]:
@@ -83,11 +84,11 @@ def run_whole_step(bench: Bench) -> dict[str, Any]:
 
 
 def check_sizes(size: ServingSize) -> None:
-    """Raise ConfigError if slots and blocks of ``capacity`` could not have the same bytes."""
+    """Raise ConfigError if regions and blocks of ``capacity`` could not have the same bytes."""
     num, wide = size.wide_slots
     tight = size.capacity.longest
     if num < 1 or wide < tight or any(size.capacity_tokens % unit for unit in (tight, BLOCK_SIZE)):
         raise ConfigError(
-            f"The memory of the experiment capacity is {num} slots of {wide} tokens; it must be as many bytes in slots "
-            f"of {tight} and in blocks of {BLOCK_SIZE}, so both must divide {size.capacity_tokens}."
+            f"The memory of the experiment capacity is {num} regions of {wide} tokens; it must be as many bytes in "
+            f"regions of {tight} and in blocks of {BLOCK_SIZE}, so both must divide {size.capacity_tokens}."
         )

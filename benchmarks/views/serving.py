@@ -117,7 +117,7 @@ def _both(experiment: dict[str, Any]) -> dict[str, Any]:
 
 
 def _speeds(runs: dict[str, Any]) -> tuple[Row, list[Row]]:
-    columns = ["", "tokens/s", "gain", "requests/s", "slots used", "steps", "forward passes", "tokens computed"]
+    columns = ["", "tokens/s", "gain", "requests/s", "places used", "steps", "forward passes", "tokens computed"]
     rows = [
         [
             run["title"],
@@ -136,7 +136,7 @@ def _speeds(runs: dict[str, Any]) -> tuple[Row, list[Row]]:
 
 
 def _loop(loop: dict[str, Any]) -> tuple[Row, list[Row]]:
-    columns = ["", "tokens/s while requests wait", "tokens/s, whole trace", "slots used", "ms/step", "forward passes"]
+    columns = ["", "tokens/s while requests wait", "tokens/s, whole trace", "places used", "ms/step", "forward passes"]
     rows = [
         [
             run["title"],

@@ -2,7 +2,8 @@
 
 A made checkpoint must be usable like a real one: any text encodes, every id decodes, the special tokens stand at the
 ids that the config names. So 256 ids are the bytes (in GPT-2's printable alphabet), a few are the family's special
-tokens, and the rest, which text never encodes to, are pronounceable pseudo-words: a random model babbles.
+tokens, and the rest, which text never encodes to, are pronounceable pseudo-words: a random model babbles. A special
+token that is written out in a text is encoded as that one token, as by the real tokenizers.
 
 Invariant: exactly `vocab_size` ids, every one decodable; encoding then decoding gives back any text.
 """

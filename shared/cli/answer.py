@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shared.sampling.params import SamplingParams
 
 
-class Answer:
+class TerminalAnswer:
     """Streams one answer to standard output and keeps its text and times (seconds since the request)."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -58,12 +58,12 @@ class Answer:
         return f"first token {self.token_times[0]:.3f} s · {rate} · {count} · finish: {self.finish_reason}"
 
 
-def show_summary(answer: Answer) -> None:
+def show_summary(answer: TerminalAnswer) -> None:
     """Write the line of speeds to standard error."""
     stderr_console().print(answer.summary(), style="dim", soft_wrap=True, markup=False)
 
 
-def show_stats(lesson: Lesson, engine: Any, answer: Answer, seed: int | None, load_seconds: float) -> None:
+def show_stats(lesson: Lesson, engine: Any, answer: TerminalAnswer, seed: int | None, load_seconds: float) -> None:
     """Write a table of what ran to standard error; an engine adds rows of its own through ``stats()``."""
     from rich.table import Table
 

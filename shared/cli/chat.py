@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from shared.cli import options
-from shared.cli.answer import Answer, show_summary
+from shared.cli.answer import TerminalAnswer, show_summary
 from shared.cli.terminal import complain, examples
 from shared.errors import InferError
 
@@ -126,7 +126,7 @@ def _turn(conversation: Conversation, text: str, quiet: bool) -> None:
     """Answer one message; whatever goes wrong with it, the conversation goes on."""
     limit = conversation.engine.max_seq_len
     try:
-        answer = Answer(conversation.prompt_ids(text))
+        answer = TerminalAnswer(conversation.prompt_ids(text))
     except InferError as error:
         complain(error)
         return

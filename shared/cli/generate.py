@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from shared.cli import options
-from shared.cli.answer import Answer, show_stats, show_summary
+from shared.cli.answer import TerminalAnswer, show_stats, show_summary
 from shared.cli.terminal import examples, printable
 from shared.errors import RequestError
 
@@ -70,7 +70,7 @@ def generate(
         pack_weights=pack_weights or None,
     )
     load_seconds = time.perf_counter() - started
-    answer = Answer(_chat_ids(engine, text, thinking) if chat else engine.tokenizer.encode(text))
+    answer = TerminalAnswer(_chat_ids(engine, text, thinking) if chat else engine.tokenizer.encode(text))
     if not chat and sys.stdout.isatty():  # the prompt is the beginning of what is read
         typer.secho(printable(text), dim=True, nl=False)
     answer.stream(engine, params)

@@ -148,14 +148,14 @@ def serve(
         max_decode_interval=max_decode_interval,
     )
     from shared.server.app import make_app
-    from shared.server.engine_loop import EngineHome
+    from shared.server.engine_loop import EngineHandle
     from shared.server.engine_process import EngineProcess
     from shared.server.engine_thread import EngineThread
 
     is_process = (device or "cpu").startswith("cuda") if engine_process is None else engine_process
-    home: EngineHome = EngineProcess(load) if is_process else EngineThread(load())
+    handle: EngineHandle = EngineProcess(load) if is_process else EngineThread(load())
     configure(style, verbose=verbose)
-    run(make_app(home, config), config, bound, model=config.model_name, phase=lesson.number)
+    run(make_app(handle, config), config, bound, model=config.model_name, phase=lesson.number)
 
 
 def load_warm(number: str, model: str, log_format: str, verbose: bool, **settings: Any) -> Any:

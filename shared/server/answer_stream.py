@@ -24,6 +24,7 @@ class AnswerStream:
 
     Args:
         num_prompt_tokens: of the request; for its usage.
+        param: the field of the body that the prompt came from; for a refusal.
         max_unread_bytes: an estimate from above of the bytes that unread outputs will become.
         abandon: called when the answer is wanted no longer; it must make the engine forget the request.
 
@@ -31,10 +32,17 @@ class AnswerStream:
     """
 
     def __init__(
-        self, request_id: str, num_prompt_tokens: int, *, max_unread_bytes: int, abandon: Callable[[str], None]
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        *,
+        param: str,
+        max_unread_bytes: int,
+        abandon: Callable[[str], None],
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
+        self.param = param
         self.num_tokens = 0
         self.arrived = time.perf_counter()
         self.scheduled: float | None = None
@@ -77,6 +85,11 @@ class AnswerStream:
             message = f"The answer was not read: more than {self._max_unread_bytes} bytes of it waited."
             self.cancel("slow_reader", ApiError(408, "slow_reader", message))
         self._wake()
+
+    def refuse(self, error: ApiError) -> None:
+        """End with an error because the engine has not taken the request."""
+        if self.is_open:
+            self._end(FinishReason.ERROR, time.perf_counter(), error)
 
     def fail(self, error: ApiError) -> None:
         """End with an error that is not the request's own doing; the engine is told to forget it."""

@@ -1,4 +1,4 @@
-"""The application: an engine, the link to it, and the routes around them. Introduced in phase 4.
+"""The application: an engine, its client, and the routes around them. Introduced in phase 4.
 
 Invariant: what surrounds a route is, from outside, the log, the key, the limits of the body. So every refusal is
 logged, and nobody without a key has a body read.
@@ -12,8 +12,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from shared.server import chat, completions, pages, status
-from shared.server.engine_link import EngineLink
-from shared.server.engine_loop import EngineHome
+from shared.server.engine_client import EngineClient
+from shared.server.engine_loop import EngineHandle
 from shared.server.errors import ErrorBody, install
 from shared.server.intake import Intake
 from shared.server.metrics import ServerMetrics
@@ -34,23 +34,18 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(home: EngineHome, config: ServerConfig) -> FastAPI:
-    """The ASGI application that serves the engine that lives there; its lifespan starts and stops the engine's loop."""
+def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
+    """The ASGI application that serves the handle's engine; its lifespan starts and stops the engine's loop."""
     metrics = ServerMetrics(config.model_name)
-    link = EngineLink(
-        home,
-        metrics,
-        max_open_requests=home.config.max_batch_size + home.config.max_waiting_requests,
-        max_unread_bytes=config.max_unread_bytes,
-    )
-    metrics.watch(lambda: link.load)
-    intake = Intake(home, link, config)
+    client = EngineClient(handle, metrics, config)
+    metrics.watch(lambda: client.load)
+    intake = Intake(handle, client, config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        link.start()
+        client.start()
         yield
-        await link.stop()
+        await client.stop()
         intake.close()
 
     app = FastAPI(
@@ -63,7 +58,7 @@ def make_app(home: EngineHome, config: ServerConfig) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
     app.state.config = config
-    app.state.link = link
+    app.state.client = client
     app.state.intake = intake
     app.state.metrics = metrics
     app.state.started = time.time()

@@ -37,7 +37,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     intake.check(body)
     thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
     given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    stream = await intake.submit(
+    stream = intake.submit(
         request,
         body,
         await intake.chat_ids(body.messages, thinking),

@@ -40,7 +40,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     intake: Intake = request.app.state.intake
     record_of(request.scope).is_streaming = True
     intake.check(body)
-    stream = await intake.submit(
+    stream = intake.submit(
         request,
         body,
         await intake.text_ids(body.prompt),

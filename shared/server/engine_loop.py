@@ -1,9 +1,9 @@
 """The loop that owns an engine: obey what has come, step, tell. Introduced in phase 4.
 
 It runs on a thread or in a process of its own (:mod:`shared.server.engine_thread`, :mod:`shared.server.engine_process`)
-and is the same in both: what goes in and out are small messages that could be pickled. Invariants: a command takes
-effect between two steps and is answered by one event; nothing else enters the engine; an exception of a step is the
-last event.
+and is the same in both: what goes in and out are small messages that could be pickled. The server checks a request
+before it sends it, so an Add that succeeds has no event of its own. Invariants: a command takes effect between two
+steps, and an event with the load follows it; nothing else enters the engine; an exception of a step is the last event.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.sampling.params import SamplingParams
 from shared.server.served_engine import ServedEngine
-from shared.text.stopping import FinishReason
 
 _log = logging.getLogger("infer.engine")
 
@@ -66,19 +65,19 @@ Command = Add | Abort | Ask | Stop
 
 
 @dataclass(frozen=True)
-class Admitted:
-    """What became of :class:`Add`; ``is_failure`` where the engine raised what it should not."""
+class Refused:
+    """The engine did not take a request: ``refusal``, or None where it raised what it should not.
+
+    Rare: the queue's last place went to a preempted request meanwhile, or there is a bug.
+    """
 
     request_id: str
     refusal: InferError | None
-    is_failure: bool = False
 
 
 @dataclass(frozen=True)
-class Aborted:
-    """What became of :class:`Abort`."""
-
-    request_id: str
+class Idle:
+    """The engine has nothing to do, and commands may have changed its load since the last event."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,9 @@ class Crashed:
     cause: str
 
 
-Event = Admitted | Aborted | Answered | Stepped | Crashed
-Tell = Callable[[Event, EngineLoad], None]
+Event = Refused | Idle | Answered | Stepped | Crashed
+Tell = Callable[[Event, EngineLoad, int], None]
+"""Takes an event, the load after it, and how many :class:`Add` the loop had obeyed by then."""
 
 
 class Inbox(Protocol):
@@ -119,13 +119,14 @@ class Inbox(Protocol):
         """The next command; raises ``queue.Empty`` if there is none and ``block`` is False."""
 
 
-class EngineHome(Protocol):
-    """Where the loop runs, as seen from outside, with what is known of its engine beforehand."""
+class EngineHandle(Protocol):
+    """The loop as seen from outside, wherever it runs, with what is known of its engine beforehand."""
 
     config: Any
     model_config: Any
     tokenizer: Any
     max_seq_len: int
+    request_capacity: int  # tokens that the KV memory can hold for one request
     load: EngineLoad  # when the loop had not begun
 
     def start(self, tell: Tell) -> None:
@@ -152,6 +153,7 @@ class EngineLoop:
         self._inbox = inbox
         self._tell_with_load = tell
         self._load = engine.load()
+        self._num_added = 0
 
     def run(self) -> None:
         """Until it is told to stop, or something is raised that no request is to blame for."""
@@ -159,24 +161,28 @@ class EngineLoop:
             while self._obey():
                 if self._engine.has_work():
                     self._step()
+                else:
+                    self._tell(Idle())
         except BaseException as error:
             _log.critical("the engine's loop died", exc_info=error)
-            self._tell_with_load(Crashed(f"{type(error).__name__}: {error}"), self._load)  # it answers no more
+            crashed = Crashed(f"{type(error).__name__}: {error}")
+            self._tell_with_load(crashed, self._load, self._num_added)  # the engine is not asked any more
 
     def _obey(self) -> bool:
-        """Run the commands that wait, or wait for one where there is nothing else to do; False to end."""
+        """Run the commands that wait, and if there is no work wait for the first; False to end."""
+        block = not self._engine.has_work()
         try:
             while True:
-                match self._inbox.get(block=not self._engine.has_work()):
+                match self._inbox.get(block):
                     case Add() as command:
-                        self._tell(self._add(command))
+                        self._add(command)
                     case Abort(request_id):
                         self._engine.abort(request_id)
-                        self._tell(Aborted(request_id))
                     case Ask(number, question):
                         self._tell(self._answer(number, question))
                     case Stop():
                         return False
+                block = False
         except queue.Empty:
             return True
 
@@ -186,20 +192,17 @@ class EngineLoop:
         ended = time.perf_counter()
         record = self._engine.last_step
         prefilled = tuple(request_id for request_id, _ in record.prefilled)
-        for output in outputs:
-            if output.finish_reason is FinishReason.ERROR:
-                _log.error("request %s failed: %s", output.request_id, output.error)
         self._tell(Stepped(started, ended, outputs, prefilled, len(record.preempted)))
 
-    def _add(self, command: Add) -> Admitted:
+    def _add(self, command: Add) -> None:
+        self._num_added += 1
         try:
             self._engine.add_request(command.prompt_ids, command.params, command.request_id)
         except InferError as refusal:
-            return Admitted(command.request_id, refusal)
+            self._tell(Refused(command.request_id, refusal))
         except Exception as bug:
             _log.error("request %s could not be added", command.request_id, exc_info=bug)
-            return Admitted(command.request_id, None, is_failure=True)
-        return Admitted(command.request_id, None)
+            self._tell(Refused(command.request_id, None))
 
     def _answer(self, number: int, question: Question) -> Answered:
         try:
@@ -222,4 +225,4 @@ class EngineLoop:
 
     def _tell(self, event: Event) -> None:
         self._load = self._engine.load()
-        self._tell_with_load(event, self._load)
+        self._tell_with_load(event, self._load, self._num_added)

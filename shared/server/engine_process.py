@@ -39,11 +39,12 @@ class About:
     config: Any
     model_config: Any
     max_seq_len: int
+    request_capacity: int
     load: EngineLoad
 
 
 class EngineProcess:
-    """See :class:`shared.server.engine_loop.EngineHome`; made when the engine is loaded.
+    """See :class:`shared.server.engine_loop.EngineHandle`; made when the engine is loaded.
 
     Args:
         make: makes the engine, in the process; a function of a module, or a ``functools.partial`` of one.
@@ -70,7 +71,7 @@ class EngineProcess:
         if isinstance(about, InferError):
             raise about
         self.config, self.model_config, self.max_seq_len = about.config, about.model_config, about.max_seq_len
-        self.load = about.load
+        self.request_capacity, self.load = about.request_capacity, about.load
         self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
@@ -103,17 +104,17 @@ class EngineProcess:
                     return
 
     def _read(self, tell: Tell) -> None:
-        load = self.load
+        load, num_added = self.load, 0
         try:
             while True:
                 self._undelivered.acquire()
-                event, load = self._pipe.recv()
-                tell(event, load)
+                event, load, num_added = self._pipe.recv()
+                tell(event, load, num_added)
         except (EOFError, OSError):
             self._process.join(1)
             cause = f"the engine's process ended with exit code {self._process.exitcode}"
             _log.critical(cause) if self._process.exitcode else _log.debug(cause)
-            tell(Crashed(cause), load)
+            tell(Crashed(cause), load, num_added)
 
 
 class PipeInbox:
@@ -147,5 +148,6 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
     except InferError as refusal:
         send(refusal)
         return
-    send(About(engine.config, engine.model.config, engine.max_seq_len, engine.load()))
-    EngineLoop(engine, PipeInbox(pipe), lambda event, load: send((event, load))).run()
+    capacity = engine.pool.request_capacity
+    send(About(engine.config, engine.model.config, engine.max_seq_len, capacity, engine.load()))
+    EngineLoop(engine, PipeInbox(pipe), lambda *told: send(told)).run()

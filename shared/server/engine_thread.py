@@ -12,13 +12,14 @@ from shared.server.served_engine import ServedEngine
 
 
 class EngineThread:
-    """See :class:`shared.server.engine_loop.EngineHome`."""
+    """See :class:`shared.server.engine_loop.EngineHandle`."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.config = engine.config
         self.model_config = engine.model.config
         self.tokenizer = engine.tokenizer
         self.max_seq_len = engine.max_seq_len
+        self.request_capacity = engine.pool.request_capacity
         self.load = engine.load()
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from shared.errors import InferError
+from shared.errors import InferError, QueueFullError
 
 _TYPES = {401: "authentication_error", 500: "server_error", 503: "overloaded_error"}
 _CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
@@ -78,6 +78,13 @@ def overloaded(message: str, retry_after: int, *, code: str) -> ApiError:
 def engine_failure(message: str | None) -> ApiError:
     """500: the engine failed at this request."""
     return ApiError(500, "engine_error", message or "The engine failed at this request; the server's log says why.")
+
+
+def refusal_error(refusal: InferError, *, param: str, retry_after: int) -> ApiError:
+    """What an engine says against a request: 503 if the queue is full, else 422."""
+    if isinstance(refusal, QueueFullError):
+        return overloaded(str(refusal), retry_after, code="queue_full")
+    return invalid(str(refusal), param=param)
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -98,7 +98,11 @@ class AnswerResponse(Response, ABC):
 
 
 class EventStreamResponse(AnswerResponse):
-    """Server-sent events, as they come; what has come together is sent together."""
+    """Server-sent events, as they come; what has come together is sent together.
+
+    The headers wait for the first outputs, the end, or the first comment, whichever comes first. An answer that ends
+    with an error before that has the error's status instead.
+    """
 
     def __init__(self, stream: AnswerStream, config: ServerConfig, frames: Frames) -> None:
         super().__init__(stream, config)
@@ -106,18 +110,22 @@ class EventStreamResponse(AnswerResponse):
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if data := self.frames.start():
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        is_open = True
+        is_started, is_open = False, True
         while is_open:
             outputs = await self.stream.take()
-            is_open = self.stream.is_open
+            is_open, error = self.stream.is_open, self.stream.error
+            if not is_started and not outputs and error is not None:
+                await error.response()(scope, receive, send)
+                return
             try:
                 data = self._frames_of(outputs)
             except Exception as bug:
                 _log.error("an answer could not be written", exc_info=bug)
                 data, is_open = self.frames.failure(ApiError(500, "internal_error", "The server failed here.")), False
+            if not is_started:
+                data = self.frames.start() + data
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                is_started = True
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": is_open})
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from starlette.requests import Request
 
-from shared.errors import CapacityError, ModelFolderError, QueueFullError, RequestError
+from shared.errors import ModelFolderError, RequestError
 from shared.server.answer_stream import AnswerStream
-from shared.server.engine_link import EngineLink
-from shared.server.engine_loop import EngineHome
+from shared.server.engine_client import EngineClient
+from shared.server.engine_loop import EngineHandle
 from shared.server.errors import invalid, overloaded
 from shared.server.middleware import record_of
 from shared.server.protocol import Message, SamplingFields
@@ -29,16 +29,16 @@ _NUM_THREADS = 2
 class Intake:
     """Takes requests for one engine."""
 
-    def __init__(self, home: EngineHome, link: EngineLink, config: ServerConfig) -> None:
-        self.tokenizer = home.tokenizer
-        self.max_seq_len = home.max_seq_len
+    def __init__(self, handle: EngineHandle, client: EngineClient, config: ServerConfig) -> None:
+        self.tokenizer = handle.tokenizer
+        self.max_seq_len = handle.max_seq_len
         self.config = config
         self.is_draining = False
-        self._link = link
+        self._client = client
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
         self._template: str | None = None
         with contextlib.suppress(ModelFolderError):
-            self._template = choose_template(home.model_config.family, home.tokenizer)
+            self._template = choose_template(handle.model_config.family, handle.tokenizer)
 
     async def text_ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -55,7 +55,7 @@ class Intake:
             "messages", lambda: encode_chat(self.tokenizer, turns, template=template, thinking=thinking)
         )
 
-    async def submit(
+    def submit(
         self,
         request: Request,
         body: SamplingFields,
@@ -75,13 +75,7 @@ class Intake:
                 param=field,
             )
         params = body.sampling_params(max_tokens, logprobs)
-        wait = self.config.retry_after
-        try:
-            stream = await self._link.submit(f"{kind}-{uuid.uuid4().hex}", prompt_ids, params)
-        except QueueFullError as error:
-            raise overloaded(str(error), wait, code="queue_full") from None
-        except (RequestError, CapacityError) as error:
-            raise invalid(str(error), param=param) from None
+        stream = self._client.submit(f"{kind}-{uuid.uuid4().hex}", prompt_ids, params, param=param)
         record_of(request.scope).stream = stream
         return stream
 

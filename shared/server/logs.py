@@ -1,6 +1,7 @@
 """The server's log: one line a request, as JSON for programs or as text for a terminal. Introduced in phase 4.
 
-Invariant: a line is one line, whatever a client sent; prompts, answers and keys never stand in it.
+The handler is the root logger's, so records of every library come through it too. Invariants: a line is one line,
+whatever a client sent (as JSON a traceback is a field of it); prompts, answers and keys never stand in it.
 """
 
 import json
@@ -14,13 +15,16 @@ _NAME = "infer"
 
 
 def configure(style: str, *, verbose: bool = False) -> None:
-    """Send the loggers ``infer`` and ``uvicorn`` to standard error; ``verbose`` adds health checks and pages."""
+    """Send every logger to standard error, others than ``infer`` from warnings on.
+
+    ``verbose`` adds health checks and pages.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if style == "json" else _Text())
-    for name, level in ((_NAME, logging.DEBUG if verbose else logging.INFO), ("uvicorn", logging.WARNING)):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger(_NAME).setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 def log_event(level: int, event: str, **fields: Any) -> None:
@@ -34,11 +38,13 @@ class _Json(logging.Formatter):
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "event": record.getMessage(),
+            "event": record.getMessage().strip(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = record.stack_info
         return json.dumps(line, default=str)
 
 

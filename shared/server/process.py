@@ -71,10 +71,10 @@ class Server(uvicorn.Server):
         if intake.is_draining:
             return
         intake.is_draining = True
-        link = self._application.state.link
-        log_event(logging.INFO, "shutting down", open_requests=link.num_open_requests, grace_s=self._grace)
+        client = self._application.state.client
+        log_event(logging.INFO, "shutting down", open_requests=client.num_open_requests, grace_s=self._grace)
         error = overloaded("The server is shutting down.", self._retry_after, code="shutting_down")
-        asyncio.get_running_loop().call_later(max(0.8 * self._grace, self._grace - 1), link.end_all, error)
+        asyncio.get_running_loop().call_later(max(0.8 * self._grace, self._grace - 1), client.end_all, error)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -12,14 +12,14 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from shared.engine.memory_map import HoldingState
-from shared.server.engine_link import EngineLink
+from shared.server.engine_client import EngineClient
 from shared.server.errors import ApiError, ErrorBody, overloaded
 from shared.server.intake import Intake
 
 DESCRIBE_TIMEOUT = 30.0
 """Seconds that `/debug/engine` and `/debug/memory` wait for the step that runs."""
 router = APIRouter()
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 
 class Model(BaseModel):
@@ -117,8 +117,8 @@ async def metrics(request: Request) -> Response:
 @router.get("/debug/engine", summary="The engine between two steps")
 async def engine(request: Request) -> dict[str, Any]:
     """Load, statistics, the last step, and what the audit of the KV memory finds: nothing, when nothing runs."""
-    link: EngineLink = request.app.state.link
-    return {**await _between_steps(link.describe()), "num_open_requests": link.num_open_requests}
+    client: EngineClient = request.app.state.client
+    return {**await _between_steps(client.describe()), "num_open_requests": client.num_open_requests}
 
 
 @router.get(
@@ -126,11 +126,11 @@ async def engine(request: Request) -> dict[str, Any]:
 )
 async def memory(request: Request) -> Response:
     """The KV memory between two steps: its blocks, who holds which of them, and who was preempted."""
-    link: EngineLink = request.app.state.link
-    return JSONResponse((await _between_steps(link.memory())).as_json())
+    client: EngineClient = request.app.state.client
+    return JSONResponse((await _between_steps(client.memory())).as_json())
 
 
-async def _between_steps(answer: Awaitable[Answer]) -> Answer:
+async def _between_steps(answer: Awaitable[T]) -> T:
     """What the engine answers, unless the step that runs takes too long."""
     try:
         async with asyncio.timeout(DESCRIBE_TIMEOUT):
@@ -145,14 +145,14 @@ def _model(request: Request) -> Model:
 
 
 def _health(request: Request) -> Health:
-    link: EngineLink = request.app.state.link
+    client: EngineClient = request.app.state.client
     intake: Intake = request.app.state.intake
-    load = link.load
-    is_ready = link.is_alive and not intake.is_draining
+    load = client.load
+    is_ready = client.is_alive and not intake.is_draining
     status = "ok" if is_ready else "shutting down" if intake.is_draining else "the engine has stopped"
     return Health(
         status=status,
-        live=link.crash is None,
+        live=client.crash is None,
         ready=is_ready,
         num_requests_running=load.num_running,
         num_requests_waiting=load.num_waiting,

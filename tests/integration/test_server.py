@@ -385,6 +385,18 @@ def test_random_disconnects_disturb_nobody(server: ServerProcess, plain_engine: 
 # A full queue, a reader that does not read, and the end.
 
 
+@contextlib.contextmanager
+def unread(url: str, body: dict[str, Any], *, receive_buffer: int = 2**16) -> Iterator[None]:
+    """A completion is asked for, and nothing of it is read, not even its headers."""
+    content = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
+        yield
+
+
 def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Path) -> None:
     limits = ("--max-batch-size", "1", "--max-waiting-requests", "1", "--grace", "3", "--send-timeout", "1")
     server = ServerProcess(folder, tmp_path / "log", *limits)
@@ -392,7 +404,7 @@ def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Pat
         with server.client() as client:
             with contextlib.ExitStack() as open_streams:
                 for expected in ({"num_running": 1, "num_waiting": 0}, {"num_running": 1, "num_waiting": 1}):
-                    open_streams.enter_context(client.stream("POST", "/v1/completions", json=long_body()))
+                    open_streams.enter_context(unread(server.url, long_body()))
                     wait_until(lambda e=expected: server.state()["load"].items() >= e.items(), 10)
                 refused = client.post("/v1/completions", json=long_body())
                 assert refused.status_code == 503
@@ -403,13 +415,7 @@ def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Pat
                 assert raised.value.status_code == 503
             server.wait_until_idle(5)
 
-            port = int(server.url.rpartition(":")[2])
-            content = json.dumps(long_body(logprobs=20)).encode()
-            with socket.socket() as silent:
-                silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                silent.connect(("127.0.0.1", port))
-                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                silent.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
+            with unread(server.url, long_body(logprobs=20), receive_buffer=4096):
                 wait_until(lambda: server.state()["load"]["num_running"] == 1, 10)
                 server.wait_until_idle(20)
                 wait_until(lambda: "slow_reader" in server.log.read_text(), 5)

@@ -4,12 +4,13 @@ import ast
 import difflib
 import subprocess
 import sys
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from shared.engine.config import EngineConfig
+from shared.engine.config import SIDE_TRACKS, EngineConfig
 from shared.errors import ConfigError
 from shared.lesson_source import methods
 from shared.lessons import Lesson, lessons
@@ -79,10 +80,43 @@ def test_a_phase_without_generation_offers_forward(lesson: Lesson) -> None:
     assert wanted in methods(lesson)
 
 
+def moved(before: Iterable[str], after: Iterable[str], removes: Collection[str]) -> str | None:
+    """What a phase with methods ``after`` does to those of the phase before it, beyond what it says in ``removes``."""
+    before, after = list(before), list(after)
+    if unknown := [name for name in removes if name not in before or name in after]:
+        return f"removes {unknown}, which it still has, or which was not there"
+    kept, expected = [name for name in after if name in before], [name for name in before if name not in removes]
+    return None if kept == expected else f"has {kept} of {expected} in this order"
+
+
 @pytest.mark.parametrize(("old", "new"), GENERATING_PAIRS, ids=pair_ids)
-def test_methods_keep_name_and_order(old: Lesson, new: Lesson) -> None:
-    kept = [name for name in methods(new) if name in methods(old)]
-    assert kept == list(methods(old)), f"phase {new.number} renames, drops or moves a method of phase {old.number}"
+def test_methods_keep_name_and_order_until_a_phase_removes_them(old: Lesson, new: Lesson) -> None:
+    assert moved(methods(old), methods(new), new.removes) is None
+
+
+@pytest.mark.parametrize(
+    ("after", "removes", "found"),
+    [
+        ("step run prefill decode stop", "", None),
+        ("step run stop", "prefill decode", None),
+        ("step run stop", "prefill", "has ['step', 'run', 'stop'] of ['step', 'run', 'decode', 'stop']"),
+        ("run step prefill decode stop", "", "has ['run', 'step'"),
+        ("step run prefill decode stop", "prefill", "removes ['prefill'], which it still has"),
+        ("step run prefill decode stop", "draw", "removes ['draw'], which it still has, or which was not there"),
+    ],
+)
+def test_what_a_phase_does_to_methods_is_found(after: str, removes: str, found: str | None) -> None:
+    said = moved(["step", "run", "prefill", "decode", "stop"], after.split(), removes.split())
+    assert said is None if found is None else said is not None and said.startswith(found)
+
+
+def test_a_side_track_branches_off_and_nothing_follows_it() -> None:
+    numbers = {lesson.number: lesson for lesson in LESSONS}
+    for lesson in LESSONS:
+        if lesson.previous is not None:
+            assert lesson.previous < lesson.number
+            assert not numbers[lesson.previous].is_side_track, f"phase {lesson.number} follows a side track"
+        assert lesson.is_side_track == (lesson.number in SIDE_TRACKS)
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS, ids=pair_ids)

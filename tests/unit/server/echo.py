@@ -17,14 +17,14 @@ from typing import Any
 import httpx
 
 from shared.engine.config import EngineConfig
-from shared.engine.output import OutputStream, StepOutput, TokenLogprobs
+from shared.engine.output import OutputStream, StepOutput
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.request import Request
+from shared.engine.request import Request, TokenLogprobs
 from shared.errors import QueueFullError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
-from shared.server.engine_loop import EngineHome
+from shared.server.engine_loop import EngineHandle
 from shared.server.engine_thread import EngineThread
 from shared.server.process import Server, address_of, bind
 from shared.server.settings import ServerConfig
@@ -39,22 +39,22 @@ POISON = "\x01"
 class EchoPool:
     """A region of LIMIT tokens for each request."""
 
-    held: list[str] = field(default_factory=list)
+    held: list[Request] = field(default_factory=list)
     request_capacity = LIMIT
     capacity_tokens = 4 * LIMIT
 
-    def holdings(self) -> tuple[int, dict[str, list[int]]]:
-        return LIMIT, {request_id: [region] for region, request_id in enumerate(self.held)}
+    def holdings(self) -> tuple[int, dict[Request, list[int]]]:
+        return LIMIT, {request: [region] for region, request in enumerate(self.held)}
 
-    def length(self, request_id: str) -> int:
+    def length(self, request: Request) -> int:
         return 1
 
     def audit(self) -> list[str]:
-        return [f"{request_id} holds memory" for request_id in self.held]
+        return [f"{request.request_id} holds memory" for request in self.held]
 
 
 class EchoEngine:
-    """Answers each prompt with its own tokens, over and over; a prompt that begins with POISON fails."""
+    """Answers each prompt with its own tokens, over and over; the token POISON fails instead."""
 
     def __init__(self, folder: Path, *, max_batch_size: int = 4, max_waiting_requests: int = 64) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_waiting_requests": max_waiting_requests}
@@ -67,15 +67,14 @@ class EchoEngine:
         self.step_seconds = 0.0
         self.num_steps = 0
         self.bug: Exception | None = None
-        self.waiting: dict[str, OutputStream] = {}
-        self.running: dict[str, OutputStream] = {}
+        self.waiting: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        self.streams: dict[Request, OutputStream] = {}
         self.preempted: tuple[str, ...] = ()  # said of the next step
 
     @property
     def scheduler(self) -> Any:
-        running = {request_id: stream.request for request_id, stream in self.running.items()}
-        waiting = {request_id: stream.request for request_id, stream in self.waiting.items()}
-        return SimpleNamespace(pool=self.pool, running=running, waiting=waiting, num_preemptions=0)
+        return SimpleNamespace(pool=self.pool, running=self.running, waiting=self.waiting, ending=(), num_preemptions=0)
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         assert request_id is not None
@@ -84,7 +83,8 @@ class EchoEngine:
             raise QueueFullError(f"{len(self.waiting)} requests wait, as many as may.")
         if request_id in self.waiting or request_id in self.running:
             raise RequestError(f"The id {request_id} is in use.")
-        self.waiting[request_id] = OutputStream(Request(request_id, ids, params, 0), self.tokenizer, LIMIT)
+        request = self.waiting[request_id] = Request(request_id, ids, params, 0)
+        self.streams[request] = OutputStream(request, self.tokenizer, LIMIT)
         return request_id
 
     def step(self) -> list[StepOutput]:
@@ -93,8 +93,8 @@ class EchoEngine:
         time.sleep(self.step_seconds)
         admitted = list(self.waiting)[: self.config.max_batch_size - len(self.running)]
         self.running |= {request_id: self.waiting.pop(request_id) for request_id in admitted}
-        self.pool.held += admitted
-        outputs = [self._next(stream) for stream in self.running.values()]
+        self.pool.held += [self.running[request_id] for request_id in admitted]
+        outputs = [self._next(request) for request in self.running.values()]
         ended = [output.request_id for output in outputs if output.finish_reason is not None]
         for request_id in ended:
             self.abort(request_id)
@@ -110,9 +110,10 @@ class EchoEngine:
     def abort(self, request_id: str) -> bool:
         if self.waiting.pop(request_id, None) is not None:
             return True
-        if self.running.pop(request_id, None) is None:
+        request = self.running.pop(request_id, None)
+        if request is None:
             return False
-        self.pool.held.remove(request_id)
+        self.pool.held.remove(request)
         return True
 
     def has_work(self) -> bool:
@@ -124,16 +125,17 @@ class EchoEngine:
     def load(self) -> EngineLoad:
         return EngineLoad(len(self.running), len(self.waiting), len(self.running) / self.config.max_batch_size, 0)
 
-    def _next(self, stream: OutputStream) -> StepOutput:
-        request = stream.request
+    def _next(self, request: Request) -> StepOutput:
         special = self.tokenizer.special_ids
         text_ids = [index for index in request.prompt_ids if index not in special] or request.prompt_ids
-        if text_ids[0] == self.tokenizer.encode(POISON, add_special_tokens=False)[0]:
-            return StepOutput(request.request_id, None, "", FinishReason.ERROR, error="The request was poisoned.")
         token_id = text_ids[len(request.output_ids) % len(text_ids)]
+        if token_id == self.tokenizer.encode(POISON, add_special_tokens=False)[0]:
+            return StepOutput(request.request_id, None, "", FinishReason.ERROR, error="The request was poisoned.")
         count = request.params.logprobs
         top = tuple((text_ids[0] + i, -1.0 - i) for i in range(count)) if count else ()
-        return stream.push(token_id, None if count is None else TokenLogprobs(-0.5, top))
+        request.append(token_id)
+        request.num_scheduled_tokens = request.num_tokens - 1
+        return self.streams[request].push(token_id, None if count is None else TokenLogprobs(-0.5, top))
 
 
 @dataclass
@@ -154,10 +156,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine: EchoEngine, home: EngineHome | None = None, **settings: Any) -> Iterator[Running]:
-    """``home`` is where another engine like this one lives; None: this one, on a thread."""
+def serving(engine: EchoEngine, handle: EngineHandle | None = None, **settings: Any) -> Iterator[Running]:
+    """``handle`` is that of another engine like this one; None: this one, on a thread."""
     config = ServerConfig(model_name="echo", **settings)
-    app = make_app(home or EngineThread(engine), config)
+    app = make_app(handle or EngineThread(engine), config)
     bound = bind("127.0.0.1", 0)
     bound.listen()
     url = address_of(bound)

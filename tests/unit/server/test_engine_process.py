@@ -15,8 +15,9 @@ import pytest
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
-from shared.server.engine_loop import Add, Admitted, Answered, Ask, Crashed, Event, Question, Stepped, Stop
+from shared.server.engine_loop import Add, Answered, Ask, Crashed, Event, Question, Refused, Stepped, Stop
 from shared.server.engine_process import MAX_UNDELIVERED, EngineProcess
+from shared.server.engine_thread import EngineThread
 from tests.unit.server.echo import EchoEngine, serving, wait_until
 
 FATAL = "\x02"
@@ -27,7 +28,7 @@ class MortalEngine(EchoEngine):
 
     def step(self) -> list[StepOutput]:
         first = self.tokenizer.encode(FATAL, add_special_tokens=False)[0]
-        if any(first in stream.request.prompt_ids for stream in self.waiting.values()):
+        if any(first in request.prompt_ids for request in self.waiting.values()):
             os._exit(7)
         return super().step()
 
@@ -41,7 +42,7 @@ def die() -> Any:
 
 
 @pytest.fixture
-def home(folder: Path) -> Iterator[EngineProcess]:
+def handle(folder: Path) -> Iterator[EngineProcess]:
     made = EngineProcess(partial(MortalEngine, folder, max_batch_size=2))
     yield made
     made._process.kill()
@@ -56,12 +57,13 @@ def answer(running: Any, prompt: str) -> list[str]:
     return [line.partition('"object"')[2] or line for line in lines]
 
 
-def test_a_process_answers_as_a_thread_does(folder: Path, home: EngineProcess) -> None:
+def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess) -> None:
     engine = EchoEngine(folder)
-    assert home._process.pid is not None
-    with serving(engine) as there, serving(engine, home) as here:
+    assert handle._process.pid is not None
+    assert handle.request_capacity == EngineThread(engine).request_capacity
+    with serving(engine) as there, serving(engine, handle) as here:
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(home._process.pid, number)  # which are the server's affair
+            os.kill(handle._process.pid, number)  # which are the server's affair
         assert answer(here, "hello") == answer(there, "hello")
         assert answer(here, "\x01") == answer(there, "\x01")  # a request that fails
         with here.client() as client:
@@ -69,32 +71,36 @@ def test_a_process_answers_as_a_thread_does(folder: Path, home: EngineProcess) -
             assert (state["audit"], state["num_open_requests"]) == ([], 0)
             assert client.get("/debug/memory").json()["holdings"] == []
             assert client.get("/health").json()["status"] == "ok"
-    assert not home.is_alive
+    assert not handle.is_alive
 
 
-def test_commands_are_answered_between_two_steps_and_in_their_order(home: EngineProcess) -> None:
+def test_commands_are_answered_between_two_steps_and_in_their_order(handle: EngineProcess) -> None:
     events: list[Event] = []
+    counts: list[int] = []
 
-    def tell(event: Event, _: object) -> None:
+    def tell(event: Event, _: object, num_added: int) -> None:
         events.append(event)
-        home.delivered()
+        counts.append(num_added)
+        handle.delivered()
 
-    home.start(tell)
+    handle.start(tell)
     for _ in range(2):  # a long answer, so that the first is there when the second comes
-        home.send(Add("a", [40], SamplingParams(max_new_tokens=4000)))
-    home.send(Ask(7, Question.DESCRIPTION))
+        handle.send(Add("a", [40], SamplingParams(max_new_tokens=4000)))
+    handle.send(Ask(7, Question.DESCRIPTION))
     wait_until(lambda: any(isinstance(event, Answered) for event in events) and isinstance(events[-1], Stepped))
-    admitted = [event for event in events if isinstance(event, Admitted)]
-    assert [str(event.refusal) for event in admitted] == ["None", "The id a is in use."]
+    (refused,) = (event for event in events if isinstance(event, Refused))
+    assert (refused.request_id, str(refused.refusal)) == ("a", "The id a is in use.")
+    assert counts == sorted(counts)
+    assert counts[events.index(refused)] == counts[-1] == 2
     (answered,) = (event for event in events if isinstance(event, Answered))
     assert answered.number == 7
     assert answered.answer["audit"] in ([], ["a holds memory"])
     steps = [event for event in events if isinstance(event, Stepped)]
     assert all(before.ended <= after.started for before, after in pairwise(steps))
     assert steps[-1].ended < time.perf_counter()  # one clock for both processes
-    home.send(Stop())
-    home.join(5)
-    assert not home.is_alive
+    handle.send(Stop())
+    handle.join(5)
+    assert not handle.is_alive
 
 
 def test_what_cannot_be_loaded_is_said_in_the_server() -> None:
@@ -104,37 +110,37 @@ def test_what_cannot_be_loaded_is_said_in_the_server() -> None:
         EngineProcess(die)
 
 
-def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, home: EngineProcess) -> None:
-    with serving(EchoEngine(folder), home) as running:
-        assert '"code":"engine_error"' in answer(running, FATAL)[-2]
-        assert running.app.state.link.crash == "the engine's process ended with exit code 7"
+def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, handle: EngineProcess) -> None:
+    with serving(EchoEngine(folder), handle) as running:
+        assert '"code":"engine_error"' in "".join(answer(running, FATAL))
+        assert running.app.state.client.crash == "the engine's process ended with exit code 7"
         with running.client() as client:
             assert client.get("/health").status_code == 503
             assert client.post("/v1/completions", json={"model": "echo", "prompt": "x"}).status_code == 503
 
 
-def test_it_ends_when_the_server_is_gone(home: EngineProcess) -> None:
-    home._pipe.close()
-    home.join(10)
-    assert not home.is_alive
+def test_it_ends_when_the_server_is_gone(handle: EngineProcess) -> None:
+    handle._pipe.close()
+    handle.join(10)
+    assert not handle.is_alive
 
 
-def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last_event(home: EngineProcess) -> None:
+def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last_event(handle: EngineProcess) -> None:
     told = threading.Semaphore(0)
     events: list[Event] = []
 
-    def tell(event: Event, _: object) -> None:
+    def tell(event: Event, _: object, __: int) -> None:
         events.append(event)
         told.release()
 
-    home.start(tell)
-    home.send(Add("a", [40], SamplingParams(max_new_tokens=4000)))
+    handle.start(tell)
+    handle.send(Add("a", [40], SamplingParams(max_new_tokens=4000)))
     for _ in range(MAX_UNDELIVERED):
         assert told.acquire(timeout=10)
     assert not told.acquire(timeout=0.3)
-    home.delivered()
+    handle.delivered()
     assert told.acquire(timeout=10)
-    home._process.kill()
+    handle._process.kill()
     while told.acquire(timeout=0.3) or not isinstance(events[-1], Crashed):
-        home.delivered()
+        handle.delivered()
     assert events[-1] == Crashed("the engine's process ended with exit code -9")

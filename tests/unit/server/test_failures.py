@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.unit.server.echo import POISON, EchoEngine, serving
-from tests.unit.server.exchange import chat, completion, error_of, events
+from tests.unit.server.exchange import completion, error_of, events
 
 
 def test_a_request_that_fails_takes_nobody_with_it(folder: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_request_that_fails_takes_nobody_with_it(folder: Path) -> None:
                     p, client.post("/v1/completions", json=completion(p, max_tokens=20)).text
                 )
             )
-            for prompt in ("ab", POISON, "cd")
+            for prompt in ("ab", "a" + POISON, "cd")
         ]
         for thread in threads:
             thread.start()
@@ -32,12 +32,14 @@ def test_a_request_that_fails_takes_nobody_with_it(folder: Path) -> None:
         for prompt in ("ab", "cd"):
             frames = events(answers[prompt])
             assert "".join(data["choices"][0]["text"] for _, data in frames) == prompt * 10
-        ((name, data),) = events(answers[POISON])
+        (_, token), (name, data) = events(answers["a" + POISON])
+        assert token["choices"][0]["text"] == "a"
         assert name == "error"
         assert data["error"]["message"] == "The request was poisoned."
         assert data["error"]["code"] == "engine_error"
-        refused = client.post("/v1/chat/completions", json=chat(POISON))
-        assert refused.status_code in (200, 500)
+        failed = client.post("/v1/completions", json=completion(POISON))  # before there is any of its answer
+        assert failed.status_code == 500
+        assert error_of(failed) == data["error"]
         assert client.get("/debug/engine").json()["audit"] == []
 
 
@@ -101,7 +103,9 @@ def test_openais_client_raises_what_ends_a_stream(is_plain: bool, folder: Path) 
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 4
         with pytest.raises(openai.APIError, match="The request was poisoned"):
-            list(client.completions.create(model="echo", prompt=POISON, stream=True))
+            list(client.completions.create(model="echo", prompt="a" + POISON, stream=True))
+        with pytest.raises(openai.InternalServerError, match="The request was poisoned"):
+            client.completions.create(model="echo", prompt=POISON, stream=True)
 
 
 def test_an_engine_that_says_nothing_any_more_has_still_crashed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,4 +119,4 @@ def test_an_engine_that_says_nothing_any_more_has_still_crashed(folder: Path, mo
         answer = client.post("/v1/completions", json={"model": "echo", "prompt": "hello"})
         assert '"code":"engine_error"' in answer.text
         assert client.get("/health").status_code == 503
-        assert running.app.state.link.crash == "RuntimeError: the device is lost"
+        assert running.app.state.client.crash == "RuntimeError: the device is lost"

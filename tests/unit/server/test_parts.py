@@ -1,10 +1,8 @@
-"""Parts of the server that need no socket: settings, frames, the stream between the threads, lines of the log."""
+"""Parts of the server that need no socket: settings, frames, the stream between the threads."""
 
 import asyncio
 import dataclasses
-import io
 import json
-import logging
 import socket
 from typing import Any
 
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from shared.engine.output import StepOutput
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
-from shared.server import logs
 from shared.server.answer_stream import AnswerStream
 from shared.server.completions import CompletionFrames
 from shared.server.errors import ApiError
@@ -75,7 +72,7 @@ def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_pl
 
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
     abandoned: list[str] = []
-    return AnswerStream("id", 3, max_unread_bytes=max_unread_bytes, abandon=abandoned.append), abandoned
+    return AnswerStream("id", 3, param="prompt", max_unread_bytes=max_unread_bytes, abandon=abandoned.append), abandoned
 
 
 def output(text: str = "x", **more: Any) -> StepOutput:
@@ -151,6 +148,15 @@ def test_a_failed_request_ends_with_the_engines_words() -> None:
     assert abandoned == []  # the engine has forgotten it already
 
 
+def test_a_refused_request_ends_once_and_there_is_nothing_to_abandon() -> None:
+    stream, abandoned = make_stream()
+    stream.refuse(ApiError(503, "queue_full", "Full."))
+    stream.cancel("late")
+    assert stream.error is not None
+    assert (stream.error.code, stream.cause, stream.finish_reason) == ("queue_full", None, FinishReason.ERROR)
+    assert abandoned == []
+
+
 def test_metrics_take_only_labels_of_small_sets() -> None:
     metrics = ServerMetrics("m")
     for handler in ("completions", "/../../etc/passwd", "x" * 1000):
@@ -165,31 +171,6 @@ def test_errors_are_ascii_whatever_they_repeat() -> None:
     body = ApiError(422, "invalid_value", "bad \ud800 \u2028", param="x").body()
     assert body.isascii()
     assert json.loads(body)["error"]["param"] == "x"
-
-
-@pytest.mark.parametrize("style", logs.FORMATS)
-def test_a_log_line_is_one_line(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = io.StringIO()
-    monkeypatch.setattr("sys.stderr", sink)
-    saved = {
-        name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in ("infer", "uvicorn")
-    }
-    try:
-        logs.configure(style)
-        logs.log_event(logging.INFO, "request", path="/a\nb {x} é", status=200, gone=None)
-        logs.log_event(logging.DEBUG, "request", path="/quiet")
-    finally:
-        for name, (handlers, propagate) in saved.items():
-            logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
-            logging.getLogger(name).setLevel(logging.NOTSET)
-    (line,) = sink.getvalue().splitlines()
-    assert "gone" not in line
-    if style == "json":
-        read = json.loads(line)
-        assert (read["event"], read["level"], read["path"], read["status"]) == ("request", "info", "/a\nb {x} é", 200)
-        assert read["time"].endswith("+00:00")
-    else:
-        assert 'path="/a\\nb {x} \\u00e9" status=200' in line
 
 
 def test_an_address_that_cannot_be_had_is_an_error_in_words() -> None:

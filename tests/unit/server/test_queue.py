@@ -31,7 +31,11 @@ def connected(running: Running, path: str, body: dict[str, Any], *, receive_buff
 
 def test_a_full_queue_is_503_with_a_time_to_wait(folder: Path) -> None:
     engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=2)
-    with serving(engine, retry_after=7) as running, running.client() as client, contextlib.ExitStack() as streams:
+    with (
+        serving(engine, retry_after=7, keep_alive=0.1) as running,  # the queued streams' headers come with a comment
+        running.client() as client,
+        contextlib.ExitStack() as streams,
+    ):
         engine.step_seconds = 0.02
         for expected in (1, 2, 3):
             streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=4000)))
@@ -43,6 +47,7 @@ def test_a_full_queue_is_503_with_a_time_to_wait(folder: Path) -> None:
             assert refused.headers["retry-after"] == "7"
             assert error_of(refused)["code"] == "queue_full"
             assert error_of(refused)["type"] == "overloaded_error"
+            assert error_of(refused)["message"].startswith("2 requests wait and max_waiting_requests is 2; ")
 
 
 def test_requests_are_bounded_even_while_a_step_runs(folder: Path) -> None:
@@ -65,6 +70,23 @@ def test_requests_are_bounded_even_while_a_step_runs(folder: Path) -> None:
         assert sorted(codes)[:1] == [200]
 
 
+def test_a_request_that_was_submitted_waits_until_a_step_has_counted_it(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=2)
+    with serving(engine) as running, running.client() as client:
+        engine.step_seconds = 0.4
+
+        def waiting() -> int:
+            return client.get("/health").json()["num_requests_waiting"]
+
+        with connected(running, "/v1/completions", completion(max_tokens=1000)):
+            wait_until(lambda: waiting() == 1, seconds=0.3)
+            wait_until(lambda: waiting() == 0)
+            assert client.get("/health").json()["num_requests_running"] == 1
+        # The engine has nothing to do once that client has left, so no step tells the load.
+        wait_until(lambda: client.get("/health").json()["num_requests_running"] == 0)
+        assert client.get("/debug/engine").json()["load"]["num_running"] == 0
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -80,7 +102,7 @@ def test_a_client_that_leaves_frees_its_region_within_two_steps(path: str, body:
     with serving(engine) as running:
         with connected(running, path, body):
             wait_until(lambda: bool(engine.running) and engine.num_steps > 2)
-        wait_until(lambda: running.app.state.link.num_open_requests == 0, seconds=5)
+        wait_until(lambda: running.app.state.client.num_open_requests == 0, seconds=5)
         seen = engine.num_steps
         wait_until(lambda: not engine.running)
         assert engine.num_steps - seen <= 2
@@ -98,7 +120,7 @@ def test_a_client_that_waits_in_the_queue_may_leave_too(folder: Path) -> None:
         first.stream("POST", "/v1/completions", json=completion(max_tokens=4000)),
     ):
         wait_until(lambda: len(engine.running) == 1)
-        with running.client() as second, second.stream("POST", "/v1/completions", json=completion()):
+        with connected(running, "/v1/completions", completion()):  # which has no headers yet
             wait_until(lambda: len(engine.waiting) == 1)
         wait_until(lambda: not engine.waiting, seconds=5)
         assert len(engine.running) == 1
@@ -107,7 +129,7 @@ def test_a_client_that_waits_in_the_queue_may_leave_too(folder: Path) -> None:
 @pytest.mark.parametrize("logprobs", [None, 20])
 def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None, folder: Path) -> None:
     engine = EchoEngine(folder)
-    engine.max_seq_len = 2**31
+    engine.max_seq_len = engine.pool.request_capacity = 2**31
     with serving(engine, send_timeout=1.0) as running:
         body = completion(max_tokens=10**6, ignore_eos=True, logprobs=logprobs)
         with connected(running, "/v1/completions", body, receive_buffer=4096) as connection:
@@ -116,7 +138,7 @@ def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None
 
             def is_cut_off() -> bool:
                 nonlocal largest
-                for stream in list(running.app.state.link._streams.values()):
+                for stream in list(running.app.state.client._streams.values()):
                     largest = max(largest, stream._unread_bytes)
                 for protocol in list(running.server.server_state.connections):
                     largest = max(largest, protocol.transport.get_write_buffer_size())

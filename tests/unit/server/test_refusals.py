@@ -2,14 +2,17 @@
 
 import json
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.unit.server.echo import LIMIT, VOCAB, EchoEngine, serving
-from tests.unit.server.exchange import chat, completion, error_of
+from shared.errors import QueueFullError, RequestError
+from tests.unit.server.echo import LIMIT, VOCAB, EchoEngine, serving, wait_until
+from tests.unit.server.exchange import chat, completion, error_of, events
 
 NEUTRAL = {
     "n": [1, None],
@@ -85,6 +88,89 @@ def test_a_prompt_that_is_too_long_is_refused(client: httpx.Client) -> None:
         assert response.status_code == 422
         assert error_of(response)["param"] in ("prompt", "messages")
         assert str(LIMIT) in error_of(response)["message"]
+
+
+def test_what_is_known_beforehand_is_refused_while_a_step_runs(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=1)
+    engine.pool.request_capacity = 30
+    with serving(engine) as running, running.client() as client:
+        engine.step_seconds = 2.0
+        with running.client() as first, ThreadPoolExecutor(1) as aside:
+            answer = aside.submit(first.post, "/v1/completions", json=completion([65, 66], max_tokens=1))
+            wait_until(lambda: bool(engine.waiting))
+            started = time.perf_counter()
+            refused = [
+                client.post("/v1/completions", json=completion(prompt, max_tokens=tokens))
+                for prompt, tokens in (([65] * 10, 21), ([VOCAB], 1), ([65] * LIMIT, 1), ([65], 1))
+            ]
+            assert time.perf_counter() - started < 1
+            engine.step_seconds = 0.0
+            assert answer.result().status_code == 200
+        assert [response.status_code for response in refused] == [422, 422, 422, 503]
+        assert [error_of(response)["message"].partition(";")[0] for response in refused] == [
+            "The prompt has 10 tokens and with its answer up to 31",
+            f"The prompt holds the token id {VOCAB}",
+            f"The prompt has {LIMIT} tokens and a sequence may have {LIMIT}, answer included",
+            "1 requests wait and max_waiting_requests is 1",
+        ]
+        assert {error_of(response)["param"] for response in refused[:3]} == {"prompt"}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (QueueFullError("There is no place any more."), 503, "queue_full"),
+        (RequestError("This id is in use."), 422, "invalid_value"),
+        (ZeroDivisionError("a bug"), 500, "engine_error"),
+    ],
+)
+def test_what_the_engine_refuses_itself_is_a_status_too(
+    refusal: Exception, status: int, code: str, folder: Path
+) -> None:
+    """Such as the queue's last place, which a preempted request may take before a new one comes to it."""
+    engine = EchoEngine(folder)
+
+    def refuse(*_: object) -> str:
+        raise refusal
+
+    with serving(engine, retry_after=3) as running, running.client() as client:
+        take, engine.add_request = engine.add_request, refuse  # type: ignore[method-assign]
+        for path, body, param in (
+            ("/v1/completions", completion(), "prompt"),
+            ("/v1/chat/completions", chat(), "messages"),
+            ("/v1/chat/completions", chat(stream=True), "messages"),
+        ):
+            response = client.post(path, json=body)
+            assert response.status_code == status
+            assert (error_of(response)["code"], response.headers.get("retry-after")) == (
+                code,
+                "3" if status == 503 else None,
+            )
+            assert error_of(response)["param"] == (param if status == 422 else None)
+        engine.add_request = take  # type: ignore[method-assign]
+        assert client.post("/v1/completions", json=completion()).status_code == 200
+        health = client.get("/health").json()
+        assert (health["num_requests_running"], health["num_requests_waiting"]) == (0, 0)
+        assert client.get("/debug/engine").json()["num_open_requests"] == 0
+
+
+def test_a_refusal_behind_a_comment_is_an_event(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=1)
+    with serving(engine, keep_alive=0.05) as running, running.client() as client, running.client() as other:
+        engine.step_seconds = 0.6
+        with client.stream("POST", "/v1/completions", json=completion(max_tokens=1000)):
+            wait_until(lambda: bool(engine.running))
+
+            def refuse(*_: object) -> str:
+                raise QueueFullError("There is no place any more.")
+
+            engine.add_request = refuse  # type: ignore[method-assign]
+            response = other.post("/v1/completions", json=completion())
+            engine.step_seconds = 0.0
+        assert response.status_code == 200
+        assert response.text.startswith(": still here\n\n")
+        ((name, data),) = events(response.text)
+        assert (name, data["error"]["code"]) == ("error", "queue_full")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """The end of a server: streams have the grace time, and are told when it is over."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.unit.server.echo import EchoEngine, serving
-from tests.unit.server.exchange import chat, completion, events
+from tests.unit.server.echo import EchoEngine, serving, wait_until
+from tests.unit.server.exchange import chat, completion, error_of, events
 
 
 def test_running_streams_end_inside_the_grace_time(folder: Path) -> None:
@@ -35,3 +36,21 @@ def test_running_streams_end_inside_the_grace_time(folder: Path) -> None:
         assert 0.5 < seconds <= 2.0
         with pytest.raises(httpx.TransportError):
             other.get("/health")
+
+
+def test_a_request_that_still_waits_may_be_sent_elsewhere(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=1)
+    engine.step_seconds = 0.02
+    with (
+        serving(engine, grace=1.0, retry_after=5) as running,
+        running.client() as client,
+        ThreadPoolExecutor(1) as aside,
+        client.stream("POST", "/v1/completions", json=completion(max_tokens=4000)) as first,
+    ):
+        waiting = aside.submit(client.post, "/v1/completions", json=completion())
+        wait_until(lambda: len(engine.waiting) == 1)
+        running.call(lambda: running.server.handle_exit(15, None))
+        refused = waiting.result()
+        assert events("".join(first.iter_text()))[-1][0] == "error"
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert error_of(refused)["code"] == "shutting_down"

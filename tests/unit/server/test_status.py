@@ -37,31 +37,37 @@ def test_metrics_count_what_happened(folder: Path) -> None:
             frames = events(client.post("/v1/completions", json=completion(max_tokens=count)).text)
             prompts += frames[-1][1]["usage"]["prompt_tokens"]
         client.post("/v1/completions", json=completion("abc", stop="b"))
+        client.post("/v1/completions", json=completion("a" + POISON))
         client.post("/v1/completions", json=completion(POISON))
         client.post("/v1/completions", json=completion(""))
         client.get("/no/such/path")
         found = samples(client)
-    assert found["infer:generation_tokens_total{}"] == 3 + 5 + 2
-    assert found["infer:prompt_tokens_total{}"] == prompts + prompts // 2 + 1
+    assert found["infer:generation_tokens_total{}"] == 3 + 5 + 2 + 1
+    assert found["infer:prompt_tokens_total{}"] == prompts + prompts // 2 + 1 + prompts // 2
     assert found["infer:request_success_total{finished_reason=length}"] == 2
     assert found["infer:request_success_total{finished_reason=stop}"] == 1
-    assert found["infer:request_success_total{finished_reason=error}"] == 1
+    assert found["infer:request_success_total{finished_reason=error}"] == 2
     assert found["infer:request_success_total{finished_reason=abort}"] == 0
-    assert found["infer:time_to_first_token_seconds_count{}"] == 3
-    assert found["infer:request_queue_time_seconds_count{}"] == 3
+    assert found["infer:time_to_first_token_seconds_count{}"] == 4
+    assert found["infer:request_queue_time_seconds_count{}"] == 4
     assert found["infer:inter_token_latency_seconds_count{}"] == 2 + 4 + 1
-    assert found["infer:e2e_request_latency_seconds_count{}"] == 4
+    assert found["infer:e2e_request_latency_seconds_count{}"] == 5
     assert found["infer:num_requests_running{}"] == 0
     assert found["infer:num_requests_waiting{}"] == 0
     assert found["infer:kv_cache_usage_perc{}"] == 0
     assert found["infer:http_requests_total{handler=completions,status=200}"] == 4
     assert found["infer:http_requests_total{handler=completions,status=422}"] == 1
+    assert found["infer:http_requests_total{handler=completions,status=500}"] == 1
     assert found["infer:http_requests_total{handler=other,status=404}"] == 1
 
 
 def test_gauges_show_who_runs_and_who_waits(folder: Path) -> None:
     engine = EchoEngine(folder, max_batch_size=2)
-    with serving(engine) as running, running.client() as client, contextlib.ExitStack() as open_streams:
+    with (
+        serving(engine, keep_alive=0.1) as running,  # the queued streams' headers come with a comment
+        running.client() as client,
+        contextlib.ExitStack() as open_streams,
+    ):
         engine.step_seconds = 0.05
         for _ in range(5):
             open_streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=1000)))
@@ -85,7 +91,11 @@ def test_preemptions_are_counted(folder: Path) -> None:
 
 def test_the_memory_between_two_steps(folder: Path) -> None:
     engine = EchoEngine(folder, max_batch_size=2)
-    with serving(engine) as running, running.client() as client, contextlib.ExitStack() as open_streams:
+    with (
+        serving(engine, keep_alive=0.1) as running,
+        running.client() as client,
+        contextlib.ExitStack() as open_streams,
+    ):
         nothing = client.get("/debug/memory").json()
         assert (nothing["unit"], nothing["num_blocks"], nothing["num_free"]) == ("region", 4, 4)
         assert (nothing["holdings"], nothing["written_share"]) == ([], None)
@@ -95,7 +105,7 @@ def test_the_memory_between_two_steps(folder: Path) -> None:
         wait_until(lambda: len(engine.running) == 2)
         found = client.get("/debug/memory").json()
         assert [holding["blocks"] for holding in found["holdings"]] == [[0], [1]]
-        assert [holding["request_id"] for holding in found["holdings"]] == engine.pool.held
+        assert [holding["request_id"] for holding in found["holdings"]] == [request.request_id for request in engine.pool.held]
         assert (found["num_free"], found["num_waiting"], found["num_preemptions"]) == (2, 1, 0)
 
 

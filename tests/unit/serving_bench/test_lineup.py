@@ -10,7 +10,7 @@ from shared.lessons import lessons
 
 
 def phase(number: str, *, many: bool = True, continuous: bool = True, blocks: bool = True) -> Any:
-    engine = SimpleNamespace(SCHEDULERS={"continuous": 0} if continuous else {}, POOLS={"paged": 0} if blocks else {})
+    engine = SimpleNamespace(SCHEDULERS={"continuous": 0} if continuous else {}, MEMORY={"paged": 0} if blocks else {})
     shown = SimpleNamespace(add_request=0) if many else SimpleNamespace()
     return SimpleNamespace(number=number, engine=shown, load=lambda part: engine)
 

@@ -1,116 +1,113 @@
 """The event loop's side of the engine: requests go in, what steps yield reaches streams. Introduced in phase 4.
 
 Everything here runs on the event loop and waits for nothing but futures; the engine is elsewhere
-(:mod:`shared.server.engine_loop`). Invariant: a request that was submitted ends exactly once, even if the engine dies.
+(:mod:`shared.server.engine_loop`). What the engine would refuse is refused here, from what is known of it beforehand
+and from its load as of the last event; only a race is left to the engine. Invariant: a request that was submitted ends
+exactly once, even if the engine dies.
 """
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 from typing import Any
 
 from shared.engine.memory_map import MemoryMap
+from shared.engine.prompt import check_capacity, check_prompt, check_queue
 from shared.engine.record import EngineLoad
-from shared.errors import QueueFullError
+from shared.errors import InferError
 from shared.sampling.params import SamplingParams
 from shared.server.answer_stream import AnswerStream
 from shared.server.engine_loop import (
     Abort,
-    Aborted,
     Add,
-    Admitted,
     Answered,
     Ask,
     Crashed,
-    EngineHome,
+    EngineHandle,
     Event,
+    Idle,
     Question,
+    Refused,
     Stepped,
     Stop,
 )
-from shared.server.errors import ApiError, engine_failure
+from shared.server.errors import ApiError, engine_failure, refusal_error
 from shared.server.served_engine import Observer
+from shared.server.settings import ServerConfig
 
 STOP_TIMEOUT = 10.0
 """Seconds that stopping waits for the step that runs."""
 _log = logging.getLogger("infer.engine")
 
 
-class EngineLink:
+class EngineClient:
     """Owns the open streams.
 
-    Args:
-        max_open_requests: more are refused at once, without waiting for the step that runs.
-
-    ``load`` is the engine's as of the last event, ``crash`` why it ended by itself.
+    ``load`` is the engine's as of the last event, and the requests that it does not count yet are waiting in it;
+    ``crash`` says why the engine ended by itself.
     """
 
-    def __init__(self, home: EngineHome, observer: Observer, *, max_open_requests: int, max_unread_bytes: int) -> None:
-        self._home = home
+    def __init__(self, handle: EngineHandle, observer: Observer, config: ServerConfig) -> None:
+        self._handle = handle
         self._observer = observer
-        self._max_open_requests = max_open_requests
-        self._max_unread_bytes = max_unread_bytes
+        self._config = config
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, AnswerStream] = {}
-        self._admissions: dict[str, asyncio.Future[None]] = {}
+        self._num_submitted = 0
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._is_stopped = False
-        self.load = home.load
+        self.load = handle.load
         self.crash: str | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._home.start(self._tell)
+        self._handle.start(self._tell)
 
     async def stop(self) -> None:
         """End the engine's loop after the step that runs; open requests end with an error."""
         self._is_stopped = True
         self.end_all(_stopped())
-        self._home.send(Stop())
-        await asyncio.to_thread(self._home.join, STOP_TIMEOUT)
+        self._handle.send(Stop())
+        await asyncio.to_thread(self._handle.join, STOP_TIMEOUT)
 
     @property
     def is_alive(self) -> bool:
-        return self._home.is_alive and self.crash is None and not self._is_stopped
+        return self._handle.is_alive and self.crash is None and not self._is_stopped
 
     @property
     def num_open_requests(self) -> int:
         return len(self._streams)
 
-    async def submit(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> AnswerStream:
-        """Hand a request to the engine, and wait until it has taken it.
+    def submit(self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, param: str) -> AnswerStream:
+        """Hand a request to the engine; ``param`` is the field that its prompt came from.
 
-        Raises RequestError, QueueFullError and CapacityError as the engine does, and ApiError when there is none.
+        Raises ApiError for a request that the engine would refuse, and when there is no engine.
         """
         if not self.is_alive:
             raise _stopped()
-        if len(self._streams) >= self._max_open_requests:
-            raise QueueFullError(f"{len(self._streams)} requests are open, as many as this server takes; try later.")
-        stream = AnswerStream(
-            request_id, len(prompt_ids), max_unread_bytes=self._max_unread_bytes, abandon=self._forget
-        )
-        admission = asyncio.get_running_loop().create_future()
-        self._streams[request_id] = stream
-        self._admissions[request_id] = admission
-        self._home.send(Add(request_id, prompt_ids, params))
+        handle = self._handle
         try:
-            await admission
-        except asyncio.CancelledError:
-            stream.cancel("disconnected")
-            raise
-        except BaseException:
-            self._streams.pop(request_id, None)
-            raise
-        finally:
-            self._admissions.pop(request_id, None)
+            check_prompt(prompt_ids, handle.model_config.vocab_size, handle.max_seq_len)
+            check_capacity(len(prompt_ids), params.max_new_tokens, handle.max_seq_len, handle.request_capacity)
+            check_queue(self.load.num_waiting, handle.config.max_waiting_requests)
+        except InferError as refusal:
+            raise self._error_of(refusal, param) from None
+        stream = self._streams[request_id] = AnswerStream(
+            request_id,
+            len(prompt_ids),
+            param=param,
+            max_unread_bytes=self._config.max_unread_bytes,
+            abandon=self._forget,
+        )
+        self._num_submitted += 1
+        self.load = dataclasses.replace(self.load, num_waiting=self.load.num_waiting + 1)
+        handle.send(Add(request_id, prompt_ids, params))
         return stream
 
     def end_all(self, error: ApiError) -> None:
         """End every open request with an error."""
-        for admission in list(self._admissions.values()):
-            if not admission.done():
-                admission.set_exception(error)
         for stream in list(self._streams.values()):
             stream.fail(error)
 
@@ -130,7 +127,7 @@ class EngineLink:
             raise _stopped()
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._home.send(Ask(number, question))
+        self._handle.send(Ask(number, question))
         try:
             return await answer
         finally:
@@ -141,40 +138,39 @@ class EngineLink:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             self._observer.on_end(stream)
-            self._home.send(Abort(request_id))
+            self._handle.send(Abort(request_id))
 
-    def _tell(self, event: Event, load: EngineLoad) -> None:
+    def _tell(self, event: Event, load: EngineLoad, num_added: int) -> None:
         """Called where the engine is."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(self._take, event, load)
-        except RuntimeError:  # the loop is closed; nobody is left to be told
+            self._loop.call_soon_threadsafe(self._take, event, load, num_added)
+        except RuntimeError:  # the loop is closed, and every stream with it
             _log.debug("the event loop is closed")
 
-    def _take(self, event: Event, load: EngineLoad) -> None:
-        self.load = load
-        self._home.delivered()
+    def _take(self, event: Event, load: EngineLoad, num_added: int) -> None:
+        num_unseen = self._num_submitted - num_added
+        self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
+        self._handle.delivered()
         match event:
             case Stepped():
                 self._deliver(event)
-            case Admitted():
-                self._admitted(event)
+            case Refused(request_id, refusal):
+                stream = self._streams.pop(request_id, None)
+                if stream is not None:
+                    stream.refuse(engine_failure(None) if refusal is None else self._error_of(refusal, stream.param))
             case Answered(number, answer, failure):
                 asked = self._questions.get(number)
-                if asked is not None and not asked.done():  # else nobody waits any more
+                if asked is not None and not asked.done():  # else the request for it has ended
                     asked.set_result(answer) if failure is None else asked.set_exception(engine_failure(failure))
             case Crashed(cause):
                 if not self._is_stopped:
                     self._crashed(cause)
-            case Aborted():
+            case Idle():
                 pass
 
-    def _admitted(self, event: Admitted) -> None:
-        admission = self._admissions.get(event.request_id)
-        if admission is None or admission.done():
-            return
-        error = engine_failure(None) if event.is_failure else event.refusal
-        admission.set_result(None) if error is None else admission.set_exception(error)
+    def _error_of(self, refusal: InferError, param: str) -> ApiError:
+        return refusal_error(refusal, param=param, retry_after=self._config.retry_after)
 
     def _deliver(self, step: Stepped) -> None:
         self._observer.on_preemptions(step.num_preempted)
