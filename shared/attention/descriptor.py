@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
+NUM_ARRAYS = 7
+"""Of a plan."""
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,9 @@ class ContiguousKVCachePool:
 
     def layout(self, schedule: Schedule) -> Layout:
         """See ``CachePoolProtocol``."""
-        rows = np.array([self._region(request) for request in schedule.requests], np.int64)
-        num_cached, lengths = before_and_after(schedule, rows, self.lengths, self.granted)
+        regions = [self._region(request) for request in schedule.requests]
+        num_cached, lengths = before_and_after(schedule, regions, self.lengths, self.granted)
+        rows = np.array(regions, np.int64)
         # exercise 04.3: where each new token goes
         # hint: laid end to end, region r begins at slot r * request_capacity
         # hint: a sequence's first new token goes behind the tokens that it has, num_cached of them

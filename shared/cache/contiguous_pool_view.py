@@ -18,7 +18,7 @@ import torch
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.fused_contiguous import check_flash_head_size
-from shared.cache.view import LoadedBatch, step_arrays, step_places
+from shared.cache.view import step_arrays, step_places
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.staging import Staging
@@ -94,7 +94,7 @@ class ContiguousPoolView:
             },
         )
 
-    def load(self, batch: Batch) -> LoadedBatch:
+    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
         """See ``BatchView``."""
         layout, D = batch.layout, self.head_dim
         self.is_decode = batch.is_decode
@@ -110,7 +110,7 @@ class ContiguousPoolView:
         if not (self.is_flash and self.is_decode):
             self._cut(layout.rows.tolist(), layout.num_cached.tolist(), layout.lengths.tolist())
             self.num_new = batch.num_new_tokens.tolist()
-        return LoadedBatch(Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"], sent["rows"])
+        return Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"]
 
     def _cut(self, regions: list[int], num_cached: list[int], ends: list[int]) -> None:
         """What each sequence's new tokens attend over, of all layers together: views into the memory."""

@@ -35,26 +35,32 @@ def ranges(first: Integers, counts: Integers) -> Integers:
     """``first[b], first[b] + 1, …``, ``counts[b]`` numbers for each b, laid end to end."""
     if (counts == 1).all():
         return first
-    offsets: Integers = np.repeat(first - (counts.cumsum() - counts), counts)
-    return offsets + np.arange(len(offsets))
+    ends: Integers = counts.cumsum()
+    numbers: Integers = (first - ends + counts).repeat(counts)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def before_and_after(
-    schedule: Schedule, rows: Integers, lengths: Sequence[int], granted: Sequence[int]
+    schedule: Schedule, rows: Sequence[int], lengths: Sequence[int], granted: Sequence[int]
 ) -> tuple[Integers, Integers]:
     """``[B]`` each, how many tokens of each sequence stand in memory before the step, and after it.
 
     Args:
-        rows: ``[B]``, the row of each request.
+        rows: the row of each request.
         lengths, granted: of each row, the tokens that were committed, and for how many there is memory.
 
     Raises CapacityError for a step that would write tokens for which no memory was granted.
     """
-    committed = np.array([lengths[row] for row in rows.tolist()], np.int64)
-    in_flight = schedule.starts - np.array([request.num_computed_tokens for request in schedule.requests], np.int64)
-    before = committed + in_flight
+    before = np.array(  # what was committed, and what is in flight
+        [
+            lengths[row] + entry.start - entry.request.num_computed_tokens
+            for row, entry in zip(rows, schedule, strict=True)
+        ],
+        np.int64,
+    )
     after = before + schedule.num_tokens
-    room = np.array([granted[row] for row in rows.tolist()], np.int64)
+    room = np.array([granted[row] for row in rows], np.int64)
     if (after > room).any():
         raise CapacityError(f"The step would fill {after.tolist()} tokens of {room.tolist()} that were granted.")
     return before, after

@@ -138,9 +138,9 @@ class PagedKVCachePool:
 
     def layout(self, schedule: Schedule) -> PagedLayout:
         """See ``CachePoolProtocol``."""
-        rows = np.array([self._row(request) for request in schedule.requests], np.int64)
+        rows = [self._row(request) for request in schedule.requests]
         num_cached, lengths = before_and_after(schedule, rows, self.lengths, self.granted)
-        return PagedLayout.of(rows, num_cached, lengths, self.tables, self.block_size)
+        return PagedLayout.of(np.array(rows, np.int64), num_cached, lengths, self.tables, self.block_size)
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
         """See ``CachePoolProtocol``."""

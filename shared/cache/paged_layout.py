@@ -37,7 +37,7 @@ class PagedLayout(Layout):
         """The layout of sequences whose blocks are the first entries of their row of ``tables [rows, width]``."""
         num_new = lengths - num_cached
         places = ranges(num_cached, num_new)  # [T], of each new token in its sequence
-        token_rows = np.repeat(rows, num_new)  # [T]
+        token_rows = rows.repeat(num_new)  # [T]
         # exercise 06.5: look it up in the block table
         # hint: the token at place t of its sequence stands in entry t // block_size of that sequence's table
         # hint: tables has a row for each sequence: index it with token_rows and with the entries, both [T]

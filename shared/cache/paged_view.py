@@ -25,7 +25,7 @@ from shared.cache.contiguous import kv_bytes
 from shared.cache.free_memory import free_bytes
 from shared.cache.fused_contiguous import check_flash_head_size
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.view import LoadedBatch, step_arrays, step_places
+from shared.cache.view import step_arrays, step_places
 from shared.engine.batch import Batch
 from shared.engine.staging import Staging
 from shared.errors import ConfigError
@@ -126,7 +126,7 @@ class PagedView:
             "tables": (B * -(-self.sizes.max_seq_len // self.block_size), np.int32),
         }
 
-    def load(self, batch: Batch) -> LoadedBatch:
+    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
         """See ``BatchView``."""
         layout = cast(PagedLayout, batch.layout)
         self.is_decode = batch.is_decode
@@ -139,7 +139,7 @@ class PagedView:
         else:
             self.layout, self.num_new = layout, batch.num_new_tokens.tolist()
             self.pieces: dict[int | None, list[Piece]] = {}  # by window
-        return LoadedBatch(Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"], sent["rows"])
+        return Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"]
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         """What a step sends."""

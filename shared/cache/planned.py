@@ -8,7 +8,7 @@ Invariant: the lengths that were planned are those of the layout, which the kern
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -28,13 +28,9 @@ class AttentionPlanner:
     """Plans the attention of a model on a device, whose keys have ``itemsize`` bytes a number."""
 
     config: ModelConfig
+    windows: tuple[int | None, ...]  # of the layers, each once
     itemsize: int
     device: torch.device
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Of the layers, each once."""
-        return tuple(dict.fromkeys(self.config.windows))
 
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """How a decode step of so many sequences is cut."""
@@ -82,9 +78,9 @@ class PlannedLayout(PagedLayout):
     @classmethod
     def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> Self:
         """The layout with its plans."""
-        about = {field.name: getattr(layout, field.name) for field in fields(PagedLayout)}
-        plans = planner.plan(layout.lengths - layout.num_cached, layout.lengths)
-        return cls(**about, planner=planner, plans=plans)
+        num_new = layout.lengths - layout.num_cached
+        places = (layout.rows, layout.num_cached, layout.lengths, layout.slot_mapping)
+        return cls(*places, layout.tables, layout.table_starts, planner, planner.plan(num_new, layout.lengths))
 
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`; a part is planned anew."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from shared.attention.descriptor import DevicePlan
+from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_memory import sizes_for
@@ -47,7 +47,11 @@ class PlannedView(PagedView):
     ) -> None:
         device = torch.device(device)
         is_planned = backend in (None, "planned") and launches(torch.empty(0, dtype=dtype, device=device))
-        self.planner = AttentionPlanner(config, dtype.itemsize, device) if is_planned else None
+        windows = tuple(dict.fromkeys(config.windows))
+        self.planner = AttentionPlanner(config, windows, dtype.itemsize, device) if is_planned else None
+        self.names = {  # in the staging, of each plan's arrays
+            window: [f"plan {n} of window {window}" for n in range(NUM_ARRAYS)] for window in windows
+        }
         super().__init__(config, sizes, dtype, device, "flash" if backend == "planned" else backend)
 
     def _make_workspaces(self) -> None:
@@ -66,14 +70,14 @@ class PlannedView(PagedView):
         tables = places.pop("tables")
         counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
         for window in self.planner.windows:
-            places |= {_name(n, window): (count, np.int32) for n, count in enumerate(counts)}
+            places |= {name: (count, np.int32) for name, count in zip(self.names[window], counts, strict=True)}
         return places | {"tables": tables}
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         arrays = super()._arrays(batch, layout)
         if self.planner is not None:
             for window, plan in cast(PlannedLayout, layout).plans.items():
-                arrays |= {_name(n, window): array for n, array in enumerate(plan.arrays())}
+                arrays |= zip(self.names[window], plan.arrays(), strict=True)
         return arrays
 
     def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
@@ -86,7 +90,7 @@ class PlannedView(PagedView):
         else:
             self.prefill_tiling = self.planner.prefill_tiling(T, B)
         self.plans = {
-            window: DevicePlan.of(plan, [sent[_name(n, window)] for n in range(len(plan.arrays()))])
+            window: DevicePlan.of(plan, [sent[name] for name in self.names[window]])
             for window, plan in cast(PlannedLayout, layout).plans.items()
         }
 
@@ -102,11 +106,6 @@ class PlannedView(PagedView):
         if not self.is_decode:
             return planned_prefill(q, *memory, plan, **about, tiling=self.prefill_tiling)
         return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, out=self.step_attended)
-
-
-def _name(number: int, window: int | None) -> str:
-    """Of an array of a plan, in the staging."""
-    return f"plan {number} of window {window}"
 
 
 def planned_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:

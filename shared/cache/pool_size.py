@@ -62,7 +62,8 @@ def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_toke
     batch = Batch.of(schedule, pool)
 
     def run() -> torch.Tensor:
-        return model(view.load(batch).tokens, view)
+        tokens, _ = view.load(batch)
+        return model(tokens, view)
 
     try:
         with torch.inference_mode():

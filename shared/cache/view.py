@@ -6,7 +6,7 @@ committed, so a step that fails can be run again; what is loaded stands at addre
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,37 +19,24 @@ from shared.models.causal_lm import CausalLM
 from shared.models.tokens import KVView, Tokens
 
 
-class LoadedBatch(NamedTuple):
-    """A batch on the device: the model's tokens, and of its n logit rows which tokens they are, and whose."""
-
-    tokens: Tokens
-    logit_rows: torch.Tensor  # int64 [n]
-    rows: torch.Tensor  # int64 [n], of each one's sequence, as ``Layout.rows`` has it
-
-
 class BatchView(KVView, Protocol):
     """The memory as the model sees it during a step of many sequences."""
 
     num_bytes: int  # of keys and values
 
-    def load(self, batch: Batch) -> LoadedBatch:
-        """Bring a batch to the device in one copy."""
+    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
+        """Bring a batch to the device in one copy; the model's tokens, and int64 ``[n]``, its logit rows."""
         ...
 
 
 def step_places(max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
     """Places in a staging for the arrays that any view needs of a batch of up to so many tokens."""
-    return dict.fromkeys(("rows", "logit_rows", "token_ids", "positions"), (max_tokens, np.int64))
+    return dict.fromkeys(("logit_rows", "token_ids", "positions"), (max_tokens, np.int64))
 
 
 def step_arrays(batch: Batch) -> dict[str, NDArray[np.int64]]:
     """Those arrays."""
-    return {
-        "rows": batch.layout.rows[batch.logit_sequences],
-        "logit_rows": batch.logit_rows,
-        "token_ids": batch.token_ids,
-        "positions": batch.positions,
-    }
+    return {"logit_rows": batch.logit_rows, "token_ids": batch.token_ids, "positions": batch.positions}
 
 
 MakeMemory = Callable[[EngineConfig, CausalLM, int], tuple[CachePoolProtocol, BatchView]]

@@ -36,7 +36,7 @@ class Batch:
 
         Raises CapacityError for tokens that were not granted.
         """
-        B = len(schedule)
+        B, requests = len(schedule), schedule.requests
         # exercise 04.1: lay the requests' new tokens end to end
         # hint: an entry brings its request's token_ids[start : start + num_tokens]; concatenate those
         # hint: a position is an index in the token's own request: start, start + 1, …, num_tokens of them
@@ -44,26 +44,26 @@ class Batch:
         # hint: the last id may not be known yet (start + num_tokens > request.num_tokens): put 0 in its place
         # hint: pending tells where: the number of that token in the batch, which is its sequence's last
         starts, num_new = schedule.starts, schedule.num_tokens
-        known = np.array([request.num_tokens for request in schedule.requests], np.int64)
-        positions = ranges(starts, num_new)
-        if len(positions) == B and (starts + 1 >= known).all():  # each one's last token, as in every decode step
-            ids = np.array([request.last_token_id for request in schedule.requests], np.int64)
+        ends, known = starts + num_new, np.array([request.num_tokens for request in requests], np.int64)
+        positions, end_rows = ranges(starts, num_new), num_new.cumsum()
+        if len(positions) == B and (ends >= known).all():  # each one's last token, as in every decode step
+            ids = np.array([request.last_token_id for request in requests], np.int64)
         else:
             ids = np.zeros(len(positions), np.int64)
             token_ids = [entry.request.token_ids[entry.start : entry.start + entry.num_tokens] for entry in schedule]
-            ids[positions < np.repeat(known, num_new)] = np.concatenate(token_ids)
-        pending = num_new.cumsum()[starts + num_new > known] - 1
+            ids[positions < known.repeat(num_new)] = np.concatenate(token_ids)
+        pending = end_rows[ends > known] - 1
         ids[pending] = 0
         # end exercise
         num_logit_rows = np.array([entry.num_logit_rows for entry in schedule], np.int64)
         return cls(
-            tuple(request.request_id for request in schedule.requests),
+            tuple(request.request_id for request in requests),
             ids,
             pending,
             positions,
             num_new,
-            ranges(num_new.cumsum() - num_logit_rows, num_logit_rows),
-            np.repeat(np.arange(B), num_logit_rows),
+            ranges(end_rows - num_logit_rows, num_logit_rows),
+            np.arange(B).repeat(num_logit_rows),
             pool.layout(schedule),
         )
 

@@ -68,7 +68,8 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether the next step has to compute its prompt, or again what was known before a preemption."""
-        return self.num_scheduled_tokens < self.num_prompt_tokens or self.num_unscheduled_tokens > 1
+        num_scheduled = self.num_scheduled_tokens
+        return num_scheduled < self.num_prompt_tokens or num_scheduled + 1 < self.num_tokens + self.num_pending_tokens
 
     @property
     def token_ids(self) -> list[int]:

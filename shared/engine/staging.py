@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 ALIGNMENT = 256  # bytes; more than a vector load of a kernel wants
 NUM_BUFFERS = 2
+MOST_KEPT = 4096  # tensors that were cut
 
 
 class Staging:
@@ -47,6 +48,7 @@ class Staging:
         self.hosts = [self._cut(buffer.numpy()) for buffer in self.buffers]
         self.tensors = self._cut(self.arrived)
         self.turn = 0
+        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # of each length: to cut a tensor takes longer than a look
 
     @classmethod
     def for_arrays(cls, device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -71,7 +73,16 @@ class Staging:
         if self.is_copying:
             self.arrived[:end].copy_(self.buffers[self.turn][:end], non_blocking=True)
             self.copied[self.turn].record()
-        return {name: self.tensors[name][: len(array)] for name, array in arrays.items()}
+        return {name: self._sent(name, len(array)) for name, array in arrays.items()}
+
+    def _sent(self, name: str, count: int) -> torch.Tensor:
+        """The first numbers of a place on the device."""
+        tensor = self.sent.get((name, count))
+        if tensor is None:
+            if len(self.sent) == MOST_KEPT:
+                self.sent.clear()
+            tensor = self.sent[name, count] = self.tensors[name][:count]
+        return tensor
 
     def _cut(self, buffer: Any) -> dict[str, Any]:
         """The places in a buffer of bytes, each in its dtype."""

@@ -120,7 +120,7 @@ def run(model, pool, view):
         for name, new in step.items():
             assert pool.reserve(requests[name], requests[name].num_computed_tokens + new)
         schedule = step_of({requests[name]: new for name, new in step.items()})
-        outputs.append(model(view.load(Batch.of(schedule, pool)).tokens, view).clone())
+        outputs.append(model(view.load(Batch.of(schedule, pool))[0], view).clone())
         commit(pool, schedule)
         if number in LEAVES_AFTER:
             request = requests[LEAVES_AFTER[number]]
@@ -209,7 +209,7 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, 
             assert pool.reserve(request, request.num_computed_tokens + count)
         schedule = step_of(step)
         batch = Batch.of(schedule, pool)
-        tokens, logit_rows, rows = view.load(batch)
+        tokens, logit_rows = view.load(batch)
         arrays = [
             value
             for window in (16, None)
@@ -219,7 +219,7 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, 
         for window, plan in batch.layout.plans.items():
             sent = vars(view.plans[window])
             assert all(sent[name].tolist() == getattr(plan, name).tolist() for name in ARRAYS)
-        sent = (tokens.ids, tokens.positions, logit_rows, rows, view.places, view.lengths, view.tables)
+        sent = (tokens.ids, tokens.positions, logit_rows, view.places, view.lengths, view.tables)
         addresses[view.is_decode].add(tuple(tensor.data_ptr() for tensor in (*arrays, *sent)))
         if view.is_decode:
             shapes.setdefault(len(batch), set()).add(tuple(tensor.shape for tensor in arrays))
@@ -249,8 +249,8 @@ def test_a_part_of_a_batch_is_loaded_as_a_batch(tiny_checkpoints, is_arrival, co
             assert pool.reserve(request, request.num_computed_tokens + new)
         schedule = step_of(step)
         batch = Batch.of(schedule, pool)
-        whole = model(view.load(batch).tokens, view).clone()
-        parts = [model(view.load(batch.part(range(n, n + 1))).tokens, view).clone() for n in range(2)]
+        whole = model(view.load(batch)[0], view).clone()
+        parts = [model(view.load(batch.part(range(n, n + 1)))[0], view).clone() for n in range(2)]
         torch.testing.assert_close(torch.cat(parts), whole, rtol=2e-4, atol=2e-5)
         commit(pool, schedule)
     assert len(counted["prefill"]) == len(counted["decode"]) == 3 * 2, "the whole and two parts, for each window"

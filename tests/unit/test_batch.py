@@ -25,7 +25,7 @@ from tests.steps import commit, make_request, put_in_flight, step_of
 
 SHAPE = parse_config(SHAPES["tiny-gemma3"])  # layers with a window and without: two plans a step
 SIZES = PagedSizes(num_blocks=60, block_size=3, max_sequences=4, max_tokens=200, max_seq_len=40)
-PLANNER = AttentionPlanner(SHAPE, 4, torch.device("cpu"))
+PLANNER = AttentionPlanner(SHAPE, tuple(dict.fromkeys(SHAPE.windows)), 4, torch.device("cpu"))
 POOLS = {
     "contiguous": lambda: ContiguousKVCachePool(4, 40),
     "paged": lambda: PagedKVCachePool(60, 3, 4, 40),

@@ -274,7 +274,7 @@ def test_what_breaks_the_rule_is_found(source: str) -> None:
         "self.pool, self.view = MEMORY[config.kv_cache_backend or 'paged'](config, self.model, 8)",
         "from shared.cache.view import BatchView\nview: BatchView",
         "self.pool.reserve(name, self.pool.free_tokens - self.pool.watermark_tokens)",
-        "tokens, logit_rows, rows = self.view.load(batch)",
+        "tokens, logit_rows = self.view.load(batch)",
         "self.pool.commit(request, 1), self.pool.layout(schedule)",
         "isinstance(prompt, str)",
         "keys.contiguous()",

@@ -216,10 +216,9 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
         for name in step:
             assert pool.reserve(requests[name], 32)
         schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows = view.load(Batch.of(schedule, pool))
         assert tokens.ids.tolist() == tokens.positions.tolist()
         assert logit_rows.tolist() == (np.cumsum(list(step.values())) - 1).tolist()
-        assert rows.tolist() == [pool.regions[requests[name]] for name in step]
         for name, new in step.items():
             alone[name].prepare(new)
         T = sum(step.values())
@@ -300,9 +299,9 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
     found = set()
     for step in ({requests[0]: 6, requests[1]: 1}, dict.fromkeys(requests, 1), {requests[2]: 9}):
         schedule = step_of(step)
-        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows = view.load(Batch.of(schedule, pool))
         assert tokens.positions.tolist() == tokens.ids.tolist()
-        loaded = (tokens.ids, tokens.positions, logit_rows, rows, view.places, view.regions, view.lengths)
+        loaded = (tokens.ids, tokens.positions, logit_rows, view.places, view.regions, view.lengths)
         found.add(tuple(tensor.data_ptr() for tensor in loaded))
         commit(pool, schedule)
     assert len(found) == 1

@@ -333,10 +333,9 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
         for name, new in step.items():
             assert pool.reserve(requests[name], caches[name].length + new)
         schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows = view.load(Batch.of(schedule, pool))
         assert tokens.ids.tolist() == tokens.positions.tolist()
         assert logit_rows.tolist() == (np.cumsum(list(step.values())) - 1).tolist()
-        assert rows.tolist() == [pool.rows[requests[name]] for name in step]
         for name, new in step.items():
             alone[name].prepare(new)
         T = sum(step.values())
@@ -418,9 +417,9 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
     a, b, c = requests
     for step in ({a: 5, b: 1}, {a: 1}, {b: 2}, {a: 1, b: 1, c: 1}, {c: 7}, {b: 1}):
         schedule = step_of(step)
-        tokens, logit_rows, rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows = view.load(Batch.of(schedule, pool))
         assert tokens.positions.tolist() == tokens.ids.tolist()
-        loaded = (tokens.ids, tokens.positions, logit_rows, rows, view.places)
+        loaded = (tokens.ids, tokens.positions, logit_rows, view.places)
         found[view.is_decode].add(tuple(tensor.data_ptr() for tensor in loaded))
         commit(pool, schedule)
     assert [len(addresses) for addresses in found.values()] == [1, 1]

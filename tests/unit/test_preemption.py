@@ -157,7 +157,7 @@ def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokeniz
     schedule = loop.scheduler.schedule()
     assert shown(schedule) == "|bc|"
     again = schedule.entries[0]
-    assert (again.start, again.num_tokens, again.is_prefill) == (0, 5, True)
+    assert (again.start, again.num_tokens, schedule.num_decoding) == (0, 5, 0)
     batch = Batch.of(schedule, loop.scheduler.pool).part(range(1))
     assert batch.token_ids.tolist() == [5, 5, 5, LETTER, LETTER + 1]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.view import LoadedBatch
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.engine.runner import Runner
@@ -46,11 +45,9 @@ class View:
 
     num_bytes = 0
 
-    def load(self, batch: Batch) -> LoadedBatch:
+    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
         ids, positions, logit_rows = map(torch.from_numpy, (batch.token_ids.copy(), batch.positions, batch.logit_rows))
-        return LoadedBatch(
-            Tokens(ids, positions), logit_rows, torch.from_numpy(batch.layout.rows[batch.logit_sequences])
-        )
+        return Tokens(ids, positions), logit_rows
 
 
 class Step:

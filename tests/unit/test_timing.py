@@ -14,8 +14,11 @@ class SleepingEngine:
 
     def __init__(self, first: float, later: float) -> None:
         self.first, self.later = first, later
-        self.num_tokens_computed = 100
+        self.computed = 100
         self.was_closed = False
+
+    def stats(self) -> dict[str, int]:
+        return {"tokens computed": self.computed}
 
     def generate(self, prompt_ids, params):
         assert params.is_greedy
@@ -23,7 +26,7 @@ class SleepingEngine:
         try:
             for index in range(params.max_new_tokens):
                 time.sleep(self.later if index else self.first)
-                self.num_tokens_computed += len(prompt_ids) if index == 0 else 1
+                self.computed += len(prompt_ids) if index == 0 else 1
                 yield SimpleNamespace(token_id=index)
         finally:
             self.was_closed = True
