@@ -4,7 +4,7 @@ Invariants: text is released once and never taken back; the text of an end-of-se
 its first character on, is never released; exactly one output of a request, its last, carries a finish reason.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.engine.request import Request, TokenLogprobs
 from shared.text.detokenizer import IncrementalDecoder
@@ -12,8 +12,7 @@ from shared.text.stopping import FinishReason, StopChecker
 from shared.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one token added to a request's answer; ``text`` may be empty while characters or stop strings are open.
 
     The last output of a request that failed brings no token: ``finish_reason`` is ERROR and ``error`` says so in a

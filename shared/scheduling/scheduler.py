@@ -69,21 +69,20 @@ class Scheduler(ABC):
         What was computed for a request that has ended or was preempted meanwhile is dropped.
         """
         tokens = iter(sampled)
-        for number, entry in enumerate(schedule):
-            request = entry.request
+        for number, (request, start, num_tokens, _, num_logit_rows) in enumerate(schedule):
             error = sampled.errors.get(number)
-            drawn = list(islice(tokens, entry.num_logit_rows)) if error is None else []
-            if request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start:
+            drawn = list(islice(tokens, num_logit_rows)) if error is None else []
+            if request.status is RequestStatus.RUNNING and request.num_computed_tokens == start:
                 if error is not None:
                     self._fail(request, error)
                 else:
-                    self.pool.commit(request, entry.num_tokens)
-                    request.num_computed_tokens += entry.num_tokens
+                    self.pool.commit(request, num_tokens)
+                    request.num_computed_tokens += num_tokens
                     request.num_pending_tokens -= len(drawn)
                     request.last_step = schedule.step
                     for token_id, logprobs in drawn:
                         request.append(token_id, logprobs)
-            if request in self.ending and request.num_scheduled_tokens == entry.start + entry.num_tokens:
+            if self.ending and request in self.ending and request.num_scheduled_tokens == start + num_tokens:
                 del self.ending[request]  # no later step computes it
                 self.pool.release(request)
 
