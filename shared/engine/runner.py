@@ -95,7 +95,7 @@ class Runner:
         hidden = self.model(tokens, self.view)
         self.num_tokens_computed += batch.num_tokens
         self.num_forwards += 1
-        return self.model.logits(hidden[logit_rows])
+        return self.model.logits(hidden if len(logit_rows) == batch.num_tokens else hidden[logit_rows])
 
     def _fill_pending(self, batch: Batch, ids: torch.Tensor) -> None:
         """Put the ids that were drawn last for their sequences in the places of those that the host does not know."""

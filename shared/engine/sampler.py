@@ -14,7 +14,7 @@ import torch
 
 from shared.engine.request import TokenLogprobs
 from shared.engine.staging import Staging
-from shared.kernels.sampler import sample
+from shared.kernels.sampler import make_counters, sample
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 
@@ -102,10 +102,11 @@ class Sampler:
     def __init__(self, device: torch.device, max_rows: int) -> None:
         self.device = device
         self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _PLACES.items()})
+        self.counters = make_counters(max_rows, device)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
         """Choose a token for each row of logits ``[n, V]`` by the parameters of ``rows``, without waiting."""
-        ids = sample(logits, self._send(SamplingBatch.of(rows)))
+        ids = sample(logits, self._send(SamplingBatch.of(rows)), counters=self.counters)
         asking = {n: row.params.logprobs for n, row in enumerate(rows) if row.params.logprobs is not None}
         if not asking:
             return Draws(ids)

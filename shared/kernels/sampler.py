@@ -129,11 +129,24 @@ def draw_kernel(
         store_best(scores, ids, block_values, block_ids, ids_out, sums + row * ROW_SUMS + ARRIVALS + 2, BLOCKS)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Stream.DRAW) -> torch.Tensor:
+def make_counters(num_rows: int, device: torch.device) -> torch.Tensor:
+    """What the programs of a row sum up and count: int64 zeros, ``[rows, ROW_SUMS]``."""
+    return torch.zeros(num_rows, int(ROW_SUMS), dtype=torch.int64, device=device)
+
+
+def sample(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    *,
+    stream: Stream = Stream.DRAW,
+    counters: torch.Tensor | None = None,
+) -> torch.Tensor:
     """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
 
-    A batch of greedy rows takes one launch, one that draws two, with top-k or top-p five. Raises ValueError also for a
-    vocabulary above ``MAX_VOCABULARY``.
+    A batch of greedy rows takes one launch, one that draws two, with top-k or top-p five. ``counters``, of
+    :func:`make_counters` for as many rows or more, spares calls without top-k and top-p the launch that makes them; they
+    are zero again when it ends, so that calls on one stream can share them. Raises ValueError also for a vocabulary
+    above ``MAX_VOCABULARY``.
     """
     if not launches(logits):
         return op.sample(logits, batch, stream=stream)
@@ -156,7 +169,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
     grid = (num_blocks, B)
     blocks = next_power_of_two(num_blocks)
     shape = (V, logits.stride(0))
-    sums = torch.zeros(B, int(ROW_SUMS), dtype=torch.int64, device=logits.device)
+    has_cuts = batch.top_k is not None or batch.top_p is not None
+    sums = make_counters(B, logits.device) if counters is None or has_cuts else counters
     floats = torch.empty(B * (num_blocks + 1), dtype=torch.float32, device=logits.device)
     block_values, peaks = floats[B:], floats[:B]
     block_ids = torch.empty(B * num_blocks, dtype=torch.int32, device=logits.device)
@@ -179,7 +193,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
         return ids
     limits = (batch.top_k, batch.top_p)
     cuts = None
-    if batch.top_k is not None or batch.top_p is not None:
+    if has_cuts:
         rows = (logits, peaks, batch.temperature, *limits, sums)
         for narrowing in range(int(NARROWINGS)):
             launch(narrow_kernel, grid, *rows, *shape, NARROWING=narrowing, BLOCK=BLOCK, num_warps=NUM_WARPS)

@@ -315,3 +315,14 @@ def test_nothing_is_read_by_the_host_and_a_graph_can_record_it(randn):
         buffer.copy_(logits)
         graph.replay()
         assert torch.equal(ids, right)
+
+
+def test_counters_that_are_kept_are_zero_again_and_change_no_token(randn):
+    """Batches of different sizes and kinds in turn, as the steps of an engine bring them."""
+    counters = module.make_counters(5, DEVICE)
+    for n, (rows, temperature, top_p) in enumerate([(3, 0.0, 1.0), (5, 0.8, 1.0), (2, 0.7, 0.9), (5, 0.0, 1.0)]):
+        logits = randn(rows, 2000 + n)
+        params = SamplingParams(temperature=temperature, top_p=top_p)
+        batch = SamplingBatch.of([SamplingRow(params, seed, n, ()) for seed in range(rows)], device=DEVICE)
+        assert sample(logits, batch, counters=counters).tolist() == sample(logits, batch).tolist()
+        assert not counters.any()
