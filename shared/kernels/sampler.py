@@ -143,10 +143,12 @@ def sample(
 ) -> torch.Tensor:
     """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
 
-    A batch of greedy rows takes one launch, one that draws two, with top-k or top-p five. ``counters``, of
-    :func:`make_counters` for as many rows or more, spares calls without top-k and top-p the launch that makes them; they
-    are zero again when it ends, so that calls on one stream can share them. Raises ValueError also for a vocabulary
-    above ``MAX_VOCABULARY``.
+    A batch of greedy rows takes one launch, one that draws two, with top-k or top-p five. Raises ValueError also for a
+    vocabulary above ``MAX_VOCABULARY``.
+
+    Args:
+        counters: of :func:`make_counters`, for as many rows or more. They spare a call without top-k and top-p the
+            launch that makes them, and are zero again when it ends, so that calls on one stream can share them.
     """
     if not launches(logits):
         return op.sample(logits, batch, stream=stream)
