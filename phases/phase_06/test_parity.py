@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
 
 def seen(outputs: Sequence[StepOutput]) -> list[StepOutput]:
     """All that a client sees, but for its name and the log-probabilities."""
-    return [replace(output, request_id="", logprobs=None) for output in outputs]
+    return [output._replace(request_id="", logprobs=None) for output in outputs]
 
 
 def logprobs(outputs: Sequence[StepOutput]) -> list[float]:

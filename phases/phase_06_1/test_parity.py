@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
 
 def seen(answers: Sequence[Sequence[StepOutput]]) -> list[list[StepOutput]]:
     """All that clients see, but for the names."""
-    return [[replace(output, request_id="") for output in answer] for answer in answers]
+    return [[output._replace(request_id="") for output in answer] for answer in answers]
 
 
 def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:

@@ -78,7 +78,7 @@ def show_stats(lesson: Lesson, engine: Any, answer: TerminalAnswer, seed: int | 
         "load, seconds": load_seconds,
         "prompt tokens": answer.num_prompt_tokens,
         "new tokens": answer.num_tokens,
-        "tokens computed": engine.num_tokens_computed,
+        "tokens computed": engine.stats()["tokens computed"],
         "seed": "none needed: greedy" if seed is None else str(seed),
     }
     if hasattr(engine, "stats"):
