@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.contiguous_pool_view import contiguous_memory
+from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.paged_memory import paged_memory
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.contiguous_pool_view import contiguous_memory
-from shared.cache.planned_view import planned_memory
+from shared.cache.contiguous_memory import contiguous_memory
+from shared.cache.planned_memory import planned_memory
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig

@@ -16,17 +16,14 @@ from typing import cast
 import numpy as np
 import torch
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.fused_contiguous import check_flash_head_size
 from shared.cache.view import step_arrays, step_places
 from shared.engine.batch import Batch
-from shared.engine.config import EngineConfig
 from shared.engine.staging import Staging
 from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.kv_write import NormAndRotation, kv_write
 from shared.kernels.launch import launches
 from shared.loading.placement import check_room
-from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform, Tokens
 from shared.ops.attention import ATTENTION_BACKENDS
@@ -172,19 +169,3 @@ class ContiguousPoolView:
                 k, v = k[:, first:], v[:, first:]
             attended.append(self.attention(queries, k, v, scale=scale, window=window, softcap=softcap))
         return torch.cat(attended)
-
-
-def contiguous_memory(
-    config: EngineConfig, model: CausalLM, max_seq_len: int
-) -> tuple[ContiguousKVCachePool, ContiguousPoolView]:
-    """See ``MakeMemory``: a region of ``max_seq_len`` tokens for each of ``max_batch_size`` requests."""
-    view = ContiguousPoolView(
-        model.config,
-        config.max_batch_size,
-        max_seq_len,
-        config.most_tokens_of_a_step(max_seq_len),
-        model.dtype,
-        model.device,
-        config.attention_backend,
-    )
-    return ContiguousKVCachePool(config.max_batch_size, max_seq_len), view

@@ -15,19 +15,14 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
-from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.paged_memory import sizes_for
 from shared.cache.paged_view import PagedView
-from shared.cache.planned import AttentionPlanner, PlannedKVCachePool, PlannedLayout
-from shared.cache.view import BatchView
+from shared.cache.planned_layout import AttentionPlanner, PlannedLayout
 from shared.engine.batch import Batch
-from shared.engine.config import EngineConfig
 from shared.kernels.launch import launches
 from shared.kernels.planned_attention import planned_decode
 from shared.kernels.planned_prefill import planned_prefill
 from shared.kernels.planned_workspace import PlannedWorkspace
-from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
 
@@ -106,13 +101,3 @@ class PlannedView(PagedView):
         if not self.is_decode:
             return planned_prefill(q, *memory, plan, **about, tiling=self.prefill_tiling)
         return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, out=self.step_attended)
-
-
-def planned_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
-    """See ``MakeMemory``."""
-
-    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
-        view = PlannedView(model.config, sizes, model.dtype, model.device, config.attention_backend)
-        return PlannedKVCachePool(sizes, view.planner), view
-
-    return make(sizes_for(config, model, max_seq_len, make))

@@ -13,7 +13,8 @@ from shared.attention.descriptor import AttentionPlan, Grid
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned import AttentionPlanner, PlannedKVCachePool
+from shared.cache.planned import PlannedKVCachePool
+from shared.cache.planned_layout import AttentionPlanner
 from shared.cache.pool import CachePoolProtocol
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch

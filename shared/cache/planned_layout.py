@@ -1,0 +1,85 @@
+"""Where the tokens of a batch stand in blocks, and who reads which of them. Introduced in phase 6.1.
+
+Attention is planned once a step, for all layers: :mod:`shared.attention.plan` cuts the keys of all sequences into
+splits of one size, and each layer's launch only follows. Of a layer a plan depends on nothing but the window, so there
+is one for each distinct window of the model, and none is made twice in a step.
+
+Invariant: the lengths that were planned are those of the layout, which the kernels read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from shared.attention.descriptor import AttentionPlan
+from shared.attention.plan import plan_decode, plan_prefill
+from shared.cache.layout import Integers
+from shared.cache.paged_layout import PagedLayout
+from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, prefill_tiling
+from shared.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class AttentionPlanner:
+    """Plans the attention of a model on a device, whose keys have ``itemsize`` bytes a number."""
+
+    config: ModelConfig
+    windows: tuple[int | None, ...]  # of the layers, each once
+    itemsize: int
+    device: torch.device
+
+    def decode_tiling(self, num_sequences: int) -> DecodeTiling:
+        """How a decode step of so many sequences is cut."""
+        return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
+
+    def prefill_tiling(self, num_tokens: int, num_sequences: int) -> PrefillTiling:
+        """How a step of so many new tokens is cut."""
+        config = self.config
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        return prefill_tiling(num_tokens, num_sequences, *heads, self.itemsize)
+
+    def most_numbers(self, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
+        """The most numbers in each array of a plan, as ``AttentionPlan.arrays`` orders them, for steps of this size."""
+        tilings = (
+            self.decode_tiling(1),
+            self.decode_tiling(num_sequences),
+            self.prefill_tiling(num_tokens, num_sequences),
+        )
+        resident = max(tiling.grid(self.config.num_kv_heads, self.device).resident for tiling in tilings)
+        capacity = resident + num_tokens  # a tile of queries has at least one token
+        return 1, 1, capacity, capacity, capacity, num_sequences + 1, num_tokens + 1
+
+    def plan(self, num_new: Integers, lengths: Integers) -> dict[int | None, AttentionPlan]:
+        """The plan of a step for each window."""
+        B, T = len(num_new), int(num_new.sum())
+        if B == T:
+            grid = self.decode_tiling(B).grid(self.config.num_kv_heads, self.device)
+            return {window: plan_decode(lengths, grid, window=window) for window in self.windows}
+        tiling = self.prefill_tiling(T, B)
+        grid = tiling.grid(self.config.num_kv_heads, self.device)
+        tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
+        return {
+            window: plan_prefill(num_new, lengths, grid, tokens_per_tile=tokens, window=window)
+            for window in self.windows
+        }
+
+
+@dataclass(frozen=True)
+class PlannedLayout(PagedLayout):
+    """The places of a batch in memory of blocks, and who reads which of them."""
+
+    planner: AttentionPlanner
+    plans: Mapping[int | None, AttentionPlan]  # by window
+
+    @classmethod
+    def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> Self:
+        """The layout with its plans."""
+        num_new = layout.lengths - layout.num_cached
+        places = (layout.rows, layout.num_cached, layout.lengths, layout.slot_mapping)
+        return cls(*places, layout.tables, layout.table_starts, planner, planner.plan(num_new, layout.lengths))
+
+    def part(self, sequences: slice, tokens: slice) -> Self:
+        """See :class:`shared.cache.layout.Layout`; a part is planned anew."""
+        return self.planned(PagedLayout.part(self, sequences, tokens), self.planner)

@@ -1,0 +1,23 @@
+"""Both sides of a memory of blocks whose attention is planned. Introduced in phase 6.1.
+
+Invariant: the pool plans for the device that the view is on, with the view's own planner.
+"""
+
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_memory import sizes_for
+from shared.cache.planned import PlannedKVCachePool
+from shared.cache.planned_view import PlannedView
+from shared.cache.view import BatchView
+from shared.engine.config import EngineConfig
+from shared.models.causal_lm import CausalLM
+
+
+def planned_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
+    """See ``MakeMemory``."""
+
+    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
+        view = PlannedView(model.config, sizes, model.dtype, model.device, config.attention_backend)
+        return PlannedKVCachePool(sizes, view.planner), view
+
+    return make(sizes_for(config, model, max_seq_len, make))
