@@ -57,8 +57,8 @@ class BlockAllocator:
     def free(self, blocks: Blocks) -> None:
         """Count one holder less of each; those that have none left are free.
 
-        The last comes back first, so that whoever takes as many next gets them in the same order. Raises BlockError,
-        with nothing changed, for a block that is free already.
+        The last comes back first, so that a request that takes as many next gets them in the same order. Raises
+        BlockError, with nothing changed, for a block that is free already.
         """
         self._check_held(blocks)
         self.ref_counts[blocks] -= 1

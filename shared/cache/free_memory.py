@@ -25,7 +25,7 @@ def container_bytes(group: Path = CONTROL_GROUP) -> int:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         used = int((group / "memory.current").read_text(encoding="ascii"))
         counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        # Pages of files that were only read are counted and given back as soon as somebody wants the memory.
+        # Pages of files that were only read are counted and given back as soon as memory is asked for.
         return 2**63 if limit == "max" else max(0, int(limit) - used + int(counts.get("inactive_file", 0)))
     except (OSError, ValueError):
         return 2**63

@@ -1,7 +1,7 @@
 """Where the tokens of a batch stand in memory, as numpy arrays. Introduced in phase 4.
 
-A pool works it out on the host, once a step; a view only loads it. So whoever has the arrays needs no pool: they could
-be sent to another process. Positions belong to requests (logical), lengths to the pool (physical): neither is derived
+A pool works it out on the host, once a step; a view only loads it. The arrays are enough: they can be sent to another
+process that has no pool. Positions belong to requests (logical), lengths to the pool (physical): neither is derived
 from the other. Invariants: arrays hold plain numbers; the sequences stand in the order of the schedule.
 """
 

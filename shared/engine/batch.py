@@ -2,8 +2,8 @@
 phase 4.
 
 A scheduler thinks in requests, a model in tokens laid end to end. A batch is the second made from the first, and it is
-complete: it holds arrays and ids and no request, and nobody who has it needs the pool. So it could be sent to another
-process. Invariants: the tokens of a sequence stand together and in order, in the order of ``request_ids``; positions
+complete: it holds arrays and ids, no request, and all that the pool had to say. So it can be sent to another process.
+Invariants: the tokens of a sequence stand together and in order, in the order of ``request_ids``; positions
 are the requests' own (logical), while the place of a token in memory is the layout's affair (physical).
 """
 

@@ -1,9 +1,9 @@
 """Which part of the memory belongs to whom, between two steps. Introduced in phase 6.
 
-Counts say how full a memory is; a map says why: whose the blocks are, in the order of each request's table, how much of
-them is written, and who lost its own and is computed again. It is made when somebody asks, from what scheduler and pool
-know, and reads no tensor; an engine that nobody watches makes none. The unit that a pool grants is a block here; a
-region is one large block, so that both kinds of memory can be drawn the same way.
+Counts say how full a memory is; a map says why: which blocks each request holds, in the order of its table, how many
+tokens of them are written, and which requests lost theirs and are computed again. It is made on demand, from what
+scheduler and pool know, and reads no tensor. The unit that a pool grants is a block here; a region is one large block,
+so that both kinds of memory can be drawn the same way.
 
 Invariants: no block belongs to two requests; a map keeps no reference to what it was made from, so it can be drawn
 while the engine goes on.
