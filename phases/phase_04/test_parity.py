@@ -216,6 +216,8 @@ def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
     late = batch(Scheduled(requests[0], 3, 1), Scheduled(requests[1], 1, 1))
     assert (late.token_ids.tolist(), late.positions.tolist(), late.pending.tolist()) == ([0, 0], [3, 1], [0, 1])
     assert late.layout.num_cached.tolist() == [3, 1], "what is in flight stands before them"
+    later = batch(Scheduled(requests[0], 1, 3), Scheduled(requests[1], 1, 1))
+    assert (later.token_ids.tolist(), later.pending.tolist()) == ([4, 5, 0, 0], [2, 3]), "the last of each sequence"
     for request in requests:
         pool.commit(request, request.num_tokens)
         request.num_computed_tokens = request.num_tokens
