@@ -11,7 +11,7 @@ request, so a step can be run again.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ class Runner:
         self.model = model
         self.view = view
         self.sampler = Sampler(model.device, max_sequences)
-        self.draws: deque[tuple[Integers, torch.Tensor]] = deque(maxlen=NUM_DRAWS_KEPT)  # rows, and their ids
+        # Of each call of ``sample`` the rows and their ids: one pair, or one for each part after a failure.
+        self.draws: deque[list[tuple[Integers, torch.Tensor]]] = deque(maxlen=NUM_DRAWS_KEPT)
         self.last_ids = torch.zeros(max_sequences, dtype=torch.int64, device=model.device)  # by row, of earlier draws
         self.num_tokens_computed = 0
         self.num_forwards = 0
@@ -74,10 +75,13 @@ class Runner:
             is_left = ~np.isin(sequences, list(errors))
             rows, sequences = list(compress(rows, is_left)), sequences[is_left]
 
+        kept: list[tuple[Integers, torch.Tensor]] = []
+        self.draws.append(kept)
+
         def run(part: range) -> Draws:
             chosen = slice(part.start, part.stop)
             drawn = self.sampler.sample(launched.logits[chosen], rows[chosen])
-            self.draws.append((launched.batch.layout.rows[sequences[chosen]], drawn.ids))
+            kept.append((launched.batch.layout.rows[sequences[chosen]], drawn.ids))
             return drawn
 
         for part, result in run_isolated(run, range(len(rows))):
@@ -100,7 +104,7 @@ class Runner:
     def _fill_pending(self, batch: Batch, ids: torch.Tensor) -> None:
         """Put the ids that were drawn last for their sequences in the places of those that the host does not know."""
         upload = self.sampler.upload
-        for rows, drawn in self.draws:  # the later one counts
+        for rows, drawn in chain.from_iterable(self.draws):  # the later one counts
             self.last_ids[upload(torch.from_numpy(rows))] = drawn
         self.draws.clear()
         sequences = np.searchsorted(batch.num_new_tokens.cumsum(), batch.pending, side="right")

@@ -27,8 +27,7 @@ class Staging:
 
     Args:
         places: of each array the most numbers and their dtype, in the order in which they lie. A copy ends with the
-        last
-            array that is sent, so what is long and rarely full stands last.
+            last array that is sent, so what is long and rarely full stands last.
     """
 
     def __init__(self, device: torch.device, places: Mapping[str, tuple[int, DTypeLike]]) -> None:

@@ -18,7 +18,7 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule, Scheduled
 
-VOCABULARY = 50
+VOCABULARY = 100
 
 
 class Successor:
@@ -152,3 +152,20 @@ def test_a_forward_changes_no_request_and_can_be_made_again() -> None:
     assert [vars(request) for request in step.requests] == [vars(request) for request in before]
     assert step.pool.used_tokens == 0
     assert np.array_equal(batch.token_ids, Batch.of(schedule, step.pool).token_ids)
+
+
+def test_pending_ids_survive_a_draw_that_was_made_in_parts() -> None:
+    """A failing draw is halved down to the rows that fail; all its parts are one draw of the few that are kept."""
+    step = Step(8)
+    sample = step.runner.sampler.sample
+
+    def drawing(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Any:
+        if {11, 31, 51} & {*logits.argmax(-1).tolist()}:
+            raise ValueError("injected")
+        return sample(logits, rows)
+
+    step.runner.sampler.sample = drawing  # type: ignore[method-assign]
+    sampled = step.run(range(6))
+    assert (sampled.token_ids, sorted(sampled.errors)) == ([21, 41, 61], [0, 2, 4])
+    assert (step.run([6]).token_ids, step.run([7]).token_ids) == ([71], [81])
+    assert step.run([1, 3, 5]).token_ids == [22, 42, 62]
