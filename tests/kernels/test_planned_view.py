@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shared.cache.paged_view as paged_view
-import shared.cache.planned as module
+import shared.cache.planned_layout as planned_layout
 import shared.cache.planned_view as planned_view
 import shared.kernels.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
@@ -53,7 +53,7 @@ def is_arrival(request, monkeypatch):
     merges_itself = getattr(request, "param", True)
     decode, prefill = DecodeTiling(16, is_arrival=merges_itself), PrefillTiling(16, 16, 4, 1)
     monkeypatch.setitem(tilings.DECODE_TILINGS, 16, (decode, decode))
-    for one in (tilings, module):
+    for one in (tilings, planned_layout):
         monkeypatch.setattr(one, "prefill_tiling", lambda *about: prefill)
     for tiling in (DecodeTiling, PrefillTiling):
         monkeypatch.setattr(tiling, "grid", lambda *about: Grid(resident=6, unit=16, least_split=16))
@@ -78,8 +78,8 @@ def counted(monkeypatch):
         return call
 
     monkeypatch.setattr(Staging, "send", counting_send)
-    monkeypatch.setattr(module, "plan_decode", counting("decode", module.plan_decode))
-    monkeypatch.setattr(module, "plan_prefill", counting("prefill", module.plan_prefill))
+    monkeypatch.setattr(planned_layout, "plan_decode", counting("decode", planned_layout.plan_decode))
+    monkeypatch.setattr(planned_layout, "plan_prefill", counting("prefill", planned_layout.plan_prefill))
     return calls
 
 
