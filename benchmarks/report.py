@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine, machine_name, machine_title, slug
+from benchmarks.view import View, markdown
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.loading.resolve import resolve_model
@@ -78,12 +79,19 @@ class Report:
 
 
 def write_report(
-    report: Report, folder: str | Path, *, table: str | None = None, figure: Callable[[Path], None] | None = None
+    report: Report,
+    folder: str | Path,
+    *,
+    view: View | None = None,
+    table: str | None = None,
+    figure: Callable[[Path], None] | None = None,
 ) -> list[Path]:
-    """Write the JSON report, with ``table`` (Markdown) and ``figure`` (called with a PNG's path) beside it if given.
+    """Write the JSON report, with the tables of ``view`` as Markdown and its panels as a PNG beside it.
 
     Returns the paths, JSON first. Raises ConfigError if the folder cannot be written.
     """
+    if view is not None:
+        table, figure = markdown(view), (lambda path: _save_figure(view, path)) if view.panels else None
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,6 +109,12 @@ def write_report(
             f"The report cannot be written into {folder} ({error.strerror or error}); name a folder that can be made."
         ) from error
     return paths
+
+
+def _save_figure(view: View, path: Path) -> None:
+    from benchmarks.figure import save_figure  # matplotlib loads slowly
+
+    save_figure(view, path)
 
 
 def read_value(path: str | Path, key: str) -> Any:

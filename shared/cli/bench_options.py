@@ -4,18 +4,20 @@ Introduced in phase 3.1.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared.cli.terminal import stderr_console
+from shared.cli.terminal import stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from benchmarks.report import Report
+    from benchmarks.view import View
     from shared.checkpoints.progress import Progress
 
 Model = Annotated[
@@ -56,3 +58,15 @@ def tell_written(console: "Console", paths: list[Path]) -> None:
     """A line for each file, behind an empty one."""
     for index, path in enumerate(paths):
         console.print(("\n" if index == 0 else "") + f"wrote {path}", style="bright_black", soft_wrap=True)
+
+
+def present(report: "Report", view: "View", out: Path | None = None, written: Sequence[Path] = ()) -> None:
+    """Print a report, write it into ``out``, name the files that were written, and print the JSON line last."""
+    from benchmarks.report import write_report
+    from benchmarks.view import show
+
+    console = stdout_console()
+    show(view, console)
+    tell_written(console, [*written, *(write_report(report, out, view=view) if out is not None else [])])
+    typer.echo("")
+    typer.echo(report.line())

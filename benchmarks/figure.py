@@ -1,0 +1,137 @@
+"""The panels of a view as a picture. Introduced in phase 3.
+
+Invariant: a picture brings its own background, so that it reads the same on a light page and on a dark one, and names
+model and machine, so that it can be passed on alone.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from benchmarks.view import Bars, Lines, View, number
+
+PAPER, INK, QUIET, GRID = "#fbfaf6", "#22272e", "#626a76", "#e4e1d8"
+FIRST, NEWEST = "#9aa1ab", "#0f766e"
+COLOURS = {"ours": NEWEST, "first": FIRST, "peer": "#c9a227", "compiled": "#c2925a"}
+PARTS = (NEWEST, "#7dbcb4", "#d9d5c9")
+LINES = (FIRST, "#c9a227", "#7dbcb4", "#4f6d9a", "#8a5a83", "#6b8e4e", "#b07d62", "#5b8fa8", "#a89f68", NEWEST)
+
+HEAD, FOOT, SIDE, GAP = 1.5, 0.7, 0.5, 0.9  # inches
+PANEL, LEAST, ROW = 5.2, 3.2, 0.42
+GROUP_ROWS = 0.9
+
+
+def save_figure(view: View, path: Path) -> None:
+    """Draw a view's panels, side by side, as a PNG."""
+    FigureCanvasAgg(draw(view)).print_png(path)
+
+
+def draw(view: View) -> Figure:
+    """The page of a view."""
+    panels = view.panels
+    body = max(LEAST, *(ROW * _rows(panel) for panel in panels if isinstance(panel, Bars)), 0.0)
+    width = 2 * SIDE + PANEL * len(panels) + GAP * (len(panels) - 1)
+    width, height = max(width, 7.5), HEAD + body + FOOT
+    page = Figure(figsize=(width, height), dpi=160, facecolor=PAPER)
+    panel_width = (width - 2 * SIDE - GAP * (len(panels) - 1)) / len(panels)
+    for place, panel in enumerate(panels):
+        left = (SIDE + place * (panel_width + GAP)) / width
+        axes = page.add_axes((left, FOOT / height, panel_width / width, body / height))
+        if isinstance(panel, Bars):
+            _draw_bars(axes, panel)
+        else:
+            _draw_lines(axes, panel)
+        axes.set_title(panel.title, loc="left", color=INK, fontsize=11.5, pad=10)
+    page.text(SIDE / width, 1 - 0.3 / height, view.title, c=INK, fontsize=15, fontweight="bold", va="top")
+    for index, line in enumerate(view.about[:2]):
+        page.text(SIDE / width, 1 - (0.62 + 0.2 * index) / height, line, c=QUIET, fontsize=9.5, va="top")
+    return page
+
+
+def _rows(panel: Bars) -> float:
+    return sum(len(bars) + (GROUP_ROWS if heading else 0) for heading, bars in panel.groups)
+
+
+def _draw_bars(axes: Axes, panel: Bars) -> None:
+    row, longest = 0.0, panel.limit[0] if panel.limit else 0.0
+    for heading, bars in panel.groups:
+        if heading:
+            _write(axes, heading, (0, row), (0, 0), INK, 10.5, fontweight="bold")
+            row += GROUP_ROWS
+        for bar in bars:
+            start = 0.0
+            for index, part in enumerate(bar.parts):
+                colour = PARTS[index % len(PARTS)] if panel.part_names else COLOURS[bar.colour]
+                axes.barh(row, part, left=start, height=0.62, color=colour)
+                start += part
+            longest = max(longest, start)
+            _write(axes, f"{bar.text}  {bar.label}", (start, row), (6, 0), INK, 9)
+            row += 1
+    if panel.limit:
+        axes.axvline(panel.limit[0], color=INK, lw=1, ls=(0, (4, 3)))
+        _write(axes, panel.limit[1], (panel.limit[0], row - 0.4), (-4, -8), QUIET, 9, ha="right")
+    offset = 0.0
+    for name, colour in zip(panel.part_names, PARTS, strict=False):
+        _write(axes, f"■ {name}", (0, row - 0.4), (offset, -10), colour, 9)
+        offset += 16 + 5.4 * len(name)
+    axes.set_xlim(0, 1.9 * (longest or 1.0))
+    axes.set_ylim(max(row - 0.3, LEAST / ROW), -0.7)  # few bars are no thicker than many
+    axes.set_axis_off()
+
+
+def _draw_lines(axes: Axes, panel: Lines) -> None:
+    axes.set_facecolor(PAPER)
+    places = list(panel.x if panel.x is not None else range(len(panel.ticks)))
+    for index, (name, values) in enumerate(panel.lines):
+        colour = NEWEST if index == len(panel.lines) - 1 else LINES[index % (len(LINES) - 1)]
+        points = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
+        if not points:
+            continue
+        xs, ys = zip(*points, strict=True)
+        axes.plot(xs, ys, color=colour, lw=2.2, marker="o", ms=5, mec=PAPER, label=f"{name}  {number(ys[-1])}")
+    if panel.is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        if panel.x is not None:
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set_xticks(places, list(panel.ticks))
+    axes.tick_params(which="both", colors=QUIET, labelsize=9.5, length=0)
+    axes.grid(axis="y", color=GRID, lw=0.9)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    if panel.lines:
+        axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=INK)
+
+
+def _write(
+    axes: Axes,
+    said: str,
+    place: tuple[float, float],
+    offset: tuple[float, float],
+    colour: str,
+    size: float,
+    **more: Any,
+) -> None:
+    """Text beside a place in the axes' own units, ``offset`` in points."""
+    at = {"va": "center", "ha": "left"} | more
+    axes.annotate(
+        said,
+        place,
+        xytext=offset,
+        textcoords="offset points",
+        color=colour,
+        fontsize=size,
+        annotation_clip=False,
+        **at,
+    )

@@ -1,0 +1,132 @@
+"""What every benchmark of a model begins and ends with: checked options, and the report. Introduced in phase 3.
+
+Invariant: whatever is wrong with a run's options is refused before anything is computed, with what would be right.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.report import Report, describe_model, engine_settings
+from benchmarks.roofline import DecodeWork
+from benchmarks.timing import Steps, torch_threads
+from shared.checkpoints.progress import Progress
+from shared.engine.config import EngineConfig
+from shared.errors import CapacityError, ConfigError, RequestError
+from shared.loading.config_json import read_config
+from shared.loading.placement import check_device, default_dtype
+from shared.loading.resolve import resolve_model
+from shared.models.config import ModelConfig
+
+
+def check_least(**bounds: tuple[float | None, float]) -> None:
+    """Raise ConfigError for an option below its least value; None is an option that was left out."""
+    for name, (value, least) in bounds.items():
+        if value is not None and not value >= least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}.")
+
+
+def check_positive(**values: float | None) -> None:
+    """Raise ConfigError for a number that is not above 0; None is an option that was left out."""
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be positive.")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model, where it runs, and what makes a run repeatable. Raises ConfigError or ModelFolderError.
+
+    Args:
+        model: a folder, a known name or a hub name.
+        seed: of synthetic prompts.
+        threads: PyTorch's on a CPU, while :meth:`running`; None leaves them as they are.
+    """
+
+    model: str
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    seed: int = 0
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        check_least(seed=(self.seed, 0), threads=(self.threads, 1))
+        _ = self.target, self.shape  # each is checked when it is first read
+
+    @cached_property
+    def target(self) -> torch.device:
+        return check_device(self.device)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.target.type == "cuda"
+
+    @cached_property
+    def folder(self) -> Path:
+        return resolve_model(self.model)
+
+    @cached_property
+    def shape(self) -> ModelConfig:
+        return read_config(self.folder)
+
+    @cached_property
+    def work(self) -> DecodeWork:
+        """What a decode step must read and compute, in the dtype that the run has."""
+        return DecodeWork(self.shape, self.config().torch_dtype or default_dtype(self.shape, self.target))
+
+    def config(self, **settings: Any) -> EngineConfig:
+        """The run's engine configuration, with further settings."""
+        return EngineConfig(model=str(self.folder), dtype=self.dtype, device=self.device, **settings)
+
+    def check_length(self, num_tokens: int, what: str) -> None:
+        """Raise RequestError if the model does not hold a request of ``num_tokens``, which ``what`` names."""
+        limit = self.shape.max_position_embeddings
+        if num_tokens > limit:
+            raise RequestError(
+                f"{what} make {num_tokens} tokens; this model holds {limit} tokens of prompt and answer together, so "
+                "ask for less."
+            )
+
+    def check_memory(self, num_engines: int, hint: str, kv_bytes: int = 0) -> None:
+        """Raise CapacityError if the engines, each with its own weights, do not fit; ``hint``: what to leave out."""
+        needed = num_engines * self.work.resident_bytes + kv_bytes
+        free = torch.cuda.mem_get_info(self.target)[0] if self.is_gpu else psutil.virtual_memory().available
+        if needed > free:
+            raise CapacityError(
+                f"{num_engines} engines with their own weights need {needed / 2**30:.1f} GiB and {free / 2**30:.1f} "
+                f"GiB are free; {hint}, or take a smaller model or dtype."
+            )
+
+    @contextmanager
+    def running(self, num_steps: int) -> Iterator[Steps]:
+        """The run itself, with its number of threads; steps are counted for the progress display."""
+        with torch_threads(self.threads):
+            yield Steps(self.progress, num_steps)
+
+    def report(
+        self, name: str, engines: Mapping[str, EngineConfig], flags: Mapping[str, Any], results: dict[str, Any]
+    ) -> Report:
+        """The report; make it while :meth:`running`, since it says how many threads computed."""
+        about = describe_model(self.model)
+        common = {
+            "dtype": str(self.work.dtype).removeprefix("torch."),
+            "device": self.device,
+            "threads": torch.get_num_threads(),
+            "is_demo_size": not self.is_gpu,
+        }
+        return Report(
+            name=name,
+            model=about,
+            engines={key: engine_settings(config, about["name"]) for key, config in engines.items()},
+            seed=self.seed,
+            flags=dict(flags) | common,
+            results=results,
+            device=self.device,
+        )

@@ -1,0 +1,200 @@
+"""What a reader sees of a report: tables, notes and panels, described once. Introduced in phase 3.
+
+A benchmark describes its report as a `View`; this module prints a view in a terminal and writes it as Markdown, and
+:mod:`benchmarks.figure` draws its panels. Invariant: a view is made of a report's values alone; nothing is measured or
+recomputed for it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+NOTHING = "–"
+EIGHTHS = " ▏▎▍▌▋▊▉"
+WIDEST_BAR = 32
+
+Row = Mapping[str, Any]
+
+
+def number(value: float | None) -> str:
+    """A measurement for reading: three digits where there is a point, none after it from 100 on."""
+    if value is None:
+        return NOTHING
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def count(value: int | None) -> str:
+    """A whole number, grouped by thousands."""
+    return NOTHING if value is None else f"{value:,}"
+
+
+def percent(share: float | None) -> str:
+    """``37 %``, with a decimal where there is only one digit."""
+    return NOTHING if share is None else f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio: ``4.25×``, ``130×``."""
+    return NOTHING if ratio is None else f"{ratio:,.0f}×" if ratio >= 100 else f"{ratio:.2f}×"
+
+
+def megabytes(value: float | None) -> str:
+    return NOTHING if value is None else f"{value / 1e6:,.1f}"
+
+
+def percentiles(values: Mapping[str, float] | None) -> str:
+    """``12.1 / 30.2 / 51.0``, in the order in which they stand."""
+    return " / ".join(map(number, values.values())) if values else NOTHING
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there.
+
+    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out.
+    """
+
+    heading: str
+    value: str | Callable[[Row], Any]
+    form: Callable[[Any], str] = number
+    is_text: bool = False
+    is_bar: bool = False
+
+    def get(self, row: Row) -> Any:
+        """The value of a row; None where the row lacks the key."""
+        return self.value(row) if callable(self.value) else row.get(self.value)
+
+    def cell(self, row: Row) -> str:
+        return self.form(self.get(row))
+
+
+def text(heading: str, value: str | Callable[[Row], Any]) -> Column:
+    """A column of words, aligned to the left."""
+    return Column(heading, value, form=lambda said: NOTHING if said is None else str(said), is_text=True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a heading; ``style`` names rich's style of a row, such as ``red`` for a wrong result."""
+
+    heading: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    style: Callable[[Row], str] = lambda row: ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A horizontal bar: ``parts`` are stacked lengths, ``text`` is written behind its end.
+
+    ``colour`` and those of ``parts`` are names of :data:`benchmarks.figure.COLOURS`.
+    """
+
+    label: str
+    parts: Sequence[float]
+    text: str
+    colour: str = "ours"
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A panel of bars in groups, downwards; ``limit``: a vertical line at a value, and what it is called.
+
+    ``part_names`` name the parts of stacked bars, for a legend.
+    """
+
+    title: str
+    groups: Sequence[tuple[str, Sequence[Bar]]]
+    limit: tuple[float, str] | None = None
+    part_names: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A panel of lines over the same ``ticks`` (labels of x), each a name and a value for each tick, or None.
+
+    ``x`` are the ticks' places, by default one unit apart.
+    """
+
+    title: str
+    ticks: Sequence[str]
+    lines: Sequence[tuple[str, Sequence[float | None]]]
+    x: Sequence[float] | None = None
+    is_log: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """A report for reading. ``title`` is the benchmark's name, a colon, and what was measured."""
+
+    title: str
+    about: Sequence[str]
+    tables: Sequence[Table]
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    panels: Sequence[Bars | Lines] = field(default=())
+
+
+def show(view: View, console: Console) -> None:
+    """Print a view in a terminal."""
+    name, _, rest = view.title.partition(": ")
+    console.print(Text.assemble((name, "bold"), f" · {rest}" if rest else ""))
+    for line in view.about:
+        console.print(Text(line, style="bright_black"))
+    for table in view.tables:
+        console.print()
+        if table.heading:
+            console.print(Text(table.heading, style="bold cyan"))
+        console.print(_rich_table(table, console.width))
+    for lines, style in ((view.notes, ""), (view.warnings, "yellow")):
+        for index, line in enumerate(lines):
+            console.print(Text(line if index else f"\n{line}", style=style))
+
+
+def markdown(view: View) -> str:
+    """The same as Markdown."""
+    lines = [f"# {view.title}", "", *(f"{line}  " for line in view.about)]
+    for table in view.tables:
+        columns = [column for column in table.columns if not column.is_bar]
+        lines += ["", f"## {table.heading}"] if table.heading else []
+        lines += ["", f"| {' | '.join(column.heading for column in columns)} |"]
+        lines.append("|" + "".join("---|" if column.is_text else "---:|" for column in columns))
+        for row in table.rows:
+            lines.append(f"| {' | '.join(column.cell(row).replace('|', '/') for column in columns)} |")
+    for note in (*view.notes, *view.warnings):
+        lines += ["", note]
+    return "\n".join(line.rstrip() if line.strip() in ("", "|") else line for line in lines) + "\n"
+
+
+def _rich_table(table: Table, width: int) -> RichTable:
+    found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black")
+    for column in table.columns:
+        found.add_column(
+            column.heading, justify="left" if column.is_text or column.is_bar else "right", no_wrap=column.is_bar
+        )
+    longest = {
+        column.heading: max((column.get(row) or 0 for row in table.rows), default=0)
+        for column in table.columns
+        if column.is_bar
+    }
+    room = max(8, min(WIDEST_BAR, width // 5))
+    for row in table.rows:
+        cells = [
+            _bar((column.get(row) or 0) / (longest[column.heading] or 1), room) if column.is_bar else column.cell(row)
+            for column in table.columns
+        ]
+        found.add_row(*map(Text, cells), style=table.style(row))
+    return found
+
+
+def _bar(share: float, room: int) -> str:
+    """A bar of blocks and eighths of them."""
+    eighths = max(1, round(8 * room * share))
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
