@@ -1,7 +1,7 @@
 """The parser of chapters: what it finds, where, and what it refuses."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tutorial.checker.chapter import Edit, Fence, apply, page_lines, parse
@@ -39,6 +39,7 @@ def pages(draw: st.DrawFn) -> tuple[list[str], list[tuple[str, int, list[str]]]]
 
 
 @given(pages(), st.sampled_from(["\n", "\r\n"]))
+@example((["\x0c```", ">\x0c```"], []), "\n")  # a form feed indents nothing
 def test_every_fence_is_found_with_its_line_and_body(page: tuple[list[str], list], end: str) -> None:
     lines, expected = page
     chapter = parse(end.join(lines))

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_OPEN = re.compile(r"(\s*)(`{3,}|~{3,})([^`]*)")
-_QUOTED_FENCE = re.compile(r"\s*>[\s>]*(?:`{3,}|~{3,})")
+_OPEN = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
+_QUOTED_FENCE = re.compile(r"[ \t]*>[ \t>]*(?:`{3,}|~{3,})")
 PLAIN_LANGUAGES = ("text", "toml", "json", "bash")
 _WITH_VALUE = frozenset({"source", "phases", "target"})
 KNOWN_FENCES = (
@@ -161,13 +161,13 @@ def page_lines(text: str) -> list[str]:
 
 
 def _closes(line: str, ticks: str) -> bool:
-    stripped = line.strip()
+    stripped = line.strip(" \t")
     return len(stripped) >= len(ticks) and set(stripped) == {ticks[0]}
 
 
 def _without(indent: str, line: str) -> str:
     """The line without the fence's indentation, or as much of it as the line has."""
-    blank = len(line) - len(line.lstrip())
+    blank = len(line) - len(line.lstrip(" \t"))
     return line[min(blank, len(indent)) :]
 
 
