@@ -148,7 +148,7 @@ def smallest_split(units: Int64s, budget: int, least: int) -> int:
     FlashInfer's search. Each rounded term is less than 1 above the exact one, so ``total / (budget - len(units))`` is
     large enough, which leaves few steps to bisect.
     """
-    # exercise 06.1.1: the smallest split with which all items run at once
+    # exercise 06.1x1: the smallest split with which all items run at once
     # hint: more than the budget at the middle: the answer lies above it; else it is the middle or below
     # hint: ceil(a / b) is (a - 1) // b + 1 for whole numbers from 1 on, for arrays too
     spare, low, high = budget - len(units), least, max(least, int(np.maximum.reduce(units, initial=1)))
@@ -170,7 +170,7 @@ def items_of(num_splits: Int64s) -> tuple[Int64s, Int64s]:
 
     A tile has as many items as ``num_splits`` says, one behind the other.
     """
-    # exercise 06.1.3: the tile and the split of each item
+    # exercise 06.1x3: the tile and the split of each item
     # hint: tile i stands num_splits[i] times in a row: np.repeat
     # hint: an item's split is its number less that of its tile's first item
     # hint: a tile's first item has as many before it as the tiles before have together: cumsum, less its own splits
@@ -183,7 +183,7 @@ def items_of(num_splits: Int64s) -> tuple[Int64s, Int64s]:
 def state_offsets(num_splits: Int64s, num_rows: int) -> Int32s:
     """``output_indptr [num_rows + 1]``: row i leaves the states from entry i to entry i + 1, one for each of its
     ``num_splits``. A row of one split leaves none, since that item stores the result itself; nor does padding."""
-    # exercise 06.1.4: which states are whose
+    # exercise 06.1x4: which states are whose
     # hint: count the states of each row first; how many has a row of one split?
     # hint: where a row's states end is where the next one's begin: the sum of the counts so far
     # hint: the rows behind the last have no states, so their begin and end are one number

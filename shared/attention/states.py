@@ -44,7 +44,7 @@ def attention_state(
 def merge(a: State, b: State) -> State:
     """One state of two, whose parts have no key in common."""
     (values_a, log_a), (values_b, log_b) = a, b
-    # exercise 06.1.2: one state of two
+    # exercise 06.1x2: one state of two
     # hint: the formula stands in the module's docstring; the logarithms lack the last dimension of the values
     # hint: with weights relative to the larger logarithm no power of two overflows
     # hint: two parts without keys are -inf both: take 0 for M, and divide by 1 where there is no weight

@@ -36,7 +36,7 @@ class BlockAllocator:
         """So many free blocks, int32 ``[count]``, of one holder each; None, with nothing changed, if there are not."""
         if count < 0:
             raise BlockError(f"{count} blocks are asked for; a count cannot be negative.")
-        # exercise 06.1: take blocks from the free list
+        # exercise 06x1: take blocks from the free list
         # hint: the first num_free entries of the stack are the free blocks; who takes some takes the last of those
         # hint: if there are fewer than count, the answer is None and nothing has changed
         # hint: the topmost goes first, as if they were taken one by one; a slice of the stack is a view of it: copy it

@@ -19,7 +19,7 @@ from shared.ops.attention import ATTENTION_BACKENDS
 
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of keys and values of ``num_tokens`` tokens: 2 · layers · Hkv · D · tokens · bytes per number."""
-    # exercise 03.1: what one token costs, in bytes
+    # exercise 03x1: what one token costs, in bytes
     # hint: a key and a value, each of D numbers, for every layer and every key head
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize
     # end exercise
@@ -100,7 +100,7 @@ class ContiguousView:
         For each layer, what attention reads: ``keys``, ``values`` ``[Hkv, num_past + T, D]``; and where this step's are
         put: ``new_keys``, ``new_values`` ``[T, Hkv, D]``. All are views into the cache.
         """
-        # exercise 03.2: cut this step's places out of the cache
+        # exercise 03x2: cut this step's places out of the cache
         # hint: what attention reads ends with the step's last token; what the step writes begins behind the cached ones
         # hint: unbind(0) gives one view per layer; none of this copies a number
         start, end = self.cache.length, self.cache.length + num_new
@@ -121,7 +121,7 @@ class ContiguousView:
         qk: QueryKeyTransform,
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
-        # exercise 03.3: norm and rotate, put k and v in their places, give the queries back
+        # exercise 03x3: norm and rotate, put k and v in their places, give the queries back
         # hint: new_keys[layer] is a view into the cache: copy_ into it
         q, k = qk(q, k, positions)
         self.new_keys[layer].copy_(k)
@@ -133,7 +133,7 @@ class ContiguousView:
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
-        # exercise 03.4: attend over the cache, of a windowed layer over its window alone
+        # exercise 03x4: attend over the cache, of a windowed layer over its window alone
         # hint: the step's first token stands at index num_past and sees window tokens, itself included
         k, v = self.keys[layer], self.values[layer]
         if window is not None and self.num_past >= window:

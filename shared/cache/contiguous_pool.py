@@ -49,7 +49,7 @@ class ContiguousKVCachePool:
                 f"Request {request.request_id} asks for {num_tokens} tokens and a region has {self.request_capacity}; "
                 "shorten the prompt or the answer, or raise max_seq_len."
             )
-        # exercise 04.2: grant a request its region
+        # exercise 04x2: grant a request its region
         # hint: a request that holds a region keeps it; another gets the top of the stack of free ones
         # hint: where no region is free the answer is False, and nothing has changed
         # hint: what was granted stays granted: a smaller wish takes nothing back
@@ -107,7 +107,7 @@ class ContiguousKVCachePool:
         regions = [self._region(request) for request in schedule.requests]
         num_cached, lengths = before_and_after(schedule, regions, self.lengths, self.granted)
         rows = np.array(regions, np.int64)
-        # exercise 04.3: where each new token goes
+        # exercise 04x3: where each new token goes
         # hint: laid end to end, region r begins at slot r * request_capacity
         # hint: a sequence's first new token goes behind the tokens that it has, num_cached of them
         # hint: its neighbours follow, lengths - num_cached in all: ranges(first, counts) counts on from each first slot

@@ -71,7 +71,7 @@ class PagedKVCachePool:
                 f"Request {request.request_id} asks for {num_tokens} tokens and the pool has {self.request_capacity} "
                 "for one request; shorten the prompt or the answer, or raise max_seq_len or num_gpu_blocks."
             )
-        # exercise 06.2: let a block table grow
+        # exercise 06x2: let a block table grow
         # hint: a request that holds something has a row of the tables; num_held says how much of the row is valid
         # hint: a new one needs a row of free_rows; where no row is free the answer is False, and nothing has changed
         # hint: blocks_for says how many blocks it must hold in all: ask the allocator for those that are missing

@@ -38,7 +38,7 @@ class PagedLayout(Layout):
         num_new = lengths - num_cached
         places = ranges(num_cached, num_new)  # [T], of each new token in its sequence
         token_rows = rows.repeat(num_new)  # [T]
-        # exercise 06.5: look it up in the block table
+        # exercise 06x5: look it up in the block table
         # hint: the token at place t of its sequence stands in entry t // block_size of that sequence's table
         # hint: tables has a row for each sequence: index it with token_rows and with the entries, both [T]
         # hint: within its block it stands at place t % block_size; block b begins at slot b * block_size

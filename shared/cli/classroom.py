@@ -97,7 +97,7 @@ def grade(
     phase: Annotated[
         str | None, typer.Option("--phase", "-p", help="One phase; by default every exercise that was handed in.")
     ] = None,
-    only: Annotated[str | None, typer.Option("--only", help="One exercise, such as 03.2.", metavar="EXERCISE")] = None,
+    only: Annotated[str | None, typer.Option("--only", help="One exercise, such as 03x2.", metavar="EXERCISE")] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the table, with every reason, here as well.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="That one test may take.")] = 60.0,
     memory: Annotated[float, typer.Option("--memory", help="GiB that a submission may use.")] = 3.0,
@@ -154,7 +154,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     grade: examples(
         "infer workshop grade submissions/*",
         "infer workshop grade --phase 03 --csv grades.csv --jobs 4 ada.zip bob.zip",
-        "infer workshop grade --only 03.2 --seconds 30 --memory 2 submissions/*.zip",
+        "infer workshop grade --only 03x2 --seconds 30 --memory 2 submissions/*.zip",
     ),
     prepare: examples("infer workshop prepare", "make workshop"),
 }

@@ -21,18 +21,18 @@ app = typer.Typer(
     epilog=examples(
         "infer workshop start 03",
         "infer workshop check 03",
-        "infer workshop hint 03.2",
+        "infer workshop hint 03x2",
         "INFER_WORKSHOP=1 infer generate --prompt Hello",
     ),
 )
 
 PhaseArgument = Annotated[str, typer.Argument(help="A phase, such as 03.", metavar="PHASE")]
-OnlyOption = Annotated[str | None, typer.Option("--only", help="One exercise of it, such as 03.2.", metavar="EXERCISE")]
-ExerciseArgument = Annotated[str, typer.Argument(help="An exercise, such as 03.2.", metavar="EXERCISE")]
+OnlyOption = Annotated[str | None, typer.Option("--only", help="One exercise of it, such as 03x2.", metavar="EXERCISE")]
+ExerciseArgument = Annotated[str, typer.Argument(help="An exercise, such as 03x2.", metavar="EXERCISE")]
 _COLOURS = {"passed": "green", "failed": "red", "not run": "red", "to do": "yellow", "written": "cyan"}
 
 
-@app.command(epilog=examples("infer workshop start 03", "infer workshop start 03 --only 03.2"))
+@app.command(epilog=examples("infer workshop start 03", "infer workshop start 03 --only 03x2"))
 def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
     """Write a phase's modules into workspace/, with a gap where each exercise is."""
     workspace = _workspace()
@@ -49,7 +49,7 @@ def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
     typer.echo(f"\nWrite your lines where the file raises NotImplementedError, then run: infer workshop {again}")
 
 
-@app.command(epilog=examples("infer workshop check", "infer workshop check 03 --only 03.2 --verbose"))
+@app.command(epilog=examples("infer workshop check", "infer workshop check 03 --only 03x2 --verbose"))
 def check(
     phase: Annotated[
         str | None, typer.Argument(help="A phase; by default everything started.", metavar="PHASE")
@@ -92,7 +92,7 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command(epilog=examples("infer workshop hint 03.2", "infer workshop hint 03.2 --all"))
+@app.command(epilog=examples("infer workshop hint 03x2", "infer workshop hint 03x2 --all"))
 def hint(
     exercise: ExerciseArgument,
     all_hints: Annotated[bool, typer.Option("--all", help="Show every hint.")] = False,
@@ -114,7 +114,7 @@ def hint(
         typer.echo("The same command again shows the next one.")
 
 
-@app.command(epilog=examples("infer workshop solution 03.2", "infer workshop solution 03.2 --yes"))
+@app.command(epilog=examples("infer workshop solution 03x2", "infer workshop solution 03x2 --yes"))
 def solution(
     exercise: ExerciseArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Show it without asking.")] = False,
@@ -163,7 +163,7 @@ def status() -> None:
     typer.echo(f"{num_passed} of {len(states)} passed")
 
 
-@app.command(epilog=examples("infer workshop reset 03", "infer workshop reset 03 --only 03.2"))
+@app.command(epilog=examples("infer workshop reset 03", "infer workshop reset 03 --only 03x2"))
 def reset(phase: PhaseArgument, only: OnlyOption = None) -> None:
     """Put the gaps back; what you had is kept in workspace/.backups."""
     workspace = _workspace()

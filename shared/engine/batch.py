@@ -37,7 +37,7 @@ class Batch:
         Raises CapacityError for tokens that were not granted.
         """
         B, requests = len(schedule), schedule.requests
-        # exercise 04.1: lay the requests' new tokens end to end
+        # exercise 04x1: lay the requests' new tokens end to end
         # hint: an entry brings its request's token_ids[start : start + num_tokens]; concatenate those
         # hint: a position is an index in the token's own request: start, start + 1, …, num_tokens of them
         # hint: ranges(first, counts) counts on from each first number, and lays the results end to end

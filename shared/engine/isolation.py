@@ -22,7 +22,7 @@ def run_isolated(run: Callable[[range], R], sequences: range) -> Iterator[tuple[
     NotImplementedError goes through: an operation that this machine or this code does not have is no request's fault,
     and would fail them all.
     """
-    # exercise 04.5: find the one that fails, by halves
+    # exercise 04x5: find the one that fails, by halves
     # hint: run all of them, and yield (sequences, the result)
     # hint: if that raises, `yield from` this function for each half, in order; a slice of a range is a range
     # hint: a sequence that raises alone is the one: yield it with its exception

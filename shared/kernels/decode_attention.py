@@ -115,7 +115,7 @@ def decode_attention_kernel(
             if HAS_SOFTCAP:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
                 scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
             scores = tl.where(is_key[None, :], scores, float("-inf"))
-            # exercise 03.1.5: a tile more for the running maximum, sum and weighted values
+            # exercise 03.1x5: a tile more for the running maximum, sum and weighted values
             # hint: new_maximum is of what came before and of this tile; scores are [ROWS, TILE], of base 2
             # hint: what was added up relative to the old maximum shrinks by exp2(old - new)
             # hint: a product of tiles is tl.dot, here with input_precision="ieee" and weights in the dtype of v

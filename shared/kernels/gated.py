@@ -19,7 +19,7 @@ def gated_activation(gate, up, ACTIVATION: tl.constexpr):
 
     GELU's tanh form is g · ½ (1 + tanh u) with u = √(2/π) (g + 0.044715 g³), and ½ (1 + tanh u) = sigmoid(2u).
     """
-    # exercise 03.1.1: both gated activations, GELU without a tanh
+    # exercise 03.1x1: both gated activations, GELU without a tanh
     # hint: ACTIVATION is a string that the compiler knows: a plain if, and of two branches one is compiled
     # hint: tl.sigmoid(x) is there; silu(x) is x times it
     # hint: 2 sqrt(2/pi) is 1.5957691216057308; take gate out of the bracket, and no power is needed

@@ -105,7 +105,7 @@ def gemv_kernel(
                 squares += tile * tile
             inverse_rms = tl.rsqrt(tl.sum(squares) / K + eps)
             h = normalized(h, inverse_rms, first_scale, x.dtype.element_ty)
-        # exercise 03.1.3: a row of x times tiles of W, in fp32
+        # exercise 03.1x3: a row of x times tiles of W, in fp32
         # hint: products is [BLOCK_N, BLOCK_K]: h[None, :] times a tile, widened before it is multiplied
         # hint: further tiles begin at BLOCK_K, 2 BLOCK_K, ... below K: tl.static_range
         # hint: where there is a norm, what load_vector gives of x is not normed yet; see how h was, above

@@ -74,7 +74,7 @@ def planned_decode_kernel(
         g, d = tl.arange(0, ROWS), tl.arange(0, D)
         is_head = g < GROUP
         first_head = kv_head * GROUP  # of the queries
-        # exercise 06.1.5: an item's split of the keys, and its queries
+        # exercise 06.1x5: an item's split of the keys, and its queries
         # hint: what is seen begins at length - window, or at 0; a split has size tokens, and the last ends with length
         # hint: of the request's row of q, the heads first_head + g, each with its numbers d
         # hint: queries is [ROWS, D], and 0 from row GROUP on: is_head says which rows there are

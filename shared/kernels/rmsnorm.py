@@ -56,7 +56,7 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < n
-    # exercise 03.1.2: a row through norm, addition and norm, held in registers
+    # exercise 03.1x2: a row through norm, addition and norm, held in registers
     # hint: load in fp32 with other=0.0, so that what lies behind the row adds nothing to a sum
     # hint: post_weight, residual and weight are None where a launcher has no such part
     # hint: the sum is stored as the dtype of summed, and it is that rounded sum which is normed

@@ -57,7 +57,7 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tokens, kv: KVView) -> torch.Tensor:
         """Hidden states ``[T, H]`` of the step's tokens, before the final norm."""
-        # exercise 01b.1: run the step's tokens through the embedding and every block
+        # exercise 01bx1: run the step's tokens through the embedding and every block
         # hint: a block takes the hidden states, the tokens and the view, and gives hidden states
         x = self.embedding(tokens.ids)
         for block in self.blocks:
@@ -67,7 +67,7 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, V]`` of n rows of hidden states."""
-        # exercise 01b.2: final norm, output head, and the cap where the model has one
+        # exercise 01bx2: final norm, output head, and the cap where the model has one
         # hint: a projection norms its input itself, when it is given norm=
         logits = self.head(hidden, norm=self.norm)
         cap = self.config.logit_softcap

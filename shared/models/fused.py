@@ -79,7 +79,7 @@ class FusedBlock(nn.Module):
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap).flatten(1)
 
-        # exercise 03.1.4: the rest of the block, from attention's output on, in as few launches as there can be
+        # exercise 03.1x4: the rest of the block, from attention's output on, in as few launches as there can be
         # hint: without a post-norm the residual goes into o_proj, and the norm into gate_up
         # hint: add_rms_norm gives back the normed sum and the sum; it also takes a post-norm
         # hint: what Gemma's last norm gives is added to x; rms_norm takes a residual

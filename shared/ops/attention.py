@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Which cache index each new token may see: bool ``[T, S]``; a window counts the token itself."""
-    # exercise 01a.2: which of the S cached tokens each of the T new ones may see
+    # exercise 01ax2: which of the S cached tokens each of the T new ones may see
     # hint: number the queries S - T … S - 1 and the keys 0 … S - 1, and compare a column with a row
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key = torch.arange(num_keys, device=device)[None, :]
@@ -46,7 +46,7 @@ def naive_attention(
     """
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape
-    # exercise 01a.4: scores, softcap, mask, softmax, values, with Hq / Hkv query heads to a key head
+    # exercise 01ax4: scores, softcap, mask, softmax, values, with Hq / Hkv query heads to a key head
     # hint: view q as [T, Hkv, Hq / Hkv, D]; two einsums then do without a copy of any key
     grouped = q.view(T, Hkv, Hq // Hkv, D)
     scores = torch.einsum("thgd,hsd->hgts", grouped, k).float() * scale

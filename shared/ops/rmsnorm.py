@@ -17,7 +17,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
         eps: added to the mean square, inside the root.
         offset: 1.0 where a family stores the weight as its distance from one (Gemma), else 0.0.
     """
-    # exercise 01a.1: scale x to unit root mean square, in fp32, then by the weight
+    # exercise 01ax1: scale x to unit root mean square, in fp32, then by the weight
     # hint: F.rms_norm takes the normalised shape, the weight and eps; only its result is rounded to x.dtype
     scale = weight.float() + offset if offset else weight.float()
     return F.rms_norm(x.float(), x.shape[-1:], scale, eps).to(x.dtype)

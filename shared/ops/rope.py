@@ -27,7 +27,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """Llama 3.1's stretching: ``frequencies`` fp32 ``[D/2]`` to fp32 ``[D/2]``, by their wavelengths in positions."""
-    # exercise 01a.5: stretch the long waves, keep the short ones, blend between
+    # exercise 01ax5: stretch the long waves, keep the short ones, blend between
     # hint: a frequency f has wavelength 2π / f positions; compare it with original_max_position / factor
     wavelengths = 2 * math.pi / frequencies
     longest_kept = rope.original_max_position / rope.high_freq_factor
@@ -67,7 +67,7 @@ def rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         x: ``[T, heads, D]`` in any floating dtype; the result has its shape and dtype.
         rows: ``[T, 2, 1, D]``, the rows of :func:`rope_table` at the tokens' positions.
     """
-    # exercise 01a.3: turn each head by the angles of its position
+    # exercise 01ax3: turn each head by the angles of its position
     # hint: roll by D/2 swaps the halves of a head; the table's sines carry the signs
     cos, sin = rows.unbind(1)  # [T, 1, D] each
     h = x.float()

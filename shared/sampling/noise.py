@@ -108,7 +108,7 @@ def gumbel(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: int
     ``argmax(logits + gumbel)`` is a draw from ``softmax(logits)`` (the Gumbel-max trick). Values lie between -2.9 and
     16.7, so a token about 19.4 nats (a factor of 3e8) below the likeliest is never drawn.
     """
-    # exercise 02.4: uniform numbers to Gumbel noise
+    # exercise 02x4: uniform numbers to Gumbel noise
     # hint: the inverse of the distribution function exp(-exp(-x))
     return uniform(seeds, indices, stream, size).log_().neg_().log_().neg_()
     # end exercise

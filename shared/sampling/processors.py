@@ -40,7 +40,7 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     Since the maximum is subtracted first, no temperature however small overflows, and at temperature 0 the likeliest
     tokens alone stay, at 0. ``temperature`` is float32 [B], finite and at least 0.
     """
-    # exercise 02.1: divide by the temperature so that neither 0 nor a tiny one overflows
+    # exercise 02x1: divide by the temperature so that neither 0 nor a tiny one overflows
     # hint: subtract the row's maximum first; a likeliest token is then at 0, whatever it is divided by
     peak = logits.amax(-1, keepdim=True)  # [B, 1]
     scaled = (logits - peak).div_(temperature[:, None])
@@ -57,7 +57,7 @@ def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, largest: int | None =
         largest: the host's knowledge of the largest limit, so that no more values are searched for; rows with a
             larger k are left as they are. None: the vocabulary's size.
     """
-    # exercise 02.2: remove all tokens below the k-th largest value
+    # exercise 02x2: remove all tokens below the k-th largest value
     # hint: topk is sorted, so a row's cut stands at place k - 1; a row whose k exceeds largest stays as it is
     vocabulary = logits.shape[-1]
     largest = vocabulary if largest is None else min(largest, vocabulary)
@@ -77,7 +77,7 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         logits: float32 [B, V] without +inf, as ``apply_temperature`` leaves them.
         top_p: float64 [B], above 0 and at most 1.
     """
-    # exercise 02.3: keep the likeliest tokens until they hold p of the probability
+    # exercise 02x3: keep the likeliest tokens until they hold p of the probability
     # hint: cumsum in float64 from the likeliest down; token i stays if the i before it hold less than p
     # hint: to sort the whole vocabulary is right; the short search that comes first here is only faster
     vocabulary = logits.shape[-1]

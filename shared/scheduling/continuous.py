@@ -17,7 +17,7 @@ class ContinuousScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
         self.num_steps += 1
-        # exercise 05.3: put the batch together anew
+        # exercise 05x3: put the batch together anew
         # hint: admit in every step, and not only when none runs: _admit, with memory for the longest answer (_longest)
         # hint: _prompts gives the requests whose prompts fit this step, _decoding those that can get their next token
         # hint: policy.share says which of both take part; it wants the steps since each decoding one's last token:

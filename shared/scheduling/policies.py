@@ -51,7 +51,7 @@ def everybody(steps_since: Sequence[int], interval: int) -> list[bool]:
 
 def when_due(steps_since: Sequence[int], interval: int) -> list[bool]:
     """All at once, when the first has waited ``interval`` steps; nobody before."""
-    # exercise 05.1: nobody beside prompts, until somebody is due
+    # exercise 05x1: nobody beside prompts, until somebody is due
     # hint: one answer for all of them: has anybody waited interval steps?
     # hint: there may be nobody who decodes
     return [max(steps_since, default=0) >= interval] * len(steps_since)
@@ -60,7 +60,7 @@ def when_due(steps_since: Sequence[int], interval: int) -> list[bool]:
 
 def in_turn(steps_since: Sequence[int], interval: int) -> list[bool]:
     """An even share of them, those that have waited longest, and all that have waited ``interval`` steps."""
-    # exercise 05.2: an even share, in turn
+    # exercise 05x2: an even share, in turn
     # hint: of n requests, n / interval get a token, rounded up: those that have waited longest
     # hint: whoever has waited interval steps gets one too, even above that share
     # hint: among those that have waited equally long, the first come first

@@ -47,7 +47,7 @@ class PreemptiveScheduler(Scheduler):
             decoding: in the order they were admitted.
         """
         preempted = []
-        # exercise 06.3: the oldest gets memory first
+        # exercise 06x3: the oldest gets memory first
         # hint: go through the requests, the oldest first; each needs memory for the tokens it has and those in flight:
         # hint: num_tokens + num_pending_tokens
         # hint: while the pool refuses, preempt the youngest of those that run, which may be the request itself
@@ -64,7 +64,7 @@ class PreemptiveScheduler(Scheduler):
 
     def _preempt(self, request: Request) -> None:
         """Take back all its memory, and put it at the head of the queue."""
-        # exercise 06.4: forget what was computed, and nothing else
+        # exercise 06x4: forget what was computed, and nothing else
         # hint: the pool takes back the memory; no tokens of the request are computed any more, and none is in flight
         # hint: OrderedDict.move_to_end(key, last=False) puts an entry first
         self.pool.release(request)

@@ -120,7 +120,7 @@ class Scheduler(ABC):
             num_tokens: for how many tokens a request needs memory.
             num_kept_free: free tokens that are left to running requests; where none runs, to none.
         """
-        # exercise 04.4: let the first of the queue run
+        # exercise 04x4: let the first of the queue run
         # hint: go on while requests wait and fewer than max_batch_size run; look at the first in the queue alone
         # hint: pool.admit says how many of its tokens are there already: they count as computed, and as scheduled
         # hint: pool.reserve asks for its memory; if that is refused, pool.release it and stop: no request overtakes

@@ -68,7 +68,7 @@ class StopChecker:
 
     def _earliest_partial(self) -> tuple[int, int] | None:
         """(start, rank) of the first stop string that the held text ends in the middle of."""
-        # exercise 02.5: where the held text may be the beginning of a stop string
+        # exercise 02x5: where the held text may be the beginning of a stop string
         # hint: a tail of the held text with which a longer stop string starts; the earliest such tail wins
         for start in range(max(0, len(self._held) - self._max_length + 1), len(self._held)):
             tail = self._held[start:]

@@ -77,7 +77,7 @@ class TokenDecoder:
 
     def bytes_of(self, token: str) -> bytes:
         """The bytes of one token string; an added token written in plain text stands for its own UTF-8."""
-        # exercise 01b.3: the bytes behind one token's string, for both kinds of vocabulary
+        # exercise 01bx3: the bytes behind one token's string, for both kinds of vocabulary
         # hint: an added token may hold characters outside the byte alphabet; byte_of knows the <0xNN> tokens
         if self.is_byte_level:
             try:

@@ -28,7 +28,7 @@ from tutorial.workshop.limits import Limits
 from tutorial.workshop.skeleton import skeleton
 from tutorial.workshop.workspace import Workspace
 
-STOPPING = find_exercise("02.5")
+STOPPING = find_exercise("02x5")
 """Its tests compute least of all, so that a submission costs little more than starting pytest."""
 ENDLESS_IN_C = "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)"
 HAZARDS = {
@@ -114,8 +114,8 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str
 def test_each_submission_gets_its_row(graded: tuple, name: str, outcome: str, reason: str) -> None:
     rows, shown = graded
     (row,) = [row for row in rows if row["submission"] == name]
-    assert row["02.5"] == outcome, row
-    assert reason in row["02.5 reason"]
+    assert row["02x5"] == outcome, row
+    assert reason in row["02x5 reason"]
     assert (row["passed"], row["of"]) == ("1" if outcome == "passed" else "0", "1")
     (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name] and "/1" in line]
     assert outcome in line
@@ -126,7 +126,7 @@ def test_each_submission_gets_its_row(graded: tuple, name: str, outcome: str, re
 def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both stand in one file, and the first ends no run of their tests."""
     monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted: None)  # proved above
-    first, second = find_exercise("02.1"), find_exercise("02.2")
+    first, second = find_exercise("02x1"), find_exercise("02x2")
     assert first.path == second.path
     folder = hand_in(tmp_path / "ada", (first, solved(first, "import os; os._exit(0)")))
     (row,) = grade([folder], [first, second], limits=Limits(seconds=20))
@@ -136,7 +136,7 @@ def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatc
 
 def test_limits_within_which_the_reference_fails_grade_nobody(tmp_path: Path) -> None:
     folder = hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING)))
-    with pytest.raises(ConfigError, match=r"The reference itself does not pass 02\.5 here \(.*--memory"):
+    with pytest.raises(ConfigError, match=r"The reference itself does not pass 02x5 here \(.*--memory"):
         grade([folder], [STOPPING], limits=Limits(memory=0.05))
 
 
@@ -144,8 +144,8 @@ def test_limits_within_which_the_reference_fails_grade_nobody(tmp_path: Path) ->
     ("arguments", "message"),
     [
         (["--phase", "42", "."], "There is no phase '42'; there are 01a"),
-        (["--only", "03.9", "."], "There is no exercise '03.9'; there are 01a.1"),
-        (["--phase", "02", "--only", "03.1", "."], "belongs to phase 03, not to phase 02"),
+        (["--only", "03x9", "."], "There is no exercise '03x9'; there are 01ax1"),
+        (["--phase", "02", "--only", "03x1", "."], "belongs to phase 03, not to phase 02"),
         (["no-such-folder"], "There is no submission no-such-folder"),
         (["--jobs", "0", "."], "jobs is 0"),
         (["--seconds", "0", "."], "both must be above 0"),
@@ -169,7 +169,7 @@ def test_a_spreadsheet_computes_nothing_of_a_submission(tmp_path: Path) -> None:
     with (tmp_path / "grades.csv").open(newline="") as source:
         (row,) = csv.DictReader(source)
     assert row["submission"] == "'=cmd()"
-    assert row["02.5 reason"] == "'@SUM(A1)"
+    assert row["02x5 reason"] == "'@SUM(A1)"
 
 
 def test_submissions_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -215,24 +215,24 @@ def test_the_exported_skeleton_is_a_workspace_for_the_learner_s_commands(tmp_pat
 
 def test_a_learner_s_ladder_says_whose_code_ran_and_draws_it(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> None:
     workspace = Workspace(tmp_path / "workspace")
-    norm, view = find_exercise("01a.1"), find_exercise("03.2")
+    norm, view = find_exercise("01ax1"), find_exercise("03x2")
     workspace.start([norm, view])
     (workspace.root / norm.path).write_text(solved(norm, "print('mine')\n" + "\n".join(_body(norm))))
     ladder = measure(workspace, str(tiny_checkpoints["llama"]), prompt_tokens=4, new_tokens=3, trials=2)
     assert [rung.number for rung in ladder.rungs][:2] == ["02", "03"]
     for rung in ladder.rungs:
-        assert rung.yours == ("01a.1",)
-        assert {"01a.3", "01b.1", "01b.2"} <= set(rung.reference)
-        assert ("03.2" in rung.reference) == (rung.number in ("03", "03.1"))
+        assert rung.yours == ("01ax1",)
+        assert {"01ax3", "01bx1", "01bx2"} <= set(rung.reference)
+        assert ("03x2" in rung.reference) == (rung.number in ("03", "03.1"))
         assert rung.own_speed is not None
         assert rung.own_speed > 0
         assert rung.reference_speed > 0
         assert rung.spread >= 1
         assert rung.is_equal
-        assert whose(rung)[0] == "your code: 01a.1"
-    assert ladder.unchecked == ("01a.1",)
+        assert whose(rung)[0] == "your code: 01ax1"
+    assert ladder.unchecked == ("01ax1",)
     line = json.loads(ladder.line())
-    assert line["results"]["03"]["yours"] == ["01a.1"]
+    assert line["results"]["03"]["yours"] == ["01ax1"]
     assert str(tmp_path) not in ladder.line()
 
     save(ladder, tmp_path / "pictures" / "ladder.png")
@@ -246,7 +246,7 @@ def test_code_that_raises_ends_the_measurement_with_a_word_about_it(
     tmp_path: Path, tiny_checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     workspace = Workspace(tmp_path / "workspace")
-    norm = find_exercise("01a.1")
+    norm = find_exercise("01ax1")
     workspace.start([norm])
     (workspace.root / norm.path).write_text(solved(norm, "raise RuntimeError('this is mine')"))
     # The first forward of all is the one by which phase 6, when it is loaded, finds how much memory a step takes.
@@ -266,14 +266,14 @@ def test_prepare_says_what_is_ready_and_what_is_missing(tmp_path: Path, monkeypa
     assert lines["demo model"].startswith("missing")
     assert "infer model pull smollm2-135m" in lines["demo model"]
     assert lines["skeletons"].startswith(f"ready    skeletons    {len(exercises())} exercises")
-    assert lines["check"].startswith("ready    check        02.5, solved, pass their tests without a network")
+    assert lines["check"].startswith("ready    check        02x5, solved, pass their tests without a network")
 
 
 def test_prepare_reports_a_check_that_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(preparation.OFFLINE, "PYTEST_PLUGINS", "tutorial.workshop.no_such_plugin")
     item = list(preparation.look([STOPPING]))[-1]
     assert not item.is_ready
-    assert "02.5, solved, not run without a network" in item.detail
+    assert "02x5, solved, not run without a network" in item.detail
 
 
 def _body(exercise: Exercise) -> list[str]:

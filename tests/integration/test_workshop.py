@@ -10,8 +10,8 @@ import pytest
 from tutorial.workshop.exercises import exercises, find_exercise, reference
 
 ROOT = Path(__file__).parents[2]
-KV_BYTES_GAP = 'raise NotImplementedError("exercise 03.1: what one token costs, in bytes")'
-GAP_LINE = reference(find_exercise("03.1"))[1].begin + 2  # where the line of the gap stands, counted from 1
+KV_BYTES_GAP = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
+GAP_LINE = reference(find_exercise("03x1"))[1].begin + 2  # where the line of the gap stands, counted from 1
 KV_BYTES = "return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize"
 
 
@@ -50,13 +50,13 @@ def learner(tmp_path: Path) -> Learner:
 
 
 def test_from_start_to_passed(learner: Learner) -> None:
-    started = learner.workshop("start", "3", "--only", "3.1")
+    started = learner.workshop("start", "3", "--only", "3x1")
     assert started.returncode == 0, started.stderr
     assert "workspace/shared/cache/contiguous.py" in started.stdout
-    assert f"03.1  line {GAP_LINE:>4}" in started.stdout
-    assert "infer workshop check 03 --only 03.1" in started.stdout
+    assert f"03x1  line {GAP_LINE:>4}" in started.stdout
+    assert "infer workshop check 03 --only 03x1" in started.stdout
 
-    todo = learner.workshop("check", "03", "--only", "03.1")
+    todo = learner.workshop("check", "03", "--only", "03x1")
     assert todo.returncode == 1
     assert "to do" in todo.stdout
     assert "0 of 1 passed" in todo.stdout
@@ -69,7 +69,7 @@ def test_from_start_to_passed(learner: Learner) -> None:
     assert "test_cache_bytes_equal_the_formula" in wrong.stdout
 
     learner.write("num_heads", "num_kv_heads")
-    right = learner.workshop("check", "--only", "03.1")
+    right = learner.workshop("check", "--only", "03x1")
     assert right.returncode == 0, right.stdout + right.stderr
     assert "6 tests, run on kv_bytes of" in right.stdout
     assert "passed" in learner.workshop("status").stdout
@@ -79,7 +79,7 @@ def test_from_start_to_passed(learner: Learner) -> None:
 
 
 def test_an_error_names_the_learner_s_own_line(learner: Learner) -> None:
-    learner.workshop("start", "03", "--only", "03.1")
+    learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, "return config.num_layerz")
     checked = learner.workshop("check")
     assert checked.returncode == 1
@@ -96,7 +96,7 @@ def test_an_error_names_the_learner_s_own_line(learner: Learner) -> None:
     ],
 )
 def test_broken_code_is_reported_and_never_passes(learner: Learner, code: str, message: str) -> None:
-    learner.workshop("start", "03", "--only", "03.1")
+    learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, code)
     checked = learner.workshop("check")
     assert checked.returncode == 1
@@ -105,7 +105,7 @@ def test_broken_code_is_reported_and_never_passes(learner: Learner, code: str, m
 
 
 def test_a_function_that_comes_from_elsewhere_does_not_pass(learner: Learner) -> None:
-    learner.workshop("start", "03", "--only", "03.1")
+    learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, "return 0")
     reference = ROOT / "shared" / "cache" / "contiguous.py"
     learner.cache.write_text(f"exec(compile(open({str(reference)!r}).read(), {str(reference)!r}, 'exec'))\n")
@@ -120,7 +120,7 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
     learner.workshop("start", "03")
     learner.write(KV_BYTES_GAP, KV_BYTES)
     title = "attend over the cache, of a windowed layer over its window alone"
-    attend = f'raise NotImplementedError("exercise 03.4: {title}")'
+    attend = f'raise NotImplementedError("exercise 03x4: {title}")'
     learner.write(attend, 'raise RuntimeError("this is mine")')
     command = ("generate", "--phase", "03", "--model", str(tiny_checkpoints["llama"]), "--prompt", "ab")
     command += ("--max-tokens", "3")
@@ -133,7 +133,7 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
     learner.write('raise RuntimeError("this is mine")', attend)
     done = learner.infer(*command, INFER_WORKSHOP="1")
     assert done.returncode == 0, done.stderr
-    assert "workshop: your code for 03.1; 03.2, 03.3, 03.4 still to do (the reference runs there)" in done.stderr
+    assert "workshop: your code for 03x1; 03x2, 03x3, 03x4 still to do (the reference runs there)" in done.stderr
     assert done.stdout == learner.infer(*command).stdout
     learner.write(KV_BYTES, "return (")
     broken = learner.infer(*command, INFER_WORKSHOP="1")
@@ -156,16 +156,16 @@ def test_the_learner_s_code_runs_in_the_engine_s_process(learner: Learner, tiny_
 
 
 def test_under_pytest_a_gap_raises(learner: Learner) -> None:
-    learner.workshop("start", "03", "--only", "03.1")
+    learner.workshop("start", "03", "--only", "03x1")
     tests = "phases/phase_03/test_parity.py::test_cache_bytes_equal_the_formula"
     run = learner.run(sys.executable, "-m", "pytest", "--workshop", "-q", "-p", "no:cacheprovider", tests)
     assert run.returncode == 1
-    assert "NotImplementedError: exercise 03.1: what one token costs, in bytes" in run.stdout
+    assert "NotImplementedError: exercise 03x1: what one token costs, in bytes" in run.stdout
 
 
 def test_inspect_sees_the_text_that_runs(learner: Learner) -> None:
     """Triton reads a kernel's source through inspect, so a filled gap has to show the lines that ran."""
-    learner.workshop("start", "03", "--only", "03.1")
+    learner.workshop("start", "03", "--only", "03x1")
     look = (
         "import shared.cli, inspect; from shared.cache import contiguous; print(inspect.getsource(contiguous.kv_bytes))"
     )
@@ -176,17 +176,17 @@ def test_inspect_sees_the_text_that_runs(learner: Learner) -> None:
 
 
 def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
-    started = learner.workshop("start", "03.1", "--only", "3.1.1")
+    started = learner.workshop("start", "03.1", "--only", "3.1x1")
     assert started.returncode == 0, started.stderr
-    assert "  03.1.1  line" in started.stdout
+    assert "  03.1x1  line" in started.stdout
     kernel = learner.workspace / "shared" / "kernels" / "gated.py"
-    gap = 'raise NotImplementedError("exercise 03.1.1: both gated activations, GELU without a tanh")'
+    gap = 'raise NotImplementedError("exercise 03.1x1: both gated activations, GELU without a tanh")'
     sigmoid = "tl.sigmoid({}gate{})"
     code = 'return gate * up * ({} if ACTIVATION == "silu" else {})'.format(
         sigmoid.format("", ""), sigmoid.format("1.5957691216057308 * ", " * (1.0 + 0.044715 * gate * gate)")
     )
     learner.write(gap, code.replace("tl.sigmoid", "tl.sigmod"), kernel)
-    wrong = learner.workshop("check", "03.1", "--only", "03.1.1")
+    wrong = learner.workshop("check", "03.1", "--only", "03.1x1")
     assert wrong.returncode == 1
     assert "AttributeError: module 'triton.language' has no attribute 'sigmod'" in wrong.stdout
     number = next(number for number, line in enumerate(kernel.read_text().splitlines(), 1) if "sigmod" in line)
@@ -211,16 +211,16 @@ def test_the_interpreter_runs_the_text_of_a_kernel_that_the_workspace_gives(lear
     raising = learner.run(
         sys.executable, "-c", code, INFER_WORKSHOP="1", TRITON_INTERPRET="1", INFER_WORKSHOP_GAPS="raise"
     )
-    assert "NotImplementedError: exercise 03.1.1: both gated activations, GELU without a tanh" in raising.stderr
+    assert "NotImplementedError: exercise 03.1x1: both gated activations, GELU without a tanh" in raising.stderr
 
 
 def test_solution_asks_first_and_shows_the_difference(learner: Learner) -> None:
-    learner.workshop("start", "03", "--only", "03.1")
+    learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, "return 7")
-    asked = learner.workshop("solution", "03.1")
+    asked = learner.workshop("solution", "03x1")
     assert asked.returncode == 1
     assert KV_BYTES not in asked.stdout
-    shown = learner.workshop("solution", "03.1", "--yes")
+    shown = learner.workshop("solution", "03x1", "--yes")
     assert shown.returncode == 0
     assert "-    return 7" in shown.stdout
     assert f"+    {KV_BYTES}" in shown.stdout
@@ -231,10 +231,10 @@ def test_solution_asks_first_and_shows_the_difference(learner: Learner) -> None:
     ("arguments", "message"),
     [
         (("start", "42"), "There is no phase '42'; there are 01a, 01b"),
-        (("start", "03", "--only", "03.9"), "There is no exercise '03.9'; there are 01a.1"),
-        (("start", "03", "--only", "02.1"), "Exercise 02.1 belongs to phase 02, not to phase 03"),
-        (("start", "03.1", "--only", "03.1"), "belongs to phase 03, not to phase 03.1, whose exercises are 03.1.1,"),
-        (("hint", "nonsense"), "There is no exercise 'nonsense'"),
+        (("start", "03", "--only", "03x9"), "There is no exercise '03x9'; there are 01ax1"),
+        (("start", "03", "--only", "02x1"), "Exercise 02x1 belongs to phase 02, not to phase 03"),
+        (("start", "03.1", "--only", "03x1"), "belongs to phase 03, not to phase 03.1, whose exercises are 03.1x1,"),
+        (("hint", "06.1"), "There is no exercise '06.1'; the number of an exercise is its phase, an x and a count"),
         (("check",), "Nothing has been started in"),
     ],
 )

@@ -34,7 +34,7 @@ class Cache:
 
     def reserve(self, n: int) -> bool:
         """Whether there is room."""
-        # exercise 03.1: compare
+        # exercise 03x1: compare
         # hint: with the limit
         return n <= LIMIT
         # end exercise

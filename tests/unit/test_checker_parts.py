@@ -50,7 +50,7 @@ class Box:
     def fill(self) -> int:
         "short"; x = 1
 
-        # exercise 03.1: add
+        # exercise 03x1: add
         # hint: one and one
         # hint: in fp32
         # what stays

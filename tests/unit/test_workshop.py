@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from shared.cli.classroom import wanted_exercises
 from shared.errors import ConfigError
 from shared.lessons import find_lesson
-from tutorial.workshop.exercises import ROOT, exercises, exercises_of, find_exercise, function_lines, reference, regions
+from tutorial.workshop.exercises import (
+    ROOT,
+    exercises,
+    exercises_of,
+    find_exercise,
+    function_lines,
+    order,
+    reference,
+    regions,
+)
 from tutorial.workshop.skeleton import filled, has_gap, skeleton, with_gap
 from tutorial.workshop.workspace import State, Workspace
 
@@ -20,7 +29,7 @@ SOURCE = '''"""A module."""
 class Counter:
     def step(self, by: int) -> int:
         """Count on."""
-        # exercise 07.1: count
+        # exercise 07x1: count
         # hint: add
         self.value += by
         return self.value
@@ -28,7 +37,7 @@ class Counter:
 
     def back(self) -> int:
         """Count down."""
-        # exercise 07.2: count down
+        # exercise 07x2: count down
         return self.step(-1)
         # end exercise
 
@@ -47,27 +56,33 @@ def sources(draw: st.DrawFn) -> str:
     for k in range(1, draw(st.integers(1, 4)) + 1):
         lines += [f"def f{k}(x):", f'    """Function {k}."""']
         body = [f"    {line}".rstrip() for line in draw(code_lines)]
-        lines += [f"    # exercise 07.{k}: part {k}", *body, "    pass", "    # end exercise", ""]
+        lines += [f"    # exercise 07x{k}: part {k}", *body, "    pass", "    # end exercise", ""]
         lines += draw(st.sampled_from([[], ["# between", ""], ["CONSTANT = 1", ""]]))
     return "\n".join(lines)
 
 
 def test_markers_are_read() -> None:
     first, second = regions(SOURCE)
-    assert (first.number, first.title, first.hints, first.target) == ("07.1", "count", ("add",), "Counter.step")
-    assert (second.number, second.target, second.lines) == ("07.2", "Counter.back", ("        return self.step(-1)",))
+    assert (first.number, first.title, first.hints, first.target) == ("07x1", "count", ("add",), "Counter.step")
+    assert (second.number, second.target, second.lines) == ("07x2", "Counter.back", ("        return self.step(-1)",))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("        # end exercise\n\n    def back", "\n    def back"), "07.2 begins inside exercise 07.1"),
-        (("(-1)\n        # end exercise\n", "(-1)\n"), "07.2 has no `# end exercise`"),
-        (("        return self.step(-1)\n", ""), "07.2 holds no line of code"),
+        (("        # end exercise\n\n    def back", "\n    def back"), "07x2 begins inside exercise 07x1"),
+        (("(-1)\n        # end exercise\n", "(-1)\n"), "07x2 has no `# end exercise`"),
+        (("        return self.step(-1)\n", ""), "07x2 holds no line of code"),
         (
-            ('"""A module."""\n', "# exercise 07.3: outside\nx = 1\n# end exercise\n"),
-            "07.3 must stand inside one function",
+            ('"""A module."""\n', "# exercise 07x3: outside\nx = 1\n# end exercise\n"),
+            "07x3 must stand inside one function",
         ),
+        (
+            ("07x2: count down", "07.2: count down"),
+            r"source:15: `# exercise 07\.2: count down` does not begin",
+        ),
+        (("07x2: count down", "07x2 count down"), r"write `# exercise NUMBER: title`, where NUMBER is its phase, an x"),
+        (("07x2: count down", "07x0: count down"), "`# exercise 07x0: count down` does not begin an exercise"),
     ],
 )
 def test_markers_that_do_not_fit_are_refused(change: tuple[str, str], message: str) -> None:
@@ -76,8 +91,8 @@ def test_markers_that_do_not_fit_are_refused(change: tuple[str, str], message: s
 
 
 def test_a_skeleton_keeps_signature_docstring_and_line_numbers_and_hides_lines_and_hints() -> None:
-    text = skeleton(SOURCE, {"07.1"})
-    assert 'raise NotImplementedError("exercise 07.1: count")' in text
+    text = skeleton(SOURCE, {"07x1"})
+    assert 'raise NotImplementedError("exercise 07x1: count")' in text
     assert '"""Count on."""' in text
     assert "self.value += by" not in text
     assert "hint: add" not in text
@@ -85,7 +100,7 @@ def test_a_skeleton_keeps_signature_docstring_and_line_numbers_and_hides_lines_a
     assert text.splitlines()[-2:] == SOURCE.splitlines()[-2:]
     namespace: dict = {}
     exec(text, namespace)
-    with pytest.raises(NotImplementedError, match=r"^exercise 07\.1: count$"):
+    with pytest.raises(NotImplementedError, match=r"^exercise 07x1: count$"):
         namespace["Counter"]().step(1)
 
 
@@ -105,9 +120,9 @@ def test_a_gap_filled_again_is_the_reference(source: str, data: st.DataObject) -
 @given(sources(), st.data())
 def test_gaps_made_one_by_one_are_the_skeleton(source: str, data: st.DataObject) -> None:
     found = regions(source)
-    order = data.draw(st.permutations(found))
+    shuffled = data.draw(st.permutations(found))
     text = source
-    for region in order:
+    for region in shuffled:
         cut = with_gap(text, region, only_if_untouched=True)
         assert cut is not None
         text = cut
@@ -115,37 +130,48 @@ def test_gaps_made_one_by_one_are_the_skeleton(source: str, data: st.DataObject)
 
 
 def test_what_a_learner_wrote_stays_when_the_other_gaps_are_filled() -> None:
-    text = skeleton(SOURCE, {"07.1", "07.2"}).replace(
-        '        raise NotImplementedError("exercise 07.2: count down")', "        x = -1\n        return self.step(x)"
+    text = skeleton(SOURCE, {"07x1", "07x2"}).replace(
+        '        raise NotImplementedError("exercise 07x2: count down")', "        x = -1\n        return self.step(x)"
     )
     again, numbers = filled(text, SOURCE)
-    assert numbers == ["07.1"]
+    assert numbers == ["07x1"]
     assert "self.value += by" in again
     assert "return self.step(x)" in again
     assert "return self.step(-1)" not in again
 
 
 def test_numbers_are_found_as_people_write_them_and_unknown_ones_listed() -> None:
-    assert find_exercise("3.1") is find_exercise("03.1")
-    with pytest.raises(ConfigError, match=r"There is no exercise '3\.9'; there are 01a\.1, .*03\.1"):
-        find_exercise("3.9")
+    assert find_exercise("3x1") is find_exercise("03x1")
+    assert find_exercise("1ax1") is find_exercise(" 01AX1 ")
+    with pytest.raises(ConfigError, match=r"There is no exercise '3x9'; there are 01ax1, .*03x1"):
+        find_exercise("3x9")
 
 
-def test_a_number_names_an_exercise_or_a_phase_by_where_it_stands() -> None:
-    """03.1 is the first exercise of phase 3, and a phase; the exercises of that phase have three numbers."""
-    assert find_exercise("03.1").phase == find_exercise("3.1").phase == "03"
-    assert find_exercise("3.1.1") is find_exercise("03.1.1")
-    assert find_exercise("03.1.1").phase == find_lesson("3.1").number == "03.1"
-    assert [exercise.number for exercise in wanted_exercises("03.1", None)][:2] == ["03.1.1", "03.1.2"]
-    assert wanted_exercises(None, "03.1") == wanted_exercises("03", "3.1") == [find_exercise("03.1")]
-    assert wanted_exercises("03_1", "03.1.1") == [find_exercise("03.1.1")]
-    for phase, only in (("03.1", "03.1"), ("03", "03.1.1")):
+@pytest.mark.parametrize("number", ["06.1", "03.1.2", "06", "06x", "06x0", "x1", "6-1", ""])
+def test_what_is_no_number_of_an_exercise_is_told_the_form(number: str) -> None:
+    with pytest.raises(ConfigError, match="the number of an exercise is its phase, an x and a count from 1"):
+        find_exercise(number)
+
+
+def test_exercises_are_sorted_by_phase_and_count() -> None:
+    numbers = [exercise.number for exercise in exercises()]
+    assert sorted(numbers, key=order) == numbers
+    assert sorted(["04x1", "03.1x1", "03x10", "03x9"], key=order) == ["03x9", "03x10", "03.1x1", "04x1"]
+
+
+def test_an_exercise_and_a_phase_have_numbers_that_cannot_be_mistaken() -> None:
+    assert find_exercise("3.1x1") is find_exercise("03.1x1")
+    assert find_exercise("03.1x1").phase == find_lesson("3.1").number == "03.1"
+    assert [exercise.number for exercise in wanted_exercises("03.1", None)][:2] == ["03.1x1", "03.1x2"]
+    assert wanted_exercises(None, "03x1") == wanted_exercises("03", "3x1") == [find_exercise("03x1")]
+    assert wanted_exercises("03_1", "03.1x1") == [find_exercise("03.1x1")]
+    for phase, only in (("03.1", "03x1"), ("03", "03.1x1")):
         with pytest.raises(ConfigError, match=rf"belongs to phase .*, not to phase {phase}, whose exercises are"):
             wanted_exercises(phase, only)
 
 
 def test_the_reference_reads_well_without_its_markers() -> None:
-    exercise = find_exercise("03.1")
+    exercise = find_exercise("03x1")
     lines = function_lines(reference(exercise)[0], exercise.target)
     assert lines[0].startswith("def kv_bytes(")
     assert not [line for line in lines if "exercise" in line or "hint:" in line]
@@ -158,35 +184,35 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def test_start_writes_the_gaps_asked_for_and_no_others(workspace: Workspace) -> None:
-    second = find_exercise("03.2")
+    second = find_exercise("03x2")
     (file,) = workspace.start([second])
-    assert file.read_text() == skeleton((ROOT / second.path).read_text(), {"03.2"})
+    assert file.read_text() == skeleton((ROOT / second.path).read_text(), {"03x2"})
     states = {exercise.number: state for exercise, state in workspace.states().items() if state is not State.NEW}
-    assert states == {"03.2": State.GAP}
-    workspace.start([find_exercise("03.1")])
-    assert file.read_text() == skeleton((ROOT / second.path).read_text(), {"03.1", "03.2"})
+    assert states == {"03x2": State.GAP}
+    workspace.start([find_exercise("03x1")])
+    assert file.read_text() == skeleton((ROOT / second.path).read_text(), {"03x1", "03x2"})
     assert Workspace(workspace.root).state(second) is State.GAP
     assert workspace.start([second]) == []
 
 
 def test_start_does_not_touch_what_the_learner_wrote(workspace: Workspace) -> None:
-    exercise = find_exercise("03.1")
+    exercise = find_exercise("03x1")
     (file,) = workspace.start([exercise])
-    file.write_text(file.read_text().replace('raise NotImplementedError("exercise 03.1', 'return ("exercise 03.1'))
+    file.write_text(file.read_text().replace('raise NotImplementedError("exercise 03x1', 'return ("exercise 03x1'))
     assert workspace.state(exercise) is State.WRITTEN
     workspace.start(exercises_of_phase_3())
-    assert 'return ("exercise 03.1' in file.read_text()
-    assert workspace.state(find_exercise("03.4")) is State.GAP
+    assert 'return ("exercise 03x1' in file.read_text()
+    assert workspace.state(find_exercise("03x4")) is State.GAP
 
 
 def test_start_refuses_a_gap_where_the_lines_were_edited(workspace: Workspace) -> None:
-    (file,) = workspace.start([find_exercise("03.1")])
+    (file,) = workspace.start([find_exercise("03x1")])
     file.write_text(file.read_text().replace("k, v = k[:, first:], v[:, first:]", "pass"))
     before = file.read_text()
-    with pytest.raises(ConfigError, match=r"03\.4 in .* were edited"):
+    with pytest.raises(ConfigError, match=r"03x4 in .* were edited"):
         workspace.start(exercises_of_phase_3())
     assert file.read_text() == before
-    assert workspace.state(find_exercise("03.2")) is State.NEW
+    assert workspace.state(find_exercise("03x2")) is State.NEW
 
 
 def exercises_of_phase_3() -> tuple:
@@ -208,21 +234,21 @@ def test_reset_keeps_a_backup(workspace: Workspace) -> None:
 def test_reset_of_one_exercise_leaves_the_others(workspace: Workspace) -> None:
     (file,) = workspace.start(exercises_of_phase_3())
     handed = file.read_text()
-    first = 'raise NotImplementedError("exercise 03.1: what one token costs, in bytes")'
+    first = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
     file.write_text(
-        handed.replace(first, "return 1").replace('raise NotImplementedError("exercise 03.3', 'return ("03.3')
+        handed.replace(first, "return 1").replace('raise NotImplementedError("exercise 03x3', 'return ("03x3')
     )
-    workspace.reset([find_exercise("03.1")])
-    assert file.read_text() == handed.replace('raise NotImplementedError("exercise 03.3', 'return ("03.3')
-    file.write_text(file.read_text().replace("# exercise 03.1: what one token costs, in bytes", ""))
-    with pytest.raises(ConfigError, match=r"markers of exercise 03\.1 .*`infer workshop reset 03`"):
-        workspace.reset([find_exercise("03.1")])
+    workspace.reset([find_exercise("03x1")])
+    assert file.read_text() == handed.replace('raise NotImplementedError("exercise 03x3', 'return ("03x3')
+    file.write_text(file.read_text().replace("# exercise 03x1: what one token costs, in bytes", ""))
+    with pytest.raises(ConfigError, match=r"markers of exercise 03x1 .*`infer workshop reset 03`"):
+        workspace.reset([find_exercise("03x1")])
 
 
 def test_update_takes_in_what_changed_in_the_reference(workspace: Workspace, moved: Path) -> None:
     wanted = exercises_of_phase_3()
     (file,) = workspace.start(wanted)
-    gap = 'raise NotImplementedError("exercise 03.1: what one token costs, in bytes")'
+    gap = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
     file.write_text(file.read_text().replace(gap, "return 2  # mine"))
     reference_file = moved / wanted[0].path
     reference_file.write_text(
@@ -268,18 +294,18 @@ def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_damaged_progress_file_is_one_paragraph(workspace: Workspace) -> None:
     workspace.start(exercises_of_phase_3())
-    for text in ("{", "[]", '{"03.1": 3}', '{"03.1": {"unknown": 1}}'):
+    for text in ("{", "[]", '{"03x1": 3}', '{"03x1": {"unknown": 1}}'):
         (workspace.root / ".progress.json").write_text(text)
         with pytest.raises(ConfigError, match=r"\.progress\.json cannot be read"):
             Workspace(workspace.root)
 
 
 def test_hints_come_one_by_one_and_do_not_start_an_exercise(workspace: Workspace) -> None:
-    exercise = find_exercise("03.2")
+    exercise = find_exercise("03x2")
     assert len(exercise.hints) == 2
     assert [workspace.next_hint(exercise) for _ in range(3)] == [1, 2, 2]
     assert workspace.state(exercise) is State.NEW
-    assert json.loads((workspace.root / ".progress.json").read_text())["03.2"]["hints"] == 2
+    assert json.loads((workspace.root / ".progress.json").read_text())["03x2"]["hints"] == 2
 
 
 def test_a_phase_without_exercises_says_which_have_some() -> None:

@@ -2,12 +2,12 @@
 
 An exercise is a run of lines inside a function::
 
-    # exercise 03.1: what one token costs, in bytes
+    # exercise 03x1: what one token costs, in bytes
     # hint: a key and a value for every layer and every key head
     return 2 * ...
     # end exercise
 
-Its number is the phase's, a point and a count: ``03.1`` is the first of phase 3, ``03.1.1`` the first of phase 3.1.
+Its number is the phase's, an x and a count: ``03x1`` is the first of phase 3, ``03.1x1`` the first of phase 3.1.
 Invariant: markers and tables name the same exercises, and each lies in a module that its phase adds; anything else is
 refused here, before it can reach a learner.
 """
@@ -26,7 +26,10 @@ from shared.lessons import Lesson, lessons
 ROOT = Path(shared.__path__[0]).resolve().parent
 """The folder that holds ``shared``, ``phases`` and ``tutorial``."""
 
-_BEGIN = re.compile(r"(\s*)# exercise (\d\S*): (\S.*)")
+_NUMBER = r"\d\d[a-z]?(?:\.\d+)?x[1-9]\d*"
+_FORM = "its phase, an x and a count from 1, such as 06x1 or 03.1x2"
+_BEGIN = re.compile(rf"(\s*)# exercise ({_NUMBER}): (\S.*)")
+_MEANT = re.compile(r"\s*# exercise \d.*")
 _HINT = re.compile(r"\s*# hint: (\S.*)")
 _END = re.compile(r"\s*# end exercise")
 
@@ -73,7 +76,8 @@ class Exercise:
 
 
 def regions(source: str, where: str = "the source") -> list[Region]:
-    """The exercises marked in a source, in order; ConfigError for markers that do not fit together."""
+    """The exercises marked in a source, in order; ConfigError for a malformed marker and for markers that do not fit
+    together."""
     found: list[Region] = []
     lines = source.splitlines()
     functions: list[tuple[int, int, str]] | None = None
@@ -81,6 +85,11 @@ def regions(source: str, where: str = "the source") -> list[Region]:
     start = 0
     for index, line in enumerate(lines):
         match = _BEGIN.fullmatch(line)
+        if match is None and _MEANT.fullmatch(line):
+            raise ConfigError(
+                f"{where}:{index + 1}: `{line.strip()}` does not begin an exercise; write `# exercise NUMBER: title`, "
+                f"where NUMBER is {_FORM}."
+            )
         if match is None and not (begin and _END.fullmatch(line)):
             continue
         if match is not None:
@@ -113,13 +122,13 @@ def exercises() -> tuple[Exercise, ...]:
         listed = [entry.number for entry in lesson.exercises]
         if sorted(marked) != sorted(listed):
             raise ConfigError(
-                f"Phase {lesson.number}: its modules mark the exercises {_list(sorted(marked))}, its lesson.toml lists "
-                f"{_list(listed)}; they must be the same."
+                f"Phase {lesson.number}: its modules mark the exercises {_list(sorted(marked, key=order))}, its "
+                f"lesson.toml lists {_list(listed)}; they must be the same."
             )
         for count, entry in enumerate(lesson.exercises, start=1):
             path, region = marked[entry.number]
-            if entry.number != f"{lesson.number}.{count}":
-                raise ConfigError(f"Phase {lesson.number}: exercise {entry.number} should be {lesson.number}.{count}.")
+            if entry.number != f"{lesson.number}x{count}":
+                raise ConfigError(f"Phase {lesson.number}: exercise {entry.number} should be {lesson.number}x{count}.")
             if not entry.tests:
                 raise ConfigError(f"Exercise {entry.number} has no tests in lesson.toml; name those that notice it.")
             found.append(
@@ -147,13 +156,22 @@ def exercises_of(lesson: Lesson) -> tuple[Exercise, ...]:
 
 
 def find_exercise(number: str) -> Exercise:
-    """An exercise by its number, written 03.1 or 3.1; ConfigError with those that exist."""
-    wanted = number.strip().lower().lstrip("0")
+    """An exercise by its number, written 03x1 or 3x1; ConfigError with the form of a number, or those that exist."""
+    wanted = number.strip().lower()
+    wanted = wanted if wanted[:2].isdigit() else f"0{wanted}"
     for exercise in exercises():
-        if exercise.number.lstrip("0") == wanted:
+        if exercise.number == wanted:
             return exercise
+    if not re.fullmatch(_NUMBER, wanted):
+        raise ConfigError(f"There is no exercise {number!r}; the number of an exercise is {_FORM}.")
     known = ", ".join(exercise.number for exercise in exercises())
     raise ConfigError(f"There is no exercise {number!r}; there are {known}.")
+
+
+def order(number: str) -> tuple[str, int]:
+    """What exercises are sorted by: the phase, then the count as a number."""
+    phase, _, count = number.partition("x")
+    return phase, int(count)
 
 
 def reference(exercise: Exercise) -> tuple[str, Region]:

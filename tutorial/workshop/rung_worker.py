@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from shared.errors import InferError
-from tutorial.workshop.exercises import ROOT, exercises
+from tutorial.workshop.exercises import ROOT, exercises, order
 from tutorial.workshop.overlay import install, is_enabled, workspace_folder
 
 WATCHED = ("load", "warm up")
@@ -74,7 +74,7 @@ def main() -> None:
     except InferError as error:
         turns.say(error=str(error))
         sys.exit(1)
-    called = {phase: sorted(numbers) for phase, numbers in turns.called.items()}
+    called = {phase: sorted(numbers, key=order) for phase, numbers in turns.called.items()}
     turns.say(report=report.to_dict(), machine_title=report.machine_title, called=called)
 
 
