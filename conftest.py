@@ -21,6 +21,10 @@ settings.register_profile("repository", deadline=None, suppress_health_check=[He
 settings.load_profile("repository")
 
 
+# Commands choose a GPU where there is one; what tests compare them with is computed on the CPU.
+os.environ.setdefault("INFER_DEVICE", "cpu")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workshop", action="store_true", help="run the code in workspace/ in the reference's place")
     parser.addoption("--fix", action="store_true", help="write what the chapters in tutorial/ quote and show anew")

@@ -25,9 +25,13 @@ class TerminalAnswer:
         self.text = ""
         self.token_times: list[float] = []
         self.finish_reason: str | None = None
+        self.device = ""
 
     def stream(self, engine: Any, params: "SamplingParams") -> None:
         """Generate and write until the answer ends; an interruption leaves what came so far in place."""
+        from shared.loading.placement import device_name
+
+        self.device = device_name(engine.model.device)
         show = printable if sys.stdout.isatty() else str
         started = time.perf_counter()
         for output in engine.generate(self.prompt_ids, params):
@@ -54,7 +58,7 @@ class TerminalAnswer:
         """The line under an answer."""
         speed = self.decode_speed
         rate = "no decode (one token)" if speed is None else f"decode {speed:.1f} tokens/s"
-        count = f"{self.num_tokens} token{'s' * (self.num_tokens != 1)}"
+        count = f"{self.num_tokens} token{'s' * (self.num_tokens != 1)} on {self.device}"
         return f"first token {self.token_times[0]:.3f} s · {rate} · {count} · finish: {self.finish_reason}"
 
 

@@ -47,12 +47,10 @@ def attention(
     Without a GPU it runs at demo size. Ends with 1 if a result of ours was wrong. The last line on standard output is
     the result as JSON.
     """
-    import torch
-
     from benchmarks.report import write_report
     from shared.loading.placement import check_device
 
-    chosen = str(check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    chosen = str(check_device(device or "auto"))
     console = stdout_console()
     if sweep:
         from benchmarks.attention.sweep import sweep_attention

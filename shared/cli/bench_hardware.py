@@ -156,11 +156,9 @@ def _print_all(
 
 def _device(asked: str | None) -> str:
     """The device to measure, checked."""
-    import torch
-
     from shared.loading.placement import check_device
 
-    return str(check_device(asked or ("cuda" if torch.cuda.is_available() else "cpu")))
+    return str(check_device(asked or "auto"))
 
 
 def _say_written(console: "Console", paths: list[Path]) -> None:

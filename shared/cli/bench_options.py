@@ -31,10 +31,10 @@ Seed = Annotated[int, typer.Option("--seed", help="Of the synthetic prompts.")]
 
 
 def computing_device(asked: str | None) -> str:
-    """The device asked for, or the GPU where there is one."""
-    import torch
+    """The device asked for, checked; without one a GPU that can run the kernels, else the CPU."""
+    from shared.loading.placement import check_device
 
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    return str(check_device(asked or "auto"))
 
 
 @contextmanager

@@ -33,47 +33,19 @@ HELP = """\
 Ctrl-C        stop an answer; at the prompt, leave"""
 
 
+@options.engine_options(*options.BATCHING)
+@options.sampling_options(max_tokens=512)
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = None,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
     thinking: options.Thinking = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    max_seq_len: options.MaxSeqLen = None,
-    attention_backend: options.AttentionBackend = None,
-    pack_weights: options.PackWeights = False,
     quiet: options.Quiet = False,
+    **settings: Any,
 ) -> None:
     """Talk with a model; /help lists what can be typed besides words."""
-    params = options.sampling_params(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
+    params = options.take_sampling_params(settings)
     lesson = options.answering_lesson(phase)
-    engine = options.load_engine(
-        lesson,
-        model,
-        is_alone=True,
-        device=device,
-        dtype=dtype,
-        max_seq_len=max_seq_len,
-        attention_backend=attention_backend,
-        pack_weights=pack_weights or None,
-    )
+    engine = options.load_engine(lesson, model, is_alone=True, **settings)
     conversation = Conversation(engine, params, thinking)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:

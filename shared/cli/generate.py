@@ -19,6 +19,8 @@ EPILOG = examples(
 )
 
 
+@options.engine_options(*options.BATCHING)
+@options.sampling_options()
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to answer; - reads standard input.")],
     chat: Annotated[
@@ -26,49 +28,19 @@ def generate(
     ] = False,
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = None,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
     thinking: options.Thinking = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    max_seq_len: options.MaxSeqLen = None,
-    attention_backend: options.AttentionBackend = None,
-    pack_weights: options.PackWeights = False,
     stats: options.Stats = False,
     quiet: options.Quiet = False,
+    **settings: Any,
 ) -> None:
     """Answer one prompt: the text streams to standard output, its speed follows on standard error."""
     text = _read_prompt(prompt)
     if thinking is not None and not chat:
         raise RequestError("--thinking and --no-thinking belong to the chat template; add --chat, or leave them out.")
-    params = options.sampling_params(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
+    params = options.take_sampling_params(settings)
     lesson = options.answering_lesson(phase)
     started = time.perf_counter()
-    engine = options.load_engine(
-        lesson,
-        model,
-        is_alone=True,
-        device=device,
-        dtype=dtype,
-        max_seq_len=max_seq_len,
-        attention_backend=attention_backend,
-        pack_weights=pack_weights or None,
-    )
+    engine = options.load_engine(lesson, model, is_alone=True, **settings)
     load_seconds = time.perf_counter() - started
     answer = TerminalAnswer(_chat_ids(engine, text, thinking) if chat else engine.tokenizer.encode(text))
     if not chat and sys.stdout.isatty():  # the prompt is the beginning of what is read

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from shared.cli.bench_options import Device, computing_device
 from shared.cli.options import DEFAULT_MODEL, fetch_if_known
 from shared.cli.terminal import examples, stderr_console, stdout_console
 from shared.errors import ConfigError
@@ -57,7 +58,7 @@ def ladder(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    device: Device = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the synthetic prompts.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Seconds instead of half a minute: less of everything.")
@@ -91,7 +92,7 @@ def ladder(
             context_lengths=size.context_lengths if contexts is None else _lengths(contexts),
             seed=seed,
             dtype=dtype,
-            device=device,
+            device=computing_device(device),
             threads=threads,
             progress=progress,
         )

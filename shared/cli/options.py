@@ -1,28 +1,42 @@
-"""The options that commands share, and what is made of them. Introduced in phase 2.
+"""The options that commands share, and the engine and sampling parameters made of them. Introduced in phase 2.
 
-Invariant: values are judged by ``EngineConfig`` and ``SamplingParams`` alone, so that a bad one is the same message on
-the command line, in a server and in Python.
+The options of the engine come from ``EngineConfig``: a field that is added there is an option of every command that
+starts an engine, and no line is added here. Invariant: values are judged by ``EngineConfig`` and ``SamplingParams``
+alone, so a bad one gives the same message on the command line, in a server and in Python.
 """
 
+import dataclasses
+import inspect
 import os
+from collections.abc import Callable, Iterable
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
 from shared.cli.terminal import byte_progress, working
+from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson, lessons, newest_lesson
 
 if TYPE_CHECKING:
     from shared.sampling.params import SamplingParams
 
-DEFAULT_MODEL = "smollm2-135m"
+Command = TypeVar("Command", bound=Callable[..., Any])
+FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
+DEFAULT_MODEL = EngineConfig.model
+BATCHING = (
+    "max_batch_size",
+    "max_num_batched_tokens",
+    "max_waiting_requests",
+    "batching_mode",
+    "scheduler_policy",
+    "max_decode_interval",
+)
+"""The fields that have no effect on one request at a time."""
+OPTIMIZATIONS = "Optimizations"  # a panel of its own: flags with a negative would make any other too wide
 _ENGINE, _SAMPLING, _SHOWN = "Engine", "Sampling", "Output"
-
-
-def _engine(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_ENGINE, **more)
 
 
 def _sampling(*names: str, text: str, **more: Any) -> Any:
@@ -30,50 +44,27 @@ def _sampling(*names: str, text: str, **more: Any) -> Any:
 
 
 Model = Annotated[
-    str, _engine("--model", "-m", text="A model folder, a known name, or a hub name owner/name.", envvar="INFER_MODEL")
+    str,
+    typer.Option("--model", "-m", help=FIELDS["model"].metadata["help"], envvar="INFER_MODEL", rich_help_panel=_ENGINE),
 ]
 Phase = Annotated[
-    str | None, _engine("--phase", text="The phase that answers, such as 02; by default the newest of the main line.")
-]
-Device = Annotated[str | None, _engine("--device", text="cpu or cuda; by default cpu.")]
-Dtype = Annotated[
-    str | None, _engine("--dtype", text="float32, bfloat16 or float16; by default float32 on a CPU, else the model's.")
-]
-MaxSeqLen = Annotated[
-    int | None, _engine("--max-seq-len", text="Most tokens of prompt and answer; by default the model's, up to 4096.")
-]
-AttentionBackend = Annotated[
     str | None,
-    _engine(
-        "--attention-backend",
-        text="naive (the formula), sdpa (PyTorch), flash or planned (our kernels); by default the best.",
+    typer.Option(
+        "--phase",
+        help="The phase whose engine runs, such as 02; default: the newest of the main line.",
+        rich_help_panel=_ENGINE,
     ),
-]
-KVCacheBackend = Annotated[
-    str | None,
-    _engine(
-        "--kv-cache-backend", text="contiguous (a region a request) or paged (blocks); by default the phase's own."
-    ),
-]
-BlockSize = Annotated[int | None, _engine("--block-size", text="Tokens of a block of KV memory; by default 16.")]
-NumBlocks = Annotated[
-    int | None,
-    _engine("--num-gpu-blocks", text="Blocks of KV memory, on any device; by default what memory is left."),
-]
-PackWeights = Annotated[
-    bool,
-    _engine("--pack-weights", text="CPU: keep 16-bit weights 16 bits wide; slower to load, faster to decode."),
 ]
 MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", text="Most tokens of an answer.")]
 Temperature = Annotated[float, _sampling("--temperature", "-t", text="0 takes the likeliest token every time.")]
-TopP = Annotated[float, _sampling("--top-p", text="Keep the likeliest tokens up to this probability.")]
-TopK = Annotated[int | None, _sampling("--top-k", text="Keep this many of the likeliest tokens; by default all.")]
+TopP = Annotated[float, _sampling("--top-p", text="Keep the likeliest tokens up to this total probability.")]
+TopK = Annotated[int | None, _sampling("--top-k", text="Keep this many of the likeliest tokens; default: all.")]
 RepetitionPenalty = Annotated[
-    float, _sampling("--repetition-penalty", text="Above 1 makes tokens that were seen less likely.")
+    float, _sampling("--repetition-penalty", text="Above 1 makes tokens less likely that have occurred.")
 ]
-Seed = Annotated[int | None, _sampling("--seed", text="The same seed gives the same answer; by default a fresh one.")]
+Seed = Annotated[int | None, _sampling("--seed", text="The same seed gives the same answer; default: a random one.")]
 Stop = Annotated[list[str] | None, _sampling("--stop", text="End the answer before this text; may be repeated.")]
-IgnoreEos = Annotated[bool, _sampling("--ignore-eos", text="Go on when the model wants to end.")]
+IgnoreEos = Annotated[bool, _sampling("--ignore-eos", text="Continue after an end-of-sequence token.")]
 Thinking = Annotated[
     bool | None,
     _sampling("--thinking/--no-thinking", text="Let a model that can do so think first (Qwen 3).", show_default=False),
@@ -88,16 +79,16 @@ Quiet = Annotated[
 
 def sampling_params(
     *,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int | None,
-    repetition_penalty: float,
-    seed: int | None,
-    stop: list[str] | None,
-    ignore_eos: bool,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
 ) -> "SamplingParams":
-    """What the options ask of the sampler; raises RequestError. Without a seed one is drawn here, to be shown."""
+    """The parameters of the options above; raises RequestError. Without a seed, one is drawn here, to be shown."""
     from shared.sampling.params import SamplingParams
 
     return SamplingParams(
@@ -112,8 +103,71 @@ def sampling_params(
     )
 
 
+def engine_options(*omitted: str, **defaults: Any) -> Callable[[Command], Command]:
+    """Give a command an option for each field of ``EngineConfig``; the values arrive in its ``**settings``.
+
+    A field that the command declares as a parameter of its own is left to it.
+
+    Args:
+        omitted: the fields that the command does not offer.
+        defaults: defaults that differ from the config's.
+    """
+    kinds = get_type_hints(EngineConfig)
+    defaults = {name: field.default for name, field in FIELDS.items()} | {"device": "auto"} | defaults
+    return _with_parameters(
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=Annotated[kinds[name], _option_of(field, kinds[name])],
+        )
+        for name, field in FIELDS.items()
+        if name not in omitted
+    )
+
+
+def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
+    """Give a command the options of :func:`sampling_params`; the values arrive in its ``**settings``."""
+    return _with_parameters(
+        parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in inspect.signature(sampling_params).parameters.items()
+    )
+
+
+def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
+    """Make sampling parameters of a command's settings, of which the engine's remain; raises RequestError."""
+    return sampling_params(**{name: settings.pop(name) for name in inspect.signature(sampling_params).parameters})
+
+
+def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
+    """The option of a field. Help shows it as soon as the phase exists that brings the field."""
+    name = field.name.replace("_", "-")
+    is_flag = bool in (kind, *get_args(kind))
+    return typer.Option(
+        f"--{name}/--no-{name}" if is_flag else f"--{name}",
+        help=field.metadata["help"],
+        rich_help_panel=OPTIMIZATIONS if is_flag else _ENGINE,
+        envvar="INFER_DEVICE" if field.name == "device" else None,
+        hidden=field.metadata["phase"] not in {lesson.number for lesson in lessons()},
+    )
+
+
+def _with_parameters(added: Iterable[Parameter]) -> Callable[[Command], Command]:
+    """Put parameters that a command does not declare in place of its ``**settings``, in the signature for typer."""
+    parameters = {parameter.name: parameter for parameter in added}
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command)
+        own = {name: one for name, one in signature.parameters.items() if one.kind is not Parameter.VAR_KEYWORD}
+        changed = signature.replace(parameters=[*(own | {**parameters, **own}).values()])
+        command.__signature__ = changed  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
 def answering_lesson(number: str | None) -> Lesson:
-    """The phase asked for, or the newest of the main line; raises ConfigError for one that answers no prompts."""
+    """The phase with this number, or the newest of the main line; raises ConfigError if it does not generate."""
     if number is None:
         return newest_lesson()
     lesson = find_lesson(number)
@@ -127,21 +181,23 @@ def answering_lesson(number: str | None) -> Lesson:
 
 
 def load_engine(lesson: Lesson, model: str, *, is_alone: bool = False, **settings: Any) -> Any:
-    """The phase's engine with its model loaded; settings that are None keep their defaults. Fetches a known model.
+    """The phase's engine with its model loaded; fetches a known model.
 
-    ``is_alone`` says that there will be one request at a time, so that no memory is kept for others.
+    Args:
+        is_alone: requests come one at a time, so the engine reserves no memory for others.
+        settings: fields of ``EngineConfig``.
     """
-    from shared.engine.config import EngineConfig
+    from shared.loading.placement import check_device
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    config = EngineConfig(model=model, **given)
+    config = EngineConfig(model=model, **settings)
+    config = dataclasses.replace(config, device=str(check_device(config.device)))
     fetch_if_known(model)
     with working(f"loading {model}"):
         return lesson.engine_alone(config) if is_alone else lesson.engine(config)
 
 
 def fetch_if_known(model: str) -> None:
-    """Fetch a model of the project's own list, with a progress bar, unless it is here; leave any other as it is."""
+    """Fetch a model of the project's own list, with a progress bar, unless it is in the cache; ignore any other."""
     if Path(model).expanduser().is_dir():
         return
     from shared.checkpoints.demo import KNOWN_MODELS, local_model_folder, pull_demo_model

@@ -20,6 +20,7 @@ from shared.cli.ladder import ladder
 from shared.cli.serve import EPILOG as SERVE_EPILOG
 from shared.cli.serve import serve, serves
 from shared.cli.terminal import GuardedGroup, examples, printable, stdout_console, working
+from shared.engine.config import EngineConfig
 from shared.errors import RequestError
 from shared.lessons import Lesson, find_lesson
 
@@ -29,6 +30,8 @@ Seed = Annotated[int, typer.Option("--seed", help="Of the random hidden states."
 Count = Annotated[int, typer.Option("--top", help="How many of the likeliest next tokens to show.")]
 Prompt = Annotated[str, typer.Option("--prompt", "-p", help="The text whose next token is asked for.")]
 REPEATS = 5
+_FORWARD = ("dtype", "device", "attention_backend")
+_forward_options = options.engine_options(*(name for name in options.FIELDS if name not in _FORWARD))
 
 
 def run_phase(package: str) -> None:
@@ -65,19 +68,18 @@ def phase_app(lesson: Lesson) -> typer.Typer:
     return app
 
 
+@_forward_options
 def forward_layer(
     model: options.Model = options.DEFAULT_MODEL,
     layer: Layer = 0,
     tokens: NumTokens = 16,
     seed: Seed = 0,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    attention_backend: options.AttentionBackend = None,
+    **settings: Any,
 ) -> None:
     """Run one layer on random hidden states; print shapes, root mean squares and the time of a pass."""
     import torch
 
-    engine = _forward_engine("01a", model, device, dtype, attention_backend, layer=layer)
+    engine = _forward_engine("01a", model, settings, layer=layer)
     limit = engine.config.max_position_embeddings
     if not 1 <= tokens <= limit:
         raise RequestError(f"--tokens is {tokens}; this model takes from 1 to {limit}.")
@@ -100,20 +102,19 @@ def forward_layer(
         typer.echo(f"{name:17}  {value}")
 
 
+@_forward_options
 def forward_model(
     prompt: Prompt = "The capital of France is",
     top: Count = 5,
     model: options.Model = options.DEFAULT_MODEL,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    attention_backend: options.AttentionBackend = None,
+    **settings: Any,
 ) -> None:
     """Run the model once over a prompt and print the likeliest next tokens with their probabilities."""
     if not prompt:
         raise RequestError("The prompt is empty ('' was given); pass some text with --prompt.")
     if top < 1:
         raise RequestError(f"--top is {top}; it must be at least 1.")
-    engine = _forward_engine("01b", model, device, dtype, attention_backend)
+    engine = _forward_engine("01b", model, settings)
     console = stdout_console()
     for text, probability in engine.top_tokens(prompt, min(top, engine.model.config.vocab_size)):
         console.print(f"{probability:8.4f}  {printable(text)!r}", markup=False, soft_wrap=True)
@@ -123,15 +124,10 @@ FORWARD: dict[str, Callable[..., None]] = {"01a": forward_layer, "01b": forward_
 """What stands in the place of ``generate`` in the phases before it."""
 
 
-def _forward_engine(
-    number: str, model: str, device: str | None, dtype: str | None, backend: str | None, **more: Any
-) -> Any:
-    """The engine of a phase before generation; the settings are judged as everywhere, by ``EngineConfig``."""
-    from shared.engine.config import EngineConfig
-
-    given = {"device": device, "dtype": dtype, "attention_backend": backend}
-    config = EngineConfig(model=model, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    config.check({"model", *given})
+def _forward_engine(number: str, model: str, settings: dict[str, Any], **more: Any) -> Any:
+    """The engine of a phase before generation; ``EngineConfig`` judges its settings, as everywhere."""
+    config = EngineConfig(model=model, **settings)
+    config.check({"model", *_FORWARD})
     options.fetch_if_known(model)
     with working(f"loading {model}"):
         return find_lesson(number).engine(

@@ -103,14 +103,12 @@ def _ceilings(gpu: str | None, bandwidth: float | None, flops: float | None, dev
     elif bandwidth is not None and flops is not None:
         base = Ceilings("given", "a machine", "as given", 0.0, 0.0)
     else:
-        import torch
-
         from benchmarks.hardware import measure_ceilings
         from benchmarks.machine import machine_title
         from shared.loading.placement import check_device
 
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        kind: Literal["cpu", "cuda"] = "cuda" if check_device(device).type == "cuda" else "cpu"
+        device = str(check_device(device or "auto"))
+        kind: Literal["cpu", "cuda"] = "cuda" if device.startswith("cuda") else "cpu"
         with working("measuring this machine"):
             base = Ceilings(kind, machine_title(device), "measured now", *_rates(measure_ceilings(device)))
     given = [option for option, value in (("--bandwidth", bandwidth), ("--flops", flops)) if value is not None]

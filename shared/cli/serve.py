@@ -23,11 +23,7 @@ EPILOG = examples(
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
     """-d '{"model": "smollm2-135m", "prompt": "Once upon a time"}'""",
 )
-_BATCHING, _SERVER = "Batching", "Server"
-
-
-def _batching(*names: str, text: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_BATCHING, show_default=False)
+_SERVER = "Server"
 
 
 def _server(*names: str, text: str, **more: Any) -> Any:
@@ -39,6 +35,7 @@ Served = Annotated[
 ]
 
 
+@options.engine_options()
 def serve(
     model: Served = options.DEFAULT_MODEL,
     host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 is all of this machine.")] = (
@@ -65,46 +62,17 @@ def serve(
     log_format: Annotated[
         str | None, _server("--log-format", text="json or text; by default text on a terminal.")
     ] = None,
+    verbose: Annotated[bool, _server("--verbose", text="Log health checks, metrics and pages too.")] = False,
+    phase: options.Phase = None,
     engine_process: Annotated[
         bool | None,
-        _server(
+        typer.Option(
             "--engine-process/--engine-thread",
-            text="Run the engine in a process of its own, or on a thread beside the server; by default a process "
-            "where there is a GPU.",
-            show_default=False,
+            help="Run the engine in a process of its own, or on a thread of the server; default: a process on a GPU.",
+            rich_help_panel=options.OPTIMIZATIONS,
         ),
     ] = None,
-    verbose: Annotated[bool, _server("--verbose", text="Log health checks, metrics and pages too.")] = False,
-    max_batch_size: Annotated[
-        int | None, _batching("--max-batch-size", text="Most requests that run at a time; by default 16.")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, _batching("--max-num-batched-tokens", text="Most prompt tokens of a step; by default 8192.")
-    ] = None,
-    max_waiting_requests: Annotated[
-        int | None, _batching("--max-waiting-requests", text="Most requests in the queue; by default 1024.")
-    ] = None,
-    batching_mode: Annotated[
-        str | None, _batching("--batching-mode", text="static or continuous; by default the phase's own.")
-    ] = None,
-    scheduler_policy: Annotated[
-        str | None, _batching("--scheduler-policy", text="fcfs, prefill_first or decode_round_robin; by default fcfs.")
-    ] = None,
-    max_decode_interval: Annotated[
-        int | None, _batching("--max-decode-interval", text="Steps within which every running request gets a token.")
-    ] = None,
-    phase: options.Phase = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    max_seq_len: options.MaxSeqLen = None,
-    attention_backend: options.AttentionBackend = None,
-    kv_cache_backend: options.KVCacheBackend = None,
-    block_size: options.BlockSize = None,
-    num_gpu_blocks: options.NumBlocks = None,
-    pack_weights: options.PackWeights = False,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Where requests without a seed get theirs.", rich_help_panel="Engine")
-    ] = None,
+    **settings: Any,
 ) -> None:
     """Serve a model over HTTP: OpenAI's completions and chat, streaming, metrics, and a page to try it on."""
     from shared.server.logs import FORMATS, configure
@@ -122,40 +90,28 @@ def serve(
         send_timeout=send_timeout,
         max_body_bytes=max_body_bytes,
     )
+    from shared.loading.placement import check_device, device_name
     from shared.server.process import bind, run
 
     bound = bind(host, port)
-    load = partial(
-        load_warm,
-        lesson.number,
-        model,
-        style,
-        verbose,
-        device=device,
-        dtype=dtype,
-        max_seq_len=max_seq_len,
-        attention_backend=attention_backend,
-        kv_cache_backend=kv_cache_backend,
-        block_size=block_size,
-        num_gpu_blocks=num_gpu_blocks,
-        pack_weights=pack_weights or None,
-        seed=seed,
-        max_batch_size=max_batch_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_waiting_requests=max_waiting_requests,
-        batching_mode=batching_mode,
-        scheduler_policy=scheduler_policy,
-        max_decode_interval=max_decode_interval,
-    )
+    device = settings["device"] = str(check_device(settings["device"]))
+    load = partial(load_warm, lesson.number, model, style, verbose, **settings)
     from shared.server.app import make_app
     from shared.server.engine_loop import EngineHandle
     from shared.server.engine_process import EngineProcess
     from shared.server.engine_thread import EngineThread
 
-    is_process = (device or "cpu").startswith("cuda") if engine_process is None else engine_process
+    is_process = device.startswith("cuda") if engine_process is None else engine_process
     handle: EngineHandle = EngineProcess(load) if is_process else EngineThread(load())
     configure(style, verbose=verbose)
-    run(make_app(handle, config), config, bound, model=config.model_name, phase=lesson.number)
+    run(
+        make_app(handle, config),
+        config,
+        bound,
+        model=config.model_name,
+        phase=lesson.number,
+        device=device_name(device),
+    )
 
 
 def load_warm(number: str, model: str, log_format: str, verbose: bool, **settings: Any) -> Any:

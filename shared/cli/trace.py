@@ -13,6 +13,7 @@ import typer
 
 from shared.cli import options
 from shared.cli.terminal import examples, stdout_console, working
+from shared.engine.config import BATCHING_MODES, KV_CACHE_BACKENDS, SCHEDULER_POLICIES, EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, lessons
 
@@ -27,19 +28,16 @@ EPILOG = examples(
     "infer trace --compare contiguous,paged --max-seq-len 256",
     "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",
 )
-DEFAULT_REQUESTS, DEFAULT_BATCH = 12, 4
+DEFAULT_REQUESTS = 12
 FILES = ("trace.html", "trace.json")
-_WORK, _BATCHING = "Workload", "Batching"
+_WORK = "Workload"
 
 
 def _work(*names: str, text: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=_WORK, **more)
 
 
-def _batching(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_BATCHING, **more)
-
-
+@options.engine_options("max_waiting_requests", max_batch_size=4)
 def trace(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
@@ -59,33 +57,13 @@ def trace(
     seed: Annotated[int, _work("--seed", text="Of the workload, the arrivals and the engine.")] = 0,
     compare: Annotated[
         str | None,
-        _batching(
+        _work(
             "--compare",
             text="The same workload under several modes, policies or memories, with commas: static,continuous.",
         ),
     ] = None,
-    batching_mode: Annotated[
-        str | None, _batching("--batching-mode", text="static or continuous; by default the phase's own.")
-    ] = None,
-    scheduler_policy: Annotated[
-        str | None, _batching("--scheduler-policy", text="fcfs, prefill_first or decode_round_robin; by default fcfs.")
-    ] = None,
-    max_decode_interval: Annotated[
-        int | None, _batching("--max-decode-interval", text="Steps within which every running request gets a token.")
-    ] = None,
-    max_batch_size: Annotated[
-        int, _batching("--max-batch-size", text="Most requests that run at a time; few, so that a queue forms.")
-    ] = DEFAULT_BATCH,
-    max_num_batched_tokens: Annotated[
-        int | None, _batching("--max-num-batched-tokens", text="Most prompt tokens of a step; by default 8192.")
-    ] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    max_seq_len: options.MaxSeqLen = None,
-    kv_cache_backend: options.KVCacheBackend = None,
-    block_size: options.BlockSize = None,
-    num_gpu_blocks: options.NumBlocks = None,
     out: Annotated[Path, typer.Option("--out", help="The folder for trace.html and trace.json.")] = Path("trace"),
+    **settings: Any,
 ) -> None:
     """Run an engine over a few requests and write its timeline: who waits, who is prefilled, who decodes, step by step,
     and who holds which block of the KV memory.
@@ -93,7 +71,6 @@ def trace(
     trace.html opens in a browser and needs nothing else; trace.json opens in https://ui.perfetto.dev.
     """
     from shared.cli.serve import model_name
-    from shared.engine.config import EngineConfig
     from shared.engine.warm_up import warm_up
     from shared.sampling.params import SamplingParams
     from shared.tracing.recorder import Recorder
@@ -106,24 +83,13 @@ def trace(
         raise ConfigError(f"--every is {every} and --rate is {rate}; both say when requests come: give one of them.")
     steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
     SamplingParams(max_new_tokens=max_tokens)
-    common: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "max_seq_len": max_seq_len,
-        "seed": seed,
-        "max_batch_size": max_batch_size,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_waiting_requests": number,
-    }
-    blocks = {"kv_cache_backend": kv_cache_backend, "block_size": block_size, "num_gpu_blocks": num_gpu_blocks}
-    variants = _variants(compare, batching_mode, scheduler_policy, max_decode_interval, blocks)
-    for _, settings in variants:
-        given = {name: value for name, value in {**common, **settings}.items() if value is not None}
-        EngineConfig(model=model, **given).check(lesson.load("engine").SUPPORTED)
+    variants = _variants(compare, {**settings, "seed": seed, "max_waiting_requests": number})
+    for _, variant in variants:
+        EngineConfig(model=model, **variant).check(lesson.load("engine").SUPPORTED)
     _prepare(out)
     traces = []
-    for title, settings in variants:
-        engine = options.load_engine(lesson, model, **common, **settings)
+    for title, variant in variants:
+        engine = options.load_engine(lesson, model, **variant)
         arrivals = _arrivals(engine, steps, texts, max_tokens, seed)
         warm_up(engine)
         recorder = Recorder(engine)
@@ -151,16 +117,12 @@ def _has_steps(lesson: Lesson) -> bool:
     return hasattr(lesson.engine, "step")
 
 
-def _variants(
-    compare: str | None, mode: str | None, policy: str | None, interval: int | None, blocks: dict[str, Any]
-) -> list[tuple[str | None, dict[str, Any]]]:
-    """What is run: a title, None for one run by itself, and the settings that make it."""
-    from shared.engine.config import BATCHING_MODES, KV_CACHE_BACKENDS, SCHEDULER_POLICIES
-
-    shared = {**blocks, "max_decode_interval": interval}  # the interval by all that share steps out, as static does not
+def _variants(compare: str | None, settings: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
+    """The title and the settings of each run; one run alone has the title None."""
     if compare is None:
-        return [(None, {"batching_mode": mode, "scheduler_policy": policy, **shared})]
-    if mode is not None or policy is not None or blocks["kv_cache_backend"] is not None:
+        return [(None, settings)]
+    chosen = ("batching_mode", "scheduler_policy", "kv_cache_backend")
+    if any(settings[name] != options.FIELDS[name].default for name in chosen):
         raise ConfigError(
             f"--compare is {compare!r} and --batching-mode, --scheduler-policy or --kv-cache-backend is given too; "
             "--compare names all that is run: leave the others out."
@@ -172,14 +134,18 @@ def _variants(
             f"--compare is {compare!r}; it must be two or more different ones of {', '.join(known)}, with commas, such "
             "as static,continuous."
         )
-    settings: dict[str, dict[str, Any]] = {
-        "static": {"batching_mode": "static", **blocks},
-        "continuous": {"batching_mode": "continuous", **shared},
-        **{name: {"batching_mode": "continuous", "scheduler_policy": name, **shared} for name in SCHEDULER_POLICIES},
-        "contiguous": {"max_decode_interval": interval, "kv_cache_backend": "contiguous"},
-        "paged": {**shared, "kv_cache_backend": "paged"},
+
+    def without(*names: str) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name not in names}
+
+    variants: dict[str, dict[str, Any]] = {
+        "static": without("max_decode_interval") | {"batching_mode": "static"},
+        "continuous": settings | {"batching_mode": "continuous"},
+        **{name: settings | {"batching_mode": "continuous", "scheduler_policy": name} for name in SCHEDULER_POLICIES},
+        "contiguous": without("block_size", "num_gpu_blocks") | {"kv_cache_backend": "contiguous"},
+        "paged": settings | {"kv_cache_backend": "paged"},
     }
-    return [(name, settings[name]) for name in names]
+    return [(name, variants[name]) for name in names]
 
 
 def _number(requests: int | None, texts: list[tuple[int, str]] | None, prompts: Path | None) -> int:

@@ -132,12 +132,16 @@ def check_launchable(device: torch.device) -> None:
 
     Triton launches on the current device, so this is called once, before anything is computed.
     """
-    if device.type != "cuda":
-        return
+    if device.type == "cuda":
+        check_kernels(device)
+        torch.cuda.set_device(device)
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raise ConfigError if Triton's version, the GPU or the compiler rules the kernels out on this GPU."""
     check_triton_version(triton.__version__)
     check_capability(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     check_compiler()
-    torch.cuda.set_device(device)
 
 
 def check_triton_version(version: str | None) -> None:

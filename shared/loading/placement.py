@@ -7,16 +7,40 @@ from shared.models.config import ModelConfig
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The device, if this machine has it; raises ConfigError otherwise."""
+    """The device, if this machine has it, and for ``auto`` the best one; raises ConfigError otherwise."""
+    if device == "auto":
+        return best_device()
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise ConfigError(f"device {str(device)!r} is not one that PyTorch knows; use cpu or cuda.") from None
+        raise ConfigError(f"device {str(device)!r} is not one that PyTorch knows; use auto, cpu or cuda.") from None
     if found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {str(device)!r} is not supported; use cpu or cuda.")
+        raise ConfigError(f"device {str(device)!r} is not supported; use auto, cpu or cuda.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {str(device)!r} was asked for and there is no such GPU here; use --device cpu.")
     return found
+
+
+def best_device() -> torch.device:
+    """The GPU, if there is one that can run the kernels, else the CPU: what ``auto`` stands for.
+
+    A GPU that is too old for the kernels, or that Triton cannot drive here, is passed over. Asked for by name it is
+    used, and an engine that needs kernels raises the reason.
+    """
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return torch.device("cpu")
+    from shared.kernels.launch import check_kernels
+
+    try:
+        check_kernels(torch.device("cuda"))
+    except ConfigError:
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def device_name(device: torch.device | str) -> str:
+    """What the device is called in a sentence: a GPU's own name, or "the CPU"."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "the CPU"
 
 
 def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:

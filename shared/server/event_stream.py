@@ -6,7 +6,6 @@ forget the request.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -66,35 +65,30 @@ class AnswerResponse(Response, ABC):
             await send(message)
             self._is_sending = False
 
-        work = asyncio.create_task(self.respond(scope, receive, send_watched))
-        watch = asyncio.create_task(_disconnection(receive))
+        tasks = [asyncio.create_task(self.respond(scope, receive, send_watched))]
+        tasks.append(asyncio.create_task(_disconnection(receive)))
+        period = min(self.config.send_timeout, self.config.keep_alive) / 4
         cause = "disconnected"
         try:
-            if await self._watch(work, watch):
-                cause = "slow_reader"
-                work.cancel()
-                await _break_off(scope, watch)
-            elif work.done():
-                await work
+            while not (done := (await asyncio.wait(tasks, timeout=period, return_when=asyncio.FIRST_COMPLETED))[0]):
+                seconds = time.perf_counter() - self._last_sent
+                if self._is_sending and seconds > self.config.send_timeout:
+                    cause = "slow_reader"
+                    scope["state"][
+                        "transport"
+                    ].abort()  # closing would wait for the reader; this disconnects the client
+                elif not self._is_sending and seconds > self.config.keep_alive:
+                    self.stream.nudge()
+            if tasks[0] in done:
+                tasks[0].result()
         except asyncio.CancelledError:
             cause = "shutting_down"
             raise
         finally:
             self.stream.cancel(cause)
-            for task in (work, watch):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
-
-    async def _watch(self, *tasks: "asyncio.Task[None]") -> bool:
-        """Wait for one of the tasks; True if the client leaves the server unable to send for too long instead."""
-        period = min(self.config.send_timeout, self.config.keep_alive) / 4
-        while not (await asyncio.wait(tasks, timeout=period, return_when=asyncio.FIRST_COMPLETED))[0]:
-            seconds = time.perf_counter() - self._last_sent
-            if self._is_sending and seconds > self.config.send_timeout:
-                return True
-            if not self._is_sending and seconds > self.config.keep_alive:
-                self.stream.nudge()
-        return False
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStreamResponse(AnswerResponse):
@@ -163,12 +157,3 @@ class WholeResponse(AnswerResponse):
 async def _disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _break_off(scope: Scope, watch: "asyncio.Task[None]") -> None:
-    """Drop the connection with everything that waits in it; closing alone would wait for the reader for ever."""
-    transport = scope.get("state", {}).get("transport")
-    if transport is not None:
-        transport.abort()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(watch), 1)

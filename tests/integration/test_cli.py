@@ -1,5 +1,7 @@
 """The command line as a user meets it: every command, every refusal, interruption and broken pipes."""
 
+import dataclasses
+import inspect
 import json
 import os
 import runpy
@@ -11,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.cli.chat import chat
+from shared.cli.generate import generate
+from shared.cli.options import BATCHING, FIELDS, engine_options
 from shared.cli.phase import phase_app
+from shared.cli.serve import serve
+from shared.cli.trace import trace
+from shared.engine.config import EngineConfig, setting
 from shared.lessons import find_lesson, lessons, newest_lesson
 from tests.integration.infer_process import INFER, heed_interrupts
 
@@ -108,6 +117,46 @@ def test_every_command_has_help_with_examples(command: tuple[str, ...]) -> None:
     assert f"$ infer {' '.join(command)}" in result.stdout or "$ INFER_CACHE" in result.stdout
 
 
+ENGINE_COMMANDS = {"generate": (generate, *BATCHING), "chat": (chat, *BATCHING), "serve": (serve,), "trace": (trace,)}
+"""Each command that starts an engine, with the fields of its configuration that the command does not offer."""
+
+
+@pytest.mark.parametrize("name", ENGINE_COMMANDS)
+def test_every_field_of_the_configuration_is_an_option(name: str) -> None:
+    command, *omitted = ENGINE_COMMANDS[name]
+    options = inspect.signature(command).parameters
+    omitted += ["max_waiting_requests"] if name == "trace" else []
+    assert set(FIELDS) - set(options) == set(omitted)
+    shown = infer(name, "--help").stdout
+    for field in FIELDS.values():
+        exists = field.metadata["phase"] in {lesson.number for lesson in lessons()}
+        is_shown = exists and field.name not in omitted and (name, field.name) != ("serve", "model")
+        assert (f" --{field.name.replace('_', '-')} " in shown) == is_shown, field.name
+
+
+def test_a_new_field_of_the_configuration_is_an_option_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [
+        ("fold_rows", bool | None, setting(None, "06", "Fold the rows; default: the phase's own.")),
+        ("num_folds", int, setting(3, "06", "How often.", at_least=1)),
+        ("unfold", bool, setting(False, "99", "Of a phase to come.")),
+    ]
+    config = dataclasses.make_dataclass("Config", fields, bases=(EngineConfig,), frozen=True)
+    monkeypatch.setattr("shared.cli.options.EngineConfig", config)
+    monkeypatch.setattr("shared.cli.options.FIELDS", {field.name: field for field in dataclasses.fields(config)})
+    seen: list[dict[str, Any]] = []
+    command = typer.Typer()
+    command.command()(engine_options("model", num_folds=4)(lambda **settings: seen.append(settings)))
+    shown = CliRunner().invoke(command, ["--help"]).stdout
+    assert "--fold-rows" in shown
+    assert "--no-fold-rows" in shown
+    assert "unfold" not in shown
+    for arguments in ([], ["--no-fold-rows", "--num-folds", "7", "--unfold"]):
+        assert CliRunner().invoke(command, arguments).exit_code == 0
+    first, second = seen
+    assert (first["fold_rows"], first["num_folds"], first["unfold"], first["device"]) == (None, 4, False, "cpu")
+    assert (second["fold_rows"], second["num_folds"], second["unfold"]) == (False, 7, True)
+
+
 def test_help_and_the_tables_of_the_course_import_no_torch() -> None:
     code = (
         "import sys\nfrom shared.cli import app\n"
@@ -184,7 +233,7 @@ def test_generate_writes_the_answer_and_nothing_else_to_standard_output(tiny: st
     assert result.stdout == generated(tiny, "Hello", temperature=0, max_new_tokens=12, ignore_eos=True) + "\n"
     assert "first token" in result.stderr
     assert "tokens/s" in result.stderr
-    assert "12 tokens · finish: length" in result.stderr
+    assert "12 tokens on the CPU · finish: length" in result.stderr
 
 
 def test_generate_passes_every_sampling_option_on(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 
-from shared.engine.config import CHOICES, COUNTS, NEEDS, SIDE_TRACKS, EngineConfig
+from shared.engine.config import NEEDS, SIDE_TRACKS, EngineConfig
 from shared.errors import ConfigError
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
+CHOICES = {name: field.metadata["choices"] for name, field in FIELDS.items() if field.metadata["choices"]}
+COUNTS = [name for name, field in FIELDS.items() if field.metadata["at_least"] is not None]
 SLOTS = {"kv_cache_backend": "contiguous"}
 
 
@@ -49,7 +51,7 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
         ({"draft_model": "small"}, "has a meaning only with use_speculative_decoding = True"),
         ({"spec_length": 2}, "spec_length is 2 and use_speculative_decoding is False"),
         ({"use_speculative_decoding": True}, "draft_model is None; name the model that proposes"),
-        ({"batching_mode": "static", "scheduler_policy": "prefill_first"}, "a static batch admits nobody while it"),
+        ({"batching_mode": "static", "scheduler_policy": "prefill_first"}, "a static batch admits no request while it"),
         (
             {"batching_mode": "static", "max_decode_interval": 2},
             "max_decode_interval is 2 and batching_mode is 'static'",
@@ -59,7 +61,7 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
             "use_chunked_prefill is True and batching_mode is 'static'; the first, which arrives in phase 07, has a "
             "meaning only with batching_mode = 'continuous'",
         ),
-        (SLOTS | {"attention_backend": "planned"}, "what is planned is attention over blocks"),
+        (SLOTS | {"attention_backend": "planned"}, "only attention over blocks is planned"),
     ],
 )
 def test_contradictions_are_refused_with_the_rule(settings: dict, message: str) -> None:
@@ -141,7 +143,14 @@ def test_what_comes_later_is_refused_by_the_name_of_its_phase(settings: dict, re
 
 
 def test_every_rule_is_about_fields_that_exist() -> None:
-    assert {*CHOICES, *COUNTS, *NEEDS, *(other for other, _ in NEEDS.values())} <= {*FIELDS}
+    assert {*NEEDS, *(other for other, _ in NEEDS.values())} <= {*FIELDS}
     for field in FIELDS.values():
-        assert field.metadata["help"]
-        assert set(field.metadata["values"]) <= {*CHOICES.get(field.name, ())}
+        assert set(field.metadata["values"]) <= {*field.metadata["choices"]}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_help_of_a_field_is_a_sentence_that_names_its_choices(name: str) -> None:
+    text = FIELDS[name].metadata["help"]
+    assert text.endswith(".")
+    assert all(choice in text for choice in CHOICES.get(name, ()))
+    assert ("default: " in text) == (FIELDS[name].default is None), "any other default is shown by the option"

@@ -17,6 +17,7 @@ from shared.errors import ConfigError
 from shared.kernels import launch
 from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
+from shared.loading.placement import check_device
 from shared.models import fused
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import FusedBlock, FusedProjection, fuse
@@ -174,6 +175,18 @@ def test_a_machine_that_cannot_run_the_kernels_is_refused_with_the_remedy(
     with pytest.raises(ConfigError, match=message):
         fuse(model)
     assert not any(isinstance(module, FusedBlock | FusedProjection) for module in model.modules())
+
+
+@pytest.mark.parametrize("machine", [None, "no gpu", "rocm", *MACHINES])
+def test_auto_is_a_gpu_that_can_run_the_kernels_else_the_cpu(
+    machine: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None if machine == "rocm" else "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: machine != "no gpu")
+    passing_machine(monkeypatch)
+    change, _ = MACHINES.get(machine, (lambda patch: None, ""))
+    change(monkeypatch)
+    assert check_device("auto") == torch.device("cuda" if machine is None else "cpu")
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.10.1", "4.0.0+git123"])
