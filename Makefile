@@ -7,13 +7,15 @@ TRITON := 3.6.0
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 # As many processes as there are processors, and no more than a laptop's memory has room for.
-PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --durations 40 --durations-min 5
+# tests/integration comes first and takes longest, so files are handed out in that order.
+PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
+PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format env docs workshop clean
+.PHONY: help demo test test-all lint format env docs workshop clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: $(READY) ## fetch the demo model, let it answer, and measure every phase on this machine
 	@$(BIN)/infer model pull smollm2-135m
@@ -22,10 +24,14 @@ demo: $(READY) ## fetch the demo model, let it answer, and measure every phase o
 	@echo
 	$(BIN)/infer ladder --model smollm2-135m --quick
 
-test: $(READY) ## run every test that this machine can run
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not measured" $(PARALLEL)
-	$(BIN)/python -m pytest -m measured
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(PARALLEL)
+test: $(READY) ## run the tests of the engine, the server, the chapters and the kernels: minutes
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not measured" $(PARALLEL)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/kernels $(PARALLEL)
+
+test-all: $(READY) ## run every test that this machine can run: also browsers, exercises, measured ratios, compilation
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not measured" $(PARALLEL)
+	$(PYTEST) -m measured
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL)
 
 lint: $(READY) ## check style, format and types
 	$(BIN)/ruff check .

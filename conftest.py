@@ -1,4 +1,5 @@
-"""Fixtures for every test of the repository: small checkpoints as a user would find them, and the demo model."""
+"""Fixtures for every test of the repository: small checkpoints as a user would find them, the demo model, and the
+tokens of transformers that answers are compared with."""
 
 import os
 from pathlib import Path
@@ -6,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
+
+from tests.reference_tokens import ReferenceTokens
 
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
 FAMILIES = tuple(TINY_SHAPES)
@@ -40,10 +44,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[INFER] = typer.main.get_command(app)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name == "test_speedup.py":
             item.add_marker("measured")
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+    if not torch.cuda.is_available():
+        keep_one_skip_a_function(config, items)
+
+
+def keep_one_skip_a_function(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test function's parameters that need a GPU, leave one to say why it is skipped."""
+    kept, dropped, said = [], [], set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        is_repeated = item.get_closest_marker("gpu") is not None and function in said
+        (dropped if is_repeated else kept).append(item)
+        if item.get_closest_marker("gpu"):
+            said.add(function)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -52,12 +74,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def session_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run alone, which all of its worker processes share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if hasattr(request.config, "workerinput") else own
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(session_folder: Path) -> dict[str, Path]:
     """A random checkpoint of each family, by family."""
     from shared.checkpoints.make import make_checkpoint
 
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {family: make_checkpoint(shape, root / shape, seed=1) for family, shape in TINY_SHAPES.items()}
+    folders = {family: session_folder / "checkpoints" / shape for family, shape in TINY_SHAPES.items()}
+    with FileLock(session_folder / "checkpoints.lock"):
+        for shape in (folder for folder in folders.values() if not folder.exists()):
+            make_checkpoint(shape.name, shape, seed=1)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def reference_tokens(session_folder: Path) -> ReferenceTokens:
+    """``reference_tokens(folder, prompt_ids, n)``: the greedy tokens of transformers."""
+    cache = session_folder / "reference_tokens"
+    cache.mkdir(exist_ok=True)
+    return ReferenceTokens(cache)
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from phases.phase_02.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.errors import CapacityError, ConfigError, RequestError
-from shared.parity.reference import greedy_tokens, load_reference
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
+from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -34,22 +33,21 @@ def llama(tiny_checkpoints: dict[str, Path]) -> Engine:
     return Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
 
 
-def test_greedy_tokens_equal_those_of_transformers(model_folder: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
-    reference = load_reference(model_folder, torch.float32)
-    for prompt in PROMPTS:
-        prompt_ids = engine.tokenizer.encode(prompt)
-        ours = ids(answer(engine, prompt, max_new_tokens=200, **GREEDY))
-        assert ours == greedy_tokens(reference, prompt_ids, 200), prompt
+    for prompt, num_tokens in zip(PROMPTS, (200, 60, 60), strict=True):
+        ours = ids(answer(engine, prompt, max_new_tokens=num_tokens, **GREEDY))
+        assert ours == reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
 
 
 @pytest.mark.demo
-def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(demo_folder: Path) -> None:
+def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
+    demo_folder: Path, reference_tokens: ReferenceTokens
+) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder)))
     outputs = answer(engine, "The capital of France is", max_new_tokens=24, **GREEDY)
     assert text(outputs).startswith(" Paris")
-    reference = load_reference(demo_folder, torch.float32)
-    assert ids(outputs) == greedy_tokens(reference, engine.tokenizer.encode("The capital of France is"), 24)
+    assert ids(outputs) == reference_tokens(demo_folder, engine.tokenizer.encode("The capital of France is"), 24)
 
 
 def test_the_attention_backends_give_the_same_tokens(model_folder: Path) -> None:

@@ -14,8 +14,8 @@ from shared.errors import CapacityError, ConfigError, RequestError
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.tokens import Tokens
-from shared.parity.reference import greedy_tokens, load_reference
 from shared.sampling.params import SamplingParams
+from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
 
@@ -44,22 +44,21 @@ def run_in_pieces(model: CausalLM, cache: ContiguousCache, backend: str, tokens:
     return torch.cat(logits)
 
 
-def test_greedy_tokens_equal_those_of_phase_2_and_of_transformers(model_folder: Path) -> None:
-    config = EngineConfig(model=str(model_folder))
-    engine, uncached, reference = Engine(config), Uncached(config), load_reference(model_folder, torch.float32)
+def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    engine = Engine(EngineConfig(model=str(model_folder)))
     for prompt, num_tokens in zip(PROMPTS, (200, 40, 40), strict=True):
         ours = ids(engine, prompt, num_tokens)
-        assert ours[:30] == ids(uncached, prompt, 30), prompt
-        assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), num_tokens), prompt
+        assert ours == reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
 
 
 @pytest.mark.demo
-def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(demo_folder: Path) -> None:
+def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
+    demo_folder: Path, reference_tokens: ReferenceTokens
+) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
-    reference = load_reference(demo_folder, torch.float32)
-    for prompt, num_tokens in [("The capital of France is", 40), ("def fibonacci(n):", 12)]:
+    for prompt, num_tokens in [("The capital of France is", 24), ("def fibonacci(n):", 12)]:
         ours = ids(engine, prompt, num_tokens)
-        assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), num_tokens), prompt
+        assert ours == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
 
 
 def test_sampled_tokens_equal_those_of_phase_2(model_folder: Path) -> None:

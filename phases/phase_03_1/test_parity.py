@@ -20,9 +20,9 @@ from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import FusedBlock, FusedProjection, fuse
 from shared.models.tokens import Tokens
-from shared.parity.reference import greedy_tokens, load_reference
 from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, argmax_shortfall, distance
 from shared.sampling.params import SamplingParams
+from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
 DEV_SHAPES = ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"]
@@ -48,13 +48,11 @@ def forced_logits(model: CausalLM, view: ContiguousView, token_ids: Sequence[int
     return torch.cat(logits)
 
 
-def test_greedy_tokens_equal_those_of_phase_3_and_of_transformers(model_folder: Path) -> None:
-    config = EngineConfig(model=str(model_folder))
-    engine, unfused, reference = Engine(config), Unfused(config), load_reference(model_folder, torch.float32)
+def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    engine = Engine(EngineConfig(model=str(model_folder)))
     for prompt, num_tokens in zip(PROMPTS, (100, 30, 30), strict=True):
         ours = ids(engine, prompt, num_tokens)
-        assert ours == ids(unfused, prompt, num_tokens), prompt
-        assert ours == greedy_tokens(reference, engine.tokenizer.encode(prompt), num_tokens), prompt
+        assert ours == reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
 
 
 def test_sampled_tokens_equal_those_of_phase_3(model_folder: Path) -> None:
@@ -63,10 +61,12 @@ def test_sampled_tokens_equal_those_of_phase_3(model_folder: Path) -> None:
 
 
 @pytest.mark.demo
-def test_greedy_tokens_of_the_demo_model_equal_those_of_phase_3(demo_folder: Path) -> None:
-    config = EngineConfig(model=str(demo_folder), max_seq_len=256)
-    ours = ids(Engine(config), PROMPTS[0], 16)
-    assert ours == ids(Unfused(config), PROMPTS[0], 16)
+def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
+    demo_folder: Path, reference_tokens: ReferenceTokens
+) -> None:
+    engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
+    expected = reference_tokens(demo_folder, engine.tokenizer.encode(PROMPTS[0]), 16)
+    assert ids(engine, PROMPTS[0], 16) == expected
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])

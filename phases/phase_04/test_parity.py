@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from phases.phase_02.engine import Engine as Plain
 from phases.phase_03_1.engine import Engine as Single
 from phases.phase_04.engine import Engine
 from shared.cache.contiguous_pool import ContiguousKVCachePool
@@ -20,10 +19,11 @@ from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SamplerOutput
 from shared.errors import ConfigError, QueueFullError, RequestError
 from shared.kernels.launch import LAUNCHES
-from shared.parity.reference import greedy_tokens, load_reference
+from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
+from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
@@ -75,17 +75,14 @@ def ends(outputs: Sequence[StepOutput]) -> tuple[str, FinishReason | None, str |
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
-def test_greedy_tokens_of_a_batch_equal_those_of_every_earlier_loop(model_folder: Path) -> None:
-    engine, reference = make(model_folder), load_reference(model_folder, torch.float32)
+def test_greedy_tokens_of_a_batch_equal_those_of_transformers(
+    model_folder: Path, reference_tokens: ReferenceTokens
+) -> None:
+    engine = make(model_folder)
     wanted: list[tuple[str, int]] = [("The capital of France is", 32), ("x", 8), (SENTENCE, 16)]
     answers = serve(engine, [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted])
-    config = EngineConfig(model=str(model_folder))
-    plain, single = Plain(config), Single(config)
     for (prompt, n), answer in zip(wanted, answers, strict=True):
-        params = SamplingParams(**GREEDY, max_new_tokens=n)
-        assert tokens(answer) == tokens(list(single.generate(prompt, params))), prompt
-        assert tokens(answer) == tokens(list(plain.generate(prompt, params))), prompt
-        assert tokens(answer) == greedy_tokens(reference, engine.tokenizer.encode(prompt), n), prompt
+        assert tokens(answer) == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n), prompt
 
 
 def test_a_request_of_a_mixed_batch_is_answered_as_if_alone(model_folder: Path) -> None:
@@ -128,13 +125,15 @@ def test_packed_weights_serve_a_batch_too(tiny_checkpoints: dict[str, Path]) -> 
 
 
 @pytest.mark.demo
-def test_the_demo_model_answers_a_batch_as_it_answers_one(demo_folder: Path) -> None:
+def test_the_demo_model_answers_a_batch_as_transformers_does(
+    demo_folder: Path, reference_tokens: ReferenceTokens
+) -> None:
     prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
     params = GREEDY | {"max_new_tokens": 8}
-    answers = serve(make(demo_folder, max_batch_size=3), [(prompt, params) for prompt in prompts])
-    single = Single(EngineConfig(model=str(demo_folder), max_seq_len=256))
+    engine = make(demo_folder, max_batch_size=3)
+    answers = serve(engine, [(prompt, params) for prompt in prompts])
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert tokens(answer) == tokens(list(single.generate(prompt, SamplingParams(**params))))
+        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
 
 
 def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from phases.phase_02.engine import Engine as Plain
 from phases.phase_03_1.engine import Engine as Single
 from phases.phase_04.engine import Engine as Static
 from phases.phase_05.engine import Engine
@@ -18,10 +17,10 @@ from shared.engine.request import Request
 from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
-from shared.parity.reference import greedy_tokens, load_reference
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
+from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -85,27 +84,22 @@ def test_whoever_comes_and_goes_each_answer_is_as_if_alone(model_folder: Path) -
             assert ends(ours) == ends(theirs), (config, prompt, params)
 
 
-def test_greedy_tokens_equal_those_of_phase_4_of_the_plain_loop_and_of_transformers(model_folder: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     wanted: list[tuple[str, int]] = [("The capital of France is", 32), ("x", 8), (SENTENCE, 16)]
     requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
     engine = make(model_folder, max_batch_size=2)
     answers = [tokens(answer) for answer in serve(engine, requests, [0, 2, 5])]
-    static = Static(EngineConfig(model=str(model_folder), max_seq_len=256))
-    assert answers == [tokens(answer) for answer in serve(static, requests)]
-    plain, reference = Plain(EngineConfig(model=str(model_folder))), load_reference(model_folder, torch.float32)
     for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert answer == tokens(list(plain.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=n))))
-        assert answer == greedy_tokens(reference, engine.tokenizer.encode(prompt), n)
+        assert answer == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
 
 
 @pytest.mark.demo
-def test_the_demo_model_answers_as_in_phase_3_1(demo_folder: Path) -> None:
+def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
     prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
     requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
-    answers = serve(make(demo_folder, max_batch_size=2), requests, [0, 3, 4])
-    single = Single(EngineConfig(model=str(demo_folder), max_seq_len=256))
-    for (prompt, params), answer in zip(requests, answers, strict=True):
-        assert tokens(answer) == tokens(list(single.generate(prompt, SamplingParams(**params))))
+    engine = make(demo_folder, max_batch_size=2)
+    for prompt, answer in zip(prompts, serve(engine, requests, [0, 3, 4]), strict=True):
+        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
 
 
 def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, Path]) -> None:

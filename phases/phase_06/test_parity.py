@@ -10,7 +10,6 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from phases.phase_02.engine import Engine as Plain
 from phases.phase_03_1.engine import Engine as Single
 from phases.phase_05.engine import Engine as Contiguous
 from phases.phase_06.engine import Engine
@@ -20,12 +19,12 @@ from shared.engine.record import StepRecord
 from shared.engine.sampler import SamplerOutput
 from shared.errors import ConfigError, RequestError
 from shared.kernels.launch import LAUNCHES
-from shared.parity.reference import greedy_tokens, load_reference
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
 from shared.server.engine_thread import EngineThread
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
+from tests.reference_tokens import ReferenceTokens
 
 MAX_SEQ_LEN = 128
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
@@ -124,30 +123,26 @@ def test_where_nobody_has_to_give_way_each_answer_is_as_if_alone(
     assert engine.load().num_preemptions == 0
 
 
-def test_greedy_tokens_equal_those_of_phase_5_of_the_plain_loop_and_of_transformers(model_folder: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
     requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
     engine = make(model_folder, block_size=2, tokens=112, max_seq_len=112)
     found, records = serve(engine, requests, [0, 2, 5])
     answers = [tokens(answer) for answer in found]
     assert any(record.preempted for record in records)
-    contiguous = Contiguous(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
-    assert answers == [tokens(answer) for answer in serve(contiguous, requests)[0]]
-    plain, reference = Plain(EngineConfig(model=str(model_folder))), load_reference(model_folder, torch.float32)
     for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert answer == tokens(list(plain.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=n))))
-        assert answer == greedy_tokens(reference, engine.tokenizer.encode(prompt), n)
+        assert answer == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
 
 
 @pytest.mark.demo
-def test_the_demo_model_answers_as_in_phase_3_1(demo_folder: Path) -> None:
+def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
     prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
     requests = [(prompt, GREEDY | {"max_new_tokens": 6}) for prompt in prompts]
     engine = make(demo_folder, block_size=2, tokens=16, max_seq_len=16)
     answers, _ = serve(engine, requests, [0, 1, 2])
     assert engine.load().num_preemptions > 0
-    for answer, expected in zip(answers, alone(demo_folder, requests), strict=True):
-        assert tokens(answer) == tokens(expected)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 6)
 
 
 @pytest.mark.parametrize(

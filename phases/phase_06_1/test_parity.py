@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from phases.phase_02.engine import Engine as Plain
 from phases.phase_06.engine import Engine as Paged
 from phases.phase_06_1.engine import Engine
 from shared.engine.config import EngineConfig
@@ -16,8 +14,8 @@ from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
-from shared.parity.reference import greedy_tokens, load_reference
 from shared.sampling.params import SamplingParams
+from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -84,24 +82,22 @@ def test_every_backend_gives_the_same_answers(tiny_checkpoints: dict[str, Path])
     assert seen(serve(make(folder, **about, kv_cache_backend="contiguous"), MIXED, ARRIVALS)[0]) == expected
 
 
-def test_greedy_tokens_equal_those_of_the_plain_loop_and_of_transformers(model_folder: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
     requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
     engine = make(model_folder, **SMALL | {"max_batch_size": 2})
     answers, _ = serve(engine, requests, [0, 2, 5])
-    plain, reference = Plain(EngineConfig(model=str(model_folder))), load_reference(model_folder, torch.float32)
     for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert tokens(answer) == tokens(list(plain.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=n))))
-        assert tokens(answer) == greedy_tokens(reference, engine.tokenizer.encode(prompt), n)
+        assert tokens(answer) == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
 
 
 @pytest.mark.demo
-def test_the_demo_model_answers_as_in_phase_6(demo_folder: Path) -> None:
+def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
     prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
     requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
-    about: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 2}
-    answers, paged = (serve(make(demo_folder, phase, **about), requests, [0, 3, 4])[0] for phase in (Engine, Paged))
-    assert seen(answers) == seen(paged)
+    engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
+    for prompt, answer in zip(prompts, serve(engine, requests, [0, 3, 4])[0], strict=True):
+        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
 
 
 def test_on_a_cpu_nothing_is_planned_and_nothing_launched(tiny_checkpoints: dict[str, Path]) -> None:

@@ -26,6 +26,8 @@ import pytest
 from shared.lesson_source import added_modules, diff_lines
 from shared.lessons import Lesson, find_lesson, lessons
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (

@@ -1,4 +1,4 @@
-"""``infer trace`` as a process of its own, and its page in a real Chromium, opened as a file.
+"""``infer trace``, once as a process of its own, and its page in a real Chromium, opened as a file.
 
 The browser is not let onto the network, and any request but the one for the page fails the test. Where there is no
 Chromium the tests of the page say so.
@@ -73,9 +73,11 @@ TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnima
 TEXTS = "h1, h2, p, legend, label, li, th, td, caption, summary, .names div, output, output b, button, .mark"
 
 
-def infer(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*INFER, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+def traced(*arguments: str | Path) -> str:
+    """What ``infer trace`` prints, run in this process."""
+    result = CliRunner().invoke(app, ["trace", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,9 @@ def model(tiny_checkpoints: dict[str, Path]) -> str:
 def written(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the two files of a run under two schedulers."""
     folder = tmp_path_factory.mktemp("traced")
-    done = infer("trace", "--model", model, *WORK, "--compare", "static,continuous", "--out", "a/b", cwd=folder)
+    command = [*INFER, "trace", "--model", model, *WORK, "--compare", "static,continuous", "--out", "a/b"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (folder / "told.txt").write_text(done.stdout)
@@ -175,8 +179,7 @@ def test_both_schedulers_had_the_same_requests_and_gave_the_same_answers(traces:
 
 
 def test_a_seed_gives_the_same_files_but_for_the_clock(model: str, written: Path, tmp_path: Path) -> None:
-    done = infer("trace", "--model", model, *WORK, "--compare", "static,continuous", "--out", ".", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    traced("--model", model, *WORK, "--compare", "static,continuous", "--out", tmp_path)
 
     def timeless(path: Path) -> tuple[object, object]:
         def without(value: Any) -> Any:
@@ -191,9 +194,8 @@ def test_a_seed_gives_the_same_files_but_for_the_clock(model: str, written: Path
 
 def test_prompts_from_a_file_are_answered_as_generate_does(model: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The capital\n\n</script><b>bold</b>\nx\n")
-    options = ("--prompts", "prompts.txt", "--max-tokens", "6", "--every", "2", "--scheduler-policy", "prefill_first")
-    done = infer("trace", "--model", model, *options, "--out", "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    options = ("--max-tokens", "6", "--every", "2", "--scheduler-policy", "prefill_first", "--out", tmp_path / "out")
+    traced("--model", model, "--prompts", tmp_path / "prompts.txt", *options)
     (trace,) = page_data(tmp_path / "out/trace.html")
     assert trace["title"] == "continuous, prefill_first"
     assert [(r["request_id"], r["prompt"], r["arrival_step"]) for r in trace["requests"]] == [
@@ -212,8 +214,7 @@ def test_prompts_from_a_file_are_answered_as_generate_does(model: str, tmp_path:
 
 
 def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["trace", "--model", model, "--phase", "04", *WORK, "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    traced("--model", model, "--phase", "04", *WORK, "--out", tmp_path)
     (trace,) = page_data(tmp_path / "trace.html")
     assert (trace["title"], trace["settings"]["phase"]) == ("static", "04")
     assert "policy" not in trace["settings"]
@@ -473,9 +474,8 @@ CROWDED = ("--num-gpu-blocks", "8", "--block-size", "4", "--max-seq-len", "32", 
 def crowded(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in which somebody is preempted, beside the same requests in regions."""
     folder = tmp_path_factory.mktemp("crowded")
-    done = infer("trace", "--model", model, *CROWDED, "--compare", "contiguous,paged", "--out", ".", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    (folder / "told.txt").write_text(done.stdout)
+    told = traced("--model", model, *CROWDED, "--compare", "contiguous,paged", "--out", folder)
+    (folder / "told.txt").write_text(told)
     return folder / "trace.html"
 
 

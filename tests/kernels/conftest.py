@@ -8,7 +8,8 @@ found.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy
 import pytest
@@ -22,9 +23,20 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 BFLOAT16_ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if not INTERPRETED and not torch.cuda.is_available():
+class SkippedFile(pytest.Module):
+    """A file of kernel tests where no kernel can run: one skip, and nothing is imported."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         pytest.skip("needs a GPU, or Triton's interpreter: TRITON_INTERPRET=1 pytest tests/kernels")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if INTERPRETED or torch.cuda.is_available():
+        return None
+    return SkippedFile.from_parent(parent, path=module_path)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
     if INTERPRETED and item.get_closest_marker("gpu"):
         pytest.skip("Triton's interpreter cannot do this; it runs on a GPU, without TRITON_INTERPRET")
 

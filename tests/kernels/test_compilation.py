@@ -19,6 +19,7 @@ from shared.kernels.launch import INTERPRETED
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU every kernel test compiles")
 def test_every_variant_compiles(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

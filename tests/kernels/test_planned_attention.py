@@ -480,6 +480,7 @@ def compile_planned_attention():
             planned_prefill(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU every kernel test compiles")
 def test_every_variant_compiles(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -23,7 +23,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.stash[INFER] = typer.main.get_command(app)
 """
-PLAIN = [f"-pno:{plugin}" for plugin in ("cacheprovider", "hypothesispytest", "benchmark", "anyio", "timeout")]
+NOT_NEEDED = ("cacheprovider", "hypothesispytest", "benchmark", "anyio", "timeout", "schemathesis", "xdist")
+PLAIN = ["--assert=plain", *(f"-pno:{plugin}" for plugin in NOT_NEEDED)]
 SOURCE = '''"""A module."""
 
 LIMIT = 3

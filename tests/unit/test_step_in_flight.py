@@ -107,7 +107,7 @@ def serve(engine: Engine, requests: list[tuple[list[int], SamplingParams]], abor
     return list(outputs.values())
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("gemma3_text", 1)])
 @pytest.mark.parametrize(
     "config",
     [
@@ -118,8 +118,10 @@ def serve(engine: Engine, requests: list[tuple[list[int], SamplingParams]], abor
     ],
     ids=lambda config: next(iter(config)),
 )
-def test_answers_are_those_of_the_loop_that_waits(model_folder: Path, config: dict[str, Any], seed: int) -> None:
-    settings = EngineConfig(model=str(model_folder), max_seq_len=48, dtype="float32", **config)
+def test_answers_are_those_of_the_loop_that_waits(
+    tiny_checkpoints: dict[str, Path], config: dict[str, Any], family: str, seed: int
+) -> None:
+    settings = EngineConfig(model=str(tiny_checkpoints[family]), max_seq_len=48, dtype="float32", **config)
     expected = serve(Engine(settings), crowd(seed))
     engine = Overlapped(settings)
     got = serve(engine, crowd(seed))
