@@ -1,8 +1,8 @@
 """The settings of an engine: one frozen dataclass that grows by phase. Introduced in phase 2.
 
-Every optimization is a field that can be turned off. A field knows the phase that brings it, so an engine refuses the
-settings of later phases by name. Invariant: a config that exists is consistent; contradictions are refused when it is
-made, with the rule in the message.
+Every optimization is a field that can be turned off. A field's metadata names the phase that introduces it, so an
+engine refuses the settings of later phases by name. Invariant: every EngineConfig is consistent; the constructor
+refuses contradictions and states the rule in the message.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ CHOICES = {
     "scheduler_policy": SCHEDULER_POLICIES,
     "quantization": QUANTIZATIONS,
 }
-"""The values of the fields that name one of a few; None is allowed where it is the default."""
+"""The allowed values of enumerated fields; None is allowed where it is the default."""
 
 COUNTS = (
     "max_batch_size",
@@ -43,7 +43,7 @@ COUNTS = (
     "max_prefill_chunks_per_step",
     "spec_length",
 )
-"""The fields that are whole numbers of at least 1; None is allowed where it is the default."""
+"""The integer fields, at least 1; None is allowed where it is the default."""
 
 NEEDS = {
     "block_size": ("kv_cache_backend", "paged"),
@@ -55,82 +55,89 @@ NEEDS = {
     "draft_model": ("use_speculative_decoding", True),
     "spec_length": ("use_speculative_decoding", True),
 }
-"""Fields that mean something only with another: changed, they need that field to have that value. An optimization that
-is left to the phase (None) is off where it lacks what it needs, and only refused where it is asked for (True)."""
+"""Fields that depend on another: if changed, they require the named field to have the given value. An optimization left
+to the phase (None) is off without its requirement; one set to True is refused."""
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
-"""Phases whose settings no later phase has."""
+"""Side tracks: no later phase supports their settings."""
 
 
 def setting(default: Any, phase: str, text: str, values: Mapping[Any, str] | None = None) -> Any:
     """A field of the config.
 
     Args:
-        default: the value that every engine knows.
-        phase: the phase that brings the field.
-        text: one line on what it does.
-        values: values that a later phase brings, with that phase.
+        default: the value that every engine accepts.
+        phase: the phase that introduces the field.
+        text: the help text, one line.
+        values: values that a later phase introduces, with that phase.
     """
     return dataclasses.field(default=default, metadata={"phase": phase, "help": text, "values": values or {}})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine runs its model. Raises ConfigError on values that make no sense."""
+    """How an engine runs its model. Raises ConfigError for values out of range and contradictions."""
 
     model: str = setting("smollm2-135m", "02", "a model folder, a known name, or a hub name")
     dtype: str | None = setting(None, "02", "dtype of the weights: float32, bfloat16, float16; default by device")
     device: str = setting("cpu", "02", "cpu or cuda")
-    max_seq_len: int | None = setting(None, "02", "most tokens of prompt and answer; default: the model's, up to 4096")
-    seed: int | None = setting(None, "02", "where requests without a seed get theirs from; default: the system")
+    max_seq_len: int | None = setting(
+        None, "02", "maximum tokens of prompt and output; default: the model's, up to 4096"
+    )
+    seed: int | None = setting(None, "02", "source of seeds for requests without one; default: the operating system")
     attention_backend: str | None = setting(
         None,
         "02",
-        "naive (the formula), sdpa (PyTorch), flash (our kernels) or planned (our kernels, after a plan of the step); "
+        "naive (the formula), sdpa (PyTorch), flash (our kernels) or planned (our kernels, with a plan for each step); "
         "default: on a GPU the last of them that the phase has, else sdpa",
         values={"flash": "03.1", "planned": "06.1"},
     )
 
-    pack_weights: bool = setting(False, "03", "CPU: keep 16-bit weights 16 bits wide; slower to load, faster to decode")
+    pack_weights: bool = setting(False, "03", "CPU: keep 16-bit weights at 16 bits; slower to load, faster to decode")
 
-    max_batch_size: int = setting(16, "04", "most requests that run at a time, each with memory of its own")
+    max_batch_size: int = setting(16, "04", "maximum number of running requests")
     max_num_batched_tokens: int = setting(
-        8192, "04", "most prompt tokens of a step; a longer prompt has a step of its own"
+        8192, "04", "maximum prompt tokens in a step; a longer prompt gets a step of its own"
     )
-    max_waiting_requests: int = setting(1024, "04", "most requests in the queue; more are refused")
+    max_waiting_requests: int = setting(1024, "04", "maximum queue length; further requests are refused")
     kv_cache_backend: str | None = setting(
-        None, "04", "contiguous: a region a request; paged: blocks; default: the phase's own", values={"paged": "06"}
+        None,
+        "04",
+        "contiguous: one region per request; paged: blocks; default: the phase's own",
+        values={"paged": "06"},
     )
     batching_mode: str | None = setting(
         None,
         "04",
-        "static: a batch runs to its end before the next; continuous: a request joins as soon as there is room; "
+        "static: a batch runs to its end before the next; continuous: requests join and leave in every step; "
         "default: the phase's own",
         values={"continuous": "05"},
     )
 
     scheduler_policy: str = setting(
-        "fcfs", "05", "who decodes while prompts are run: fcfs, prefill_first, decode_round_robin"
+        "fcfs", "05", "which requests decode in a step with prefills: fcfs, prefill_first, decode_round_robin"
     )
-    max_decode_interval: int = setting(4, "05", "every decoding request gets a token at least once in so many steps")
+    max_decode_interval: int = setting(4, "05", "maximum steps between two tokens of a decoding request")
 
-    block_size: int = setting(16, "06", "tokens of a block")
-    num_gpu_blocks: int | None = setting(None, "06", "blocks of the pool; default: what memory is left")
-    use_chunked_prefill: bool | None = setting(
-        None, "07", "run long prompts in chunks, beside the decoding of others; default: the phase's own"
+    block_size: int = setting(16, "06", "tokens in a KV cache block")
+    num_gpu_blocks: int | None = setting(
+        None, "06", "KV cache blocks in the pool; default: as many as fit in free memory"
     )
-    prefill_chunk_size: int = setting(512, "07", "most tokens of such a chunk")
-    max_prefill_chunks_per_step: int = setting(1, "07", "most such chunks of a step")
+    use_chunked_prefill: bool | None = setting(
+        None, "07", "prefill long prompts in chunks, mixed with decoding; default: the phase's own"
+    )
+    prefill_chunk_size: int = setting(512, "07", "maximum tokens in a prefill chunk")
+    max_prefill_chunks_per_step: int = setting(1, "07", "maximum prefill chunks in a step")
     use_prefix_caching: bool | None = setting(
-        None, "08", "requests that begin alike share blocks; default: the phase's own"
+        None, "08", "share the blocks of common prompt prefixes; default: the phase's own"
     )
     use_cuda_graphs: bool | None = setting(
         None, "09", "replay a decode step as one CUDA graph; default: the phase's own"
     )
     quantization: str | None = setting(None, "10", "fp8 or int8 weights")
     use_speculative_decoding: bool = setting(False, "11", "a draft model proposes tokens, the model verifies them")
-    draft_model: str | None = setting(None, "11", "the model that proposes: a folder, a known name, or a hub name")
-    spec_length: int = setting(4, "11", "tokens proposed at a time")
+    draft_model: str | None = setting(None, "11", "the draft model: a folder, a known name, or a hub name")
+    spec_length: int = setting(4, "11", "draft tokens per step")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -139,49 +146,49 @@ class EngineConfig:
             if field.name in CHOICES and not is_default and value not in CHOICES[field.name]:
                 raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(CHOICES[field.name])}.")
             if field.name in COUNTS and not is_default and (type(value) is not int or value < 1):
-                raise ConfigError(f"{field.name} is {value!r}; it must be a whole number of at least 1.")
+                raise ConfigError(f"{field.name} is {value!r}; it must be an integer of at least 1.")
             other, needed = NEEDS.get(field.name, (field.name, value))
             if not is_default and value is not False and getattr(self, other) not in (needed, None):
                 raise ConfigError(
-                    f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; the first, which arrives in "
-                    f"phase {field.metadata['phase']}, has a meaning only with {other} = {needed!r}: set that too, or "
-                    f"leave {field.name} out."
+                    f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; {field.name}, which arrives "
+                    f"in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too, or leave "
+                    f"{field.name} out."
                 )
         self._check_contradictions()
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
-                f"max_seq_len is {self.max_seq_len}; it must be at least 2: a token of prompt and one of answer."
+                f"max_seq_len is {self.max_seq_len}; it must be at least 2: one prompt token and one output token."
             )
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^64 - 1.")
 
     def _check_contradictions(self) -> None:
-        """Raise ConfigError for settings of which each is right and which cannot be had together."""
+        """Raise ConfigError for settings that are each valid but exclude each other."""
         if self.batching_mode == "static":
             for name in ("scheduler_policy", "max_decode_interval"):
                 value = getattr(self, name)
                 if value != self.__dataclass_fields__[name].default:
                     raise ConfigError(
-                        f"{name} is {value!r} and batching_mode is 'static'; a static batch admits nobody while it "
-                        f"runs, so there is nothing to share out: leave {name} out, or choose batching_mode "
+                        f"{name} is {value!r} and batching_mode is 'static'; a static batch admits no request while "
+                        f"it runs, so no step mixes prefill and decode: leave {name} out, or choose batching_mode "
                         "'continuous'."
                     )
         if self.attention_backend == "planned" and self.kv_cache_backend == "contiguous":
             raise ConfigError(
-                "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; what is planned is attention "
-                "over blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
+                "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; planned attention works on "
+                "blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
             )
         if self.use_speculative_decoding and self.draft_model is None:
             raise ConfigError(
-                "use_speculative_decoding is True and draft_model is None; name the model that proposes tokens with "
-                "draft_model."
+                "use_speculative_decoding is True and draft_model is None; set draft_model to the model that proposes "
+                "tokens."
             )
 
     def check(self, supported: Collection[str]) -> None:
-        """Refuse every setting that was changed and that the engine, an earlier phase, does not have.
+        """Raise ConfigError for a changed setting that the engine does not support, and name its phase.
 
         Args:
-            supported: names of fields; and ``field=value`` for each value that came later than its field.
+            supported: names of fields, and ``field=value`` for each value introduced later than its field.
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -198,27 +205,27 @@ class EngineConfig:
                 )
 
     def is_on(self, name: str) -> bool:
-        """Whether an optimization that the phase has is on: as it was set; left out, if what it needs is there."""
+        """Whether an optimization that the phase supports is on; None means on if its requirement is met."""
         other, needed = NEEDS.get(name, (name, None))
         value = getattr(self, name)
         return bool(value) if value is not None else getattr(self, other) in (needed, None)
 
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
-        """The most new tokens that a forward can bring, where a sequence may have ``max_seq_len``."""
+        """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""
         return max(self.max_num_batched_tokens, self.max_batch_size, max_seq_len)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype of the weights, or None to choose by device."""
+        """The dtype of the weights; None: choose by device."""
         return None if self.dtype is None else getattr(torch, self.dtype)
 
     def sequence_limit(self, model_limit: int) -> int:
-        """Tokens that one request may have, prompt and answer together, with a model of ``model_limit`` positions."""
+        """Maximum tokens of a request, prompt and output, with a model of ``model_limit`` positions."""
         if self.max_seq_len is None:
             return min(model_limit, DEFAULT_MAX_SEQ_LEN)
         if self.max_seq_len > model_limit:
             raise ConfigError(
-                f"max_seq_len is {self.max_seq_len} and the model was made for {model_limit} positions; ask for at "
-                "most that."
+                f"max_seq_len is {self.max_seq_len} and the model supports {model_limit} positions; set at most "
+                f"{model_limit}."
             )
         return self.max_seq_len
