@@ -6,7 +6,7 @@ without a traceback and exits with code 2; a server turns it into an error body.
 
 
 class InferError(ValueError):
-    """What the user asked for cannot be done; the message says why and what to do instead."""
+    """The user's input or environment is at fault; the message says why and what to do instead."""
 
 
 class ModelFolderError(InferError):
@@ -22,12 +22,12 @@ class RequestError(InferError):
 
 
 class CapacityError(InferError):
-    """The KV memory cannot hold what was asked for."""
+    """The KV cache has no room for the requested tokens."""
 
 
 class QueueFullError(InferError):
-    """As many requests wait as may wait; the same request may be welcome later."""
+    """The waiting queue is full; the client may retry later."""
 
 
 class BlockError(InferError):
-    """A block of KV memory was given back twice, or by somebody who does not hold it."""
+    """A KV cache block was freed twice, or freed by a request that does not hold it."""

@@ -142,7 +142,7 @@ def test_an_answer_ends_by_length_when_the_sequence_is_full(tiny_checkpoints: di
     [
         ([], "prompt is empty"),
         ("", "prompt is empty"),
-        ([10**9], "token id 1000000000; this model's ids are whole numbers from 0 to"),
+        ([10**9], "token id 1000000000; this model's ids are integers from 0 to"),
         ([-1], "token id -1"),
         ([True], "token id True"),
         ([5] * 5000, r"5000 tokens and a sequence may have \d+"),

@@ -227,11 +227,11 @@ def test_the_cache_refuses_what_does_not_fit_and_stays_as_it_was(tiny_checkpoint
     cache.advance(5)
     with pytest.raises(CapacityError, match="holds 5 tokens of at most 8 and cannot take 4 more"):
         cache.reserve("a", 4)
-    with pytest.raises(CapacityError, match="-1 places were asked"):
+    with pytest.raises(CapacityError, match="-1 slots were requested"):
         cache.reserve("a", -1)
     with pytest.raises(CapacityError, match="holds request a"):
         cache.reserve("b", 1)
     for length in (-1, 6):
-        with pytest.raises(CapacityError, match=f"cannot be cut to {length}"):
+        with pytest.raises(CapacityError, match=f"cannot be truncated to {length}"):
             cache.truncate(length)
     assert (cache.length, cache.owner) == (5, "a")

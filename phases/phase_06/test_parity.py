@@ -352,8 +352,8 @@ def test_a_step_that_is_broken_off_loses_no_output(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
-        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0; it must be a whole number of at least 1"),
+        ({"block_size": 0}, "block_size is 0; it must be an integer of at least 1"),
+        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0; it must be an integer of at least 1"),
         (
             {"num_gpu_blocks": 7, "max_seq_len": 128},
             r"num_gpu_blocks is 7: 112 tokens in blocks of 16. One sequence may have max_seq_len = 128 tokens, which "
@@ -387,7 +387,7 @@ def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: 
     with pytest.raises(RequestError, match=r"has 32 tokens .* 32"):
         engine.add_request([7] * 32, SamplingParams(max_new_tokens=1))
     engine.pool.request_capacity = 20  # as of a pool that is smaller than that
-    with pytest.raises(RequestError, match="has 10 tokens and with its answer up to 21; the KV memory holds 20"):
+    with pytest.raises(RequestError, match="has 10 tokens and with its output up to 21; the KV cache holds 20"):
         engine.add_request([7] * 10, SamplingParams(max_new_tokens=11))
     assert not engine.has_work()
     with TestClient(make_app(EngineThread(engine), ServerConfig(model_name="tiny"))) as client:
@@ -396,7 +396,7 @@ def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: 
             response = client.post("/v1/completions", json=body)
             assert response.status_code == status, response.text
             if length == 10 and status == 422:
-                assert "the KV memory holds 20 for one request" in response.json()["error"]["message"]
+                assert "the KV cache holds 20 for one request" in response.json()["error"]["message"]
     assert engine.pool.audit() == []
 
 

@@ -111,7 +111,7 @@ def test_on_a_cpu_nothing_is_planned_and_nothing_launched(tiny_checkpoints: dict
 
 def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path]) -> None:
     folder = str(tiny_checkpoints["llama"])
-    with pytest.raises(ConfigError, match="what is planned is attention over blocks: leave attention_backend out, or"):
+    with pytest.raises(ConfigError, match="planned attention works on blocks: leave attention_backend out, or"):
         EngineConfig(model=folder, attention_backend="planned", kv_cache_backend="contiguous")
     with pytest.raises(ConfigError, match=r"attention_backend = 'planned' arrives in phase 06.1; leave it out"):
         Paged(EngineConfig(model=folder, attention_backend="planned"))

@@ -1,6 +1,5 @@
-"""How attention is cut into splits that run side by side, and put together again. Introduced in phase 6.1.
+"""Split-KV attention: plans of parallel splits, and merging their results. Introduced in phase 6.1.
 
-``descriptor`` says what a plan is; ``plan`` decides once a step, on the host, which keys each program takes; ``states``
-says what attention over a split leaves behind and why any cut gives the same result. The kernels that follow are in
-``shared.kernels``.
+``descriptor`` defines a plan; ``plan`` assigns keys to programs, once a step, on the host; ``states`` defines the
+result of attention over a split, and why every split size gives the same result. The kernels are in ``shared.kernels``.
 """

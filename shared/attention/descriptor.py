@@ -1,11 +1,11 @@
-"""What a plan is: what it has to fill, its arrays on the host, and the same on the device. Introduced in phase 6.1.
+"""Attention plans: their limits, their arrays on the host, and the same on the device. Introduced in phase 6.1.
 
-A typed descriptor over flat arrays, so that all of a step can travel in one copy and a program finds by its own number
-its request and its split of the keys. How the numbers are chosen is :mod:`shared.attention.plan`'s affair.
+A plan is flat arrays, so that all arrays of a step are uploaded in one copy and a program looks up its request and its
+split of the keys by its program id. :mod:`shared.attention.plan` computes the numbers.
 
 Invariants: there are at most ``Grid.capacity`` items and ``Grid.max_states`` states; arrays are as long as the
-capacity, whatever the step, so that a captured graph can be replayed with another plan, and what lies behind
-``num_items`` is zero. All are int32.
+capacity, whatever the step, so that a captured CUDA graph can be replayed with another plan; entries after
+``num_items`` are zero. All arrays are int32.
 """
 
 from collections.abc import Sequence
@@ -18,61 +18,61 @@ from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
 NUM_ARRAYS = 7
-"""Of a plan."""
+"""The number of arrays of a plan."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a plan has to fill: one kernel on one device."""
+    """The launch grid that a plan fills: one kernel on one device."""
 
-    resident: int  # items that run at once: resident programs over the groups of heads that each item is for
-    unit: int  # a split is a multiple of so many tokens: the keys of a kernel's tile
-    least_split: int  # tokens; a shorter split is not worth a program
+    resident: int  # items that run at once: resident programs divided by the programs of an item, one per head group
+    unit: int  # tokens of a kernel's key tile; a split is a multiple of it
+    least_split: int  # tokens; a shorter split does not justify a program
 
     def capacity(self, num_tiles: int) -> int:
-        """The most items of a plan for so many tiles of queries."""
+        """Maximum number of items of a plan for ``num_tiles`` query tiles."""
         return self.resident + num_tiles
 
     def max_states(self, tokens_per_tile: int = 1) -> int:
-        """The most states of a plan: a tile of n splits, more than one, leaves n for each of its tokens.
+        """Maximum number of states of a plan: a tile of n > 1 splits stores n states for each of its tokens.
 
-        If a split is a fair share or more, fewer than ``resident`` tiles have several splits, and all of these together
-        are fewer than ``2 * resident``.
+        A split is at least an equal share of the keys, so fewer than ``resident`` tiles have several splits, and these
+        tiles have fewer than ``2 * resident`` splits in total.
         """
         return 2 * self.resident * tokens_per_tile
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A step's plan on the host. ``rows`` are new tokens: one a sequence when decoding."""
+    """A step's plan on the host. ``rows`` are new tokens: one per sequence when decoding."""
 
     num_items: Int32s  # [1]
     split_size: Int32s  # [1], in tokens; a tile's last split may be shorter
-    request_indices: Int32s  # [capacity], of each item
-    query_tile_indices: Int32s  # [capacity], which tile of the request's new tokens; 0 when decoding
-    kv_tile_indices: Int32s  # [capacity], which split of the keys that the tile sees
-    query_indptr: Int32s  # [requests + 1], the rows of each
-    output_indptr: Int32s  # [rows + 1], the states of each row; none: its item stores the result itself
+    request_indices: Int32s  # [capacity], the request of each item
+    query_tile_indices: Int32s  # [capacity], the tile among the request's new tokens; 0 when decoding
+    kv_tile_indices: Int32s  # [capacity], the split among the keys that the tile attends to
+    query_indptr: Int32s  # [requests + 1], the rows of each request
+    output_indptr: Int32s  # [rows + 1], the states of each row; none: the row's item stores the output itself
     tokens_per_tile: int
-    is_split: bool  # whether a row may have several splits, and so states; always, where a graph is captured
+    is_split: bool  # whether a row may have several splits, and so states; always True if a graph is captured
 
     @property
     def capacity(self) -> int:
-        """Items that a launch has programs for."""
+        """Items for which a launch has programs."""
         return len(self.request_indices)
 
     @property
     def num_rows(self) -> int:
-        """New tokens, the padding of a bucket included."""
+        """New tokens, including a bucket's padding."""
         return len(self.output_indptr) - 1
 
     @property
     def num_states(self) -> int:
-        """States that are stored in between."""
+        """Number of intermediate states."""
         return int(self.output_indptr[-1])
 
     def arrays(self) -> tuple[Int32s, ...]:
-        """What has to be sent, for :meth:`shared.engine.staging.Staging.send` together with all else of the step."""
+        """The arrays to upload with :meth:`shared.engine.staging.Staging.send`, in one copy with the step's others."""
         return (
             self.num_items,
             self.split_size,
@@ -86,7 +86,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """The arrays of an :class:`AttentionPlan` where kernels read them."""
+    """The arrays of an :class:`AttentionPlan` on the device."""
 
     num_items: torch.Tensor
     split_size: torch.Tensor
@@ -103,7 +103,7 @@ class DevicePlan:
 
     @classmethod
     def of(cls, plan: AttentionPlan, sent: Sequence[torch.Tensor]) -> Self:
-        """``sent`` is what became of ``plan.arrays()``, in that order."""
+        """``sent`` holds the uploaded ``plan.arrays()``, in that order."""
         num_items, split_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr = sent
         return cls(
             num_items,

@@ -1,19 +1,17 @@
-"""Which program reads which keys: decided once a step on the host, for every layer. Introduced in phase 6.1.
+"""Plans attention: assigns keys to programs, once a step on the host, for every layer. Introduced in phase 6.1.
 
-A GPU runs a fixed number of programs at once, and a batch's sequences are of any length: one program for each sequence
-leaves most of the machine idle while the longest is read. So each step is planned like the jobs of a schedule. The keys
-that a tile of queries sees are cut into *splits* of one size, of which the last may be shorter. An *item* is a tile
-with one of its splits, which one program takes for one group of heads; the arrays of a plan give the request, the tile
-and the split of every item. Kernels follow them and decide nothing (FlashInfer, arXiv 2501.01005).
+A GPU runs a fixed number of programs at once, and a batch's sequences vary in length: with one program per sequence
+most of the GPU idles while the longest is read. So each step's attention is planned. The keys that a tile of queries
+attends to are cut into *splits* of one size; the last may be shorter. An *item* is a tile with one of its splits,
+computed by one program for one group of heads. A plan's arrays give the request, the tile and the split of every item;
+the kernels only follow them (FlashInfer, arXiv 2501.01005).
 
-The split size is the smallest with which all items are resident together, so that every program works and no item
-waits. Where there is none, because there are more tiles than programs, or where it would leave a program more than
-``IMBALANCE`` times its share of the keys, the split size is that share: items then queue, and the longest is still
-short.
+The split size is the smallest with which all items are resident together, so that every program is busy and no item
+waits. If there is no such size, because there are more tiles than programs, or if it leaves a program more than
+``IMBALANCE`` times its share of the keys, the split size is that share: items then queue, but each is short.
 
-Invariants: the items cover each tile's visible keys exactly once; a tile that sees nothing has one item, whose program
-stores the zeros; what :mod:`shared.attention.descriptor` says of counts and sizes. Counting is int64, what is sent
-int32.
+Invariants: the items cover each tile's visible keys exactly once; a tile without visible keys has one item, whose
+program stores zeros; the limits of :mod:`shared.attention.descriptor`. Counting uses int64, the arrays are int32.
 """
 
 import numpy as np
@@ -38,17 +36,18 @@ def plan_decode(
     """Plan one new token for each of B sequences.
 
     Args:
-        lengths: ``[B]``, tokens of each, the new one included; 0 gives zeros.
-        window: of the layers that the plan is for; one plan for each distinct window.
-        num_rows: sequences of the bucket that a captured graph serves, at least B; None: B. No item is made for a
-            sequence that is only padding: nothing is stored for it.
-        split_size: tokens a split, a multiple of the unit, in place of what is best for this batch: then a sequence's
-            result does not depend on the others.
-        is_captured: whether the launches are captured, and the plan's successors may be cut where this one is not.
+        lengths: ``[B]``, tokens of each sequence, the new one included; 0 gives zeros.
+        window: the sliding window of the layers that the plan is for; None: full attention.
+        num_rows: sequences of a captured graph's bucket, at least B; None: B. Padding sequences get no item and no
+            output.
+        split_size: tokens per split, a multiple of the unit; None: chosen for this batch. With a fixed size a
+            sequence's result does not depend on the batch.
+        is_captured: whether the launches are captured in a CUDA graph, so that later plans may split where this one
+            does not.
 
     Raises:
-        ValueError: more sequences than ``num_rows``; a split size that is no multiple of the unit, or so small that
-            items exceed the capacity.
+        ValueError: more sequences than ``num_rows``; a split size that is not a multiple of the unit, or so small that
+            the items exceed the capacity.
     """
     counts = np.asarray(lengths, dtype=np.int64)
     B = len(counts)
@@ -81,17 +80,17 @@ def plan_prefill(
     split_size: int | None = None,
     is_captured: bool = False,
 ) -> AttentionPlan:
-    """Plan a ragged batch: several new tokens a sequence, behind what is cached of it.
+    """Plan a ragged batch: several new tokens per sequence, which follow its cached tokens.
 
-    A tile of new tokens sees what its first one sees, less what has left the window, up to its last one: that is cut,
-    tile by tile, so no item has nothing to do.
+    A tile of new tokens attends from the first key in its first token's window to its last token's own key. This range
+    is split tile by tile, so every item has keys.
 
     Args:
         num_new_tokens: ``[B]``, possibly 0.
         lengths: ``[B]``, tokens of each sequence, the new ones included.
-        tokens_per_tile: of the kernel's tile of queries.
-        num_rows, num_requests, capacity: rows, sequences and items of the bucket that a captured graph serves; None: as
-            many as there are.
+        tokens_per_tile: tokens of the kernel's query tile.
+        num_rows, num_requests, capacity: rows, sequences and items of a captured graph's bucket; None: those of this
+            batch.
 
     Raises ValueError as :func:`plan_decode`.
     """
@@ -131,7 +130,7 @@ def plan_prefill(
 
 
 def choose_split(units: Int64s, grid: Grid) -> int:
-    """Units a split for tiles that see ``units`` (at least 1 each); see the module's docstring."""
+    """Units per split, for tiles that attend to ``units`` (at least 1 each); see the module's docstring."""
     least = -(-grid.least_split // grid.unit)
     share = max(least, -(-int(np.add.reduce(units)) // grid.resident))
     if len(units) > grid.resident:
@@ -145,12 +144,12 @@ def smallest_split(units: Int64s, budget: int, least: int) -> int:
 
     The budget is at least ``len(units)``.
 
-    FlashInfer's search. Each rounded term is less than 1 above the exact one, so ``total / (budget - len(units))`` is
-    large enough, which leaves few steps to bisect.
+    FlashInfer's search. Rounding up adds less than 1 to each term, so ``total / (budget - len(units))`` is an upper
+    bound, and the bisection takes few steps.
     """
     # exercise 06.1x1: the smallest split with which all items run at once
-    # hint: more than the budget at the middle: the answer lies above it; else it is the middle or below
-    # hint: ceil(a / b) is (a - 1) // b + 1 for whole numbers from 1 on, for arrays too
+    # hint: if the middle exceeds the budget, the answer is above it; otherwise it is the middle or below
+    # hint: ceil(a / b) is (a - 1) // b + 1 for positive integers, for arrays too
     spare, low, high = budget - len(units), least, max(least, int(np.maximum.reduce(units, initial=1)))
     if spare > 0:
         high = max(low, min(high, -(-int(np.add.reduce(units)) // spare)))
@@ -166,14 +165,11 @@ def smallest_split(units: Int64s, budget: int, least: int) -> int:
 
 
 def items_of(num_splits: Int64s) -> tuple[Int64s, Int64s]:
-    """Of each item, its tile of queries and which split of the tile's keys it reads.
-
-    A tile has as many items as ``num_splits`` says, one behind the other.
-    """
+    """The query tile and the split of each item. Tile i has ``num_splits[i]`` consecutive items."""
     # exercise 06.1x3: the tile and the split of each item
-    # hint: tile i stands num_splits[i] times in a row: np.repeat
-    # hint: an item's split is its number less that of its tile's first item
-    # hint: a tile's first item has as many before it as the tiles before have together: cumsum, less its own splits
+    # hint: repeat tile i num_splits[i] times: np.repeat
+    # hint: an item's split is its index minus the index of its tile's first item
+    # hint: the index of a tile's first item is the number of splits of all earlier tiles: cumsum minus its own splits
     tiles = np.repeat(np.arange(len(num_splits)), num_splits)
     first_items = num_splits.cumsum() - num_splits
     return tiles, np.arange(len(tiles)) - first_items[tiles]
@@ -181,12 +177,12 @@ def items_of(num_splits: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def state_offsets(num_splits: Int64s, num_rows: int) -> Int32s:
-    """``output_indptr [num_rows + 1]``: row i leaves the states from entry i to entry i + 1, one for each of its
-    ``num_splits``. A row of one split leaves none, since that item stores the result itself; nor does padding."""
-    # exercise 06.1x4: which states are whose
+    """``output_indptr [num_rows + 1]``: row i has states ``output_indptr[i]`` to ``output_indptr[i + 1]``, one for each
+    of its ``num_splits``. A row of one split has none, since its item stores the output itself; nor has padding."""
+    # exercise 06.1x4: the states of each row
     # hint: count the states of each row first; how many has a row of one split?
-    # hint: where a row's states end is where the next one's begin: the sum of the counts so far
-    # hint: the rows behind the last have no states, so their begin and end are one number
+    # hint: a row's states end where the next row's begin: the cumulative sum of the counts
+    # hint: padding rows have no states, so they begin and end at the same offset
     offsets = np.zeros(num_rows + 1, np.int32)
     ends = (num_splits * (num_splits > 1)).cumsum()
     offsets[1 : len(ends) + 1] = ends
@@ -209,8 +205,8 @@ def _plan(
     split_size: int | None,
     is_captured: bool,
 ) -> AttentionPlan:
-    """The plan of tiles in the order of their rows: how many keys each sees, whose it is, which of that request's, and
-    its number of new tokens; None: one tile a request, of one token."""
+    """Plan tiles in the order of their rows, from the number of keys that each attends to (``seen``), its request, its
+    index in that request, and its new tokens. None: one tile of one token per request."""
     units = (np.maximum(seen, 1) + (grid.unit - 1)) // grid.unit
     if split_size is None:
         split = choose_split(units, grid)
@@ -221,7 +217,7 @@ def _plan(
     num_splits = (units + (split - 1)) // split
     num_items = int(np.add.reduce(num_splits))
     if num_items > capacity:
-        raise ValueError(f"splits of {split * grid.unit} tokens make {num_items} items, of which {capacity} have room")
+        raise ValueError(f"splits of {split * grid.unit} tokens make {num_items} items; the capacity is {capacity}")
     tiles, kv_tiles = items_of(num_splits)
     indices = np.zeros((3, capacity), np.int32)
     indices[0, :num_items] = tiles if requests is None else requests[tiles]

@@ -1,14 +1,14 @@
-"""What attention over a part of the keys leaves behind, and how two such states become one. Introduced in phase 6.1.
+"""Attention states: the result of attention over a part of the keys, and how two merge. Introduced in phase 6.1.
 
 Attention is a weighted mean: out = Σ 2^s_i v_i / Σ 2^s_i over the keys i, with scores of base 2 (multiplied by log2 e
-beforehand). So a part of the keys needs to leave no more than its own mean V and the logarithm of its sum of weights,
-S = log2 Σ 2^s_i, and two parts become
+beforehand). So the state of a part of the keys is its mean V and the logarithm of its sum of weights,
+S = log2 Σ 2^s_i (log-sum-exp, base 2), and two states merge to
 
     V = (2^(Sa - M) Va + 2^(Sb - M) Vb) / (2^(Sa - M) + 2^(Sb - M))        M = max(Sa, Sb)
     S = M + log2(2^(Sa - M) + 2^(Sb - M))
 
-(FlashInfer, arXiv 2501.01005.) The sum is associative and commutative, so any cut of the keys gives the same result, up
-to rounding. Invariant: a part without keys is (0, -inf), which changes nothing it is merged with.
+(FlashInfer, arXiv 2501.01005.) Merging is associative and commutative, so every partition of the keys gives the same
+result, up to rounding. Invariant: the state of no keys is (0, -inf), the neutral element of merging.
 """
 
 from itertools import pairwise
@@ -21,7 +21,7 @@ State = tuple[torch.Tensor, torch.Tensor]  # values [..., D] and logarithms [...
 def attention_state(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, softcap: float | None = None
 ) -> State:
-    """The state of one new token over some of its keys, by the formula.
+    """The state of one new token over some of its keys, computed by the formula.
 
     Args:
         q: ``[Hq, D]``.
@@ -42,12 +42,12 @@ def attention_state(
 
 
 def merge(a: State, b: State) -> State:
-    """One state of two, whose parts have no key in common."""
+    """Merge the states of two disjoint sets of keys."""
     (values_a, log_a), (values_b, log_b) = a, b
-    # exercise 06.1x2: one state of two
-    # hint: the formula stands in the module's docstring; the logarithms lack the last dimension of the values
-    # hint: with weights relative to the larger logarithm no power of two overflows
-    # hint: two parts without keys are -inf both: take 0 for M, and divide by 1 where there is no weight
+    # exercise 06.1x2: merge two states
+    # hint: the formula is in the module's docstring; the logarithms lack the last dimension of the values
+    # hint: relative to the larger logarithm no power of two overflows
+    # hint: if both sets are empty, both logarithms are -inf: use 0 for M, and divide by 1 where the weight is 0
     largest = torch.maximum(log_a, log_b)
     largest = torch.where(largest == -torch.inf, 0.0, largest)  # -inf - -inf is NaN
     weight_a, weight_b = torch.exp2(log_a - largest), torch.exp2(log_b - largest)
@@ -60,9 +60,9 @@ def merge(a: State, b: State) -> State:
 def merge_rows(
     partial: torch.Tensor, partial_log: torch.Tensor, output_indptr: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """:func:`merge` of each row's states from ``output_indptr[i]`` to ``output_indptr[i + 1]``, stored into ``out[i]``.
+    """:func:`merge` the states ``output_indptr[i]`` to ``output_indptr[i + 1]`` of each row i into ``out[i]``.
 
-    A row without states keeps what stands in ``out [rows, Hq, D]``, which is returned.
+    A row without states keeps its values in ``out [rows, Hq, D]``, which is returned.
     """
     bounds = output_indptr.tolist()
     for row, (begin, end) in enumerate(pairwise(bounds)):

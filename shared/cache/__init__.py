@@ -1,1 +1,1 @@
-"""KV memory: what stands behind the model's ``kv.write`` and ``kv.attend``."""
+"""KV caches: the implementations of the model's ``kv.write`` and ``kv.attend``, and the pools that manage them."""

@@ -1,14 +1,13 @@
-"""Which blocks of memory are held, and how many times. Introduced in phase 6.
+"""A reference-counting allocator of KV cache blocks. Introduced in phase 6.
 
-Memory for sequences of unknown length is cut into blocks of equal size, as an operating system cuts its memory into
-pages: any free block serves any sequence, so nothing is lost between them (PagedAttention: Kwon et al., SOSP 2023,
-arXiv 2309.06180). An allocator hands out numbers and knows nothing of what a block holds, nor by whom it is held: it
-counts its holders. A block of one holder comes back when that one gives it up; a block that several share, as sequences
-with a common beginning can, when the last one does.
+The KV cache is divided into blocks of equal size, as an operating system divides memory into pages: any free block
+serves any sequence, so there is no external fragmentation (PagedAttention: Kwon et al., SOSP 2023, arXiv 2309.06180).
+The allocator hands out block numbers and counts references; it does not know what a block contains or which request
+holds it. A block is freed when its reference count drops to 0, so sequences with a common prefix can share blocks.
 
-Invariants: a block is on the stack of free ones or has a count above 0, never both; a batch of blocks is taken or given
-back as a whole or not at all; a call takes time for its own blocks alone, however many there are. Which blocks one gets
-is the same in every run: the last that came back go first.
+Invariants: a block is on the free list or has a reference count above 0, never both; a call allocates or frees all its
+blocks or none; a call's time depends on the number of its own blocks only. Allocation is deterministic: the blocks
+freed last are allocated first.
 """
 
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ Blocks = NDArray[np.int32]
 
 
 class BlockAllocator:
-    """Blocks 0 to ``num_blocks - 1``, all free at first. Raises ConfigError if there is none."""
+    """Blocks 0 to ``num_blocks - 1``, initially free. Raises ConfigError if ``num_blocks`` is below 1."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -30,17 +29,20 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.stack: Blocks = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # its first `num_free` are free
-        self.ref_counts: Blocks = np.zeros(num_blocks, np.int32)  # holders of each block; 0 where it is free
+        self.ref_counts: Blocks = np.zeros(num_blocks, np.int32)  # of each block; 0 if it is free
 
     def allocate(self, count: int) -> Blocks | None:
-        """So many free blocks, int32 ``[count]``, of one holder each; None, with nothing changed, if there are not."""
+        """Allocate ``count`` blocks, int32 ``[count]``, each with one reference.
+
+        Returns None, and changes nothing, if fewer are free.
+        """
         if count < 0:
-            raise BlockError(f"{count} blocks are asked for; a count cannot be negative.")
+            raise BlockError(f"{count} blocks were requested; a count cannot be negative.")
         # exercise 06x1: take blocks from the free list
-        # hint: the first num_free entries of the stack are the free blocks; who takes some takes the last of those
-        # hint: if there are fewer than count, the answer is None and nothing has changed
-        # hint: the topmost goes first, as if they were taken one by one; a slice of the stack is a view of it: copy it
-        # hint: each has one holder from now on: an array of block numbers is an index of ref_counts
+        # hint: the first num_free entries of the stack are the free blocks; take the last of those
+        # hint: if fewer than count are free, return None and change nothing
+        # hint: the top of the stack comes first, as if popped one by one; a slice of the stack is a view: copy it
+        # hint: set their reference counts to 1: an array of block numbers indexes ref_counts
         if count > self.num_free:
             return None
         self.num_free -= count
@@ -50,15 +52,15 @@ class BlockAllocator:
         # end exercise
 
     def share(self, blocks: Blocks) -> None:
-        """Count one more holder of each; raises BlockError, with nothing changed, for one that is free."""
+        """Add a reference to each block; raises BlockError, and changes nothing, if one is free."""
         self._check_held(blocks)
         self.ref_counts[blocks] += 1
 
     def free(self, blocks: Blocks) -> None:
-        """Count one holder less of each; those that have none left are free.
+        """Drop a reference to each block; blocks without references become free.
 
-        The last comes back first, so that a request that takes as many next gets them in the same order. Raises
-        BlockError, with nothing changed, for a block that is free already.
+        Blocks are pushed in reverse, so the next allocation of the same size gets them in the same order. Raises
+        BlockError, and changes nothing, if a block is free already.
         """
         self._check_held(blocks)
         self.ref_counts[blocks] -= 1
@@ -67,10 +69,10 @@ class BlockAllocator:
         self.num_free += len(freed)
 
     def audit(self, tables: Iterable[Blocks]) -> list[str]:
-        """What is wrong, a sentence each; empty if nothing is.
+        """Check the invariants; returns one message per violation.
 
         Args:
-            tables: the blocks of each holder as the holders know them; together they shall be those that are held.
+            tables: the block table of each holder; together they must list each block as often as it is referenced.
         """
         times_free = np.bincount(self.stack[: self.num_free], minlength=self.num_blocks)
         listed = np.zeros(self.num_blocks, np.int64)
@@ -82,17 +84,17 @@ class BlockAllocator:
         found += [f"Block {block} is neither free nor held." for block in np.flatnonzero((times_free == 0) & ~is_held)]
         for block in np.flatnonzero(self.ref_counts != listed):
             found.append(
-                f"Block {block} has {self.ref_counts[block]} holders and stands in {listed[block]} tables: "
-                f"{'it is lost' if self.ref_counts[block] > listed[block] else 'it can be granted again'}."
+                f"Block {block} has {self.ref_counts[block]} references and is in {listed[block]} block tables: "
+                f"{'it leaks' if self.ref_counts[block] > listed[block] else 'it can be allocated while in use'}."
             )
         return found
 
     def _check_held(self, blocks: Blocks) -> None:
         is_block = (blocks >= 0) & (blocks < self.num_blocks)
         if not is_block.all():
-            raise BlockError(f"There is no block {blocks[~is_block][0]}; there are blocks 0 to {self.num_blocks - 1}.")
+            raise BlockError(f"There is no block {blocks[~is_block][0]}; blocks are 0 to {self.num_blocks - 1}.")
         if not (self.ref_counts[blocks] > 0).all():
             block = blocks[self.ref_counts[blocks] == 0][0]
-            raise BlockError(f"Block {block} is free already; a block is given back once by each holder.")
+            raise BlockError(f"Block {block} is free already; each holder frees a block once.")
         if len(np.unique(blocks)) < len(blocks):
-            raise BlockError(f"Of blocks {blocks.tolist()} one is named twice; a holder holds a block once.")
+            raise BlockError(f"Blocks {blocks.tolist()} contain a duplicate; a holder holds a block once.")

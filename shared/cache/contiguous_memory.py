@@ -1,4 +1,4 @@
-"""Both sides of a memory of regions, of the size that an engine's settings ask for. Introduced in phase 4.
+"""Makes a contiguous pool and its view from an engine's settings. Introduced in phase 4.
 
 Invariant: pool and view agree in every size, since both are made here.
 """

@@ -1,8 +1,8 @@
-"""Memory cut into regions of equal size, one for each request that runs: the accounts. Introduced in phase 4.
+"""A KV cache pool of equal contiguous regions, one per running request: the host side. Introduced in phase 4.
 
-The simplest memory for many sequences is :class:`~shared.cache.contiguous.ContiguousCache`, once for each. A region has
-room for the longest sequence there may be, so to grant one is to pop a number off a stack, and a request that got one
-never runs out of memory. The price is what a short request leaves unused.
+The simplest KV cache for many sequences is one :class:`~shared.cache.contiguous.ContiguousCache` each. A region has
+room for the longest possible sequence, so allocation pops a number off a stack, and a running request never runs out of
+room. The cost is internal fragmentation: a short request leaves most of its region unused.
 
 Invariants: each region is free or held by one request, never both; the first ``lengths[region]`` slots of a held region
 hold the request's tokens in order; a free region has length 0.
@@ -19,20 +19,20 @@ from shared.scheduling.schedule import Schedule
 class ContiguousKVCachePool:
     """Regions for ``max_sequences`` requests of up to ``request_capacity`` tokens each; see ``CachePoolProtocol``.
 
-    Raises ConfigError if a number is not positive.
+    Raises ConfigError if either is not positive.
     """
 
-    watermark_tokens = 0  # a region is all that its request can come to need
+    watermark_tokens = 0  # a region never has to grow
 
     def __init__(self, max_sequences: int, request_capacity: int) -> None:
         if max_sequences < 1 or request_capacity < 1:
             raise ConfigError(
-                f"The pool has {max_sequences} regions of {request_capacity} tokens; it needs at least 1 of 1."
+                f"The pool has {max_sequences} regions of {request_capacity} tokens; both must be at least 1."
             )
         self.max_sequences = max_sequences
         self.request_capacity = request_capacity
         self.capacity_tokens = max_sequences * request_capacity
-        self.free_regions = list(range(max_sequences))[::-1]  # the lowest is granted first
+        self.free_regions = list(range(max_sequences))[::-1]  # the lowest is allocated first
         self.regions: dict[Request, int] = {}
         self.lengths = [0] * max_sequences
         self.granted = [0] * max_sequences
@@ -47,12 +47,12 @@ class ContiguousKVCachePool:
         if not 0 <= num_tokens <= self.request_capacity:
             raise CapacityError(
                 f"Request {request.request_id} asks for {num_tokens} tokens and a region has {self.request_capacity}; "
-                "shorten the prompt or the answer, or raise max_seq_len."
+                "shorten the prompt, lower max_new_tokens, or raise max_seq_len."
             )
-        # exercise 04x2: grant a request its region
-        # hint: a request that holds a region keeps it; another gets the top of the stack of free ones
-        # hint: where no region is free the answer is False, and nothing has changed
-        # hint: what was granted stays granted: a smaller wish takes nothing back
+        # exercise 04x2: allocate a region
+        # hint: a request that holds a region keeps it; a new one gets the top of the stack of free regions
+        # hint: if no region is free, return False and change nothing
+        # hint: granted never shrinks: a smaller num_tokens frees nothing
         region = self.regions.get(request)
         if region is None:
             if not self.free_regions:
@@ -67,8 +67,8 @@ class ContiguousKVCachePool:
         region = self._region(request)
         if num_tokens < 0 or self.lengths[region] + num_tokens > self.granted[region]:
             raise CapacityError(
-                f"Request {request.request_id} has {self.lengths[region]} tokens of {self.granted[region]} that it was "
-                f"granted and cannot have {num_tokens} more; reserve them first."
+                f"Request {request.request_id} has {self.lengths[region]} of {self.granted[region]} reserved tokens "
+                f"and cannot have {num_tokens} more; reserve them first."
             )
         self.lengths[region] += num_tokens
         self.used_tokens += num_tokens
@@ -78,7 +78,7 @@ class ContiguousKVCachePool:
         region = self._region(request)
         if not 0 <= num_tokens <= self.lengths[region]:
             raise CapacityError(
-                f"Request {request.request_id} has {self.lengths[region]} tokens in memory and cannot be cut to "
+                f"Request {request.request_id} has {self.lengths[region]} cached tokens and cannot be truncated to "
                 f"{num_tokens}."
             )
         self.used_tokens -= self.lengths[region] - num_tokens
@@ -107,10 +107,10 @@ class ContiguousKVCachePool:
         regions = [self._region(request) for request in schedule.requests]
         num_cached, lengths = before_and_after(schedule, regions, self.lengths, self.granted)
         rows = np.array(regions, np.int64)
-        # exercise 04x3: where each new token goes
-        # hint: laid end to end, region r begins at slot r * request_capacity
-        # hint: a sequence's first new token goes behind the tokens that it has, num_cached of them
-        # hint: its neighbours follow, lengths - num_cached in all: ranges(first, counts) counts on from each first slot
+        # exercise 04x3: the slot of each new token
+        # hint: region r begins at slot r * request_capacity
+        # hint: a sequence's first new token follows its num_cached cached tokens
+        # hint: it has lengths - num_cached new tokens: ranges(first, counts) counts up from each first slot
         slot_mapping = ranges(rows * self.request_capacity + num_cached, lengths - num_cached)  # [T]
         # end exercise
         return Layout(rows, num_cached, lengths, slot_mapping)
@@ -123,24 +123,24 @@ class ContiguousKVCachePool:
         """See ``CachePoolProtocol``."""
         found = [
             f"Request {request.request_id} holds region {region} with {self.lengths[region]} tokens of "
-            f"{self.granted[region]} granted."
+            f"{self.granted[region]} reserved."
             for request, region in self.regions.items()
         ]
         held = sorted([*self.regions.values(), *self.free_regions])
         if held != list(range(self.max_sequences)):
-            found.append(f"Of regions 0 to {self.max_sequences - 1} these are held or free: {held}.")
+            found.append(f"Regions 0 to {self.max_sequences - 1} must each be held or free once; these are: {held}.")
         found += [
-            f"Region {region} is free and has length {self.lengths[region]} of {self.granted[region]} granted."
+            f"Region {region} is free and has length {self.lengths[region]} of {self.granted[region]} reserved."
             for region in self.free_regions
             if self.lengths[region] or self.granted[region]
         ]
         found += [
-            f"Region {region} holds {self.lengths[region]} tokens and {self.granted[region]} were granted."
+            f"Region {region} holds {self.lengths[region]} tokens and {self.granted[region]} are reserved."
             for region in range(self.max_sequences)
             if self.lengths[region] > self.granted[region]
         ]
         if self.used_tokens != sum(self.lengths):
-            found.append(f"The regions hold {sum(self.lengths)} tokens and {self.used_tokens} are counted.")
+            found.append(f"The regions hold {sum(self.lengths)} tokens and used_tokens is {self.used_tokens}.")
         return found
 
     def _region(self, request: Request) -> int:

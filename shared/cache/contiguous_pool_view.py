@@ -1,13 +1,13 @@
-"""Regions as the model sees them during a step: one write and one read for all sequences. Introduced in phase 4.
+"""The model's view of a contiguous pool: one write and one attention launch for all sequences. Introduced in phase 4.
 
-Layout ``[layer, region, Hkv, capacity, D]``: a layer's memory is one piece, in which a token's place is an offset, so
-one launch can write to all regions and one can read from them. The layers of a decode step call ``kv_write`` and
-``flash`` once each, with every sequence of the batch. A step that brings a sequence several tokens, a prompt, attends
-by PyTorch's operation, sequence by sequence. On a CPU so does every step: operations are cheap there beside what they
-read, and a sequence's attention is the same in every batch, to the last bit.
+Layout ``[layer, region, Hkv, capacity, D]``: each layer's keys are one tensor, in which a token is an offset, so one
+launch can write to all regions and one can read from them. Each layer of a decode step calls ``kv_write`` and ``flash``
+once, for every sequence of the batch. A prefill step attends with PyTorch's operation, sequence by sequence. On a CPU
+so does every step: launches are cheap there compared to the memory they read, and a sequence's attention is bitwise
+the same in every batch.
 
-Invariant: what :meth:`ContiguousPoolView.write` and ``attend`` give in a decode step is the view's own memory, good
-until the next layer's call, at the same addresses for the same number of sequences.
+Invariant: in a decode step the results of :meth:`ContiguousPoolView.write` and ``attend`` are buffers of the view,
+valid until the next layer's call, at the same addresses for the same number of sequences.
 """
 
 import math
@@ -30,14 +30,14 @@ from shared.ops.attention import ATTENTION_BACKENDS
 
 
 class ContiguousPoolView:
-    """Keys and values of ``num_regions`` regions of ``capacity`` tokens behind the model; see ``BatchView``.
+    """Keys and values of ``num_regions`` regions of ``capacity`` tokens; see ``BatchView``.
 
     Args:
-        max_tokens: the most new tokens of a step.
+        max_tokens: the maximum number of new tokens in a step.
         backend: a value of ``EngineConfig.attention_backend`` up to ``flash``, which is the default.
 
     Raises:
-        ConfigError: there is no room for them, or ``flash`` has no kernel for the model's head size.
+        ConfigError: the device has too little memory, or ``flash`` has no kernel for the model's head size.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ContiguousPoolView:
         if self.is_flash:
             check_flash_head_size(config.head_dim)
             about = (config.num_heads, config.num_kv_heads, config.head_dim, capacity, device)
-            self.workspaces = [  # for 1, 2, 4, … sequences: the fewer there are, the more programs share one
+            self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs per sequence
                 DecodeWorkspace.of(1 << n, *about) for n in range((num_regions - 1).bit_length() + 1)
             ]
         num_places = max_tokens if self.is_launching else max_tokens * config.num_kv_heads
@@ -96,13 +96,13 @@ class ContiguousPoolView:
         layout, D = batch.layout, self.head_dim
         self.is_decode = batch.is_decode
         region, place = np.divmod(layout.slot_mapping, self.capacity)
-        places = region * self.region_stride + place * D  # [T], of each token's first head, in numbers
+        places = region * self.region_stride + place * D  # [T], offset of each token's first head, in elements
         arrays = {"regions": layout.rows, "lengths": layout.lengths}
         if not self.is_launching:
             places = (places[:, None] + self.head_stride * np.arange(self.num_kv_heads)).ravel() // D  # rows [T · Hkv]
         sent = self.staging.send({**arrays, **step_arrays(batch), "places": places})
         self.regions, self.lengths, self.places = sent["regions"], sent["lengths"], sent["places"]
-        if self.is_launching and self.is_decode:  # what every layer's results are stored in
+        if self.is_launching and self.is_decode:  # buffers for the results of every layer
             self.step_queries, self.step_attended = self.queries[: len(batch)], self.attended[: len(batch)]
         if not (self.is_flash and self.is_decode):
             self._cut(layout.rows.tolist(), layout.num_cached.tolist(), layout.lengths.tolist())
@@ -110,7 +110,7 @@ class ContiguousPoolView:
         return Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"]
 
     def _cut(self, regions: list[int], num_cached: list[int], ends: list[int]) -> None:
-        """What each sequence's new tokens attend over, of all layers together: views into the memory."""
+        """Slice the keys and values that each sequence attends over, for all layers; views of the cache."""
         self.num_cached = num_cached
         sequences = list(zip(regions, ends, strict=True))
         self.sequence_keys = [self.keys[:, region, :, :end].unbind(0) for region, end in sequences]
@@ -147,7 +147,7 @@ class ContiguousPoolView:
     def attend(
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
+        """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
         if self.is_flash and self.is_decode:
             return decode_attention(
                 q,

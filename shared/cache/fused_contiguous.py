@@ -1,13 +1,13 @@
-"""The contiguous cache behind kernels: one launch to write, one to attend. Introduced in phase 3.1.
+"""The contiguous cache with kernels: one launch to write, one to attend. Introduced in phase 3.1.
 
-:class:`~shared.cache.contiguous.ContiguousView` cuts its tensors anew in every step, so each step hands different
-addresses and shapes to PyTorch. Here what a step needs to know (where its tokens go, how long the sequence is) stands
-in buffers that are filled once a step and read by the kernels on the device: a decode step calls the same kernels with
-the same arguments each time, which is what a CUDA graph can record.
+:class:`~shared.cache.contiguous.ContiguousView` slices the cache in every step, so each step passes different addresses
+and shapes to PyTorch. This view keeps the step's inputs (slots of the new tokens, sequence length) in device buffers
+that are filled once a step and read by the kernels. A decode step calls the same kernels with the same arguments each
+time, as a CUDA graph requires.
 
-``flash`` is our kernel where a step brings one token; a longer step, a prompt, goes through PyTorch's attention. On the
-CPU everything is the parent's. Invariant: what :meth:`FusedContiguousView.write` and ``attend`` give in a step of one
-token is the view's own memory, good until the next layer's call.
+``flash`` is our kernel for decode steps; a prefill uses PyTorch's attention. On a CPU the parent class does everything.
+Invariant: in a decode step the results of :meth:`FusedContiguousView.write` and ``attend`` are buffers of the view,
+valid until the next layer's call.
 """
 
 from typing import cast
@@ -23,7 +23,7 @@ from shared.models.tokens import QueryKeyTransform
 
 
 class FusedContiguousView(ContiguousView):
-    """A cache as the model sees it during one step, written and (by ``flash``) read by kernels.
+    """The model's view of a cache during one step, written and (with ``flash``) read by kernels.
 
     Args:
         num_heads: the model's query heads, Hq.
@@ -56,7 +56,7 @@ class FusedContiguousView(ContiguousView):
         self.attended = torch.empty_like(self.queries)
 
     def prepare(self, num_new: int) -> None:
-        """Say how many tokens the coming step brings; they go to the places behind the cached ones."""
+        """Set up a step of ``num_new`` tokens, which follow the cached ones."""
         self.num_new = num_new
         if not (self.is_flash and num_new == 1):
             super().prepare(num_new)
@@ -117,5 +117,5 @@ def check_flash_head_size(head_dim: int) -> None:
     if head_dim not in TILINGS:
         raise ConfigError(
             f"The model's head size is {head_dim} and attention_backend flash has kernels for "
-            f"{', '.join(map(str, TILINGS))}; choose attention_backend sdpa, which takes any."
+            f"{', '.join(map(str, TILINGS))}; choose attention_backend sdpa, which supports any."
         )

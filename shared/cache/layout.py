@@ -1,8 +1,8 @@
-"""Where the tokens of a batch stand in memory, as numpy arrays. Introduced in phase 4.
+"""The KV cache slots of a batch, as numpy arrays. Introduced in phase 4.
 
-A pool works it out on the host, once a step; a view only loads it. The arrays are enough: they can be sent to another
-process that has no pool. Positions belong to requests (logical), lengths to the pool (physical): neither is derived
-from the other. Invariants: arrays hold plain numbers; the sequences stand in the order of the schedule.
+The pool computes a layout on the host, once a step; a view uploads it. The arrays are complete, so they can be sent to
+another process that has no pool. Positions belong to requests (logical), lengths to the pool (physical): neither is
+derived from the other. Invariant: the sequences are in the order of the schedule.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from shared.scheduling.schedule import Integers, Schedule
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of T new tokens of B sequences."""
+    """The slots of T new tokens of B sequences."""
 
-    rows: Integers  # [B], a number below the most sequences there can be, the request's own for as long as it runs
-    num_cached: Integers  # [B], tokens of each that stand in memory before the step, those in flight included
-    lengths: Integers  # [B], with the new ones
-    slot_mapping: Integers  # [T], the slot of each new token: its number when all memory of a layer lies end to end
+    rows: Integers  # [B], the row of each request, below max_sequences; constant while the request runs
+    num_cached: Integers  # [B], tokens of each sequence in the cache before the step, tokens in flight included
+    lengths: Integers  # [B], num_cached plus the new tokens
+    slot_mapping: Integers  # [T], the slot of each new token: its index among all slots of a layer
 
     def part(self, sequences: slice, tokens: slice) -> Self:
-        """The layout of some neighbouring sequences, and their new tokens."""
+        """The layout of a contiguous range of sequences and their new tokens."""
         return type(self)(
             self.rows[sequences], self.num_cached[sequences], self.lengths[sequences], self.slot_mapping[tokens]
         )
 
 
 def ranges(first: Integers, counts: Integers) -> Integers:
-    """``first[b], first[b] + 1, …``, ``counts[b]`` numbers for each b, laid end to end."""
+    """Concatenates ``range(first[b], first[b] + counts[b])`` for all b."""
     if (counts == 1).all():
         return first
     ends: Integers = counts.cumsum()
@@ -44,15 +44,15 @@ def ranges(first: Integers, counts: Integers) -> Integers:
 def before_and_after(
     schedule: Schedule, rows: Sequence[int], lengths: Sequence[int], granted: Sequence[int]
 ) -> tuple[Integers, Integers]:
-    """``[B]`` each, how many tokens of each sequence stand in memory before the step, and after it.
+    """The tokens of each sequence in the cache before and after the step, ``[B]`` each.
 
     Args:
         rows: the row of each request.
-        lengths, granted: of each row, the tokens that were committed, and for how many there is memory.
+        lengths, granted: committed and reserved tokens of each row.
 
-    Raises CapacityError for a step that would write tokens for which no memory was granted.
+    Raises CapacityError if the step would write tokens that were not reserved.
     """
-    before = np.array(  # what was committed, and what is in flight
+    before = np.array(  # committed tokens, and those in flight
         [
             lengths[row] + entry.start - entry.request.num_computed_tokens
             for row, entry in zip(rows, schedule, strict=True)
@@ -62,5 +62,5 @@ def before_and_after(
     after = before + schedule.num_tokens
     room = np.array([granted[row] for row in rows], np.int64)
     if (after > room).any():
-        raise CapacityError(f"The step would fill {after.tolist()} tokens of {room.tolist()} that were granted.")
+        raise CapacityError(f"The step would write up to {after.tolist()} tokens and {room.tolist()} are reserved.")
     return before, after

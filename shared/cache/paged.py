@@ -1,12 +1,12 @@
-"""Memory cut into blocks of a few tokens, as many for each request as it fills: the accounts. Introduced in phase 6.
+"""A paged KV cache pool: each request holds the blocks that it fills. The host side. Introduced in phase 6.
 
-A region must have room for the longest sequence there may be; what a short one leaves is lost. Here a request holds
-blocks, which need not lie together, and its block table says where its tokens are: token t stands at place
-``t % block_size`` of block ``table[t // block_size]``. What is lost is less than a block for each request
+A contiguous region has room for the longest possible sequence, and a short request wastes most of it. Here a request
+holds blocks, which need not be adjacent, and its block table maps tokens to blocks: token t is at offset
+``t % block_size`` of block ``table[t // block_size]``. A request wastes less than one block
 (PagedAttention: Kwon et al., SOSP 2023, arXiv 2309.06180).
 
-Invariants: a request holds exactly the blocks that its grant fills, and the allocator counts each of its holders; the
-first ``length`` places of a table hold the request's tokens in order.
+Invariants: a request holds exactly the blocks that its reserved tokens fill, and the allocator counts a reference for
+each table that lists a block; the first ``length`` slots of a table hold the request's tokens in order.
 """
 
 import math
@@ -21,7 +21,7 @@ from shared.errors import CapacityError, ConfigError
 from shared.scheduling.schedule import Schedule
 
 WATERMARK = 0.01
-"""Share of the blocks that admission leaves free, as in vLLM: room to grow for running requests."""
+"""Share of the blocks that admission leaves free for running requests to grow into, as in vLLM."""
 
 
 class PagedKVCachePool:
@@ -29,9 +29,9 @@ class PagedKVCachePool:
 
     Args:
         num_blocks: blocks of ``block_size`` tokens each.
-        request_capacity: the most tokens of one request; None, and at most, all there are.
+        request_capacity: maximum tokens of one request; None: the whole pool, which is also the upper limit.
 
-    Raises ConfigError if a number is not positive.
+    Raises ConfigError if an argument is not positive.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class PagedKVCachePool:
         self.watermark_tokens = math.ceil(WATERMARK * num_blocks) * block_size
         self.request_capacity = min(request_capacity or self.capacity_tokens, self.capacity_tokens)
         self.allocator = BlockAllocator(num_blocks)
-        self.rows: dict[Request, int] = {}  # of the arrays below
+        self.rows: dict[Request, int] = {}  # row of each request in the arrays below
         self.free_rows = list(range(max_sequences))[::-1]
         self.tables: Blocks = np.zeros((max_sequences, self.blocks_for(self.request_capacity)), np.int32)
-        self.num_held = [0] * max_sequences  # blocks: what is valid of a row of the tables
+        self.num_held = [0] * max_sequences  # blocks: the valid entries of each row of the tables
         self.granted = [0] * max_sequences  # tokens
         self.lengths = [0] * max_sequences
         self.used_tokens = 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens of one request fill."""
+        """Blocks that ``num_tokens`` tokens of one request fill."""
         return -(-num_tokens // self.block_size)
 
     def admit(self, request: Request) -> int:
@@ -65,18 +65,18 @@ class PagedKVCachePool:
         return 0
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``; takes the blocks that are missing, all of them or none."""
+        """See ``CachePoolProtocol``; allocates the missing blocks, all of them or none."""
         if not 0 <= num_tokens <= self.request_capacity:
             raise CapacityError(
                 f"Request {request.request_id} asks for {num_tokens} tokens and the pool has {self.request_capacity} "
-                "for one request; shorten the prompt or the answer, or raise max_seq_len or num_gpu_blocks."
+                "for one request; shorten the prompt, lower max_new_tokens, or raise max_seq_len or num_gpu_blocks."
             )
-        # exercise 06x2: let a block table grow
-        # hint: a request that holds something has a row of the tables; num_held says how much of the row is valid
-        # hint: a new one needs a row of free_rows; where no row is free the answer is False, and nothing has changed
-        # hint: blocks_for says how many blocks it must hold in all: ask the allocator for those that are missing
-        # hint: the allocator answers None when it cannot give them all; take a row only after it has given them
-        # hint: new blocks stand behind those that are there; a smaller wish takes nothing back, from granted either
+        # exercise 06x2: grow a block table
+        # hint: a request that holds blocks has a row of the tables; num_held counts the valid entries of the row
+        # hint: a new request needs a row from free_rows; if none is free, return False and change nothing
+        # hint: blocks_for returns how many blocks it needs in all: allocate those that are missing
+        # hint: allocate returns None if it cannot provide all of them; take a row only after it has succeeded
+        # hint: append the new blocks to the table; granted never shrinks: a smaller num_tokens frees nothing
         row = self.rows.get(request)
         held = 0 if row is None else self.num_held[row]
         if row is None or num_tokens > held * self.block_size:
@@ -98,8 +98,8 @@ class PagedKVCachePool:
         row = self._row(request)
         if num_tokens < 0 or self.lengths[row] + num_tokens > self.granted[row]:
             raise CapacityError(
-                f"Request {request.request_id} has {self.lengths[row]} tokens of {self.granted[row]} that it was "
-                f"granted and cannot have {num_tokens} more; reserve them first."
+                f"Request {request.request_id} has {self.lengths[row]} of {self.granted[row]} reserved tokens and "
+                f"cannot have {num_tokens} more; reserve them first."
             )
         self.lengths[row] += num_tokens
         self.used_tokens += num_tokens
@@ -109,7 +109,7 @@ class PagedKVCachePool:
         row = self._row(request)
         if not 0 <= num_tokens <= self.lengths[row]:
             raise CapacityError(
-                f"Request {request.request_id} has {self.lengths[row]} tokens in memory and cannot be cut to "
+                f"Request {request.request_id} has {self.lengths[row]} cached tokens and cannot be truncated to "
                 f"{num_tokens}."
             )
         self.used_tokens -= self.lengths[row] - num_tokens
@@ -133,7 +133,7 @@ class PagedKVCachePool:
 
     @property
     def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``; what is left in the last blocks of requests is not counted."""
+        """See ``CachePoolProtocol``; free slots in partially filled blocks do not count."""
         return self.allocator.num_free * self.block_size
 
     def layout(self, schedule: Schedule) -> PagedLayout:
@@ -147,7 +147,7 @@ class PagedKVCachePool:
         return self.block_size, {request: self.table(request).tolist() for request in self.rows}
 
     def table(self, request: Request) -> Blocks:
-        """The block table of a request; empty for one that holds nothing."""
+        """The block table of a request; empty if it holds no blocks."""
         row = self.rows.get(request)
         return self.tables[0, :0] if row is None else self.tables[row, : self.num_held[row]].copy()
 
@@ -155,32 +155,32 @@ class PagedKVCachePool:
         """See ``CachePoolProtocol``."""
         found = [
             f"Request {request.request_id} holds {self.num_held[row]} blocks with {self.lengths[row]} tokens of "
-            f"{self.granted[row]} granted."
+            f"{self.granted[row]} reserved."
             for request, row in self.rows.items()
         ]
         found += self.audit_blocks()
         if sorted([*self.rows.values(), *self.free_rows]) != list(range(self.max_sequences)):
             held = sorted(self.rows.values())
-            found.append(f"Of {self.max_sequences} rows {held} are held and {self.free_rows} free.")
+            found.append(f"Of {self.max_sequences} rows {held} are in use and {self.free_rows} free.")
         found += [
-            f"Row {row} is free and has {self.lengths[row]} tokens of {self.granted[row]} granted."
+            f"Row {row} is free and has {self.lengths[row]} tokens of {self.granted[row]} reserved."
             for row in self.free_rows
             if self.lengths[row] or self.granted[row] or self.num_held[row]
         ]
         found += [
-            f"Request {request.request_id} has {self.lengths[row]} tokens and {self.granted[row]} were granted."
+            f"Request {request.request_id} has {self.lengths[row]} tokens and {self.granted[row]} are reserved."
             for request, row in self.rows.items()
             if self.lengths[row] > self.granted[row]
         ]
         if self.used_tokens != sum(self.lengths):
-            found.append(f"The requests have {sum(self.lengths)} tokens and {self.used_tokens} are counted.")
+            found.append(f"The requests have {sum(self.lengths)} tokens and used_tokens is {self.used_tokens}.")
         return found
 
     def audit_blocks(self) -> list[str]:
-        """What is wrong with blocks and tables, a sentence each; empty for a pool in order, used or not."""
+        """Check blocks and block tables; returns one message per violation. Held blocks are not a violation."""
         found = [
-            f"Request {request.request_id} holds {self.num_held[row]} blocks and its grant of {self.granted[row]} "
-            f"tokens fills {self.blocks_for(self.granted[row])}."
+            f"Request {request.request_id} holds {self.num_held[row]} blocks and its {self.granted[row]} reserved "
+            f"tokens fill {self.blocks_for(self.granted[row])}."
             for request, row in self.rows.items()
             if self.num_held[row] != self.blocks_for(self.granted[row])
         ]

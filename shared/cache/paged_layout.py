@@ -1,8 +1,8 @@
-"""Where the tokens of a batch stand in blocks. Introduced in phase 6.
+"""The slots and block tables of a batch. Introduced in phase 6.
 
-Beside the slot of each new token, what attention reads is said by block tables. They travel end to end, so a step sends
-the blocks that are read and not the widest table times the batch. Invariant: a table here is a copy, and does not
-change when the pool goes on.
+Besides the slot of each new token, attention needs the block table of each sequence. The tables are concatenated, so a
+step uploads only the entries that are read, not the widest table times the batch. Invariant: the tables are copies and
+do not change with the pool.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from shared.cache.layout import Integers, Layout, ranges
 
 @dataclass(frozen=True)
 class PagedSizes:
-    """The most that both sides ever see: blocks, sequences, new tokens of a step, tokens of a sequence."""
+    """The limits that pool and view share: blocks, sequences, new tokens of a step, tokens of a sequence."""
 
     num_blocks: int
     block_size: int
@@ -27,27 +27,27 @@ class PagedSizes:
 
 @dataclass(frozen=True)
 class PagedLayout(Layout):
-    """The places of a batch in memory of blocks."""
+    """The layout of a batch in a paged KV cache."""
 
-    tables: Blocks  # the blocks of each sequence that the step reads or writes, end to end
-    table_starts: Integers  # [B + 1], where each sequence's blocks begin, and where the last one's end
+    tables: Blocks  # the blocks of each sequence that the step reads or writes, concatenated
+    table_starts: Integers  # [B + 1], offsets of the sequences in ``tables``, as in CSR
 
     @classmethod
     def of(cls, rows: Integers, num_cached: Integers, lengths: Integers, tables: Blocks, block_size: int) -> Self:
-        """The layout of sequences whose blocks are the first entries of their row of ``tables [rows, width]``."""
+        """The layout of sequences whose block tables are the rows of ``tables [max_sequences, width]``."""
         num_new = lengths - num_cached
-        places = ranges(num_cached, num_new)  # [T], of each new token in its sequence
+        places = ranges(num_cached, num_new)  # [T], index of each new token in its sequence
         token_rows = rows.repeat(num_new)  # [T]
-        # exercise 06x5: look it up in the block table
-        # hint: the token at place t of its sequence stands in entry t // block_size of that sequence's table
-        # hint: tables has a row for each sequence: index it with token_rows and with the entries, both [T]
-        # hint: within its block it stands at place t % block_size; block b begins at slot b * block_size
-        # hint: tables are int32; make the blocks int64 before you multiply
+        # exercise 06x5: look up slots in the block table
+        # hint: token t of a sequence is in the block at entry t // block_size of its block table
+        # hint: tables has a row for each sequence: index it with token_rows and the entries, both [T]
+        # hint: its offset in the block is t % block_size; block b begins at slot b * block_size
+        # hint: tables are int32; convert the blocks to int64 before you multiply
         blocks = tables[token_rows, places // block_size].astype(np.int64)
         slot_mapping = blocks * block_size + places % block_size  # [T]
         # end exercise
         num_blocks = -(-lengths // block_size)
-        entries = ranges(rows * tables.shape[1], num_blocks)  # of all tables, end to end
+        entries = ranges(rows * tables.shape[1], num_blocks)  # flat indices into tables
         table_starts = np.zeros(len(rows) + 1, np.int64)
         num_blocks.cumsum(out=table_starts[1:])
         return cls(rows, num_cached, lengths, slot_mapping, tables.reshape(-1)[entries], table_starts)

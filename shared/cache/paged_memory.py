@@ -1,4 +1,4 @@
-"""Both sides of a memory of blocks, of the size that an engine's settings ask for. Introduced in phase 6.
+"""Makes a paged pool and its view from an engine's settings. Introduced in phase 6.
 
 Invariant: pool and view agree in every size, since both are made here.
 """
@@ -24,20 +24,20 @@ def paged_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tup
 
 
 def sizes_for(config: EngineConfig, model: CausalLM, max_seq_len: int, make: MakePaged) -> PagedSizes:
-    """``num_gpu_blocks``, or as many blocks as there is memory for.
+    """The sizes of a pool of ``num_gpu_blocks`` blocks, or of as many as fit in free memory.
 
-    Raises ConfigError where a sequence of ``max_seq_len`` tokens would not fit.
+    Raises ConfigError if a sequence of ``max_seq_len`` tokens would not fit in the pool.
     """
     num_blocks = config.num_gpu_blocks
     if num_blocks is None:
         num_blocks = num_blocks_that_fit(config, model, max_seq_len, make)
     needed = -(-max_seq_len // config.block_size)
     if num_blocks < needed:
-        whence = "" if config.num_gpu_blocks is not None else ", all that the memory has room for"
+        whence = "" if config.num_gpu_blocks is not None else ", all that fit in free memory"
         raise ConfigError(
             f"num_gpu_blocks is {num_blocks}{whence}: {num_blocks * config.block_size} tokens in blocks of "
             f"{config.block_size}. One sequence may have max_seq_len = {max_seq_len} tokens, which is {needed} "
-            "blocks; raise the one or lower the other."
+            "blocks; raise num_gpu_blocks or lower max_seq_len."
         )
     most_tokens = config.most_tokens_of_a_step(max_seq_len)
     return PagedSizes(num_blocks, config.block_size, config.max_batch_size, most_tokens, max_seq_len)

@@ -1,16 +1,16 @@
-"""Blocks as the model sees them during a step. Introduced in phase 6.
+"""The model's view of a paged KV cache during a step. Introduced in phase 6.
 
-Layout ``[layer, block, place, Hkv, D]``: of a layer the tokens of all blocks lie one behind the other, so a token has
-one number there, its slot, and its heads one piece of memory. With ``flash`` a layer is two launches, whatever the step
-brings: ``kv_write``, and ``paged_attention`` where every sequence brings one token, else ``paged_prefill``.
+Layout ``[layer, block, offset, Hkv, D]``: the tokens of all blocks of a layer are contiguous, so a token has one index,
+its slot, and its heads are adjacent. With ``flash`` each layer takes two launches: ``kv_write``, then
+``paged_attention`` in a decode step or ``paged_prefill`` in any other.
 
-PyTorch's operations (``sdpa``, ``naive``, and everything on a CPU) want a sequence's keys in one piece. There each
-sequence's blocks are gathered by one operation into one small piece of memory, which all sequences and layers use in
-turn: it stays in the processor's caches, so to read it once more costs little, and less than to gather all sequences at
-once. Of a windowed layer only the window's blocks are gathered.
+PyTorch's operations (``sdpa``, ``naive``, and everything on a CPU) need a sequence's keys contiguous. For them one
+operation gathers each sequence's blocks into a small buffer that all sequences and layers reuse. The buffer stays in
+the processor's caches, so this is faster than gathering all sequences at once. A sliding-window layer gathers only the
+window's blocks.
 
-Invariant: what :meth:`PagedView.write` and ``attend`` give in a decode step is the view's own memory, good until the
-next layer's call, at the same addresses for the same number of sequences.
+Invariant: in a decode step the results of :meth:`PagedView.write` and ``attend`` are buffers of the view, valid until
+the next layer's call, at the same addresses for the same number of sequences.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ from shared.ops.attention import ATTENTION_BACKENDS
 
 @dataclass(frozen=True)
 class Piece:
-    """What a sequence's new tokens attend over: the tokens ``start`` to ``end`` of so many blocks, gathered."""
+    """The keys that a sequence attends over: tokens ``start`` to ``end`` of the gathered ``blocks``."""
 
     blocks: torch.Tensor  # int64
     start: int
@@ -49,13 +49,13 @@ class Piece:
 
 
 class PagedView:
-    """Keys and values in blocks behind the model; see ``BatchView``.
+    """Keys and values in blocks; see ``BatchView``.
 
     Args:
         backend: a value of ``EngineConfig.attention_backend`` up to ``flash``, which is the default.
 
     Raises:
-        ConfigError: there is no room for the blocks, or ``flash`` has no kernel for the model's head size.
+        ConfigError: the device has too little memory, or ``flash`` has no kernel for the model's head size.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PagedView:
         if self.num_bytes > (free := free_bytes(device)):
             raise ConfigError(
                 f"{sizes.num_blocks} blocks of {sizes.block_size} tokens take {self.num_bytes / 1e9:,.2f} GB and "
-                f"{device} has {free / 1e9:,.2f} GB free; lower num_gpu_blocks, or leave it out to take what is left."
+                f"{device} has {free / 1e9:,.2f} GB free; lower num_gpu_blocks, or leave it out to use free memory."
             )
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.token_stride = config.num_kv_heads * config.head_dim
@@ -100,14 +100,14 @@ class PagedView:
             self.value_blocks = self.values.view(num_layers, num_blocks, -1).unbind(0)
             most = -(-sizes.max_seq_len // sizes.block_size) * sizes.block_size * self.token_stride
             self.gathered = torch.empty(2, most, dtype=dtype, device=device)
-        # A decode step is small: it has places of its own, so that its copy does not carry the room for prompts.
+        # Decode steps are small: a separate staging buffer keeps the room for prompts out of their copy.
         self.staging = {
             is_decode: Staging(device, self._places(is_decode, sizes.max_sequences if is_decode else sizes.max_tokens))
             for is_decode in (True, False)
         }
 
     def _make_workspaces(self) -> None:
-        """For 1, 2, 4, … sequences: the fewer there are, the more programs share one."""
+        """Make workspaces for 1, 2, 4, … sequences: the fewer sequences, the more programs per sequence."""
         config, sizes = self.config, self.sizes
         about = (config.num_heads, config.num_kv_heads, config.head_dim, sizes.max_seq_len, self.keys.device)
         self.workspaces = [
@@ -115,7 +115,7 @@ class PagedView:
         ]
 
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
-        """The arrays of a step of up to so many tokens, for the staging."""
+        """Lengths and dtypes of the staged arrays, for steps of up to ``max_tokens`` tokens."""
         B = self.sizes.max_sequences
         return {
             "lengths": (B, np.int32),
@@ -132,7 +132,7 @@ class PagedView:
         self.is_decode = batch.is_decode
         sent = self.staging[self.is_decode].send(self._arrays(batch, layout))
         self.places = sent["places"]
-        if self.is_launching and self.is_decode:  # what every layer's results are stored in
+        if self.is_launching and self.is_decode:  # buffers for the results of every layer
             self.step_queries, self.step_attended = self.queries[: len(batch)], self.attended[: len(batch)]
         if self.is_flash:
             self._receive(layout, sent)
@@ -142,7 +142,7 @@ class PagedView:
         return Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"]
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
-        """What a step sends."""
+        """The arrays that a step uploads."""
         arrays: dict[str, NDArray[Any]] = {
             **step_arrays(batch),
             "places": layout.slot_mapping * self.token_stride if self.is_launching else layout.slot_mapping,
@@ -158,7 +158,7 @@ class PagedView:
         return arrays
 
     def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        """Keep what the kernels read."""
+        """Keep the tensors that the kernels read."""
         self.lengths, self.table_starts, self.tables = sent["lengths"], sent["table_starts"], sent["tables"]
         if not self.is_decode:
             self.query_starts = sent["query_starts"]
@@ -194,7 +194,7 @@ class PagedView:
     def attend(
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
+        """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
         if not self.is_flash:
             return self._attend_gathered(layer, q, scale, window, softcap)
         memory = (self.layer_keys[layer], self.layer_values[layer], self.tables, self.table_starts, self.lengths)
@@ -228,11 +228,13 @@ class PagedView:
         return torch.cat(attended)
 
     def _cut(self, window: int | None) -> list[Piece]:
-        """What each sequence's new tokens can see, for all layers of this window."""
+        """The keys that each sequence attends over, for all layers of this window."""
         layout, pieces = self.layout, []
         about = (layout.num_cached.tolist(), layout.lengths.tolist(), layout.table_starts.tolist())
         for num_cached, end, start in zip(*about[:2], about[2][:-1], strict=True):
-            first = 0 if window is None else max(0, num_cached + 1 - window)  # the first that the first new token sees
+            first = (
+                0 if window is None else max(0, num_cached + 1 - window)
+            )  # the first key that the first new token attends to
             first_block = first // self.block_size
             blocks = layout.tables[start + first_block : start - (-end // self.block_size)].astype(np.int64)
             skipped = first_block * self.block_size

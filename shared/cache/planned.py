@@ -1,6 +1,6 @@
-"""Blocks whose attention is planned: the accounts of phase 6, and layouts with plans. Introduced in phase 6.1.
+"""A paged KV cache pool whose layouts carry attention plans. Introduced in phase 6.1.
 
-Invariant: those of :class:`shared.cache.paged.PagedKVCachePool`.
+Invariants: those of :class:`shared.cache.paged.PagedKVCachePool`.
 """
 
 from shared.cache.paged import PagedKVCachePool
@@ -10,7 +10,7 @@ from shared.scheduling.schedule import Schedule
 
 
 class PlannedKVCachePool(PagedKVCachePool):
-    """The accounts of phase 6, with layouts that are planned where there is a planner."""
+    """A paged pool that plans the attention of its layouts if it has a planner."""
 
     def __init__(self, sizes: PagedSizes, planner: AttentionPlanner | None) -> None:
         super().__init__(sizes.num_blocks, sizes.block_size, sizes.max_sequences, sizes.max_seq_len)

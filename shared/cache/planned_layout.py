@@ -1,10 +1,10 @@
-"""Where the tokens of a batch stand in blocks, and who reads which of them. Introduced in phase 6.1.
+"""The slots and block tables of a batch, with attention plans. Introduced in phase 6.1.
 
 Attention is planned once a step, for all layers: :mod:`shared.attention.plan` cuts the keys of all sequences into
-splits of one size, and each layer's launch only follows. Of a layer a plan depends on nothing but the window, so there
-is one for each distinct window of the model, and none is made twice in a step.
+splits of one size, and each layer's launch follows the plan. A plan depends on the layer only through its window, so a
+step has one plan for each distinct window of the model.
 
-Invariant: the lengths that were planned are those of the layout, which the kernels read.
+Invariant: plans are made for the lengths of the layout, which the kernels read.
 """
 
 from collections.abc import Mapping
@@ -23,25 +23,25 @@ from shared.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class AttentionPlanner:
-    """Plans the attention of a model on a device, whose keys have ``itemsize`` bytes a number."""
+    """Plans the attention of a model on a device; ``itemsize`` is the bytes per element of its keys."""
 
     config: ModelConfig
-    windows: tuple[int | None, ...]  # of the layers, each once
+    windows: tuple[int | None, ...]  # the distinct windows of the layers
     itemsize: int
     device: torch.device
 
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
-        """How a decode step of so many sequences is cut."""
+        """The tiling of a decode step of ``num_sequences`` sequences."""
         return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
 
     def prefill_tiling(self, num_tokens: int, num_sequences: int) -> PrefillTiling:
-        """How a step of so many new tokens is cut."""
+        """The tiling of a prefill step of ``num_tokens`` new tokens."""
         config = self.config
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         return prefill_tiling(num_tokens, num_sequences, *heads, self.itemsize)
 
     def most_numbers(self, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
-        """The most numbers in each array of a plan, as ``AttentionPlan.arrays`` orders them, for steps of this size."""
+        """Maximum length of each array of a plan, in the order of ``AttentionPlan.arrays``, for steps of this size."""
         tilings = (
             self.decode_tiling(1),
             self.decode_tiling(num_sequences),
@@ -68,7 +68,7 @@ class AttentionPlanner:
 
 @dataclass(frozen=True)
 class PlannedLayout(PagedLayout):
-    """The places of a batch in memory of blocks, and who reads which of them."""
+    """The layout of a batch in a paged KV cache, with attention plans."""
 
     planner: AttentionPlanner
     plans: Mapping[int | None, AttentionPlan]  # by window
@@ -81,5 +81,5 @@ class PlannedLayout(PagedLayout):
         return cls(*places, layout.tables, layout.table_starts, planner, planner.plan(num_new, layout.lengths))
 
     def part(self, sequences: slice, tokens: slice) -> Self:
-        """See :class:`shared.cache.layout.Layout`; a part is planned anew."""
+        """See :class:`shared.cache.layout.Layout`; the part gets new plans."""
         return self.planned(PagedLayout.part(self, sequences, tokens), self.planner)

@@ -1,6 +1,6 @@
-"""Both sides of a memory of blocks whose attention is planned. Introduced in phase 6.1.
+"""Makes a planned pool and its view from an engine's settings. Introduced in phase 6.1.
 
-Invariant: the pool plans for the device that the view is on, with the view's own planner.
+Invariant: the pool plans for the view's device, with the view's planner.
 """
 
 from shared.cache.paged import PagedKVCachePool

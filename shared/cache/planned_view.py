@@ -1,10 +1,10 @@
-"""Blocks whose attention was planned: the device's side, which follows the plan. Introduced in phase 6.1.
+"""The model's view of a paged KV cache whose attention is planned. Introduced in phase 6.1.
 
-In a step's one copy plans come before the block tables, and scratch for what is cut is allocated once: how many states
-there are at most follows from the GPU and the model's shape, not from the tokens of a step.
+The plans are uploaded in the step's one copy, before the block tables. The workspace for split sequences is allocated
+once: the maximum number of attention states depends on the GPU and the model's shape, not on the tokens of a step.
 
-Invariants: those of :class:`shared.cache.paged_view.PagedView`; where nothing is launched, and with another backend
-than ``planned``, this is that view.
+Invariants: those of :class:`shared.cache.paged_view.PagedView`; without kernels, and with any backend other than
+``planned``, this view behaves as that one.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ from shared.models.config import ModelConfig
 
 
 class PlannedView(PagedView):
-    """Keys and values in blocks behind the model; see ``BatchView``.
+    """Keys and values in blocks; see ``BatchView``.
 
-    ``planner`` makes the plans that it follows, None where it follows none. Raises ConfigError as ``PagedView`` does.
+    ``planner`` makes the plans; None: attention is not planned. Raises ConfigError as ``PagedView`` does.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PlannedView(PagedView):
         is_planned = backend in (None, "planned") and launches(torch.empty(0, dtype=dtype, device=device))
         windows = tuple(dict.fromkeys(config.windows))
         self.planner = AttentionPlanner(config, windows, dtype.itemsize, device) if is_planned else None
-        self.names = {  # in the staging, of each plan's arrays
+        self.names = {  # names of each plan's arrays in the staging
             window: [f"plan {n} of window {window}" for n in range(NUM_ARRAYS)] for window in windows
         }
         super().__init__(config, sizes, dtype, device, "flash" if backend == "planned" else backend)
@@ -92,7 +92,7 @@ class PlannedView(PagedView):
     def attend(
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`; of a windowed layer only what a new token can see is read."""
+        """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
         if self.planner is None:
             return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
         memory = (self.layer_keys[layer], self.layer_values[layer], self.tables, self.table_starts, self.lengths)

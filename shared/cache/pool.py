@@ -1,12 +1,12 @@
-"""The KV cache of many requests, as engine and scheduler see it: the host's side. Introduced in phase 4.
+"""The host side of a KV cache: the interface of a pool. Introduced in phase 4.
 
-Two sides, in modules of their own. On the host a pool keeps account: a scheduler reserves before it admits, commits
-what a step has written, and releases. On the device a view holds the tensors and stands behind the model
-(:mod:`shared.cache.view`). What passes between them is a :class:`~shared.cache.layout.Layout`, plain numbers. Engine
-and scheduler know these protocols and nothing of what is behind them.
+A KV cache has two sides in separate modules. On the host a pool manages space: the scheduler reserves slots before it
+admits a request, commits the tokens that a step has written, and releases them. On the device a view holds the tensors
+(:mod:`shared.cache.view`). The pool passes a :class:`~shared.cache.layout.Layout`, plain arrays, to the view. Engine
+and scheduler depend on these protocols only.
 
-Invariants of every pool: a request that was granted n tokens can be given n tokens, whatever others do; what is held is
-held by a request that has not been released, and ``audit`` says so; a pool holds no tensor.
+Invariants of every pool: reserved tokens can be written, whatever other requests do; only requests that have not been
+released hold space, and ``audit`` lists them; a pool holds no tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,63 +18,60 @@ from shared.scheduling.schedule import Schedule
 
 
 class CachePoolProtocol(Protocol):
-    """Accounts of the keys and values of many requests. ``num_tokens`` counts a request's tokens from its first."""
+    """Manages the KV cache space of many requests. ``num_tokens`` counts a request's tokens from its first."""
 
-    max_sequences: int  # the most requests that can hold memory at a time
-    request_capacity: int  # the most tokens that one request can have, were it alone
+    max_sequences: int  # maximum number of requests that hold space at a time
+    request_capacity: int  # maximum tokens of a request that is alone in the pool
     capacity_tokens: int
-    used_tokens: int  # written; what is neither used nor free is reserved and empty, or too small to be granted
-    watermark_tokens: int  # free tokens that admission leaves to running requests; 0 where their grants never grow
+    used_tokens: int  # written; slots neither used nor free are reserved, or left in partially filled blocks
+    watermark_tokens: int  # free tokens that admission leaves to running requests; 0 if reservations never grow
 
     def admit(self, request: Request) -> int:
-        """Begin to hold a request; returns how many of its first tokens the pool has already: 0 without a prefix tree.
+        """Register a request; returns how many of its first tokens are already cached: 0 without a prefix tree.
 
-        A request that is not granted memory afterwards has to be released.
+        A request whose ``reserve`` fails afterwards must be released.
         """
         ...
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Grant a request so many tokens in all, if there is room; False, with nothing changed, if there is not.
+        """Reserve space for ``num_tokens`` tokens of a request in total; False, and no change, if there is no room.
 
-        Raises CapacityError for more than ``request_capacity``, which no waiting would bring.
+        Raises CapacityError for more than ``request_capacity``, which can never be reserved.
         """
         ...
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """Count tokens that a step has written; raises CapacityError for more than were granted."""
+        """Count the tokens that a step has written; raises CapacityError for more than were reserved."""
         ...
 
     def truncate(self, request: Request, num_tokens: int) -> None:
-        """Forget all but a request's first tokens, and keep the grant; raises CapacityError if there are fewer."""
+        """Drop all but a request's first tokens, and keep the reservation; raises CapacityError if there are fewer."""
         ...
 
     def release(self, request: Request) -> None:
-        """Take back what a request holds, which may be nothing."""
+        """Free all space that a request holds; a request that holds none is ignored."""
         ...
 
     def length(self, request: Request) -> int:
-        """Tokens that are written for a request; 0 for one that holds nothing."""
+        """Tokens in the cache for a request; 0 if it holds no space."""
         ...
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that can still be granted."""
+        """Tokens that can still be reserved."""
         ...
 
     def layout(self, schedule: Schedule) -> Layout:
-        """Where the schedule's tokens go and what they attend over; counts nothing, so it can be asked again.
+        """The slots that the schedule's tokens write and read; changes no state, so it can be called again.
 
-        Raises CapacityError for tokens that were not granted.
+        Raises CapacityError for tokens that were not reserved.
         """
         ...
 
     def holdings(self) -> tuple[int, Mapping[Request, Sequence[int]]]:
-        """Tokens of a block, and of each holder the numbers of its blocks in the order of its tokens.
-
-        The unit that is granted is called a block here; a region is one large one.
-        """
+        """The block size in tokens, and the block table of each request. A contiguous region counts as one block."""
         ...
 
     def audit(self) -> Sequence[str]:
-        """What is held and what is wrong, a sentence each; empty for a pool in order that holds no request."""
+        """One message per request that holds space and per violated invariant; empty for a consistent, empty pool."""
         ...

@@ -1,9 +1,9 @@
-"""How many blocks a pool can have: the memory that is free, less what a step needs. Introduced in phase 6.
+"""The number of blocks that fit: free memory minus the peak of a step. Introduced in phase 6.
 
-A pool shall have the memory that nothing else needs, and what a step needs beside it is not known from the model's
-shape alone: operations keep inputs, outputs and scratch. So a step as large as any is run once and its peak measured,
-as vLLM does. On a GPU PyTorch's allocator keeps count. On a CPU it does not: there the storages that a forward makes
-are counted while they live. Invariant: what is measured is what the run adds; model and caches are not in it.
+The pool uses all memory that nothing else needs. A step's activations cannot be computed from the model's shape alone:
+operations allocate inputs, outputs and scratch. So the largest possible step runs once and its peak memory is measured,
+as in vLLM. On a GPU PyTorch's allocator records the peak. On a CPU it does not, so ``LiveStorages`` counts the storages
+of the forward while they are alive. Invariant: the measured peak excludes the model and the caches.
 """
 
 import weakref
@@ -27,16 +27,16 @@ from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 
-SHARE = {"cuda": 0.9, "cpu": 0.5}  # of the free memory; on a CPU other programs want some
-MOST_ON_CPU = 64  # tokens of the step that is run there, which stands for a larger one
+SHARE = {"cuda": 0.9, "cpu": 0.5}  # of free memory; a CPU leaves more to other programs
+MOST_ON_CPU = 64  # tokens of the step that is measured on a CPU and extrapolated
 MakePaged = Callable[[PagedSizes], tuple[PagedKVCachePool, BatchView]]
 
 
 def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int, make: MakePaged) -> int:
-    """Blocks for which there is memory beside a step, but no more than ``max_batch_size`` sequences can fill.
+    """Blocks that fit in memory beside a step, but no more than ``max_batch_size`` sequences can fill.
 
     Args:
-        make: makes a pool and its view; the run's own are made by it.
+        make: makes the pool and the view of the measured step.
     """
     most = min(config.most_tokens_of_a_step(max_seq_len), config.max_batch_size * max_seq_len)
     block_bytes = kv_bytes(model.config, config.block_size, model.dtype)
@@ -46,10 +46,10 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
 
 
 def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_tokens: int, make: MakePaged) -> int:
-    """What a step of so many prompt tokens holds beside model and pool, and the logits of a full batch.
+    """Peak bytes of a step of ``num_tokens`` prompt tokens, and of the logits of a full batch, without model and pool.
 
-    On a CPU, where such a step takes long, the figure is that of a few tokens times their share; what grows faster than
-    their number, the scores of ``naive``, is not foreseen. Raises ConfigError if a GPU has no room for the step.
+    On a CPU, where such a step is slow, the peak is extrapolated linearly from a few tokens; the scores of ``naive``,
+    which grow faster, are underestimated. Raises ConfigError if a GPU has no room for the step.
     """
     run_tokens = num_tokens if model.device.type == "cuda" else min(num_tokens, MOST_ON_CPU)
     lengths = [min(max_seq_len, run_tokens - start) for start in range(0, run_tokens, max_seq_len)]
@@ -73,15 +73,15 @@ def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_toke
             in_head = peak_bytes(lambda: model.logits(rows), model.device)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"A step of {num_tokens} tokens, the largest there may be, does not fit into the memory that "
-            f"{torch.cuda.get_device_name(model.device)} has beside the model; lower max_num_batched_tokens = "
+            f"A step of {num_tokens} tokens, the largest possible, does not fit into the memory that the model leaves "
+            f"on {torch.cuda.get_device_name(model.device)}; lower max_num_batched_tokens = "
             f"{config.max_num_batched_tokens} or max_seq_len = {max_seq_len}."
         ) from None
     return in_blocks * num_tokens // run_tokens + in_head
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that ``run`` holds at a time, beside what is held before it."""
+    """Peak bytes that ``run`` allocates beyond those allocated before it."""
     if device.type != "cuda":
         with LiveStorages() as storages:
             run()
@@ -95,7 +95,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of tensors that operations make while it is on, from their making to their end."""
+    """Counts the bytes of tensors that operations allocate while the mode is active, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,13 +105,13 @@ class LiveStorages(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch asks when the class is made. True, its answer, makes the first use import its compiler: seconds."""
+        """PyTorch calls this when the class is made. Its default, True, imports the compiler at first use: seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_iter((args, kwargs)):
             if isinstance(given, torch.Tensor):
-                self.known.add(given.untyped_storage())  # made before, or counted
+                self.known.add(given.untyped_storage())  # allocated before, or already counted
         made = func(*args, **(kwargs or {}))
         for tensor in tree_iter(made):
             if isinstance(tensor, torch.Tensor):

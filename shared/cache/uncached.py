@@ -1,8 +1,7 @@
-"""A view with no memory behind it: attention within the step alone. Introduced in phase 1a.
+"""A view without a KV cache: attention within the step alone. Introduced in phase 1a.
 
-The simplest thing that can stand behind the model. Every step must bring whole sequences, since nothing is kept from
-one to the next. Invariant: of each layer only its own keys and values of this step are held, until the next layer
-writes.
+Every step must contain whole sequences, since no keys and values are kept between steps. Invariant: the view holds the
+keys and values of one layer, until the next layer writes.
 """
 
 from collections.abc import Sequence
@@ -14,10 +13,10 @@ from shared.ops.attention import ATTENTION_BACKENDS
 
 
 class UncachedView:
-    """One step's view over whole sequences, laid end to end.
+    """The view of one step of whole sequences, laid end to end.
 
     Args:
-        lengths: tokens of each sequence of the step; they add up to T.
+        lengths: tokens of each sequence of the step; the sum is T.
         backend: ``naive`` or ``sdpa``, which is the default.
     """
 

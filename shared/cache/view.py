@@ -1,8 +1,8 @@
-"""The KV cache of many requests, as the model sees it: the device's side. Introduced in phase 4.
+"""The device side of a KV cache: the interface of a view. Introduced in phase 4.
 
-A view is made once, with memory for all that will ever be stored, and loads a batch before each forward. Invariants: a
-batch says everything that a view has to know of a step; what a step writes stands behind the tokens that were
-committed, so a step that fails can be run again; what is loaded stands at addresses that never move.
+A view allocates the whole KV cache once and loads a batch before each forward. Invariants: a batch contains everything
+that a view needs to know about a step; a step writes only after the committed tokens, so a failed step can be run
+again; the loaded arrays have fixed addresses.
 """
 
 from collections.abc import Callable
@@ -20,27 +20,27 @@ from shared.models.tokens import KVView, Tokens
 
 
 class BatchView(KVView, Protocol):
-    """The memory as the model sees it during a step of many sequences."""
+    """The model's view of the KV cache during a step of many sequences."""
 
     num_bytes: int  # of keys and values
 
     def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
-        """Bring a batch to the device in one copy; the model's tokens, and int64 ``[n]``, its logit rows."""
+        """Upload a batch in one copy; returns the model's tokens and the batch's logit rows, int64 ``[n]``."""
         ...
 
 
 def step_places(max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
-    """Places in a staging for the arrays that any view needs of a batch of up to so many tokens."""
+    """Staging ranges for the arrays that every view uploads, for batches of up to ``max_tokens`` tokens."""
     return dict.fromkeys(("logit_rows", "token_ids", "positions"), (max_tokens, np.int64))
 
 
 def step_arrays(batch: Batch) -> dict[str, NDArray[np.int64]]:
-    """Those arrays."""
+    """The arrays of ``step_places``."""
     return {"logit_rows": batch.logit_rows, "token_ids": batch.token_ids, "positions": batch.positions}
 
 
 MakeMemory = Callable[[EngineConfig, CausalLM, int], tuple[CachePoolProtocol, BatchView]]
-"""Makes both sides for an engine's settings, its model, and the most tokens that a sequence may have.
+"""Makes pool and view from an engine's settings, its model, and the maximum tokens of a sequence.
 
-Raises ConfigError where there is no room for them.
+Raises ConfigError if they do not fit in memory.
 """

@@ -1,10 +1,9 @@
-"""One forward's work as arrays: which tokens, of which sequences, where they go, which need logits. Introduced in
-phase 4.
+"""The inputs of one forward as arrays: token ids, positions, KV cache layout, logit rows. Introduced in phase 4.
 
-A scheduler thinks in requests, a model in tokens laid end to end. A batch is the second made from the first, and it is
-complete: it holds arrays and ids, no request, and all that the pool had to say. So it can be sent to another process.
-Invariants: the tokens of a sequence stand together and in order, in the order of ``request_ids``; positions
-are the requests' own (logical), while the place of a token in memory is the layout's affair (physical).
+A scheduler works on requests, a model on a ragged batch of tokens laid end to end. ``Batch.of`` turns a schedule into
+such a batch. The batch is complete: it holds arrays, ids and the pool's layout, and no request, so it can be sent to
+another process. Invariants: the tokens of a sequence are contiguous and in order, and sequences follow the order of
+``request_ids``; positions are logical and come from the requests; slots are physical and come from the layout.
 """
 
 from dataclasses import dataclass
@@ -21,32 +20,29 @@ from shared.scheduling.schedule import Schedule
 class Batch:
     """T new tokens of B sequences."""
 
-    request_ids: tuple[str, ...]  # B of them
-    token_ids: Integers  # [T], 0 for those that are pending
-    pending: Integers  # [p], tokens whose id is still on the device: the last that was sampled for their sequence
+    request_ids: tuple[str, ...]  # [B]
+    token_ids: Integers  # [T], 0 for pending tokens
+    pending: Integers  # [p], tokens whose id is still on the device: the last token sampled for their sequence
     positions: Integers  # [T]
-    num_new_tokens: Integers  # [B], at least 1 each; they add up to T
-    logit_rows: Integers  # [n], the tokens whose logits are asked for
-    logit_sequences: Integers  # [n], the sequence of each of those, by its number
+    num_new_tokens: Integers  # [B], at least 1 each; the sum is T
+    logit_rows: Integers  # [n], the tokens whose logits are computed
+    logit_sequences: Integers  # [n], the index of the sequence of each logit row
     layout: Layout
 
     @classmethod
     def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
-        """What the schedule computes, at the places that the pool has for it.
-
-        Raises CapacityError for tokens that were not granted.
-        """
+        """The batch of a schedule, with the pool's layout. Raises CapacityError for tokens that were not reserved."""
         B, requests = len(schedule), schedule.requests
         # exercise 04x1: lay the requests' new tokens end to end
-        # hint: an entry brings its request's token_ids[start : start + num_tokens]; concatenate those
-        # hint: a position is an index in the token's own request: start, start + 1, …, num_tokens of them
-        # hint: ranges(first, counts) counts on from each first number, and lays the results end to end
-        # hint: the last id may not be known yet (start + num_tokens > request.num_tokens): put 0 in its place
-        # hint: pending tells where: the number of that token in the batch, which is its sequence's last
+        # hint: an entry contributes its request's token_ids[start : start + num_tokens]; concatenate them
+        # hint: a position is the token's index in its own request: start, start + 1, …, num_tokens of them
+        # hint: ranges(first, counts) concatenates range(first[n], first[n] + counts[n])
+        # hint: the last id may not be known yet (start + num_tokens > request.num_tokens): use 0 for it
+        # hint: pending holds the index in the batch of each such token, which is the last of its sequence
         starts, num_new = schedule.starts, schedule.num_tokens
         ends, known = starts + num_new, np.array([request.num_tokens for request in requests], np.int64)
         positions, end_rows = ranges(starts, num_new), num_new.cumsum()
-        if len(positions) == B and (ends >= known).all():  # each one's last token, as in every decode step
+        if len(positions) == B and (ends >= known).all():  # the last token of each, as in every decode step
             ids = np.array([request.last_token_id for request in requests], np.int64)
         else:
             ids = np.zeros(len(positions), np.int64)
@@ -74,11 +70,11 @@ class Batch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence brings one token."""
+        """Whether every sequence has exactly one new token."""
         return self.num_tokens == len(self)
 
     def part(self, sequences: range) -> Self:
-        """The batch of some neighbouring sequences."""
+        """The batch of a contiguous range of its sequences."""
         if len(sequences) == len(self):
             return self
         ends = np.append(0, self.num_new_tokens.cumsum())

@@ -64,7 +64,7 @@ def setting(
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine runs its model. Raises ConfigError on values that make no sense."""
+    """How an engine runs its model. Raises ConfigError for values out of range and contradictions."""
 
     model: str = setting("smollm2-135m", "02", "A model folder, a known name, or a hub name owner/name.")
     dtype: str | None = setting(
@@ -154,18 +154,18 @@ class EngineConfig:
             if choices and not is_default and value not in choices:
                 raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(choices)}.")
             if at_least is not None and not is_default and (type(value) is not int or value < at_least):
-                raise ConfigError(f"{field.name} is {value!r}; it must be a whole number of at least {at_least}.")
+                raise ConfigError(f"{field.name} is {value!r}; it must be an integer of at least {at_least}.")
             other, needed = NEEDS.get(field.name, (field.name, value))
             if not is_default and value is not False and getattr(self, other) not in (needed, None):
                 raise ConfigError(
-                    f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; the first, which arrives in "
-                    f"phase {field.metadata['phase']}, has a meaning only with {other} = {needed!r}: set that too, or "
-                    f"leave {field.name} out."
+                    f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; {field.name}, which arrives "
+                    f"in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too, or leave "
+                    f"{field.name} out."
                 )
         self._check_contradictions()
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
-                f"max_seq_len is {self.max_seq_len}; it must be at least 2: a token of prompt and one of answer."
+                f"max_seq_len is {self.max_seq_len}; it must be at least 2: one prompt token and one output token."
             )
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^64 - 1.")
@@ -187,8 +187,8 @@ class EngineConfig:
             )
         if self.use_speculative_decoding and self.draft_model is None:
             raise ConfigError(
-                "use_speculative_decoding is True and draft_model is None; name the model that proposes tokens with "
-                "draft_model."
+                "use_speculative_decoding is True and draft_model is None; set draft_model to the model that proposes "
+                "tokens."
             )
 
     def check(self, supported: Collection[str]) -> None:

@@ -1,9 +1,9 @@
 """Bisect a failing batch to isolate the request that raised. Introduced in phase 4.
 
-A forward is one for many requests, and where it raises it does not say for which: a token that no table has, a prompt
-too long for the memory that is left. So the requests are halved and each half is run by itself, down to the one that
-raises alone. One failing request of n costs about 2 · log2(n) runs more, and none where nothing fails.
-Invariant: no request's state changes before a run has succeeded, so a run can be repeated, in any company.
+A batched forward that raises does not say which request is at fault: a token id outside the embedding table, a prompt
+too long for the free memory. So the batch is split in half and each half runs by itself, down to the request that
+raises alone. One failing request among n costs about 2 · log2(n) extra runs; a batch without failures costs none.
+Invariant: a run changes no request's state before it has succeeded, so any part of the batch can be run again.
 """
 
 import logging
@@ -16,19 +16,19 @@ logger = logging.getLogger("infer.engine")
 
 
 def run_isolated(run: Callable[[range], R], sequences: range) -> Iterator[tuple[range, R | Exception]]:
-    """Run the sequences of a batch, named by their numbers: together, or in parts where that raises.
+    """Run the sequences of a batch, given as a range of indices: together, or in parts if that raises.
 
-    Yields the parts in order, each with its result, or, for a part of one sequence that raised, with the exception.
-    NotImplementedError goes through: an operation that this machine or this code does not have is no request's fault,
-    and would fail them all.
+    Yields the parts in order, each with its result; a single sequence that raised is yielded with its exception.
+    NotImplementedError propagates: an operation that the machine or the code lacks is not a request's fault and would
+    fail every request.
     """
-    # exercise 04x5: find the one that fails, by halves
-    # hint: run all of them, and yield (sequences, the result)
+    # exercise 04x5: bisect the failing batch
+    # hint: run the whole range, and yield (sequences, the result)
     # hint: if that raises, `yield from` this function for each half, in order; a slice of a range is a range
-    # hint: a sequence that raises alone is the one: yield it with its exception
-    # hint: NotImplementedError and what is no Exception pass through; for no sequences there is nothing to run
-    # hint: an exception keeps the forward's memory alive by its frames: leave `except` before you run the halves,
-    # hint: and empty its frames, since others may keep it (traceback.clear_frames); a log still finds its lines
+    # hint: a sequence that raises alone is the culprit: yield it with its exception
+    # hint: let NotImplementedError and BaseExceptions propagate; an empty range runs nothing
+    # hint: an exception's frames keep the forward's tensors alive: leave `except` before running the halves,
+    # hint: and clear the frames (traceback.clear_frames), since a log may keep the exception; its lines remain
     if not sequences:
         return
     failure: Exception | None = None
@@ -37,7 +37,7 @@ def run_isolated(run: Callable[[range], R], sequences: range) -> Iterator[tuple[
     except NotImplementedError:
         raise
     except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # a log or the step may keep it, and shall not keep its tensors
+        traceback.clear_frames(error.__traceback__)  # a log may keep the exception; free its tensors
         failure = error
     if failure is None:
         yield sequences, result
@@ -45,8 +45,8 @@ def run_isolated(run: Callable[[range], R], sequences: range) -> Iterator[tuple[
     if len(sequences) == 1:
         yield sequences, failure
         return
-    logger.warning("A forward of %d requests raised %r; each half is run by itself.", len(sequences), failure)
-    failure = None  # with it go its frames, which hold what the forward had allocated
+    logger.warning("A forward of %d requests raised %r; retrying each half by itself.", len(sequences), failure)
+    failure = None  # drops the frames, and with them the tensors that the forward allocated
     middle = len(sequences) // 2
     yield from run_isolated(run, sequences[:middle])
     yield from run_isolated(run, sequences[middle:])

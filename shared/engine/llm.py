@@ -1,4 +1,4 @@
-"""Many prompts at once, without a server: prompts in, answers out. Introduced in phase 4.
+"""Offline batch inference: a list of prompts in, a list of outputs out, no server. Introduced in phase 4.
 
     from shared.engine.llm import LLM
     from shared.sampling.params import SamplingParams
@@ -7,9 +7,9 @@
     answers = llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0.0, max_new_tokens=8))
     print(answers[0].text)
 
-The engine's queue is bounded, so prompts are handed over as it has room, however many there are. Invariants: answers
-come in the order of the prompts; a bad prompt is refused before anything is computed; whatever ends ``generate``, the
-engine holds nothing of it afterwards.
+The engine's queue is bounded, so ``generate`` adds prompts as the queue has room; their number is not limited.
+Invariants: answers are in the order of the prompts; an invalid prompt is refused before anything is computed; when
+``generate`` returns or raises, the engine holds none of its requests.
 """
 
 from collections import deque
@@ -35,18 +35,18 @@ Prompt = str | Sequence[int]
 
 @dataclass
 class Answer:
-    """What became of one prompt. ``error`` is set where the engine could not go on, and then the rest is what came."""
+    """The output for one prompt. If ``error`` is set the request failed, and the other fields hold a partial output."""
 
     prompt_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
-    logprobs: list[TokenLogprobs] | None = None  # of each token, where the parameters ask for them
+    logprobs: list[TokenLogprobs] | None = None  # of each token, if the parameters request them
     error: str | None = None
 
     def add(self, output: StepOutput) -> None:
-        """Take what one step added."""
+        """Append one step's output."""
         self.text += output.text
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
@@ -57,15 +57,15 @@ class Answer:
 
 
 class LLM:
-    """A model that is ready to answer.
+    """A loaded model and its engine.
 
     Args:
         model: a model folder, a known name, or a hub name.
-        phase: the phase whose engine answers, such as 05; by default the newest of the main line.
+        phase: the phase of the engine, such as 05; by default the newest of the main line.
         config: the other settings of ``EngineConfig``.
 
     Raises:
-        ConfigError: a setting makes no sense, or the phase answers one request at a time.
+        ConfigError: a setting is invalid, or the phase's engine does not batch.
         ModelFolderError: the model is missing, damaged, unsafe or unsupported.
     """
 
@@ -85,14 +85,14 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Answer]:
-        """Answer every prompt, text or token ids; one bare text is a list of one.
+        """Generate an answer for every prompt, given as text or token ids; a single str is a list of one.
 
         Args:
-            params: for all prompts, or one for each; by default those of ``SamplingParams()``.
-            progress: show a bar on standard error.
+            params: for all prompts, or one for each; by default ``SamplingParams()``.
+            progress: show a progress bar on standard error.
 
         Raises:
-            RequestError: a prompt cannot be answered (the message says which), or there are not as many params.
+            RequestError: a prompt is invalid (the message says which), or the number of params differs.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
@@ -129,7 +129,7 @@ class LLM:
             raise RequestError(f"Prompt {place}, counted from 0: {error}") from None
 
     def _feed(self, waiting: deque[tuple[Answer, SamplingParams]], running: dict[str, Answer]) -> None:
-        """Hand over as many prompts as the engine's queue has room for."""
+        """Add prompts to the engine until its queue is full."""
         room = self.engine.config.max_waiting_requests - self.engine.load().num_waiting
         for _ in range(min(room, len(waiting))):
             answer, params = waiting.popleft()

@@ -1,12 +1,12 @@
-"""Which part of the memory belongs to whom, between two steps. Introduced in phase 6.
+"""Which request holds which blocks of the KV cache, between two steps. Introduced in phase 6.
 
-Counts say how full a memory is; a map says why: which blocks each request holds, in the order of its table, how many
-tokens of them are written, and which requests lost theirs and are computed again. It is made on demand, from what
-scheduler and pool know, and reads no tensor. The unit that a pool grants is a block here; a region is one large block,
-so that both kinds of memory can be drawn the same way.
+A memory map lists the blocks that each request holds, in the order of its block table, how many of their tokens are
+written, and which requests were preempted and are recomputed. It is made on demand from the scheduler's and the pool's
+host state and reads no tensor. A contiguous region is shown as one large block, so both kinds of pool are drawn the
+same way.
 
-Invariants: no block belongs to two requests; a map keeps no reference to what it was made from, so it can be drawn
-while the engine goes on.
+Invariants: no block belongs to two requests; a map keeps no reference to the scheduler or the pool, so it can be drawn
+while the engine runs.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from shared.scheduling.scheduler import Scheduler
 
 
 class HoldingState(StrEnum):
-    """What the last step did for a request, or what it waits for. PREFILL: its prompt. DECODE: a token, or a turn that
-    others had. RECOMPUTE: its prompt and its answer so far, for the second time. PREEMPTED: it holds nothing and waits
-    to be computed again. LOST: blocks of somebody who neither runs nor waits, which is a defect.
+    """What a request is doing. PREFILL: the last step computed its prompt. DECODE: it is decoding, whether or not the
+    last step included it. RECOMPUTE: the last step recomputed its prompt and outputs after a preemption. PREEMPTED: it
+    holds no blocks and waits for readmission. LOST: it holds blocks but neither runs nor waits, which is a bug.
     """
 
     PREFILL = "prefill"
@@ -34,30 +34,30 @@ class HoldingState(StrEnum):
 
 @dataclass(frozen=True)
 class Holding:
-    """What one request has of the memory."""
+    """The blocks of one request."""
 
     request_id: str
     state: HoldingState
     num_prompt_tokens: int
-    num_tokens: int  # prompt and answer so far; the last one is written by the step that follows
-    num_written: int  # tokens that the memory has
-    blocks: tuple[int, ...]  # in the order of the tokens: its block table
+    num_tokens: int  # prompt and output so far; the next step writes the last one
+    num_written: int  # tokens whose keys and values are in the KV cache
+    blocks: tuple[int, ...]  # its block table
 
 
 @dataclass(frozen=True)
 class MemoryMap:
-    """The memory and its holders."""
+    """The KV cache and the requests that hold parts of it."""
 
-    unit: str  # "region" where a block has room for the longest request there may be, else "block"
+    unit: str  # "region" if a block has room for the longest possible request, else "block"
     block_tokens: int
     num_blocks: int
-    num_waiting: int  # those that were preempted among them
-    num_preemptions: int  # since the engine was made
-    holdings: tuple[Holding, ...]  # as they were admitted, then those that were preempted, the next first
+    num_waiting: int  # preempted requests included
+    num_preemptions: int  # since the engine started
+    holdings: tuple[Holding, ...]  # running requests in order of admission, then preempted ones in queue order
 
     @classmethod
     def of(cls, scheduler: Scheduler, last_step: StepRecord | None = None) -> Self:
-        """The memory now; ``last_step`` tells whose prompt was run in the step before."""
+        """The current map; ``last_step`` tells which prompts the previous step prefilled."""
         pool = scheduler.pool
         block_tokens, holdings = pool.holdings()
         held = dict(holdings)
@@ -72,7 +72,7 @@ class MemoryMap:
             if request.status is RequestStatus.PREEMPTED
         ]
         for request, blocks in held.items():
-            if request not in scheduler.ending:  # what those hold comes back with the step in flight
+            if request not in scheduler.ending:  # those are released when the step in flight is committed
                 found.append(_holding(request, HoldingState.LOST, pool.length(request), blocks))
         return cls(
             unit="region" if block_tokens >= pool.request_capacity else "block",
@@ -84,26 +84,26 @@ class MemoryMap:
         )
 
     def of_request(self, request_id: str) -> Holding | None:
-        """What this request has; None if it is not in the map."""
+        """The blocks of this request; None if it is not in the map."""
         return next((holding for holding in self.holdings if holding.request_id == request_id), None)
 
     @property
     def num_held(self) -> int:
-        """Blocks that belong to somebody."""
+        """Blocks that are in use."""
         return sum(len(holding.blocks) for holding in self.holdings)
 
     @property
     def num_written(self) -> int:
-        """Tokens that the memory has."""
+        """Tokens whose keys and values are in the KV cache."""
         return sum(holding.num_written for holding in self.holdings)
 
     @property
     def written_share(self) -> float | None:
-        """Share of the held memory that is written, 0 to 1: the rest is lost to fragmentation; None if none is held."""
+        """Share of the blocks in use that is written, 0 to 1; the rest is fragmentation. None if no block is in use."""
         return self.num_written / (self.num_held * self.block_tokens) if self.num_held else None
 
     def as_json(self) -> dict[str, Any]:
-        """The map with its figures, as JSON values."""
+        """The map and its counts as JSON values."""
         return {
             "unit": self.unit,
             "block_tokens": self.block_tokens,
@@ -117,7 +117,7 @@ class MemoryMap:
 
 
 def _state(request: Request, was_run: bool) -> HoldingState:
-    """Of a request that runs. The run of a prompt gives one token; who has more had them before."""
+    """The state of a running request. A prefill yields one token; a request with more outputs had them before."""
     if not request.is_prefilling and not was_run:
         return HoldingState.DECODE
     before = len(request.output_ids) - (not request.is_prefilling)

@@ -1,7 +1,7 @@
-"""From sampled ids to what the user sees: text pieces and the reason to stop. Introduced in phase 2.
+"""From sampled token ids to text and a finish reason. Introduced in phase 2.
 
-Invariants: text is released once and never taken back; the text of an end-of-sequence token, and of a stop string from
-its first character on, is never released; exactly one output of a request, its last, carries a finish reason.
+Invariants: text is released once and never withdrawn; the text of an end-of-sequence token, and of a stop string, is
+never released; exactly one output of a request, its last, has a finish reason.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from shared.text.tokenizer import Tokenizer
 
 
 class StepOutput(NamedTuple):
-    """What one token added to a request's answer; ``text`` may be empty while characters or stop strings are open.
+    """What one token adds to a request's output. ``text`` is empty while a character or a stop string is incomplete.
 
-    The last output of a request that failed brings no token: ``finish_reason`` is ERROR and ``error`` says so in a
-    sentence for whoever asked.
+    The last output of a failed request has no token: ``finish_reason`` is ERROR and ``error`` is a message for the
+    client.
     """
 
     request_id: str
@@ -24,20 +24,20 @@ class StepOutput(NamedTuple):
     text: str
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
-    logprobs: TokenLogprobs | None = None  # for a request whose parameters ask for them
+    logprobs: TokenLogprobs | None = None  # if the request's parameters ask for them
     error: str | None = None
 
 
 class OutputStream:
-    """Follows one request's answer, token by token; what it knows of the request never changes.
+    """Turns one request's tokens into outputs.
 
     Args:
-        max_seq_len: the request also ends, by length, when prompt and answer fill this.
+        max_seq_len: the request also finishes, by length, when prompt and output reach this.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, max_seq_len: int) -> None:
         self.request_id = request.request_id
-        self.num_tokens = 0  # of the answer, so far
+        self.num_tokens = 0  # output tokens so far
         self.has_ended = False
         self.decoder = IncrementalDecoder(tokenizer)
         self.has_stops = bool(request.params.stop)
@@ -46,7 +46,7 @@ class OutputStream:
         self.limit = min(request.params.max_new_tokens, max_seq_len - len(request.prompt_ids))
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
-        """Take the answer's next token and say what it adds."""
+        """Append the next output token and return what it adds."""
         self.num_tokens += 1
         reason = None
         if token_id in self.eos_ids:
@@ -63,6 +63,6 @@ class OutputStream:
         return StepOutput(self.request_id, token_id, text, reason, self.stops.matched, logprobs)
 
     def _rest(self) -> str:
-        """What was held back and will not be continued; it may still complete a stop string."""
+        """The text held back until now; it may still complete a stop string."""
         text = self.stops.push(self.decoder.flush())
         return text if self.stops.matched is not None else text + self.stops.flush()

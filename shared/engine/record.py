@@ -1,7 +1,7 @@
-"""What an engine says of itself: one step, and how busy it is. Introduced in phase 4.
+"""An engine's report of one step, and of its load. Introduced in phase 4.
 
-A record holds ids and counts and no clock: whoever calls ``step`` times it. Invariant: the same requests in the same
-order give the same records, so a test can compare them and a timeline can be drawn from them.
+A record holds ids and counts but no times; the caller of ``step`` measures those. Invariant: the same requests in the
+same order give the same records, so tests can compare them.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ class StepRecord:
     """What one step did. A request is named at most once in each field, in the order of its batch."""
 
     step: int  # counted from 0
-    prefilled: tuple[tuple[str, int], ...]  # (request id, tokens that were computed, its answer's too if it is not new)
+    prefilled: tuple[tuple[str, int], ...]  # (request id, tokens computed: with its outputs if recomputed)
     decoded: tuple[str, ...]
     finished: tuple[str, ...]
     failed: tuple[str, ...]
     num_waiting: int  # after the step
     num_running: int  # after the step
-    kv_used_tokens: int  # tokens in the memory after the step, those of finished requests gone
+    kv_used_tokens: int  # tokens in the KV cache after the step, finished requests released
     kv_capacity_tokens: int
-    preempted: tuple[str, ...] = ()  # before the step's forwards
+    preempted: tuple[str, ...] = ()  # when the step was scheduled
 
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
-        """The record of the step that did ``schedule`` and gave ``outputs``."""
+        """The record of the step that ran ``schedule`` and returned ``outputs``."""
         failed = tuple(output.request_id for output in outputs if output.error is not None)
         prefilled = [(entry.request.request_id, entry.num_tokens) for entry in schedule.prompts]
         decoded = [request.request_id for request in schedule.decoding.requests]
@@ -52,10 +52,10 @@ class StepRecord:
 class EngineLoad:
     """Running and waiting requests, and KV cache usage, between two steps."""
 
-    num_running: int  # requests that hold memory
+    num_running: int
     num_waiting: int
-    kv_usage: float  # share of the memory that no other request can have: 0 to 1
-    num_preemptions: int  # since the engine was made
+    kv_usage: float  # share of the KV cache that is reserved, 0 to 1
+    num_preemptions: int  # since the engine started
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:

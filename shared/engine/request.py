@@ -1,7 +1,7 @@
-"""One prompt on its way to an answer. Introduced in phase 2.
+"""A request: its prompt, its sampling parameters, and its state in the engine. Introduced in phase 2.
 
-A request holds ids and counts, never tensors, text or queues, so it could leave the process. Invariant: its tokens are
-the prompt followed by the outputs, and only ``append`` changes them.
+A request holds ids and counts, never tensors, text or queues, so it can be sent to another process. Invariant: its
+tokens are the prompt followed by the outputs, and only ``append`` changes them.
 """
 
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from shared.sampling.sampler import SamplingRow
 
 
 class RequestStatus(StrEnum):
-    """Where a request is on its way. WAITING: it holds no memory. RUNNING: it holds memory, and takes part in steps.
-    PREEMPTED: it waits again, after its memory went to an older one. FINISHED and FAILED: nothing follows.
+    """The state of a request. WAITING: queued, holds no KV cache. RUNNING: holds KV cache and takes part in steps.
+    PREEMPTED: queued again after its KV cache was freed. FINISHED and FAILED: final.
     """
 
     WAITING = "waiting"
@@ -25,9 +25,10 @@ class RequestStatus(StrEnum):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of a token and of the likeliest ones in its place, from raw logits, before any processor.
+    """Log-probabilities of a token and of the most likely alternatives, from raw logits, before any logits processor.
 
-    ``top`` holds (token id, log-probability), the likeliest first; the chosen token is there only if it is among them.
+    ``top`` holds (token id, log-probability) in descending order; it contains the sampled token only if that is among
+    the most likely.
     """
 
     logprob: float
@@ -36,9 +37,9 @@ class TokenLogprobs:
 
 @dataclass(eq=False)
 class Request:
-    """``seed`` is the request's own even where its params leave it open, so that its noise never depends on others.
+    """One request. ``seed`` is set even if ``params.seed`` is None, so sampling never depends on other requests.
 
-    Requests are compared by identity: an id may be used again, and what was meant for the first stays with the first.
+    Requests compare by identity, since an id may be reused.
     """
 
     request_id: str
@@ -46,15 +47,15 @@ class Request:
     params: SamplingParams
     seed: int
     output_ids: list[int] = field(default_factory=list)
-    output_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each output, where params ask
+    output_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each output, if params ask for them
     num_computed_tokens: int = 0  # tokens whose keys and values the KV cache holds
-    num_scheduled_tokens: int = 0  # those, and the tokens that steps in flight compute; set by the scheduler
-    num_pending_tokens: int = 0  # output tokens that steps in flight will bring; set by the scheduler
+    num_scheduled_tokens: int = 0  # computed tokens and those that steps in flight compute; set by the scheduler
+    num_pending_tokens: int = 0  # output tokens that steps in flight will sample; set by the scheduler
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
-    last_step: int = 0  # the step that gave its last token; set by the scheduler
-    error: str | None = None  # why it failed, in a sentence for the client
+    last_step: int = 0  # the step that computed its last token; set by the scheduler
+    error: str | None = None  # why it failed, as a message for the client
     num_prompt_tokens: int = field(init=False)
-    num_tokens: int = field(init=False)  # whose ids are known: of prompt and outputs
+    num_tokens: int = field(init=False)  # prompt and output tokens whose ids are known
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_ids)
@@ -62,12 +63,12 @@ class Request:
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Tokens, known or in flight, that no step computes yet."""
+        """Tokens, known or pending, that no step has computed or is computing."""
         return self.num_tokens + self.num_pending_tokens - self.num_scheduled_tokens
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the next step has to compute its prompt, or again what was known before a preemption."""
+        """Whether the next step computes the prompt, or recomputes prompt and outputs after a preemption."""
         num_scheduled = self.num_scheduled_tokens
         return num_scheduled < self.num_prompt_tokens or num_scheduled + 1 < self.num_tokens + self.num_pending_tokens
 
@@ -87,6 +88,6 @@ class Request:
             self.output_logprobs.append(logprobs)
 
     def sampling_row(self) -> SamplingRow:
-        """What the sampler needs to draw the next token; the ids so far only where they are read, under a penalty."""
+        """The sampler's inputs for the next token; previous token ids are included only under a repetition penalty."""
         seen = self.token_ids if self.params.repetition_penalty != 1 else ()
         return SamplingRow(self.params, self.seed, len(self.output_ids), seen)

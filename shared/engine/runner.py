@@ -1,11 +1,11 @@
-"""Runs a batch on the device: the forward, and what is sampled from it. Introduced in phase 4.
+"""Runs a batch on the device: the forward, then sampling. Introduced in phase 4.
 
-``forward`` and ``sample`` are two calls, since what the sampler needs (penalties, later masks) can be made while the
-forward runs. Neither waits for the device. Token ids stay there too: a batch can be made, and run, while the id that it
-begins with is not yet known on the host, since the last draws are kept by the rows of their sequences.
+``forward`` and ``sample`` are separate calls, so that the sampler's inputs (penalties, later grammar masks) are
+prepared while the forward runs. Neither waits for the device. Sampled ids stay on the device: the next batch can run
+before the host knows its input ids, because the runner keeps the last draws by the rows of their sequences.
 
-Invariants: a request that raises fails alone (:mod:`shared.engine.isolation`); nothing here changes the state of a
-request, so a step can be run again.
+Invariants: a request that raises fails alone (:mod:`shared.engine.isolation`); the runner changes no request's state,
+so a step can be run again.
 """
 
 from collections import deque
@@ -25,33 +25,33 @@ from shared.models.causal_lm import CausalLM
 from shared.sampling.sampler import SamplingRow
 
 NUM_DRAWS_KEPT = 4
-"""Calls of ``sample`` whose ids a batch may begin with: those of a step, of two parts, and of the one in flight."""
+"""Calls of ``sample`` whose ids are kept as inputs: two parts of a step, and two of the step in flight."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What a forward leaves on the device: logits of the batch's logit rows, less those of sequences that failed."""
+    """The result of a forward on the device: the batch's logit rows, without those of failed sequences."""
 
     batch: Batch
     logits: torch.Tensor  # [n, V]
-    errors: Mapping[int, Exception]  # by the number of the sequence in the batch
+    errors: Mapping[int, Exception]  # by the index of the sequence in the batch
 
 
 class Runner:
-    """Runs ``model`` over the memory behind ``view``, for up to ``max_sequences`` sequences at a time."""
+    """Runs ``model`` on the KV cache behind ``view``, for up to ``max_sequences`` sequences at a time."""
 
     def __init__(self, model: CausalLM, view: BatchView, max_sequences: int) -> None:
         self.model = model
         self.view = view
         self.sampler = Sampler(model.device, max_sequences)
-        # Of each call of ``sample`` the rows and their ids: one pair, or one for each part after a failure.
+        # Rows and sampled ids of each call of ``sample``: one pair, or one for each part after a failure.
         self.draws: deque[list[tuple[Integers, torch.Tensor]]] = deque(maxlen=NUM_DRAWS_KEPT)
         self.last_ids = torch.zeros(max_sequences, dtype=torch.int64, device=model.device)  # by row, of earlier draws
         self.num_tokens_computed = 0
         self.num_forwards = 0
 
     def forward(self, batch: Batch) -> Launched:
-        """Run the batch, in parts if it raises; what is written becomes valid when the step is committed."""
+        """Run the batch, in parts if it raises; the written keys and values become valid when the step is committed."""
         logits: list[torch.Tensor] = []
         errors: dict[int, Exception] = {}
         for part, result in run_isolated(lambda part: self._forward(batch.part(part)), range(len(batch))):
@@ -64,10 +64,10 @@ class Runner:
         return Launched(batch, torch.cat(logits) if logits else self.model.head.weight[:0], errors)
 
     def sample(self, launched: Launched, rows: Sequence[SamplingRow]) -> SamplerOutput:
-        """Draw a token for each logit row that the forward left.
+        """Sample a token for each logit row of the forward.
 
         Args:
-            rows: how, of all logit rows of the batch, in their order.
+            rows: the sampling parameters of all logit rows of the batch, in order.
         """
         errors, draws = dict(launched.errors), []
         sequences = launched.batch.logit_sequences
@@ -102,9 +102,9 @@ class Runner:
         return self.model.logits(hidden if len(logit_rows) == batch.num_tokens else hidden[logit_rows])
 
     def _fill_pending(self, batch: Batch, ids: torch.Tensor) -> None:
-        """Put the ids that were drawn last for their sequences in the places of those that the host does not know."""
+        """Replace the ids of pending tokens by the last ids sampled for their sequences."""
         upload = self.sampler.upload
-        for rows, drawn in chain.from_iterable(self.draws):  # the later one counts
+        for rows, drawn in chain.from_iterable(self.draws):  # later draws overwrite earlier ones
             self.last_ids[upload(torch.from_numpy(rows))] = drawn
         self.draws.clear()
         sequences = np.searchsorted(batch.num_new_tokens.cumsum(), batch.pending, side="right")

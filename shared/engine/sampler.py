@@ -1,8 +1,8 @@
-"""From logits to token ids on the device, and from there to the host. Introduced in phase 4.
+"""Samples token ids on the device and copies them to the host. Introduced in phase 4.
 
-To sample asks the host for nothing: the parameters of all rows travel in one copy, and in none where every row is
-greedy; ids and log-probabilities are copied to pinned memory behind the computation, and an event says when they are
-there. To wait for it is a call of its own. Invariant: a row's token is the same in every batch.
+Sampling never synchronizes: the parameters of all rows are uploaded in one copy, or in none if every row is greedy. Ids
+and log-probabilities are copied to pinned memory asynchronously, and an event marks the end of the copy; ``wait`` is a
+separate call. Invariant: a row's token does not depend on its batch.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What was drawn for the n rows of a batch, on the host; rows of sequences that failed are left out."""
+    """The token ids sampled for the n rows of a batch, on the host; rows of failed sequences are left out."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None  # of each row that asked; None if none did
-    errors: Mapping[int, Exception] = field(default_factory=dict)  # by the number of the sequence in its batch
+    logprobs: list[TokenLogprobs | None] | None = None  # of each row that requests them; None if none does
+    errors: Mapping[int, Exception] = field(default_factory=dict)  # by the index of the sequence in its batch
 
     def __iter__(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
         return zip(self.token_ids, self.logprobs or [None] * len(self.token_ids), strict=True)
@@ -43,10 +43,10 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class Draws:
-    """What was drawn for some rows, on the device: ids int64 ``[n]``, and where rows ask for log-probabilities, those.
+    """The ids sampled for some rows, on the device, int64 ``[n]``, and the log-probabilities that rows request.
 
-    ``logprobs`` is what ``top_logprobs`` gives for the rows that are the keys of ``asking``; its values are how many of
-    the likeliest tokens each wants.
+    ``asking`` maps the rows that request log-probabilities to the number of most likely tokens each wants;
+    ``logprobs`` is the result of ``top_logprobs`` for these rows.
     """
 
     ids: torch.Tensor
@@ -55,16 +55,16 @@ class Draws:
 
 
 class SamplerOutput:
-    """Tokens of a batch on their way to the host.
+    """The sampled tokens of a batch, being copied to the host.
 
     Args:
-        draws: of the rows in order: all together, or in parts after a failure.
-        errors: of the sequences that failed, by their number in the batch.
+        draws: of the rows in order: in one piece, or in parts after a failure.
+        errors: of the failed sequences, by their index in the batch.
     """
 
     def __init__(self, draws: Sequence[Draws], errors: Mapping[int, Exception] | None = None) -> None:
         self.errors = errors or {}
-        self._draws = [  # in pinned memory, and not there before the event
+        self._draws = [  # pinned memory; not valid before the event
             Draws(
                 part.ids.to("cpu", non_blocking=True),
                 [tensor.to("cpu", non_blocking=True) for tensor in part.logprobs],
@@ -77,7 +77,7 @@ class SamplerOutput:
             self._arrived.record()
 
     def wait(self) -> SampledTokens:
-        """Wait for the device; the tokens on the host. May be called again."""
+        """Wait for the device and return the tokens on the host; may be called again."""
         if self._arrived is not None:
             self._arrived.synchronize()
         ids = [token_id for part in self._draws for token_id in part.ids.tolist()]
@@ -87,7 +87,7 @@ class SamplerOutput:
 
 
 def _logprobs(draws: Draws) -> list[TokenLogprobs | None]:
-    """What each row asked for, None for the others."""
+    """The log-probabilities of each row; None for rows that request none."""
     logprobs: list[TokenLogprobs | None] = [None] * len(draws.ids)
     chosen, top, top_ids = (tensor.tolist() for tensor in draws.logprobs) if draws.asking else ([], [], [])
     for place, (row, count) in enumerate(draws.asking.items()):
@@ -97,7 +97,7 @@ def _logprobs(draws: Draws) -> list[TokenLogprobs | None]:
 
 
 class Sampler:
-    """Draws tokens from logits on one device, for up to ``max_rows`` rows at a time."""
+    """Samples tokens from logits on one device, for up to ``max_rows`` rows at a time."""
 
     def __init__(self, device: torch.device, max_rows: int) -> None:
         self.device = device
@@ -105,7 +105,7 @@ class Sampler:
         self.counters = make_counters(max_rows, device)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
-        """Choose a token for each row of logits ``[n, V]`` by the parameters of ``rows``, without waiting."""
+        """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait."""
         ids = sample(logits, self._send(SamplingBatch.of(rows)), counters=self.counters)
         asking = {n: row.params.logprobs for n, row in enumerate(rows) if row.params.logprobs is not None}
         if not asking:
@@ -126,5 +126,5 @@ class Sampler:
         return dataclasses.replace(batch, **sent, **history)  # type: ignore[arg-type]
 
     def upload(self, array: torch.Tensor) -> torch.Tensor:
-        """A tensor of any length on the device; nothing waits, since it goes by pinned memory."""
+        """Copy a tensor of any length to the device through pinned memory, without waiting."""
         return array.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else array

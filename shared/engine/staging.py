@@ -1,13 +1,12 @@
-"""A step's small arrays on their way to the device, all in one copy. Introduced in phase 4.
+"""Uploads a step's small arrays to the device in one copy. Introduced in phase 4.
 
-A step is planned in numpy on the host, and a GPU needs to know the plan: ids, positions, places. Each array sent by
-itself would cost a copy that the host waits for. Here every array has a place of its own, with room for the longest
-that a step can bring; the places lie one behind the other in pinned memory, which the GPU can read while the host goes
-on, and in a twin on the device. There are two pinned buffers, taken in turn, so that a plan can be written while the
-one before waits on the stream behind a forward. On a CPU buffer and twin are one.
+A step's inputs (ids, positions, slot mapping) are numpy arrays on the host. Copying each array by itself would cost a
+synchronous copy each. Instead every array has a fixed range, sized for its maximum length, in a pinned host buffer and
+in a device buffer of the same layout. Two pinned buffers alternate, so the host can write a step while the copy of the
+previous one waits on the stream behind a forward. On a CPU the host and the device buffer are the same.
 
-Invariants: an array arrives at the same address in every step, whatever its length, which a CUDA graph relies on;
-nothing is allocated after the start; memory that is on its way is not written.
+Invariants: an array has the same device address in every step, whatever its length, as CUDA graphs require; nothing is
+allocated after construction; a pinned buffer is not written while its copy is pending.
 """
 
 from collections.abc import Mapping
@@ -17,21 +16,21 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-ALIGNMENT = 256  # bytes; more than a vector load of a kernel wants
+ALIGNMENT = 256  # bytes; more than a kernel's widest vector load needs
 NUM_BUFFERS = 2
-MOST_KEPT = 4096  # tensors that were cut
+MOST_KEPT = 4096  # cached slices
 
 
 class Staging:
-    """Places for named arrays.
+    """Fixed buffers for named arrays.
 
     Args:
-        places: of each array the most numbers and their dtype, in the order in which they lie. A copy ends with the
-            last array that is sent, so what is long and rarely full stands last.
+        places: maximum length and dtype of each array, in the order of the buffer. A copy ends after the last array
+            that is sent, so put long arrays that are rarely full last.
     """
 
     def __init__(self, device: torch.device, places: Mapping[str, tuple[int, DTypeLike]]) -> None:
-        self.rooms: dict[str, tuple[int, int, np.dtype[Any]]] = {}  # where each begins, how many numbers, which
+        self.rooms: dict[str, tuple[int, int, np.dtype[Any]]] = {}  # begin in bytes, length, dtype
         total = 0
         for name, (count, dtype) in places.items():
             dtype = np.dtype(dtype)
@@ -47,17 +46,17 @@ class Staging:
         self.hosts = [self._cut(buffer.numpy()) for buffer in self.buffers]
         self.tensors = self._cut(self.arrived)
         self.turn = 0
-        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # of each length: to cut a tensor takes longer than a look
+        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # by length: slicing a tensor costs more than a lookup
 
     @classmethod
     def for_arrays(cls, device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """Places for arrays of these lengths and dtypes."""
+        """Buffers for arrays of these lengths and dtypes."""
         return cls(device, {name: (len(array), array.dtype) for name, array in arrays.items()})
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-        """The arrays as tensors on the device, in the dtype of their places; those of the last call are overwritten.
+        """Copy the arrays to the device, in the dtype of their ranges; overwrites the tensors of the last call.
 
-        Waits only for the copy before the last. Raises ValueError for an array that its place has no room for.
+        Waits only for the copy before the last. Raises ValueError for an array longer than its range.
         """
         self.turn = (self.turn + 1) % len(self.buffers)
         if self.is_copying:
@@ -75,7 +74,7 @@ class Staging:
         return {name: self._sent(name, len(array)) for name, array in arrays.items()}
 
     def _sent(self, name: str, count: int) -> torch.Tensor:
-        """The first numbers of a place on the device."""
+        """The first ``count`` numbers of an array on the device."""
         tensor = self.sent.get((name, count))
         if tensor is None:
             if len(self.sent) == MOST_KEPT:
@@ -84,7 +83,7 @@ class Staging:
         return tensor
 
     def _cut(self, buffer: Any) -> dict[str, Any]:
-        """The places in a buffer of bytes, each in its dtype."""
+        """The ranges of a byte buffer, each in its dtype."""
         return {
             name: buffer[begin : begin + count * dtype.itemsize].view(
                 dtype if isinstance(buffer, np.ndarray) else _DTYPES[dtype]

@@ -1,8 +1,8 @@
-"""Requests that are served before anybody asks, so that no client pays for what happens once. Introduced in phase 4.
+"""Warm-up: compile kernels before serving. Introduced in phase 4.
 
-Kernels are compiled, and libraries choose among theirs, when a shape first occurs. On a GPU that takes up to a second
-each, so every size of batch is run once, and prompts from one token to a long one. On a CPU little is prepared at first
-use, and one short answer will do. Invariant: when it ends, the engine holds nothing of these requests.
+Kernels are compiled, and libraries select theirs, when a shape first occurs. On a GPU that takes up to a second each,
+so the warm-up runs every batch size once, and prompts from one token to a long one. On a CPU one short request
+suffices. Invariant: afterwards the engine holds none of the warm-up requests.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
 
-LONGEST_PROMPT = 1024  # alone; what is longer runs through the same kernels
-FIRST_PROMPT, MORE_TOKENS = 24, 7  # of a whole batch: each prompt is longer than the one before
+LONGEST_PROMPT = 1024  # of a single request; longer prompts use the same kernels
+FIRST_PROMPT, MORE_TOKENS = 24, 7  # of a full batch: each prompt is longer than the one before
 
 
 class Steps(Protocol):
-    """What is warmed up."""
+    """The interface of an engine that is warmed up."""
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
 
@@ -26,14 +26,14 @@ class Steps(Protocol):
 
 
 def warm_up(engine: Any) -> None:
-    """Make an engine of phase 4 or later ready."""
+    """Warm up an engine of phase 4 or later."""
     capacity = engine.pool.capacity_tokens
     sizes = (engine.config.max_batch_size, engine.max_seq_len)
     serve_rounds(engine, rounds(*sizes, is_gpu=engine.model.device.type == "cuda", capacity_tokens=capacity))
 
 
 def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -> None:
-    """Serve what ``rounds`` gives, each round to its end, every other request of one greedily."""
+    """Run the rounds of ``rounds`` one after the other; every second request of a round is greedy."""
     for together in requests:
         for n, (num_prompt, num_new) in enumerate(together):
             about: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
@@ -44,7 +44,7 @@ def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -
 
 
 def add(engine: Steps, prompt: Sequence[int], params: SamplingParams, request_id: str) -> None:
-    """Queue a request, as soon as there is room in the queue."""
+    """Queue a request, running steps while the queue is full."""
     while True:
         try:
             engine.add_request(prompt, params, request_id)
@@ -55,17 +55,17 @@ def add(engine: Steps, prompt: Sequence[int], params: SamplingParams, request_id
 
 
 def warm_up_prompt(n: int, num_tokens: int) -> list[int]:
-    """Of the n-th request of a round."""
+    """The prompt of the n-th request of a round."""
     return [n % 7 + 1] * num_tokens
 
 
 def rounds(
     max_batch_size: int, max_seq_len: int, *, is_gpu: bool, capacity_tokens: int | None = None
 ) -> list[list[tuple[int, int]]]:
-    """Prompt and new tokens of requests that are served together, round after round.
+    """(prompt tokens, new tokens) of the requests of each round.
 
-    On a GPU one prompt at a time in powers of two, then a batch that shrinks by one a step. The prompts of a whole
-    batch take half of ``capacity_tokens`` at most; None: as much as there is a limit to.
+    On a GPU single prompts of power-of-two lengths, then a full batch that shrinks by one request a step. The prompts
+    of the full batch take at most half of ``capacity_tokens``; None: no limit.
     """
     longest = most_new = max(1, max_seq_len // 2)
     if not is_gpu:

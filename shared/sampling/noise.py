@@ -1,8 +1,8 @@
-"""Counter-based randomness: noise is a pure function of where it is used. Introduced in phase 2.
+"""Counter-based random numbers: noise is a pure function of seed and index. Introduced in phase 2.
 
-A stateful generator ties a request's tokens to whatever ran before it in the same process. Philox4x32-10 (Salmon et
-al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11) instead maps (key, counter) to four 32-bit words without any
-state, so that a row's noise is the same alone, among fifty, on another device, or recomputed after a preemption.
+With a stateful generator a request's tokens depend on what ran before it in the same process. Philox4x32-10 (Salmon et
+al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11) maps (key, counter) to four 32-bit words without any state,
+so a row's noise is the same alone, in a batch of fifty, on another device, or recomputed after a preemption.
 
 Layout, which a GPU sampler reproduces with ``tl.philox(seed, vocabulary_index // 4, index, stream, 0)``:
 
@@ -32,12 +32,12 @@ _HALF = torch.tensor(32)
 
 
 class Stream(IntEnum):
-    """What a draw is for. Draws of different streams at the same place are independent."""
+    """The purpose of a draw. Draws of different streams at the same index are independent."""
 
     DRAW = 0  # a token from the model's distribution
     DRAFT = 1  # a token proposed by a draft model
     ACCEPT = 2  # whether a proposed token is accepted
-    RESIDUAL = 3  # the token that replaces a refused one
+    RESIDUAL = 3  # the token that replaces a rejected one
 
 
 def seed_pattern(seed: int) -> int:
@@ -58,14 +58,16 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))
     keys = list(zip(*(_round_keys(word, step) for word, step in zip(key, _KEY_STEPS, strict=True)), strict=True))
-    # Only a product's operands need clean upper halves: c1 and c3 carry whole products until the end. A product may
-    # wrap around the sign of int64; its bits are those of the unsigned one, and the mask drops what a shift drags in.
+    # Only a product's operands need zero upper halves: c1 and c3 carry full products until the end. A product may wrap
+    # around the sign of int64; its bits are those of the unsigned product, and the mask drops shifted-in sign bits.
     for k0, k1 in keys[:_BROADCAST_ROUNDS]:
         p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = ((p1 >> _HALF) ^ c1 ^ k0) & _MASK, p1, ((p0 >> _HALF) ^ c3 ^ k1) & _MASK, p0
-    c0, c1, c2, c3 = (word.expand(shape).contiguous() for word in (c0, c1, c2, c3))  # all ours: none is an argument
+    c0, c1, c2, c3 = (
+        word.expand(shape).contiguous() for word in (c0, c1, c2, c3)
+    )  # copies: the arguments are not mutated
     p0, p1 = torch.empty_like(c0), torch.empty_like(c0)
-    for k0, k1 in keys[_BROADCAST_ROUNDS:]:  # the same round in six buffers, which a processor's cache can hold
+    for k0, k1 in keys[_BROADCAST_ROUNDS:]:  # the same round in six buffers, which fit in a processor's cache
         torch.mul(c0, _MULTIPLIER_0, out=p0)
         torch.mul(c2, _MULTIPLIER_1, out=p1)
         torch.bitwise_right_shift(p1, _HALF, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
@@ -85,9 +87,9 @@ def uniform(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: in
 
     Args:
         seeds: int64 [B], each the bits of a 64-bit seed (``seed_pattern``).
-        indices: integer [B], the index of the token within its request; its low 32 bits count.
-        stream: what the draw is for.
-        size: how many numbers a row needs, usually the vocabulary's size.
+        indices: integer [B], the index of the token within its request; only its low 32 bits are used.
+        stream: the purpose of the draw.
+        size: numbers per row, usually the vocabulary's size.
 
     Returns:
         float32 [B, size] on the device of ``seeds``, in steps of 2^-23 from 2^-24 to 1 - 2^-24: neither 0 nor 1.
@@ -106,9 +108,9 @@ def gumbel(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: int
     """Standard Gumbel noise, float32 [B, size]: -log(-log(u)) of ``uniform`` with the same arguments.
 
     ``argmax(logits + gumbel)`` is a draw from ``softmax(logits)`` (the Gumbel-max trick). Values lie between -2.9 and
-    16.7, so a token about 19.4 nats (a factor of 3e8) below the likeliest is never drawn.
+    16.7, so a token about 19.4 nats (a factor of 3e8) below the most likely one is never drawn.
     """
     # exercise 02x4: uniform numbers to Gumbel noise
-    # hint: the inverse of the distribution function exp(-exp(-x))
+    # hint: the inverse of the cumulative distribution function exp(-exp(-x))
     return uniform(seeds, indices, stream, size).log_().neg_().log_().neg_()
     # end exercise

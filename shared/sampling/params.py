@@ -1,7 +1,7 @@
-"""What a request asks of the sampler, checked once, where it enters. Introduced in phase 2.
+"""The sampling parameters of a request, validated once. Introduced in phase 2.
 
-Names and meanings are those of the serving engines (vLLM, SGLang, the OpenAI API). Invariant: an instance that exists
-is valid and holds plain Python values, so nothing behind it checks again.
+Names and meanings are those of vLLM, SGLang and the OpenAI API. Invariant: every instance is valid and holds plain
+Python values, so no later stage validates again.
 """
 
 import math
@@ -12,18 +12,18 @@ from reprlib import repr as short_repr
 from shared.errors import RequestError
 
 MAX_SEED = 2**64 - 1  # a Philox key is 64 bits
-MAX_LOGPROBS = 20  # the likeliest tokens whose log-probabilities a request may ask for, as in the OpenAI API
+MAX_LOGPROBS = 20  # maximum number of top log-probabilities per token, as in the OpenAI API
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """How the tokens of one request are sampled, and when it finishes.
 
     ``temperature`` 0 takes the most likely token; ``top_p`` 1, ``top_k`` None and ``repetition_penalty`` 1 change
-    nothing. ``max_new_tokens`` counts generated tokens. ``stop`` holds texts that end the answer (one string may be
-    given bare). ``seed`` None lets the engine pick one. ``ignore_eos`` goes on past end-of-sequence ids. ``logprobs``
-    asks for the log-probability of each chosen token and of so many of the likeliest (0: of the chosen one alone; None:
-    of none), before any of the above changed them; engines that serve one request at a time leave them out.
+    nothing. ``max_new_tokens`` counts generated tokens. ``stop`` holds strings that end the output (a single string may
+    be given directly). ``seed`` None lets the engine choose one. ``ignore_eos`` generates past end-of-sequence ids.
+    ``logprobs`` requests the log-probability of each sampled token and of that many most likely tokens (0: of the
+    sampled token alone; None: none), computed from raw logits; engines that serve one request at a time omit them.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -41,7 +41,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         temperature = _real(
-            "temperature", self.temperature, "a number of at least 0, where 0 means the likeliest token"
+            "temperature", self.temperature, "a number of at least 0, where 0 means the most likely token"
         )
         _require(
             math.isfinite(temperature) and temperature >= 0,
@@ -60,19 +60,19 @@ class SamplingParams:
         )
         top_k = None
         if self.top_k is not None:
-            top_k = _integer("top_k", self.top_k, "a whole number of at least 1, or left out for no limit")
+            top_k = _integer("top_k", self.top_k, "an integer of at least 1, or left out for no limit")
             _require(top_k >= 1, "top_k", self.top_k, "at least 1; leave it out for no limit")
-        max_new_tokens = _integer("max_new_tokens", self.max_new_tokens, "a whole number of at least 1")
+        max_new_tokens = _integer("max_new_tokens", self.max_new_tokens, "an integer of at least 1")
         _require(max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         seed = None
         if self.seed is not None:
-            seed = _integer("seed", self.seed, "a whole number from 0 to 2**64 - 1, or left out for a fresh one")
-            _require(0 <= seed <= MAX_SEED, "seed", self.seed, "from 0 to 2**64 - 1; leave it out for a fresh one")
+            seed = _integer("seed", self.seed, "an integer from 0 to 2**64 - 1, or left out for a random one")
+            _require(0 <= seed <= MAX_SEED, "seed", self.seed, "from 0 to 2**64 - 1; leave it out for a random one")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         logprobs = None
         if self.logprobs is not None:
-            logprobs = _integer("logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}, or left out")
-            remedy = f"from 0 to {MAX_LOGPROBS}, how many of the likeliest tokens to report; leave it out for none"
+            logprobs = _integer("logprobs", self.logprobs, f"an integer from 0 to {MAX_LOGPROBS}, or left out")
+            remedy = f"from 0 to {MAX_LOGPROBS}, the number of most likely tokens to report; leave it out for none"
             _require(0 <= logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, remedy)
         values = {
             "temperature": temperature,
@@ -85,11 +85,11 @@ class SamplingParams:
             "logprobs": logprobs,
         }
         for name, value in values.items():
-            object.__setattr__(self, name, value)  # the same values as plain int, float and tuple
+            object.__setattr__(self, name, value)  # converted to plain int, float and tuple
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every token is the arg-max, so that no randomness is needed."""
+        """Whether every token is the arg-max, without randomness."""
         return self.temperature == 0
 
 
@@ -116,5 +116,5 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     _require(isinstance(strings, tuple | list), "stop", value, "one string or a list of strings")
     for text in strings:  # type: ignore[attr-defined]
         _require(isinstance(text, str), "stop", value, "strings only; convert token ids to text first")
-        _require(text != "", "stop", value, "without empty strings, which would end every answer at once")
+        _require(text != "", "stop", value, "without empty strings, which would end every output at once")
     return tuple(strings)  # type: ignore[arg-type]

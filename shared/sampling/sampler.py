@@ -1,7 +1,7 @@
-"""The draw: one token id per row from logits, greedy and random rows side by side. Introduced in phase 2.
+"""The sampler: one token id per row of logits, for greedy and random rows together. Introduced in phase 2.
 
-A ``SamplingBatch`` holds the parameters of a step's rows as arrays; ``sample`` applies the processors that some row
-needs and takes the arg-max of logits plus Gumbel noise. Invariants: the logits handed in are never mutated, arithmetic
+A ``SamplingBatch`` holds the parameters of a step's rows as arrays; ``sample`` applies the logits processors that any
+row needs and takes the arg-max of logits plus Gumbel noise. Invariants: the input logits are never mutated, arithmetic
 is float32 whatever their dtype, and a row's token is the same in every batch.
 """
 
@@ -28,10 +28,10 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row of a step: whose parameters, which seed, and the place in the request that the noise is taken from.
+    """One row of a step: its sampling parameters, its seed, and its index in the request.
 
-    ``index`` counts generated tokens from 0. ``token_ids`` are the ids of prompt and output so far; they are read only
-    under a repetition penalty.
+    ``index`` counts generated tokens from 0 and selects the noise. ``token_ids`` are the ids of prompt and output so
+    far; they are read only under a repetition penalty.
     """
 
     params: SamplingParams
@@ -54,7 +54,7 @@ class SamplingBatch:
     top_p: torch.Tensor | None = None  # float64 [B]
     repetition_penalty: torch.Tensor | None = None  # float32 [B]
     history_rows: torch.Tensor | None = (
-        None  # int64 [n], set with repetition_penalty: token history_ids[i] was seen ...
+        None  # int64 [n], set with repetition_penalty: token history_ids[i] occurred ...
     )
     history_ids: torch.Tensor | None = None  # int64 [n] ... in row history_rows[i]
 
@@ -67,7 +67,7 @@ class SamplingBatch:
         if any(penalty != 1 for penalty in penalties):
             seen = [row.token_ids if row.params.repetition_penalty != 1 else () for row in rows]
             lengths = torch.tensor([len(ids) for ids in seen])
-            # Beyond float32's normal range a penalty would turn into 0 or inf, and logits into NaN.
+            # Outside float32's normal range a penalty becomes 0 or inf, and logits NaN.
             batch["repetition_penalty"] = _float32(penalties, _FLOAT32.tiny, device)
             batch["history_rows"] = torch.arange(len(rows)).repeat_interleave(lengths).to(device)
             batch["history_ids"] = torch.tensor(list(chain.from_iterable(seen)), dtype=torch.int64, device=device)
@@ -93,7 +93,7 @@ def _float32(values: Sequence[float], smallest: float, device: torch.device | st
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Stream.DRAW) -> torch.Tensor:
-    """Choose a token for every row.
+    """Sample a token for every row.
 
     Greedy rows take the exact arg-max of the penalised logits, the lowest id among equals. Other rows draw from the
     softmax of the filtered, temperature-scaled logits by the Gumbel-max trick.
@@ -101,7 +101,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
     Args:
         logits: [B, V] in any float dtype; not mutated.
         batch: the parameters of the B rows, on the same device.
-        stream: which of the independent streams of randomness to draw from.
+        stream: the random stream to draw from.
 
     Returns:
         int64 [B].
@@ -134,10 +134,10 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice
         scores = apply_top_k(scores, batch.top_k[rows], batch.max_top_k)
     if batch.top_p is not None:
         scores = apply_top_p(scores, batch.top_p[rows])
-    scores += gumbel(batch.seeds[rows], batch.indices[rows], stream, scores.shape[-1])  # scores is a tensor of our own
+    scores += gumbel(batch.seeds[rows], batch.indices[rows], stream, scores.shape[-1])  # in place: scores is a copy
     return scores.argmax(-1)
 
 
 def log_probabilities(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The log-probability, float32 [B], that the raw logits [B, V] (before any processor) give to ``ids`` [B]."""
+    """Log-probabilities, float32 [B], of ``ids`` [B] under raw logits [B, V] (before any logits processor)."""
     return logits.log_softmax(-1, dtype=torch.float32).gather(-1, ids[:, None]).squeeze(-1)

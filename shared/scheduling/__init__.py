@@ -1,1 +1,1 @@
-"""Which requests run in a step: the queue, admission, and who gets a token."""
+"""Which requests run in a step: the waiting queue, admission, and the split between prefill and decode."""

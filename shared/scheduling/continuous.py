@@ -1,9 +1,9 @@
-"""Continuous batching: a request that ends makes room for the next, in every step. Introduced in phase 5.
+"""Continuous batching: waiting requests replace finished ones in every step. Introduced in phase 5.
 
-Iteration-level scheduling (Orca: Yu et al., OSDI 2022). The batch is put together anew for each step: answers that
-ended are gone, and requests that came have their places. What a prompt's forward costs the answers beside it is the
-policy's affair, see :mod:`shared.scheduling.policies`. Invariants: the first of the queue waits only while there is no
-place or no memory for it; a decoding request gets a token at least once in ``max_decode_interval`` steps.
+Iteration-level scheduling (Orca: Yu et al., OSDI 2022). The scheduler forms a new batch for each step: finished
+requests have left, and newly admitted ones have joined. How much a prefill may delay the decoding requests is up to the
+policy, see :mod:`shared.scheduling.policies`. Invariants: the head of the queue waits only while the batch is full or
+the KV cache has no room for it; a decoding request gets a token at least once in ``max_decode_interval`` steps.
 """
 
 from shared.scheduling.policies import POLICIES
@@ -12,16 +12,16 @@ from shared.scheduling.scheduler import Scheduler
 
 
 class ContinuousScheduler(Scheduler):
-    """Admits in every step; the policy says how prompts and decoding share it."""
+    """Admits in every step; the policy decides how prefill and decode share the step."""
 
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
         self.num_steps += 1
-        # exercise 05x3: put the batch together anew
-        # hint: admit in every step, and not only when none runs: _admit, with memory for the longest answer (_longest)
-        # hint: _prompts gives the requests whose prompts fit this step, _decoding those that can get their next token
-        # hint: policy.share says which of both take part; it wants the steps since each decoding one's last token:
-        # hint: num_steps less last_step
+        # exercise 05x3: form a new batch in every step
+        # hint: admit in every step, not only when no request runs: _admit, reserving for the longest output (_longest)
+        # hint: _prompts returns the requests whose prompts fit this step, _decoding those that can get their next token
+        # hint: policy.share selects from both; it takes the steps since the last token of each decoding request:
+        # hint: num_steps minus last_step
         self._admit(self._longest)
         decoding = self._decoding()
         policy = POLICIES[self.config.scheduler_policy]

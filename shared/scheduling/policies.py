@@ -1,18 +1,18 @@
-"""How prompts and decoding share a step. Introduced in phase 5.
+"""How prefill and decode share a step. Introduced in phase 5.
 
-A prompt's forward takes as long as many decoding steps, and whoever decodes beside it waits for it. To decode nobody
-makes such a step shorter, and the next prompt comes sooner; policies differ in how far they go. With
-N = ``max_decode_interval``:
+A prefill takes as long as many decode steps, and requests that decode in the same step are delayed by it. Skipping
+their decode makes the step shorter, so the next prefill starts sooner; policies differ in how much they skip. With N =
+``max_decode_interval``:
 
-    policy              prompts of a step                  who decodes beside prompts               gains
-    fcfs                all that fit the token budget      everybody, in every step                 no token waits
-    prefill_first       all that fit the token budget      nobody; everybody as soon as one has     first tokens
+    policy              prefills in a step                 decodes in a step with prefills          optimizes for
+    fcfs                all that fit the token budget      all n decoding requests                  inter-token latency
+    prefill_first       all that fit the token budget      none; all n once one of them has         time to first token
                                                            waited N steps
-    decode_round_robin  one                                the n / N that have waited longest,      steps of even
-                                                           and who has waited N steps               length
+    decode_round_robin  one                                the n / N that have waited longest,      even step times
+                                                           and all that have waited N steps
 
-In a step without prompts everybody decodes, under every policy. Prompts come in the order of admission, under every
-policy, and the first of them is run in the next step, so none starves. Invariant: whoever has waited N steps decodes.
+Under every policy a step without prefills decodes all requests. Under every policy prefills run in the order of
+admission and the first runs in the next step, so none starves. Invariant: a request that has waited N steps decodes.
 """
 
 import heapq
@@ -27,8 +27,8 @@ Item = TypeVar("Item")
 class Policy:
     """One row of the table.
 
-    ``turns(steps_since, N)`` says of each decoding request whether it decodes beside prompts, from the steps since its
-    last token: 1 for one that got a token in the step before.
+    ``turns(steps_since, N)`` returns for each decoding request whether it decodes in a step with prefills.
+    ``steps_since`` counts the steps since each request's last token: 1 if it got a token in the previous step.
     """
 
     max_prompts: int | None
@@ -37,33 +37,33 @@ class Policy:
     def share(
         self, prompts: Sequence[Item], decoding: Sequence[Item], steps_since: Sequence[int], interval: int
     ) -> tuple[Sequence[Item], Sequence[Item]]:
-        """The decoding requests, and the prompts, that take part in a step, of those that could."""
+        """Select the decoding requests and the prompts that run in a step."""
         if not prompts:
             return decoding, prompts
         turns = self.turns(steps_since, interval)
         return [item for item, has_turn in zip(decoding, turns, strict=True) if has_turn], prompts[: self.max_prompts]
 
 
-def everybody(steps_since: Sequence[int], interval: int) -> list[bool]:
-    """All, at any time."""
+def always(steps_since: Sequence[int], interval: int) -> list[bool]:
+    """Every request decodes in every step."""
     return [True] * len(steps_since)
 
 
 def when_due(steps_since: Sequence[int], interval: int) -> list[bool]:
-    """All at once, when the first has waited ``interval`` steps; nobody before."""
-    # exercise 05x1: nobody beside prompts, until somebody is due
-    # hint: one answer for all of them: has anybody waited interval steps?
-    # hint: there may be nobody who decodes
+    """All requests decode once one of them has waited ``interval`` steps; none before."""
+    # exercise 05x1: pause decoding during prefill, until a request is due
+    # hint: all requests get the same answer: has any of them waited interval steps?
+    # hint: steps_since may be empty
     return [max(steps_since, default=0) >= interval] * len(steps_since)
     # end exercise
 
 
 def in_turn(steps_since: Sequence[int], interval: int) -> list[bool]:
-    """An even share of them, those that have waited longest, and all that have waited ``interval`` steps."""
+    """The n / ``interval`` requests that have waited longest decode, and all that have waited ``interval`` steps."""
     # exercise 05x2: an even share, in turn
-    # hint: of n requests, n / interval get a token, rounded up: those that have waited longest
-    # hint: whoever has waited interval steps gets one too, even above that share
-    # hint: among those that have waited equally long, the first come first
+    # hint: n / interval of the n requests get a token, rounded up: those that have waited longest
+    # hint: every request that has waited interval steps gets one too, even above that share
+    # hint: ties go to the requests with the lower index
     # hint: sort the indices or take heapq.nlargest; then make one bool for each request, in the given order
     share = -(-len(steps_since) // interval)
     longest = set(heapq.nlargest(share, range(len(steps_since)), key=lambda n: (steps_since[n], -n)))
@@ -72,8 +72,8 @@ def in_turn(steps_since: Sequence[int], interval: int) -> list[bool]:
 
 
 POLICIES = {
-    "fcfs": Policy(None, everybody),
+    "fcfs": Policy(None, always),
     "prefill_first": Policy(None, when_due),
     "decode_round_robin": Policy(1, in_turn),
 }
-"""By the name that ``EngineConfig.scheduler_policy`` knows."""
+"""The policies by the values of ``EngineConfig.scheduler_policy``."""

@@ -1,18 +1,18 @@
-"""Optimistic admission, and what follows when it was too optimistic. Introduced in phase 6.
+"""Optimistic admission, with preemption when the KV cache runs out. Introduced in phase 6.
 
-Most answers end long before the longest that they may have, so memory kept for the longest is mostly kept for nothing.
-Here a request is admitted with memory for the tokens it has, and is granted one more in every step. When none is left,
-the request that was admitted last is *preempted*: it gives up its memory and waits again, first in the queue. Its keys
-and values are computed anew when it is admitted again, prompt and answer so far in one forward (recomputation, as in
-vLLM: Kwon et al., SOSP 2023, section 4.5); its tokens are kept, and noise depends on a token's index alone, so the
-answer goes on as if nothing had been.
+Most requests finish long before their maximum length, so most of the KV cache reserved for that length is never
+written. This scheduler admits a request with KV cache for its current tokens, and reserves one more token in every
+step. When the pool is exhausted, it *preempts* the request that was admitted last: it frees its KV cache and moves it
+to the head of the queue. Readmission recomputes its keys and values, prompt and outputs in one forward (recomputation,
+as in vLLM: Kwon et al., SOSP 2023, section 4.5). The request keeps its tokens, and sampling noise depends on a token's
+index alone, so its output is the same as without preemption.
 
-To admit a request and to preempt one in the next step would be work for nothing, so admission leaves a watermark of
-free memory to running requests, and none joins in a step in which one was preempted. A pool whose grants never grow has
-no watermark and needs no preemption.
+Admitting a request only to preempt one in the next step wastes a prefill. So admission leaves a watermark of free
+tokens to running requests, and a step that preempts admits none. A pool that reserves the maximum length at admission
+has no watermark and never preempts.
 
-Invariants: FCFS: every running request came before every waiting one, and the oldest running request is never preempted
-for another; a request must fit an empty pool to be queued; so every request finishes.
+Invariants: FCFS: every running request arrived before every waiting one; the oldest running request is never preempted,
+and a request must fit an empty pool to be queued, so every request finishes.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from shared.scheduling.scheduler import Scheduler
 
 
 class PreemptiveScheduler(Scheduler):
-    """Admits with memory for the tokens there are, and takes it back from the youngest."""
+    """Reserves KV cache for current tokens only, and preempts the youngest request when the pool is exhausted."""
 
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
@@ -41,17 +41,17 @@ class PreemptiveScheduler(Scheduler):
         return self._plan(*shared, preempted)
 
     def _grow(self, decoding: Sequence[Request]) -> list[str]:
-        """Grant each decoding request the token that it will write; the ids of those that were preempted for it.
+        """Reserve KV cache for the token that each decoding request writes; return the ids of preempted requests.
 
         Args:
-            decoding: in the order they were admitted.
+            decoding: in the order of admission.
         """
         preempted = []
-        # exercise 06x3: the oldest gets memory first
-        # hint: go through the requests, the oldest first; each needs memory for the tokens it has and those in flight:
+        # exercise 06x3: reserve for the oldest request first
+        # hint: iterate from the oldest request; each needs KV cache for its known tokens and those in flight:
         # hint: num_tokens + num_pending_tokens
-        # hint: while the pool refuses, preempt the youngest of those that run, which may be the request itself
-        # hint: a request that was preempted holds nothing and asks for nothing: look whether it still runs
+        # hint: while reserve fails, preempt the youngest running request, which may be the request itself
+        # hint: skip requests that have been preempted: check that the request still runs
         for request in decoding:
             while request.request_id in self.running:
                 if self.pool.reserve(request, request.num_tokens + request.num_pending_tokens):
@@ -63,9 +63,9 @@ class PreemptiveScheduler(Scheduler):
         return preempted
 
     def _preempt(self, request: Request) -> None:
-        """Take back all its memory, and put it at the head of the queue."""
-        # exercise 06x4: forget what was computed, and nothing else
-        # hint: the pool takes back the memory; no tokens of the request are computed any more, and none is in flight
+        """Free the request's KV cache and move it to the head of the queue."""
+        # exercise 06x4: drop the computed state, keep the tokens
+        # hint: release the request's blocks; reset the counts of computed, scheduled and pending tokens
         # hint: OrderedDict.move_to_end(key, last=False) puts an entry first
         self.pool.release(request)
         request.num_computed_tokens = request.num_scheduled_tokens = request.num_pending_tokens = 0

@@ -1,9 +1,9 @@
-"""What one step does, said once: which tokens of which requests. Introduced in phase 4.
+"""The schedule of a step: which tokens of which requests it computes. Introduced in phase 4.
 
-Batch, commit, record and trace read these numbers and never derive them again from a request's state, which has moved
-on by then: a step later may have been scheduled, and tokens may be in flight. Invariants: a request stands in a
-schedule once; decoding requests stand before prompts; an entry holds the request itself, so it is never taken for a
-later request that uses the same id.
+Batch, commit, record and trace read these numbers and never derive them from a request's state. That state has moved on
+by then: the next step may be scheduled, and tokens may be in flight. Invariants: a schedule holds a request at most
+once; decoding requests precede prompts; an entry refers to the request object, so a later request that reuses its id is
+not mistaken for it.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ Integers = NDArray[np.int64]
 
 
 class Scheduled(NamedTuple):
-    """One request's part of a step: its tokens from index ``start`` on are computed, ``num_tokens`` of them.
+    """One request's part of a step, which computes its tokens ``[start, start + num_tokens)``.
 
-    The last ``num_drafts`` of them are guesses; logits are wanted of the last ``num_logit_rows``.
+    The last ``num_drafts`` of them are draft tokens. The step computes logits for the last ``num_logit_rows``.
     """
 
     request: Request
@@ -36,8 +36,8 @@ class Scheduled(NamedTuple):
 class Schedule:
     """A step, or a part of one.
 
-    ``entries`` are of ``num_decoding`` decoding requests, then of prompts: requests that were admitted, or admitted
-    again, and have tokens that were never computed. ``preempted`` names the requests that lost their memory to others.
+    ``entries`` holds ``num_decoding`` decoding requests, then prompts: requests admitted for the first time or after a
+    preemption. ``preempted`` holds the ids of the requests that were preempted for this step.
     """
 
     step: int  # counted from 1
@@ -47,31 +47,31 @@ class Schedule:
 
     @property
     def decoding(self) -> "Schedule":
-        """The part that computes one token of each decoding request."""
+        """The decode part: one token of each decoding request."""
         return Schedule(self.step, self.entries[: self.num_decoding], self.num_decoding, self.preempted)
 
     @property
     def prompts(self) -> "Schedule":
-        """The part that computes prompts."""
+        """The prefill part."""
         return Schedule(self.step, self.entries[self.num_decoding :], 0, self.preempted)
 
     @property
     def requests(self) -> list[Request]:
-        """Of the entries."""
+        """The requests of the entries, in their order."""
         return [entry.request for entry in self.entries]
 
     @property
     def starts(self) -> Integers:
-        """``[B]``, of the entries."""
+        """``start`` of each entry, ``[B]``."""
         return np.array([entry.start for entry in self.entries], np.int64)
 
     @property
     def num_tokens(self) -> Integers:
-        """``[B]``, of the entries."""
+        """``num_tokens`` of each entry, ``[B]``."""
         return np.array([entry.num_tokens for entry in self.entries], np.int64)
 
     def sampling_rows(self) -> list[SamplingRow]:
-        """How the token behind each logit row is chosen; reads tokens, so all of earlier steps must have arrived."""
+        """The sampling parameters of each logit row. Reads token ids, so all earlier steps must be committed."""
         return [entry.request.sampling_row() for entry in self.entries for _ in range(entry.num_logit_rows)]
 
     def __iter__(self) -> Iterator[Scheduled]:

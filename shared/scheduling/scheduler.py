@@ -1,15 +1,15 @@
-"""What every scheduler does: a queue, admission, and the accounts of what was computed. Introduced in phase 4.
+"""The base of all schedulers: the waiting queue, admission, and the token counts. Introduced in phase 4.
 
-A scheduler decides and touches neither tensors nor text. ``schedule`` reads counts and never token values, so a step
-can be scheduled while tokens of the one before are still in flight: what a schedule computes is counted as scheduled at
-once, and as computed when it is committed. Which requests join, and which of those that run take part in a step, is
-what schedulers differ in: the one method that is not here.
+A scheduler touches neither tensors nor text. ``schedule`` reads counts and never token values, so a step can be
+scheduled while tokens of the previous step are in flight: tokens count as scheduled at once, and as computed when the
+step is committed. Schedulers differ in one method, ``schedule``: which requests they admit, and which running requests
+take part in a step.
 
-A request is admitted only with memory for its prompt and its longest answer, so none that runs can run out of it
-(:mod:`shared.scheduling.preemption` does without that).
-Invariants: FCFS: requests are admitted in the order they came; at most ``max_batch_size`` run; what a request holds is
-released when it ends, or when the last step in flight that computes it is committed; a step that was broken off is
-dropped and scheduled again.
+A request is admitted only with KV cache for its prompt and its maximum output, so a running request never lacks room
+(:mod:`shared.scheduling.preemption` drops this rule).
+Invariants: FCFS: requests are admitted in order of arrival; at most ``max_batch_size`` run; a request's KV cache is
+released when the request finishes, or when the last step in flight that computes it is committed; an interrupted step
+is dropped and scheduled again.
 """
 
 import logging
@@ -31,28 +31,28 @@ logger = logging.getLogger("infer.engine")
 
 
 class Scheduler(ABC):
-    """Requests that wait and requests that run."""
+    """The waiting and the running requests."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         self.config = config
         self.pool = pool
         self.max_seq_len = max_seq_len
-        self.waiting: OrderedDict[str, Request] = OrderedDict()  # in the order they came
-        self.running: OrderedDict[str, Request] = OrderedDict()  # in the order they were admitted
-        self.ending: dict[Request, None] = {}  # those that ended, and are computed by a step in flight
+        self.waiting: OrderedDict[str, Request] = OrderedDict()  # in order of arrival
+        self.running: OrderedDict[str, Request] = OrderedDict()  # in order of admission
+        self.ending: dict[Request, None] = {}  # retired, but still computed by a step in flight
         self.num_steps = 0
         self.num_preemptions = 0
 
     @abstractmethod
     def schedule(self) -> Schedule:
-        """Admit the requests that this scheduler admits now, and say what the coming step computes."""
+        """Admit waiting requests and plan the next step."""
 
     def check(self, request_id: str, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Raise what speaks against a new request, before anything of it is kept.
+        """Validate a new request; changes no state.
 
         Raises:
-            RequestError: its id is in use, or the memory could never hold it.
-            QueueFullError: as many requests wait as may wait.
+            RequestError: the id is in use, or the KV cache could never hold the request.
+            QueueFullError: ``max_waiting_requests`` requests are waiting.
         """
         if request_id in self:
             raise RequestError(f"A request with the id {request_id!r} is waiting or running; choose another id.")
@@ -60,13 +60,13 @@ class Scheduler(ABC):
         check_queue(len(self.waiting), self.config.max_waiting_requests)
 
     def add(self, request: Request) -> None:
-        """Put a request that ``check`` had nothing against at the end of the queue."""
+        """Append a request that passed ``check`` to the queue."""
         self.waiting[request.request_id] = request
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """Count what a step, or a part of it, has computed, append its tokens, and retire the requests that failed.
+        """Count the tokens that a step, or a part of it, computed; append the sampled ones; retire failed requests.
 
-        What was computed for a request that has ended or was preempted meanwhile is dropped.
+        Results for a request that has finished or was preempted meanwhile are dropped.
         """
         tokens = iter(sampled)
         for number, (request, start, num_tokens, _, num_logit_rows) in enumerate(schedule):
@@ -87,19 +87,19 @@ class Scheduler(ABC):
                 self.pool.release(request)
 
     def finish(self, requests: Iterable[Request]) -> None:
-        """Retire requests whose answers have ended."""
+        """Retire requests whose outputs are complete."""
         for request in requests:
             self._retire(request, RequestStatus.FINISHED)
 
     def abort(self, request_id: str) -> Request | None:
-        """Retire a request, which gives no further output; None if it is not here (any more)."""
+        """Retire a request, which gives no further output; None if it is neither waiting nor running."""
         request = self.waiting.get(request_id) or self.running.get(request_id)
         if request is not None:
             self._retire(request, RequestStatus.FINISHED)
         return request
 
     def drop_in_flight(self) -> None:
-        """Forget what was scheduled and not committed: a step that was broken off, which is then scheduled again."""
+        """Roll back what was scheduled and not committed, after an interrupted step, so it can be scheduled again."""
         for request in self.running.values():
             request.num_scheduled_tokens, request.num_pending_tokens = request.num_computed_tokens, 0
         for request in self.ending:
@@ -107,25 +107,25 @@ class Scheduler(ABC):
         self.ending.clear()
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether any request is waiting or running."""
         return bool(self.waiting or self.running)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.waiting or request_id in self.running
 
     def _admit(self, num_tokens: Callable[[Request], int], num_kept_free: int = 0) -> None:
-        """Let the first of the queue run, and the next, as long as there is a place and memory for it.
+        """Admit requests from the head of the queue while the batch and the KV cache have room.
 
         Args:
-            num_tokens: for how many tokens a request needs memory.
-            num_kept_free: free tokens that are left to running requests; where none runs, to none.
+            num_tokens: the number of tokens to reserve for a request.
+            num_kept_free: tokens that must stay free for running requests; ignored while none runs.
         """
-        # exercise 04x4: let the first of the queue run
-        # hint: go on while requests wait and fewer than max_batch_size run; look at the first in the queue alone
-        # hint: pool.admit says how many of its tokens are there already: they count as computed, and as scheduled
-        # hint: pool.reserve asks for its memory; if that is refused, pool.release it and stop: no request overtakes
-        # hint: so too where fewer tokens than num_kept_free would be left free, while others run
-        # hint: else it moves from waiting to running and gets the status RUNNING
+        # exercise 04x4: admit from the head of the queue
+        # hint: loop while requests wait and fewer than max_batch_size run; consider only the head of the queue
+        # hint: pool.admit returns how many of its tokens are cached: they count as computed, and as scheduled
+        # hint: pool.reserve reserves its KV cache; if that fails, pool.release it and stop: no request overtakes
+        # hint: stop as well if fewer than num_kept_free tokens would stay free while other requests run
+        # hint: otherwise move the request from waiting to running and set its status to RUNNING
         while self.waiting and len(self.running) < self.config.max_batch_size:
             request = next(iter(self.waiting.values()))
             num_cached, needed = self.pool.admit(request), num_tokens(request)
@@ -140,7 +140,7 @@ class Scheduler(ABC):
         # end exercise
 
     def _prompts(self) -> list[Request]:
-        """Of the requests whose prompts are not computed the first, and those behind it within the token budget."""
+        """The first request that needs a prefill, and the following ones within the token budget."""
         chosen: list[Request] = []
         num_tokens = 0
         for request in self.running.values():
@@ -153,7 +153,7 @@ class Scheduler(ABC):
         return chosen
 
     def _decoding(self) -> list[Request]:
-        """The requests that can get their next token, in the order they were admitted."""
+        """The requests that can get their next token, in order of admission."""
         return [
             request
             for request in self.running.values()
@@ -161,7 +161,7 @@ class Scheduler(ABC):
         ]
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
-        """The schedule that computes all tokens of these that no step computes yet, and draws the next of each."""
+        """Schedule all unscheduled tokens of these requests, and one sampled token for each."""
         entries = []
         for request in (*decoding, *prompts):
             num_new = request.num_unscheduled_tokens
@@ -171,24 +171,24 @@ class Scheduler(ABC):
         return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
 
     def _is_complete(self, request: Request) -> bool:
-        """Whether its answer is as long as it may be, with the tokens in flight."""
+        """Whether the request has reached its maximum length, tokens in flight included."""
         return request.num_tokens + request.num_pending_tokens >= self._longest(request)
 
     def _longest(self, request: Request) -> int:
-        """Tokens of the prompt and of the longest answer there can be."""
+        """The request's maximum length in tokens, prompt included."""
         return min(request.num_prompt_tokens + request.params.max_new_tokens, self.max_seq_len)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Retire a request that could not be computed; the cause goes to the log, with its traceback."""
+        """Retire a request whose forward or sampling raised; log the exception with its traceback."""
         logger.error("request %s failed", request.request_id, exc_info=error)
         request.error = (
-            f"The engine could not compute this request ({type(error).__name__}); the cause stands in its log, and no "
-            "other request was affected."
+            f"The engine could not compute this request ({type(error).__name__}); its log has the traceback. No other "
+            "request was affected."
         )
         self._retire(request, RequestStatus.FAILED)
 
     def _retire(self, request: Request, status: RequestStatus) -> None:
-        """Take a request out, and take back what it holds as soon as no step computes it."""
+        """Remove a request from the scheduler; release its KV cache once no step in flight computes it."""
         is_in_flight = request.num_scheduled_tokens > request.num_computed_tokens
         request.status = status
         self.waiting.pop(request.request_id, None)

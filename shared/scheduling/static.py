@@ -1,8 +1,8 @@
-"""Static batching: a batch is put together, and runs until its last answer ends. Introduced in phase 4.
+"""Static batching: a batch runs until its last request finishes. Introduced in phase 4.
 
-One forward for many requests reads the weights once for all of them. The batch is closed while it runs: a request that
-comes waits for its longest answer, and a place whose answer has ended stays empty until then. Invariant: no request is
-admitted while any runs.
+One forward for many requests reads the weights once for all of them. The batch is closed while it runs: a new request
+waits until the longest output is complete, and a finished request leaves its row empty until then. Invariant: no
+request is admitted while any runs.
 """
 
 from shared.scheduling.schedule import Schedule
@@ -10,7 +10,7 @@ from shared.scheduling.scheduler import Scheduler
 
 
 class StaticScheduler(Scheduler):
-    """Admits a batch when none runs. A batch whose prompts are too long for one step takes several to start."""
+    """Admits a batch when no request runs. Prompts that exceed the token budget are prefilled over several steps."""
 
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""

@@ -122,7 +122,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     def add_request(self, name: str, num_prompt_tokens: int, max_new_tokens: int) -> None:
         params = SamplingParams(max_new_tokens=max_new_tokens)
         if min(num_prompt_tokens + max_new_tokens, self.scheduler.max_seq_len) > self.pool.request_capacity:
-            with pytest.raises(RequestError, match=f"the KV memory holds {self.pool.request_capacity} for one"):
+            with pytest.raises(RequestError, match=f"the KV cache holds {self.pool.request_capacity} for one"):
                 self.scheduler.check(name, num_prompt_tokens, params)
             return
         if len(self.scheduler.waiting) == self.config.max_waiting_requests:

@@ -96,7 +96,7 @@ def test_a_request_is_granted_memory_for_its_longest_answer(max_new_tokens: int,
     scheduler = static(1)
     add(scheduler, "a", 3, max_new_tokens)
     scheduler.schedule()
-    assert scheduler.pool.audit() == [f"Request a holds region 0 with 0 tokens of {granted} granted."]
+    assert scheduler.pool.audit() == [f"Request a holds region 0 with 0 tokens of {granted} reserved."]
 
 
 def test_tokens_that_the_pool_has_already_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:

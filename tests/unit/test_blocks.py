@@ -75,12 +75,12 @@ def test_a_shared_block_comes_back_with_its_last_holder() -> None:
 
 
 WRONG = [
-    ([3], "Block 3 is free already; a block is given back once by each holder"),
+    ([3], "Block 3 is free already; each holder frees a block once"),
     ([0, 3], "Block 3 is free already"),
-    ([0, 7], "There is no block 7; there are blocks 0 to 3"),
-    ([-1], "There is no block -1; there are blocks 0 to 3"),
-    ([1, 0, 1], r"Of blocks \[1, 0, 1\] one is named twice; a holder holds a block once"),
-    ([2, 2], r"Of blocks \[2, 2\] one is named twice"),  # also where it has two holders
+    ([0, 7], "There is no block 7; blocks are 0 to 3"),
+    ([-1], "There is no block -1; blocks are 0 to 3"),
+    ([1, 0, 1], r"Blocks \[1, 0, 1\] contain a duplicate; a holder holds a block once"),
+    ([2, 2], r"Blocks \[2, 2\] contain a duplicate"),  # also where it has two holders
 ]
 
 
@@ -117,7 +117,7 @@ def test_twice_is_once_too_often() -> None:
 def test_numbers_that_make_no_sense() -> None:
     with pytest.raises(ConfigError, match="number of blocks is 0"):
         BlockAllocator(0)
-    with pytest.raises(BlockError, match="-1 blocks are asked for"):
+    with pytest.raises(BlockError, match="-1 blocks were requested"):
         BlockAllocator(1).allocate(-1)
 
 
@@ -127,9 +127,12 @@ def test_numbers_that_make_no_sense() -> None:
         (lambda a: a.stack.__setitem__(1, a.stack[0]), "Block 3 is free 2 times"),
         (lambda a: a.ref_counts.__setitem__(3, 1), "Block 3 is free and held"),
         (lambda a: setattr(a, "num_free", 1), "Block 2 is neither free nor held"),
-        (lambda a: a.share(blocks(0)), "Block 0 has 2 holders and stands in 1 tables: it is lost"),
-        (lambda a: a.allocate(1), "Block 2 has 1 holders and stands in 0 tables: it is lost"),
-        (lambda a: a.free(blocks(1)), "Block 1 has 0 holders and stands in 1 tables: it can be granted again"),
+        (lambda a: a.share(blocks(0)), "Block 0 has 2 references and is in 1 block tables: it leaks"),
+        (lambda a: a.allocate(1), "Block 2 has 1 references and is in 0 block tables: it leaks"),
+        (
+            lambda a: a.free(blocks(1)),
+            "Block 1 has 0 references and is in 1 block tables: it can be allocated while in use",
+        ),
     ],
 )
 def test_the_audit_finds_damage(damage, message: str) -> None:
@@ -144,7 +147,9 @@ def test_the_audit_finds_damage(damage, message: str) -> None:
 def test_the_audit_finds_a_block_that_stands_in_tables_once_too_often(tables: list[np.ndarray]) -> None:
     allocator = BlockAllocator(4)
     allocator.allocate(2)
-    assert allocator.audit(tables) == ["Block 0 has 1 holders and stands in 2 tables: it can be granted again."]
+    assert allocator.audit(tables) == [
+        "Block 0 has 1 references and is in 2 block tables: it can be allocated while in use."
+    ]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), max_size=30))

@@ -109,7 +109,7 @@ class Pool(RuleBasedStateMachine):
             places.append((first, first + new))
         schedule = Schedule(1, tuple(entries))
         if any(end > self.granted[request] for request, (_, end) in zip(chosen, places, strict=True)):
-            with pytest.raises(CapacityError, match="that were granted"):
+            with pytest.raises(CapacityError, match="are reserved"):
                 self.pool.layout(schedule)
             return
         regions = [self.pool.regions[request] for request in chosen]
@@ -135,7 +135,7 @@ class Pool(RuleBasedStateMachine):
         assert len({region for (region,) in holdings.values()}) == len(self.granted)
         assert pool.audit() == [
             f"Request {request.request_id} holds region {region} with {self.lengths[request]} tokens of "
-            f"{self.granted[request]} granted."
+            f"{self.granted[request]} reserved."
             for request, (region,) in holdings.items()
         ], "each that holds a region, and nothing else, is reported"
 
@@ -152,11 +152,14 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda pool: pool.free_regions.append(0), r"Of regions 0 to 2 these are held or free: \[0, 0, 1, 2\]"),
-        (lambda pool: pool.free_regions.pop(), r"these are held or free: \[0, 2\]"),
-        (lambda pool: pool.lengths.__setitem__(2, 4), r"Region 2 is free and has length 4 of 0 granted"),
-        (lambda pool: pool.lengths.__setitem__(0, 9), r"Region 0 holds 9 tokens and 5 were granted"),
-        (lambda pool: setattr(pool, "used_tokens", 1), r"The regions hold 0 tokens and 1 are counted"),
+        (
+            lambda pool: pool.free_regions.append(0),
+            r"Regions 0 to 2 must each be held or free once; these are: \[0, 0, 1, 2\]",
+        ),
+        (lambda pool: pool.free_regions.pop(), r"once; these are: \[0, 2\]"),
+        (lambda pool: pool.lengths.__setitem__(2, 4), r"Region 2 is free and has length 4 of 0 reserved"),
+        (lambda pool: pool.lengths.__setitem__(0, 9), r"Region 0 holds 9 tokens and 5 are reserved"),
+        (lambda pool: setattr(pool, "used_tokens", 1), r"The regions hold 0 tokens and used_tokens is 1"),
     ],
 )
 def test_the_audit_finds_damage(damage, message: str) -> None:
@@ -169,7 +172,7 @@ def test_the_audit_finds_damage(damage, message: str) -> None:
 
 @pytest.mark.parametrize(("regions", "capacity"), [(0, 5), (5, 0)])
 def test_a_pool_needs_a_place(regions: int, capacity: int) -> None:
-    with pytest.raises(ConfigError, match="at least 1 of 1"):
+    with pytest.raises(ConfigError, match="both must be at least 1"):
         ContiguousKVCachePool(regions, capacity)
 
 
@@ -183,7 +186,7 @@ def test_an_id_that_is_used_again_has_memory_of_its_own() -> None:
         pool.commit(second, 1)
     pool.reserve(second, 4)
     pool.release(first)
-    assert pool.audit() == ["Request a holds region 1 with 0 tokens of 4 granted."]
+    assert pool.audit() == ["Request a holds region 1 with 0 tokens of 4 reserved."]
     assert pool.layout(step_of({second: 2})).slot_mapping.tolist() == [CAPACITY, CAPACITY + 1]
     pool.release(first)
     assert len(pool.audit()) == 1, "to release what is released changes nothing"
@@ -257,8 +260,8 @@ def test_a_step_that_is_not_counted_is_forgotten() -> None:
     view.load(Batch.of(step_of({a: 1, b: 4}), pool))
     assert torch.equal(view.places, places)
     assert pool.audit() == [
-        "Request a holds region 0 with 3 tokens of 10 granted.",
-        "Request b holds region 1 with 0 tokens of 10 granted.",
+        "Request a holds region 0 with 3 tokens of 10 reserved.",
+        "Request b holds region 1 with 0 tokens of 10 reserved.",
     ]
 
 
@@ -283,12 +286,12 @@ def test_the_view_writes_nothing_that_was_not_granted() -> None:
     pool, a, b = make_pool(), make_request("a"), make_request("b")
     pool.reserve(a, 4)
     Batch.of(step_of({a: 4}), pool)
-    with pytest.raises(CapacityError, match=r"would fill \[5\] tokens of \[4\] that were granted"):
+    with pytest.raises(CapacityError, match=r"would write up to \[5\] tokens and \[4\] are reserved"):
         Batch.of(step_of({a: 5}), pool)
     with pytest.raises(CapacityError, match="Request b holds no region"):
         Batch.of(step_of({b: 1}), pool)
     put_in_flight(step_of({a: 4}))
-    with pytest.raises(CapacityError, match=r"would fill \[5\] tokens of \[4\] that were granted"):
+    with pytest.raises(CapacityError, match=r"would write up to \[5\] tokens and \[4\] are reserved"):
         Batch.of(step_of({a: 1}), pool)
 
 

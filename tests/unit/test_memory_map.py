@@ -14,7 +14,7 @@ from shared.sampling.params import SamplingParams
 from tests.steps import make_request
 
 BLOCK, BLOCKS = 4, 8
-HELD = re.compile(r"Request (\S+) holds (\d+) blocks with (\d+) tokens of (\d+) granted\.")
+HELD = re.compile(r"Request (\S+) holds (\d+) blocks with (\d+) tokens of (\d+) reserved\.")
 PAGED = [
     lesson.number for lesson in lessons() if "kv_cache_backend=paged" in getattr(lesson.load("engine"), "SUPPORTED", ())
 ]

@@ -132,7 +132,7 @@ class Pool(RuleBasedStateMachine):
             places.append((first, first + new))
         schedule = Schedule(1, tuple(entries))
         if any(end > self.granted[request] for request, (_, end) in zip(chosen, places, strict=True)):
-            with pytest.raises(CapacityError, match="that were granted"):
+            with pytest.raises(CapacityError, match="are reserved"):
                 self.pool.layout(schedule)
             return
         tables, slots = [], []
@@ -156,7 +156,7 @@ class Pool(RuleBasedStateMachine):
             return
         lost = self.pool.allocator.allocate(count)
         assert self.pool.audit_blocks() == [
-            f"Block {block} has 1 holders and stands in 0 tables: it is lost." for block in sorted(lost.tolist())
+            f"Block {block} has 1 references and is in 0 block tables: it leaks." for block in sorted(lost.tolist())
         ]
         self.pool.allocator.free(lost)
 
@@ -181,7 +181,7 @@ class Pool(RuleBasedStateMachine):
         assert holdings.keys() == self.granted.keys()
         assert pool.audit() == [
             f"Request {request.request_id} holds {len(table)} blocks with {self.lengths[request]} tokens of "
-            f"{self.granted[request]} granted."
+            f"{self.granted[request]} reserved."
             for request, table in holdings.items()
         ], "each that holds something, and nothing else, is reported"
         assert len({block for table in holdings.values() for block in table}) == sum(map(len, holdings.values()))
@@ -206,24 +206,27 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
     [
         (
             lambda pool: pool.tables.__setitem__((0, 1), 5),
-            "Block 5 has 0 holders and stands in 1 tables: it can be granted again",
+            "Block 5 has 0 references and is in 1 block tables: it can be allocated while in use",
         ),
-        (lambda pool: pool.tables.__setitem__((0, 1), 5), "Block 1 has 1 holders and stands in 0 tables: it is lost"),
-        (lambda pool: pool.tables.__setitem__((0, 1), 0), "Block 0 has 1 holders and stands in 2 tables"),
+        (
+            lambda pool: pool.tables.__setitem__((0, 1), 5),
+            "Block 1 has 1 references and is in 0 block tables: it leaks",
+        ),
+        (lambda pool: pool.tables.__setitem__((0, 1), 0), "Block 0 has 1 references and is in 2 block tables"),
         (lambda pool: pool.allocator.ref_counts.__setitem__(0, 0), "Block 0 is neither free nor held"),
         (lambda pool: pool.allocator.ref_counts.__setitem__(4, 1), "Block 4 is free and held"),
-        (lambda pool: pool.granted.__setitem__(0, 9), "Request a holds 2 blocks and its grant of 9 tokens fills 3"),
-        (lambda pool: pool.lengths.__setitem__(0, 6), "Request a has 6 tokens and 5 were granted"),
-        (lambda pool: pool.lengths.__setitem__(2, 1), "Row 2 is free and has 1 tokens of 0 granted"),
-        (lambda pool: pool.free_rows.pop(), r"Of 4 rows \[0\] are held and \[3, 2\] free"),
-        (lambda pool: setattr(pool, "used_tokens", 1), "The requests have 0 tokens and 1 are counted"),
+        (lambda pool: pool.granted.__setitem__(0, 9), "Request a holds 2 blocks and its 9 reserved tokens fill 3"),
+        (lambda pool: pool.lengths.__setitem__(0, 6), "Request a has 6 tokens and 5 are reserved"),
+        (lambda pool: pool.lengths.__setitem__(2, 1), "Row 2 is free and has 1 tokens of 0 reserved"),
+        (lambda pool: pool.free_rows.pop(), r"Of 4 rows \[0\] are in use and \[3, 2\] free"),
+        (lambda pool: setattr(pool, "used_tokens", 1), "The requests have 0 tokens and used_tokens is 1"),
     ],
 )
 def test_the_audit_finds_damage(damage, message: str) -> None:
     pool = make_pool()
     assert pool.audit() == []
     pool.reserve(make_request("a"), 5)
-    assert pool.audit() == ["Request a holds 2 blocks with 0 tokens of 5 granted."]
+    assert pool.audit() == ["Request a holds 2 blocks with 0 tokens of 5 reserved."]
     damage(pool)
     assert any(re.match(message, line) for line in pool.audit())
 
@@ -276,7 +279,7 @@ def test_an_id_that_is_used_again_has_memory_of_its_own() -> None:
         pool.commit(second, 1)
     pool.reserve(second, 9)
     pool.release(first)
-    assert pool.audit() == ["Request a holds 3 blocks with 0 tokens of 9 granted."]
+    assert pool.audit() == ["Request a holds 3 blocks with 0 tokens of 9 reserved."]
     assert pool.table(second).tolist() == [2, 3, 4]
     assert pool.layout(step_of({second: 2})).slot_mapping.tolist() == [8, 9]
     pool.release(first)
@@ -294,7 +297,7 @@ def test_a_block_with_another_holder_outlives_the_request() -> None:
     assert pool.reserve(b, 16)
     assert not {*shared.tolist()} & {*pool.table(b).tolist()}
     assert pool.audit_blocks() == [
-        f"Block {block} has 1 holders and stands in 0 tables: it is lost." for block in shared
+        f"Block {block} has 1 references and is in 0 block tables: it leaks." for block in shared
     ]
     pool.allocator.free(shared)
     assert pool.audit_blocks() == []
@@ -374,8 +377,8 @@ def test_a_step_that_is_not_counted_is_forgotten() -> None:
     view.load(Batch.of(step_of({a: 1, b: 4}), pool))
     assert torch.equal(view.places, places)
     assert pool.audit() == [
-        "Request a holds 3 blocks with 3 tokens of 10 granted.",
-        "Request b holds 3 blocks with 0 tokens of 10 granted.",
+        "Request a holds 3 blocks with 3 tokens of 10 reserved.",
+        "Request b holds 3 blocks with 0 tokens of 10 reserved.",
     ]
 
 
@@ -393,7 +396,7 @@ def test_tokens_in_flight_have_their_places_before_they_are_counted() -> None:
     put_in_flight(second)
     commit(pool, first)
     assert pool.layout(Schedule(2, second.entries)).slot_mapping.tolist() == [6, 8], "the first step has arrived"
-    with pytest.raises(CapacityError, match=r"would fill \[6\] tokens of \[5\] that were granted"):
+    with pytest.raises(CapacityError, match=r"would write up to \[6\] tokens and \[5\] are reserved"):
         pool.layout(step_of({a: 1}))
 
 
@@ -402,7 +405,7 @@ def test_the_view_writes_nothing_that_was_not_granted() -> None:
     pool, a, b = make_pool(), make_request("a"), make_request("b")
     pool.reserve(a, 5)
     Batch.of(step_of({a: 5}), pool)
-    with pytest.raises(CapacityError, match=r"would fill \[6\] tokens of \[5\] that were granted"):
+    with pytest.raises(CapacityError, match=r"would write up to \[6\] tokens and \[5\] are reserved"):
         Batch.of(step_of({a: 6}), pool)
     with pytest.raises(CapacityError, match="Request b holds no blocks"):
         Batch.of(step_of({b: 1}), pool)
@@ -466,7 +469,7 @@ def test_a_pool_takes_what_memory_is_left_beside_a_step(
         assert view.num_bytes == blocks * block_bytes
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: 2 * (step + 31 * block_bytes))
     with pytest.raises(
-        ConfigError, match=r"num_gpu_blocks is 31, all that the memory has room for: 496 tokens .* 32 blocks"
+        ConfigError, match=r"num_gpu_blocks is 31, all that fit in free memory: 496 tokens .* 32 blocks"
     ):
         paged_memory(config, model, 512)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.engine.config import SCHEDULER_POLICIES
-from shared.scheduling.policies import POLICIES, everybody, in_turn, when_due
+from shared.scheduling.policies import POLICIES, always, in_turn, when_due
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from shared.scheduling.policies import POLICIES, everybody, in_turn, when_due
         ([7, 1], [True] * 2),
     ],
 )
-def test_prefill_first_lets_everybody_decode_when_one_is_due(steps_since: list[int], turns: list[bool]) -> None:
+def test_prefill_first_decodes_all_when_one_is_due(steps_since: list[int], turns: list[bool]) -> None:
     assert when_due(steps_since, 3) == turns
 
 
@@ -51,8 +51,8 @@ def test_round_robin_comes_to_each_in_time_and_to_few_at_once(count: int, interv
 
 
 @given(steps_since=st.lists(st.integers(1, 9), max_size=12), interval=st.integers(1, 6))
-def test_under_fcfs_everybody_decodes(steps_since: list[int], interval: int) -> None:
-    assert everybody(steps_since, interval) == [True] * len(steps_since)
+def test_under_fcfs_every_request_decodes(steps_since: list[int], interval: int) -> None:
+    assert always(steps_since, interval) == [True] * len(steps_since)
 
 
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)

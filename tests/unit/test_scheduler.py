@@ -455,7 +455,7 @@ def test_what_is_refused_leaves_no_trace(tokenizer: Tokenizer) -> None:
         with pytest.raises(RequestError, match=f"id '{name}' is waiting or running"):
             scheduler.check(name, 3, SamplingParams())
     scheduler.pool.request_capacity = 20
-    with pytest.raises(RequestError, match="with its answer up to 48; the KV memory holds 20 for one request"):
+    with pytest.raises(RequestError, match="with its output up to 48; the KV cache holds 20 for one request"):
         scheduler.check("c", 3, SamplingParams(max_new_tokens=100))
     assert (len(scheduler.waiting), len(scheduler.running)) == (1, 1)
 

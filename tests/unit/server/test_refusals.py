@@ -108,9 +108,9 @@ def test_what_is_known_beforehand_is_refused_while_a_step_runs(folder: Path) -> 
             assert answer.result().status_code == 200
         assert [response.status_code for response in refused] == [422, 422, 422, 503]
         assert [error_of(response)["message"].partition(";")[0] for response in refused] == [
-            "The prompt has 10 tokens and with its answer up to 31",
+            "The prompt has 10 tokens and with its output up to 31",
             f"The prompt holds the token id {VOCAB}",
-            f"The prompt has {LIMIT} tokens and a sequence may have {LIMIT}, answer included",
+            f"The prompt has {LIMIT} tokens and a sequence may have {LIMIT}, output included",
             "1 requests wait and max_waiting_requests is 1",
         ]
         assert {error_of(response)["param"] for response in refused[:3]} == {"prompt"}
