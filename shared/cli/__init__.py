@@ -1,8 +1,8 @@
-"""The command ``infer``: one file a command, put together here. Introduced in phase 1b.
+"""The command ``infer``, assembled from one file for each command. Introduced in phase 1b.
 
-Every program of the course begins here: the command, a phase's ``__main__``, pytest. Invariants: a learner's workspace
-is in place before any module is imported that it may replace; what needs torch or transformers is imported inside the
-functions that use it, so that help and the tables of the course appear at once.
+Every program of the course imports this first: the command, a phase's ``__main__``, pytest. Invariants: a learner's
+workspace is installed before any module that it may replace is imported; modules that need torch or transformers are
+imported inside functions, so help and the tables of the course appear at once.
 """
 
 from tutorial.workshop.overlay import install, is_enabled
@@ -32,7 +32,7 @@ from shared.cli.trace import trace
 
 app = typer.Typer(
     name="infer",
-    help="An LLM inference engine grown in phases: run each, compare them, see what every idea buys.",
+    help="An LLM inference engine that grows in phases: run each, compare them, measure what every idea gains.",
     cls=GuardedGroup,
     no_args_is_help=True,
     epilog=examples(

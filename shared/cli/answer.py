@@ -1,7 +1,7 @@
-"""One answer on its way to the terminal, and how fast it came. Introduced in phase 2.
+"""Streams one answer to the terminal and measures it. Introduced in phase 2.
 
-Invariant: text is written the moment the engine lets it go, and the clock runs from the request to each token, so what
-is shown is what was waited for.
+Invariant: text is written as soon as the engine yields it, and times run from the request to each token, so they are
+the times that a user waits.
 """
 
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TerminalAnswer:
-    """Streams one answer to standard output and keeps its text and times (seconds since the request)."""
+    """Streams one answer to standard output; keeps its text and the seconds from the request to each token."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.num_prompt_tokens = len(prompt_ids)
@@ -28,7 +28,7 @@ class TerminalAnswer:
         self.device = ""
 
     def stream(self, engine: Any, params: "SamplingParams") -> None:
-        """Generate and write until the answer ends; an interruption leaves what came so far in place."""
+        """Generate and write until the answer ends; after an interruption the text so far is kept."""
         from shared.loading.placement import device_name
 
         self.device = device_name(engine.model.device)
@@ -49,13 +49,13 @@ class TerminalAnswer:
 
     @property
     def decode_speed(self) -> float | None:
-        """Tokens a second after the first one; None for a single token."""
+        """Tokens per second after the first token; None for a single token."""
         if self.num_tokens < 2:
             return None
         return (self.num_tokens - 1) / (self.token_times[-1] - self.token_times[0])
 
     def summary(self) -> str:
-        """The line under an answer."""
+        """The line of speeds below an answer, with the device that computed it."""
         speed = self.decode_speed
         rate = "no decode (one token)" if speed is None else f"decode {speed:.1f} tokens/s"
         count = f"{self.num_tokens} token{'s' * (self.num_tokens != 1)} on {self.device}"
@@ -68,7 +68,7 @@ def show_summary(answer: TerminalAnswer) -> None:
 
 
 def show_stats(lesson: Lesson, engine: Any, answer: TerminalAnswer, seed: int | None, load_seconds: float) -> None:
-    """Write a table of what ran to standard error; an engine adds rows of its own through ``stats()``."""
+    """Write a table of the run to standard error; an engine adds its own rows through ``stats()``."""
     from rich.table import Table
 
     parameters = list(engine.model.parameters())

@@ -1,4 +1,4 @@
-"""``infer bench``: every benchmark of the course, a command each. Introduced in phase 3.1."""
+"""``infer bench``: one command for each benchmark of the course. Introduced in phase 3.1."""
 
 import typer
 
@@ -9,7 +9,7 @@ from shared.cli.bench_serving import COMMANDS as SERVING_COMMANDS
 from shared.cli.terminal import examples
 
 app = typer.Typer(
-    help="Measure this machine, the kernels and the phases, beside the limit measured in the same run.",
+    help="Measure this machine, the kernels and the phases; limits are measured in the same run.",
     no_args_is_help=True,
     epilog=examples("infer bench hardware", "infer bench kernels", "infer bench generation", "infer bench serving"),
 )

@@ -1,7 +1,7 @@
-"""``infer chat``: a conversation in the terminal, through the model's own chat format. Introduced in phase 2.
+"""``infer chat``: a conversation in the terminal, through the model's chat template. Introduced in phase 2.
 
-Invariant: what the model is given is exactly the conversation on the screen; a turn that was refused or interrupted
-before its first word leaves no trace in it.
+Invariant: the prompt is exactly the conversation on the screen; a turn that was refused, or interrupted before its
+first token, is not part of it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ HELP = """\
 /reset        forget the conversation (the system message stays)
 /system TEXT  set the system message; without TEXT, remove it
 /help         show this
-/exit         leave, as the end of input does
+/exit         leave, as at the end of input
 Ctrl-C        stop an answer; at the prompt, leave"""
 
 
@@ -42,7 +42,7 @@ def chat(
     quiet: options.Quiet = False,
     **settings: Any,
 ) -> None:
-    """Talk with a model; /help lists what can be typed besides words."""
+    """Chat with a model; /help lists the commands of a conversation."""
     params = options.take_sampling_params(settings)
     lesson = options.answering_lesson(phase)
     engine = options.load_engine(lesson, model, is_alone=True, **settings)
@@ -52,7 +52,7 @@ def chat(
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() line editing and history)
         _say(f"{model}, phase {lesson.number}: {lesson.title}. /help lists the commands, /exit leaves.")
-    if isinstance(sys.stdin, io.TextIOWrapper):  # a stray byte is a mark in one message, not the end of the program
+    if isinstance(sys.stdin, io.TextIOWrapper):  # an invalid byte becomes U+FFFD and does not end the program
         sys.stdin.reconfigure(errors="replace")
     while True:
         try:
@@ -68,7 +68,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far and the engine that answers; raises ModelFolderError for a model without a chat format."""
+    """The messages so far and the engine; raises ModelFolderError for a model without a chat template."""
 
     def __init__(self, engine: Any, params: "SamplingParams", thinking: bool | None) -> None:
         from shared.text.chat import ChatMessage, choose_template, encode_chat
@@ -80,7 +80,7 @@ class Conversation:
         template = choose_template(engine.model.config.family, engine.tokenizer)
         self._message = ChatMessage
         self._encode = lambda messages: encode_chat(engine.tokenizer, messages, template=template, thinking=thinking)
-        self._encode([ChatMessage("user", "?")])  # a refused `thinking` is refused now
+        self._encode([ChatMessage("user", "?")])  # an invalid `thinking` is refused now
 
     def reset(self) -> None:
         self.turns.clear()
@@ -95,7 +95,7 @@ class Conversation:
 
 
 def _turn(conversation: Conversation, text: str, quiet: bool) -> None:
-    """Answer one message; whatever goes wrong with it, the conversation goes on."""
+    """Answer one message; an error ends the turn, not the conversation."""
     limit = conversation.engine.max_seq_len
     try:
         answer = TerminalAnswer(conversation.prompt_ids(text))
@@ -104,8 +104,8 @@ def _turn(conversation: Conversation, text: str, quiet: bool) -> None:
         return
     if answer.num_prompt_tokens >= limit:
         _say(
-            f"With this message the conversation has {answer.num_prompt_tokens} tokens, and this engine takes {limit}, "
-            "answer included: it was not sent. /reset starts a new conversation; --max-seq-len sets the limit."
+            f"With this message the conversation has {answer.num_prompt_tokens} tokens; the limit is {limit}, answer "
+            "included, so it was not sent. /reset starts a new conversation; --max-seq-len sets the limit."
         )
         return
     try:
@@ -130,16 +130,16 @@ def _command(conversation: Conversation, line: str) -> None:
     name, _, rest = line.partition(" ")
     if name == "/reset":
         conversation.reset()
-        _say("The conversation is forgotten.")
+        _say("The conversation is empty now.")
     elif name == "/system":
         conversation.system = rest.strip()
         _say("The system message is set." if conversation.system else "There is no system message now.")
     elif name == "/help":
         _say(HELP)
     else:
-        _say(f"There is no command {name}; these there are:\n{HELP}")
+        _say(f"There is no command {name}. The commands are:\n{HELP}")
 
 
 def _say(text: str) -> None:
-    """A remark of the program's own, apart from the conversation."""
+    """Write a message of the program, not of the conversation, to standard error."""
     typer.secho(text, dim=True, err=True)

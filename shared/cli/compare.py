@@ -1,4 +1,4 @@
-"""``infer compare``: where, if anywhere, a model here departs from transformers. Introduced in phase 1b.
+"""``infer compare``: compare a model's activations with transformers. Introduced in phase 1b.
 
 Invariant: exit code 0 means that every module agreed within its bound, 1 that one did not.
 """
@@ -24,15 +24,15 @@ EPILOG = examples(
 )
 DEFAULT_PROMPT = "The steam engine was invented long before the railway, to pump water out of mines."
 EXIT_DIFFERS = 1
-FREE_RUN = "own states"  # heading of the drift, which comes from the model's free run
+FREE_RUN = "own states"  # the heading of the drift: the error when our model runs on its own states
 
 
 def compare(
     model: Annotated[str, typer.Argument(help="A model folder, a known name, or a hub name owner/name.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text that both models read.")] = DEFAULT_PROMPT,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt of both models.")] = DEFAULT_PROMPT,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16, for both.")] = "float32",
     layers: Annotated[
-        str | None, typer.Option("--layers", help="Such as 0,3 or 8-11; by default all.", show_default=False)
+        str | None, typer.Option("--layers", help="Such as 0,3 or 8-11; default: all.", show_default=False)
     ] = None,
     attention_backend: Annotated[
         str, typer.Option("--attention-backend", help="naive (the formula) or sdpa (PyTorch), for both.")
@@ -66,7 +66,7 @@ def parse_layers(text: str) -> list[int]:
 
 
 def to_json(comparison: "Comparison") -> dict[str, Any]:
-    """The comparison as plain values; what is not a finite number becomes null."""
+    """The comparison as JSON values; numbers that are not finite become null."""
     first = comparison.first_over
     return {
         "first_over": None if first is None else {"layer": first.layer, "module": first.name},
@@ -115,8 +115,8 @@ def _compare(name: str, prompt: str, dtype_name: str, layers: str | None, attent
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise InferError(
-                f"transformers cannot load {folder} ({reason}), so there is nothing to compare with; check the folder "
-                "with `AutoModelForCausalLM.from_pretrained`."
+                f"transformers cannot load {folder} ({reason}), so there is no reference to compare with; check the "
+                "folder with `AutoModelForCausalLM.from_pretrained`."
             ) from error
     with working("comparing"):
         return compare_models(model, reference, ids, layers=checked, attention_backend=attention_backend)

@@ -1,6 +1,6 @@
-"""``infer diff``: what one phase changed. Introduced in phase 1b.
+"""``infer diff``: the changes from one phase to another. Introduced in phase 1b.
 
-The difference of two phase folders is the lesson; the shared modules that the newer one brings are the rest of it.
+The lesson is the difference of two phase folders plus the shared modules that the newer phase adds.
 """
 
 from typing import Annotated

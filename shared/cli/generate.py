@@ -22,9 +22,9 @@ EPILOG = examples(
 @options.engine_options(*options.BATCHING)
 @options.sampling_options()
 def generate(
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to answer; - reads standard input.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; - reads it from standard input.")],
     chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Ask through the model's chat template, or continue the text.")
+        bool, typer.Option("--chat/--raw", help="Apply the model's chat template, or continue the text.")
     ] = False,
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
@@ -33,17 +33,19 @@ def generate(
     quiet: options.Quiet = False,
     **settings: Any,
 ) -> None:
-    """Answer one prompt: the text streams to standard output, its speed follows on standard error."""
+    """Answer one prompt: the text streams to standard output, then a line of speeds to standard error."""
     text = _read_prompt(prompt)
     if thinking is not None and not chat:
-        raise RequestError("--thinking and --no-thinking belong to the chat template; add --chat, or leave them out.")
+        raise RequestError(
+            "--thinking and --no-thinking apply to the chat template only; add --chat, or leave them out."
+        )
     params = options.take_sampling_params(settings)
     lesson = options.answering_lesson(phase)
     started = time.perf_counter()
     engine = options.load_engine(lesson, model, is_alone=True, **settings)
     load_seconds = time.perf_counter() - started
     answer = TerminalAnswer(_chat_ids(engine, text, thinking) if chat else engine.tokenizer.encode(text))
-    if not chat and sys.stdout.isatty():  # the prompt is the beginning of what is read
+    if not chat and sys.stdout.isatty():  # the answer continues the prompt
         typer.secho(printable(text), dim=True, nl=False)
     answer.stream(engine, params)
     if stats:
@@ -53,7 +55,7 @@ def generate(
 
 
 def _read_prompt(prompt: str) -> str:
-    """The prompt's text; standard input counts without its last line break. Raises RequestError when it is empty."""
+    """The text of the prompt; from standard input without its last line break. Raises RequestError if it is empty."""
     text = prompt
     if prompt == "-":
         try:

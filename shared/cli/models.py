@@ -26,7 +26,7 @@ app = typer.Typer(
 
 @app.command("list", epilog=LIST_EPILOG)
 def list_known() -> None:
-    """List the models that can be fetched, where they are, and the shapes that can be made."""
+    """List the models that can be fetched, with their folders, and the shapes that can be made."""
     from rich import box
     from rich.table import Table
 
@@ -49,10 +49,10 @@ def list_known() -> None:
 
 @app.command("pull", epilog=PULL_EPILOG)
 def pull(
-    name: Annotated[str, typer.Argument(help="A name that `infer model list` shows.")] = DEFAULT_MODEL,
-    force: Annotated[bool, typer.Option("--force", help="Fetch it again even if it is here.")] = False,
+    name: Annotated[str, typer.Argument(help="A name from `infer model list`.")] = DEFAULT_MODEL,
+    force: Annotated[bool, typer.Option("--force", help="Fetch the model again even if it is in the cache.")] = False,
 ) -> None:
-    """Fetch a model once, check it, keep it in the cache folder, and print its folder."""
+    """Fetch a model into the cache folder, check it, and print its folder."""
     from shared.checkpoints.demo import pull_demo_model
 
     with byte_progress() as progress:
@@ -63,10 +63,12 @@ def pull(
 @app.command("make", epilog=MAKE_EPILOG)
 def make(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
-    shape: Annotated[str, typer.Option("--shape", help="The shape; `infer model list` names them.")],
+    shape: Annotated[str, typer.Option("--shape", help="A shape from `infer model list`.")],
     seed: Annotated[int, typer.Option("--seed", help="The same seed makes the same weights.")] = 0,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; the shape's own.")] = None,
-    device: Annotated[str, typer.Option("--device", help="Where the values are made: cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: the shape's.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="The device that generates the values: cpu or cuda.")] = "cpu",
 ) -> None:
     """Write a random checkpoint of a given shape, with config and tokenizer, and print its folder."""
     from shared.checkpoints.make import make_checkpoint

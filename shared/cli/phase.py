@@ -1,7 +1,7 @@
 """The command line of one phase: ``python -m phases.phase_02 generate …``. Introduced in phase 1b.
 
-A phase's ``__main__.py`` is the same few lines everywhere; what it offers follows from what the phase can do.
-Invariant: a command here is the `infer` command of the same name with the phase already chosen.
+Every phase's ``__main__.py`` has the same few lines; its commands follow from the methods of the phase's engine.
+Invariant: a command here is the `infer` command of the same name with ``--phase`` set.
 """
 
 import sys
@@ -24,30 +24,30 @@ from shared.engine.config import EngineConfig
 from shared.errors import RequestError
 from shared.lessons import Lesson, find_lesson
 
-Layer = Annotated[int, typer.Option("--layer", help="Which layer, counted from 0.")]
-NumTokens = Annotated[int, typer.Option("--tokens", help="How many tokens of random hidden states.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of the random hidden states.")]
-Count = Annotated[int, typer.Option("--top", help="How many of the likeliest next tokens to show.")]
-Prompt = Annotated[str, typer.Option("--prompt", "-p", help="The text whose next token is asked for.")]
+Layer = Annotated[int, typer.Option("--layer", help="The layer, counted from 0.")]
+NumTokens = Annotated[int, typer.Option("--tokens", help="The number of tokens, with random hidden states.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the random hidden states.")]
+Count = Annotated[int, typer.Option("--top", help="The number of likeliest next tokens to show.")]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", help="The text whose next token is predicted.")]
 REPEATS = 5
 _FORWARD = ("dtype", "device", "attention_backend")
 _forward_options = options.engine_options(*(name for name in options.FIELDS if name not in _FORWARD))
 
 
 def run_phase(package: str) -> None:
-    """Run the command line of the phase whose package this is, such as ``phases.phase_02``."""
+    """Run the command line of the phase with this package, such as ``phases.phase_02``."""
     lesson = find_lesson(package.rpartition(".")[2])
     number = lesson.number
     chosen: dict[str, Any] = {command: {"phase": number} for command in ("generate", "chat", "serve")}
     chosen["bench"] = {"phase": [number]}
-    # A spawned process imports the main module first, but never a package's `__main__`. It imports this module instead
-    # and so has the learner's workspace in place before it imports an engine.
+    # A spawned process imports the main module first, except a package's `__main__`. With this module in its place the
+    # learner's workspace is installed before the process imports an engine.
     sys.modules["__main__"].__spec__ = __spec__
     phase_app(lesson)(prog_name=f"python -m {package}", default_map=chosen)
 
 
 def phase_app(lesson: Lesson) -> typer.Typer:
-    """The commands that the phase offers: ``forward`` before there is generation; ``generate``, ``chat``, ``bench``."""
+    """The commands of the phase: ``forward`` in 1a and 1b, then ``generate``, ``chat``, ``bench`` and ``serve``."""
     app = typer.Typer(
         help=f"Phase {lesson.number}: {lesson.title}. {lesson.question}",
         cls=GuardedGroup,
@@ -82,7 +82,7 @@ def forward_layer(
     engine = _forward_engine("01a", model, settings, layer=layer)
     limit = engine.config.max_position_embeddings
     if not 1 <= tokens <= limit:
-        raise RequestError(f"--tokens is {tokens}; this model takes from 1 to {limit}.")
+        raise RequestError(f"--tokens is {tokens}; this model takes 1 to {limit} tokens.")
     generator = torch.Generator().manual_seed(seed % 2**63)
     x = torch.randn(tokens, engine.config.hidden_size, generator=generator)
     positions = torch.arange(tokens)
@@ -121,7 +121,7 @@ def forward_model(
 
 
 FORWARD: dict[str, Callable[..., None]] = {"01a": forward_layer, "01b": forward_model}
-"""What stands in the place of ``generate`` in the phases before it."""
+"""The command ``forward`` of the phases that do not generate, by number."""
 
 
 def _forward_engine(number: str, model: str, settings: dict[str, Any], **more: Any) -> Any:
@@ -144,4 +144,4 @@ def _rms(x: Any) -> float:
 
 
 def _no_options() -> None:
-    """Makes the phase's commands sub-commands, even where there is only one."""
+    """A callback, which makes the only command of a phase a sub-command too."""

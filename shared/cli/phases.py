@@ -11,7 +11,7 @@ EPILOG = examples("infer phases", "infer phases sync prefill --from 02")
 SYNC_EPILOG = examples("infer phases sync generate", "infer phases sync __init__ --from 02 --dry-run")
 
 app = typer.Typer(
-    help="List the phases: number, title, the question each answers, the shared modules it adds.",
+    help="List the phases: number, title, question, and the shared modules that each adds.",
     invoke_without_command=True,
     epilog=EPILOG,
 )
@@ -40,11 +40,13 @@ def phases(ctx: typer.Context) -> None:
 def sync(
     method: Annotated[str, typer.Argument(help="A method of Engine.")],
     source: Annotated[
-        str | None, typer.Option("--from", help="The phase that has it right; by default the newest that has it.")
+        str | None, typer.Option("--from", help="The phase to copy from; default: the newest with the method.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which files would change, and change none.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files that would change, and change none.")
+    ] = False,
 ) -> None:
-    """Carry a method of Engine to every phase that shares it: as far as no phase's `changes` names it."""
+    """Copy a method of Engine to every phase that shares it, up to phases whose `changes` names it."""
     from shared.cli.sync import newest_with, sync_method
 
     name = method.removeprefix("Engine.")

@@ -1,7 +1,6 @@
 """``infer serve``: a model behind an OpenAI-compatible server. Introduced in phase 4.
 
-Invariant: what cannot work is said before the server listens: a taken port before the model is loaded, a bad setting
-before either.
+Invariant: errors come before the server listens: an invalid setting first, then a port in use, then the model's.
 """
 
 import sys
@@ -38,31 +37,37 @@ Served = Annotated[
 @options.engine_options()
 def serve(
     model: Served = options.DEFAULT_MODEL,
-    host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 is all of this machine.")] = (
+    host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 for every interface.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, _server("--port", text="The port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[int, _server("--port", text="The port; 0 for a free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
-        str | None, _server("--served-model-name", text="What requests call the model; by default its own name.")
+        str | None,
+        _server(
+            "--served-model-name",
+            text="The model's name in requests; default: the folder's name, or the name as given.",
+        ),
     ] = None,
     api_key: Annotated[
-        str | None, _server("--api-key", text="The key that requests must carry.", envvar="INFER_API_KEY")
+        str | None, _server("--api-key", text="The API key that requests must send.", envvar="INFER_API_KEY")
     ] = None,
     plain_events: Annotated[
         bool,
         _server(
-            "--plain-events", text="/v1/completions without names of events, for load tools that cannot read them."
+            "--plain-events", text="/v1/completions without event names, for load generators that cannot parse them."
         ),
     ] = False,
-    grace: Annotated[float, _server("--grace", text="Seconds that running requests have after SIGTERM.")] = 30.0,
+    grace: Annotated[
+        float, _server("--grace", text="Seconds after SIGTERM in which running requests may finish.")
+    ] = 30.0,
     send_timeout: Annotated[
-        float, _server("--send-timeout", text="Seconds after which a client that does not read is cut off.")
+        float, _server("--send-timeout", text="Seconds after which a client that does not read is disconnected.")
     ] = 20.0,
-    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="A longer body is refused.")] = 2 * 2**20,
+    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="The longest body of a request.")] = 2 * 2**20,
     log_format: Annotated[
-        str | None, _server("--log-format", text="json or text; by default text on a terminal.")
+        str | None, _server("--log-format", text="json or text; default: text on a terminal, else json.")
     ] = None,
-    verbose: Annotated[bool, _server("--verbose", text="Log health checks, metrics and pages too.")] = False,
+    verbose: Annotated[bool, _server("--verbose", text="Log requests for health, metrics and pages too.")] = False,
     phase: options.Phase = None,
     engine_process: Annotated[
         bool | None,
@@ -115,7 +120,7 @@ def serve(
 
 
 def load_warm(number: str, model: str, log_format: str, verbose: bool, **settings: Any) -> Any:
-    """A phase's engine, ready for requests, in a process that logs as the server does."""
+    """Load and warm up a phase's engine; configures the log, since this may be a process of its own."""
     from shared.engine.warm_up import warm_up
     from shared.server.logs import configure
 
@@ -126,23 +131,23 @@ def load_warm(number: str, model: str, log_format: str, verbose: bool, **setting
 
 
 def serving_lesson(number: str | None) -> Lesson:
-    """The phase asked for, or the newest of the main line; raises ConfigError for one that serves nobody."""
+    """The phase with this number, or the newest of the main line; raises ConfigError if it cannot be served."""
     lesson = options.answering_lesson(number)
     if not serves(lesson):
         able = ", ".join(other.number for other in lessons() if serves(other))
         raise ConfigError(
-            f"Phase {lesson.number} ({lesson.title}) answers one request at a time and cannot be served; choose one of "
+            f"Phase {lesson.number} ({lesson.title}) runs one request at a time and cannot be served; choose one of "
             f"these with --phase: {able}."
         )
     return lesson
 
 
 def serves(lesson: Lesson) -> bool:
-    """Whether a phase takes many requests."""
+    """Whether the phase's engine runs many requests, so that it can be served."""
     return hasattr(lesson.engine, "add_request")
 
 
 def model_name(model: str) -> str:
-    """What requests call the model: a folder's name, or the name as it is."""
+    """The model's name in requests: the name of its folder, or the name as given."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model

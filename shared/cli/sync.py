@@ -1,8 +1,8 @@
-"""Carries a method of Engine from one phase to all that share it. Introduced in phase 2.
+"""Copies a method of Engine from one phase to all that share it. Introduced in phase 2.
 
-Phases repeat their loop so that each can be read alone; what two neighbours share is the same to the letter. A fix
-therefore has to reach every copy, and this is how. Invariant: only the lines of that one method change, and only in
-phases connected to the source by a chain of neighbours of which neither `changes` list breaks it.
+Each phase repeats the loop so that it can be read alone; a method that two neighbours share has identical source. A fix
+must therefore reach every copy. Invariant: only the lines of that method change, and only in phases that a chain of
+neighbours connects to the source, without a phase whose `changes` names the method.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[
     """
     wanted = methods(source).get(method)
     if wanted is None:
-        there = ", ".join(methods(source)) or "none"
-        raise ConfigError(f"Engine of phase {source.number} has no method {method!r}; its methods are {there}.")
+        known = ", ".join(methods(source)) or "none"
+        raise ConfigError(f"Engine of phase {source.number} has no method {method!r}; its methods are {known}.")
     sharing = sharing_phases(source, method)
     changed = []
     for lesson in sharing:
@@ -37,7 +37,9 @@ def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[
             try:
                 path.write_text(replaced, encoding="utf-8")
             except OSError as error:
-                raise InferError(f"{path} cannot be written ({error.strerror}); run this in a checkout.") from error
+                raise InferError(
+                    f"{path} cannot be written ({error.strerror}); run `infer phases sync` in a checkout."
+                ) from error
     return changed, sharing
 
 
@@ -54,16 +56,16 @@ def sharing_phases(source: Lesson, method: str) -> list[Lesson]:
 
 
 def newest_with(method: str) -> Lesson:
-    """The last phase of the main line whose Engine has the method; raises ConfigError if none has."""
+    """The newest phase of the main line whose Engine has the method; raises ConfigError if there is none."""
     having = [lesson for lesson in lessons() if not lesson.is_side_track and method in methods(lesson)]
     if not having:
         known = sorted({name for lesson in lessons() for name in methods(lesson)})
-        raise ConfigError(f"No phase's Engine has a method {method!r}; there are {', '.join(known)}.")
+        raise ConfigError(f"No phase's Engine has a method {method!r}; choose one of {', '.join(known)}.")
     return having[-1]
 
 
 def _neighbours(lesson: Lesson, method: str) -> list[Lesson]:
-    """The phases next to this one, before or after it, that share the method with it."""
+    """The phases directly before or after this one that share the method with it."""
     before = [find_lesson(lesson.previous)] if lesson.previous else []
     after = [other for other in lessons() if other.previous and find_lesson(other.previous) == lesson]
     pairs = [(other, lesson) for other in before] + [(other, other) for other in after]

@@ -1,8 +1,8 @@
-"""How every command meets the terminal: errors, interruption, pipes, other libraries' noise. Introduced in phase 1b.
+"""Terminal output, errors and exit codes of every command. Introduced in phase 1b.
 
-Standard output carries what was asked for, and nothing else; everything said about it goes to standard error.
-Invariant: a command ends with 0 when it did what was asked, 2 with one paragraph when that cannot be done, 130 when
-interrupted, 141 when its reader went away (as a program that dies of SIGPIPE), and with a traceback only for a bug.
+Standard output carries the result and nothing else; messages go to standard error. Invariant: a command exits with 0 on
+success, 2 after an error message of one paragraph, 130 when interrupted, 141 when the reader of its output is gone (as
+after SIGPIPE), and with a traceback only for a bug.
 """
 
 import os
@@ -26,7 +26,7 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 PLAIN_WIDTH = 120
-"""Columns of a table that goes to a file or a pipe."""
+"""Columns of a table that is written to a file or a pipe."""
 
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -37,12 +37,12 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "KINETO_LOG_LEVEL": "5",  # of PyTorch's profiler
 }
-# What a terminal would obey instead of show; a model may well say it.
+# Control characters, which a terminal would execute; a model may generate them.
 _CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class GuardedGroup(TyperGroup):
-    """The group at the root of every command line of ours; keeps this module's invariant."""
+    """The root group of every command line; it maintains the invariant of this module."""
 
     def invoke(self, ctx: Any) -> Any:
         silence_libraries()
@@ -61,12 +61,12 @@ class GuardedGroup(TyperGroup):
 
 
 def complain(error: InferError) -> None:
-    """Say on standard error what cannot be done, as one paragraph."""
+    """Write an error to standard error, as one paragraph."""
     typer.echo(typer.style("error:", fg="red", bold=True) + " " + " ".join(str(error).split()), err=True)
 
 
 def silence_libraries() -> None:
-    """Keep warnings and progress bars of other libraries off the terminal; setting their variables brings them back."""
+    """Turn off warnings and progress bars of libraries, unless their environment variables are set."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if not sys.warnoptions:
@@ -74,12 +74,12 @@ def silence_libraries() -> None:
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey: control characters become U+FFFD."""
+    """The text with control characters replaced by U+FFFD."""
     return text.translate(_CONTROL)
 
 
 def stdout_console() -> "Console":
-    """For tables and coloured text; plain, and wide enough, where standard output is no terminal."""
+    """A console for tables and coloured text; plain and at least PLAIN_WIDTH wide if standard output is no terminal."""
     from rich.console import Console
 
     console = Console(highlight=False, emoji=False)
@@ -96,7 +96,7 @@ def stderr_console() -> "Console":
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner on standard error, where that is a terminal, while the block runs."""
+    """Show a spinner while the block runs, if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -106,7 +106,7 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def byte_progress() -> Iterator["Progress"]:
-    """Tells on standard error how far a fetch is: bars on a terminal, elsewhere one line when a stage begins."""
+    """Report the progress of a download on standard error: bars on a terminal, else one line for each stage."""
     if sys.stderr.isatty():
         from shared.checkpoints.progress import progress_bar
 
@@ -130,7 +130,7 @@ def examples(*commands: str) -> str:
 
 
 def _leave_pipe() -> NoReturn:
-    """Nobody reads any more. What is still buffered must not fail a second time when Python flushes at its end."""
+    """Exit after the reader of standard output closed it; Python's flush at exit then writes to the null device."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, sys.stdout.fileno())
     raise typer.Exit(EXIT_BROKEN_PIPE)

@@ -1,7 +1,7 @@
 """``infer trace``: a timeline of an engine's run, as a page and for Perfetto. Introduced in phase 4.
 
-The command reads its options and writes; `shared.tracing` records. Invariants: what cannot work is said before a model
-is loaded or, where it takes the model to know, before a step is run; the same options give the same steps and tokens.
+The command reads options and writes files; `shared.tracing` records. Invariants: errors come before a model is loaded
+or, if they depend on the model, before the first step; the same options give the same steps and tokens.
 """
 
 import os
@@ -42,33 +42,30 @@ def trace(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
     requests: Annotated[
-        int | None, _work("--requests", text="Requests of a mixed workload of random tokens; by default 12.")
+        int | None, _work("--requests", text="Requests of a mixed workload of random tokens; default: 12.")
     ] = None,
     prompts: Annotated[
-        Path | None, _work("--prompts", text="Prompts to answer instead, one in each line of this file.")
+        Path | None, _work("--prompts", text="Prompts to run instead, one on each line of this file.")
     ] = None,
     max_tokens: Annotated[int, _work("--max-tokens", "-n", text="Most tokens of an answer.")] = 24,
-    every: Annotated[
-        int | None, _work("--every", text="Steps between two requests; 0, the default: all come at once.")
-    ] = None,
+    every: Annotated[int | None, _work("--every", text="Steps between two arrivals; default: 0, all at once.")] = None,
     rate: Annotated[
-        float | None, _work("--rate", text="Instead: the mean number of requests in a step, at random (Poisson).")
+        float | None, _work("--rate", text="Instead: the mean number of arrivals in a step (Poisson).")
     ] = None,
-    seed: Annotated[int, _work("--seed", text="Of the workload, the arrivals and the engine.")] = 0,
+    seed: Annotated[int, _work("--seed", text="Seed of the workload, the arrivals and the engine.")] = 0,
     compare: Annotated[
         str | None,
         _work(
             "--compare",
-            text="The same workload under several modes, policies or memories, with commas: static,continuous.",
+            text="Run the workload under several batching modes, policies or KV caches, such as static,continuous.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="The folder for trace.html and trace.json.")] = Path("trace"),
     **settings: Any,
 ) -> None:
-    """Run an engine over a few requests and write its timeline: who waits, who is prefilled, who decodes, step by step,
-    and who holds which block of the KV memory.
+    """Run a few requests and write a timeline: which wait, prefill and decode in each step, and their KV cache blocks.
 
-    trace.html opens in a browser and needs nothing else; trace.json opens in https://ui.perfetto.dev.
+    trace.html opens in a browser; trace.json opens in https://ui.perfetto.dev.
     """
     from shared.cli.serve import model_name
     from shared.engine.warm_up import warm_up
@@ -80,7 +77,7 @@ def trace(
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
     if every is not None and rate is not None:
-        raise ConfigError(f"--every is {every} and --rate is {rate}; both say when requests come: give one of them.")
+        raise ConfigError(f"--every is {every} and --rate is {rate}; both set the arrivals: give one of them.")
     steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
     SamplingParams(max_new_tokens=max_tokens)
     variants = _variants(compare, {**settings, "seed": seed, "max_waiting_requests": number})
@@ -102,12 +99,12 @@ def trace(
 
 
 def _tracing_lesson(number: str | None) -> Lesson:
-    """The phase asked for, or the newest; raises ConfigError for one that has no steps of many requests."""
+    """The phase with this number, or the newest; raises ConfigError if it runs one request at a time."""
     lesson = options.answering_lesson(number)
     if not _has_steps(lesson):
         able = ", ".join(other.number for other in lessons() if _has_steps(other))
         raise ConfigError(
-            f"Phase {lesson.number} ({lesson.title}) answers one request at a time, so there is no timeline of many; "
+            f"Phase {lesson.number} ({lesson.title}) runs one request at a time, so there is no timeline of many; "
             f"choose one of these with --phase: {able}."
         )
     return lesson
@@ -125,7 +122,7 @@ def _variants(compare: str | None, settings: dict[str, Any]) -> list[tuple[str |
     if any(settings[name] != options.FIELDS[name].default for name in chosen):
         raise ConfigError(
             f"--compare is {compare!r} and --batching-mode, --scheduler-policy or --kv-cache-backend is given too; "
-            "--compare names all that is run: leave the others out."
+            "--compare names every run: leave the others out."
         )
     names = [name.strip() for name in compare.split(",")]
     known = (*BATCHING_MODES, *SCHEDULER_POLICIES, *KV_CACHE_BACKENDS)
@@ -153,30 +150,32 @@ def _number(requests: int | None, texts: list[tuple[int, str]] | None, prompts: 
 
     if requests is not None and texts is not None:
         raise ConfigError(
-            f"--requests is {requests} and --prompts is {str(prompts)!r}; the file says how many there are: leave "
+            f"--requests is {requests} and --prompts is {str(prompts)!r}; the file determines the number: leave "
             "--requests out."
         )
     number = len(texts) if texts is not None else DEFAULT_REQUESTS if requests is None else requests
     if not 1 <= number <= MAX_REQUESTS:
         source = f"--requests is {number}" if texts is None else f"--prompts holds {number} prompts"
-        raise ConfigError(f"{source}; a timeline can be read for 1 to {MAX_REQUESTS}.")
+        raise ConfigError(f"{source}; a timeline shows 1 to {MAX_REQUESTS} requests.")
     return number
 
 
 def _prepare(out: Path) -> None:
-    """Make the folder, and see that the files can be written."""
+    """Make the folder and check that the files can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         wrong = [out, *(out / name for name in FILES)]
         wrong = [path for path in wrong if path.exists() and not os.access(path, os.W_OK)]
     except OSError as error:
-        raise ConfigError(f"--out is {str(out)!r}, which cannot be a folder: {error.strerror}.") from None
+        raise ConfigError(
+            f"--out is {str(out)!r}, which cannot be a folder ({error.strerror}); name another."
+        ) from None
     if wrong:
-        raise ConfigError(f"--out is {str(out)!r}, and {wrong[0].name} may not be written there; name another folder.")
+        raise ConfigError(f"--out is {str(out)!r}, and {wrong[0].name} cannot be written there; name another folder.")
 
 
 def _arrivals(engine: Any, steps: list[int], texts: list[tuple[int, str]] | None, max_tokens: int, seed: int) -> Any:
-    """The workload with its arrivals; the same for every engine of one model and limit."""
+    """The requests and their arrivals; the same for every engine with the same model and limit."""
     from shared.tracing.workload import Arrival, mixed_requests, text_requests
 
     vocab_size = engine.model.config.vocab_size
@@ -196,7 +195,7 @@ def _arrivals(engine: Any, steps: list[int], texts: list[tuple[int, str]] | None
 def _settings(
     engine: Any, lesson: Lesson, model: str, *, every: int | None, rate: float | None, seed: int
 ) -> dict[str, str | int | float | None]:
-    """What was run, in the words of the options."""
+    """The settings of a run, for the page."""
     from shared.engine.memory_map import MemoryMap
 
     config = engine.config
@@ -207,13 +206,15 @@ def _settings(
         settings |= {"policy": config.scheduler_policy, "max decode interval": config.max_decode_interval}
     settings["max batch size"] = config.max_batch_size
     memory = MemoryMap.of(engine.scheduler)
-    settings["KV memory"] = f"{memory.num_blocks} {memory.unit}s of {memory.block_tokens} tokens"
-    settings["arrivals"] = f"Poisson, {rate:g} a step" if rate else f"one in {every} steps" if every else "all at once"
+    settings["KV cache"] = f"{memory.num_blocks} {memory.unit}s of {memory.block_tokens} tokens"
+    settings["arrivals"] = (
+        f"Poisson, {rate:g} per step" if rate else f"one in {every} steps" if every else "all at once"
+    )
     return {**settings, "seed": seed}
 
 
 def _write(traces: "list[Trace]", out: Path, title: str) -> None:
-    """Both files, and the totals on standard output."""
+    """Write both files, and the totals to standard output."""
     from rich.table import Table
 
     from shared.tracing.chrome import chrome_text

@@ -1,7 +1,8 @@
-"""The HTTP server around an engine: OpenAI's interface, streaming, bounded in every direction. Introduced in phase 4.
+"""The HTTP server: OpenAI's API over an engine, with streaming and bounded queues. Introduced in phase 4.
 
 `engine_loop` owns the engine, on a thread (`engine_thread`) or in a process of its own (`engine_process`), and
-`engine_client` is the event loop's side of it; `answer_stream` carries one request's outputs to its client; `protocol`
-says what a request may hold; `completions`, `chat` and `status` are the routes; `event_stream` and `sse` send; `app`
-puts them together and `process` runs them. The server needs of an engine only the protocol that phases from 4 on meet.
+`engine_client` is its counterpart on the event loop; `answer_stream` buffers one request's outputs for its client;
+`protocol` defines the request bodies; `completions`, `chat` and `status` are the routes; `event_stream` and `sse` send
+responses; `app` assembles the application and `process` runs it. The server uses only the engine protocol that every
+phase from 4 on implements.
 """

@@ -1,8 +1,8 @@
-"""One request's outputs on their way to its client, and when they came. Introduced in phase 4.
+"""The buffer between the engine and one client: outputs of a request, and their times. Introduced in phase 4.
 
-The engine never waits for a client: outputs are pushed here as they come, and the client's task takes all that
-there are. Belongs to the event loop's thread. Invariants: exactly one end (a finish reason or an error), after which
-nothing is added; what waits unread is bounded.
+The engine never waits for a client: it pushes outputs here, and the client's task takes all that are buffered. Used
+only on the event loop's thread. Invariants: a stream ends exactly once, with a finish reason or an error, and takes no
+output afterwards; the number of unread bytes is bounded.
 """
 
 import asyncio
@@ -14,19 +14,19 @@ from shared.engine.output import StepOutput
 from shared.server.errors import ApiError, engine_failure
 from shared.text.stopping import FinishReason
 
-_FRAME_BYTES = 320  # of a frame around its text
-_CHARACTER_BYTES = 6  # JSON's longest spelling of a character
+_FRAME_BYTES = 320  # of a frame without its text
+_CHARACTER_BYTES = 6  # the longest JSON escape of a character
 _LOGPROB_BYTES = 96
 
 
 class AnswerStream:
-    """What has been generated and not yet taken.
+    """The outputs of one request that its client has not taken yet.
 
     Args:
-        num_prompt_tokens: of the request; for its usage.
-        param: the field of the body that the prompt came from; for a refusal.
-        max_unread_bytes: an estimate from above of the bytes that unread outputs will become.
-        abandon: called when the answer is wanted no longer; it must make the engine forget the request.
+        num_prompt_tokens: for the usage.
+        param: the field of the body that holds the prompt; for the body of an error.
+        max_unread_bytes: the limit on the bytes that unread outputs will take, estimated from above.
+        abandon: called with the id of a request that is cancelled; must abort it in the engine.
 
     ``arrived``, ``scheduled``, ``first_token``, ``last_token`` and ``ended`` are readings of ``time.perf_counter``.
     """
@@ -65,7 +65,7 @@ class AnswerStream:
         return self.ended is None
 
     def push(self, output: StepOutput, at: float) -> None:
-        """Add what a step yielded; ``at`` is when the step ended."""
+        """Add the output of a step that ended at ``at``."""
         if not self.is_open:
             return
         if output.token_id is not None:
@@ -82,33 +82,33 @@ class AnswerStream:
             self.stop = output.stop
             self._end(output.finish_reason, at)
         elif self._unread_bytes > self._max_unread_bytes:
-            message = f"The answer was not read: more than {self._max_unread_bytes} bytes of it waited."
+            message = f"The client did not read the answer: more than {self._max_unread_bytes} bytes are unread."
             self.cancel("slow_reader", ApiError(408, "slow_reader", message))
         self._wake()
 
     def refuse(self, error: ApiError) -> None:
-        """End with an error because the engine has not taken the request."""
+        """End with an error because the engine refused the request."""
         if self.is_open:
             self._end(FinishReason.ERROR, time.perf_counter(), error)
 
     def fail(self, error: ApiError) -> None:
-        """End with an error that is not the request's own doing; the engine is told to forget it."""
+        """End with an error that the request did not cause, and abort the request in the engine."""
         self.cancel(error.code, error)
 
     def cancel(self, cause: str, error: ApiError | None = None) -> None:
-        """End an answer that is wanted no longer, and make the engine forget it; ``cause`` is for the log."""
+        """End the stream and abort the request in the engine; ``cause`` is for the log."""
         if self.is_open:
             self.cause = cause
             self._end(FinishReason.ABORT, time.perf_counter(), error)
             self._abandon(self.request_id)
 
     def nudge(self) -> None:
-        """Let who waits in ``take`` come back with nothing."""
+        """Wake ``take``, which then returns an empty list."""
         self._is_nudged = True
         self._wake()
 
     async def take(self) -> list[StepOutput]:
-        """All unread outputs, at least one; the empty list after a nudge, and once the answer has ended."""
+        """Wait for outputs and return all unread ones; an empty list after a nudge, and once the stream has ended."""
         while not self._unread and self.is_open and not self._is_nudged:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -120,7 +120,7 @@ class AnswerStream:
 
     @property
     def usage(self) -> dict[str, int]:
-        """OpenAI's account of tokens."""
+        """The token counts, in OpenAI's form."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,

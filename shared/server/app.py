@@ -1,7 +1,7 @@
-"""The application: an engine, its client, and the routes around them. Introduced in phase 4.
+"""The ASGI application: an engine's client, the routes and the middleware. Introduced in phase 4.
 
-Invariant: what surrounds a route is, from outside, the log, the key, the limits of the body. So every refusal is
-logged, and nobody without a key has a body read.
+Invariant: the middleware around a route is, from the outside in, the log, the API key, the limits of the body. So every
+refusal is logged, and the body of a request without the key is never read.
 """
 
 import time
@@ -21,11 +21,11 @@ from shared.server.middleware import ApiKey, BodyLimit, RequestLog
 from shared.server.settings import ServerConfig
 
 _STATUSES = {
-    400: "no JSON, or a field is missing",
+    400: "not JSON, or a field is missing",
     401: "the API key is missing or wrong",
-    408: "the body did not arrive in time",
+    408: "the body did not arrive in time, or the client did not read the answer",
     413: "the body is too long",
-    422: "a value that is not possible here",
+    422: "an invalid value",
     500: "the engine failed",
     503: "the queue is full, or the server is shutting down",
 }
@@ -35,7 +35,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
-    """The ASGI application that serves the handle's engine; its lifespan starts and stops the engine's loop."""
+    """Make the application; its lifespan starts and stops the engine loop."""
     metrics = ServerMetrics(config.model_name)
     client = EngineClient(handle, metrics, config)
     metrics.watch(lambda: client.load)

@@ -1,7 +1,7 @@
-"""``POST /v1/chat/completions``: a conversation, in OpenAI's manner to the letter. Introduced in phase 4.
+"""``POST /v1/chat/completions``: OpenAI's chat API. Introduced in phase 4.
 
-Prompts are made by our own chat templates. Invariant: the pieces of a streamed answer, joined, are the content of the
-same answer as one body.
+Prompts come from our own chat templates. Invariant: the deltas of a streamed answer, joined, equal the content of the
+same answer in one body.
 """
 
 import time
@@ -31,7 +31,7 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/chat/completions", response_class=Response, responses=_ANSWER, summary="Answer a conversation")
 async def answer(request: Request, body: ChatRequest) -> Response:
-    """One JSON body, or with `stream` a stream of unnamed events that ends with `[DONE]`."""
+    """One JSON body, or with `stream` server-sent events without names, the last of which is `[DONE]`."""
     intake: Intake = request.app.state.intake
     record_of(request.scope).is_streaming = bool(body.stream)
     intake.check(body)
@@ -53,10 +53,10 @@ async def answer(request: Request, body: ChatRequest) -> Response:
 
 
 class ChatFrames:
-    """One answer's frames, or the whole of it.
+    """Formats one answer, as frames of a stream or as one body.
 
     Args:
-        wants_usage: end with a chunk that has the usage and no choice; the others then say ``"usage": null``.
+        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
     """
 
     def __init__(self, stream: AnswerStream, model_name: str, tokenizer: Tokenizer, *, wants_usage: bool) -> None:

@@ -1,8 +1,8 @@
-"""``POST /v1/completions``: a text goes on, token by token. Introduced in phase 4.
+"""``POST /v1/completions``: continue a text, token by token. Introduced in phase 4.
 
-Always a stream of the events ``token``, ``done`` and ``error``; each frame's data is at the same time a chunk of
-OpenAI's ``text_completion``, so clients of either kind read it. Invariants: one ``token`` a generated token, in order,
-an end-of-sequence token included; then exactly one ``done`` or ``error``.
+The response is always a stream of the events ``token``, ``done`` and ``error``. The data of each is also a chunk of
+OpenAI's ``text_completion``, so OpenAI's clients can read the stream. Invariants: one ``token`` event for each
+generated token, in order, an end-of-sequence token included; then exactly one ``done`` or ``error``.
 """
 
 import json
@@ -26,7 +26,7 @@ from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
 
 OPENAI_REASONS = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-"""OpenAI's word for each end that an answer comes to by itself."""
+"""OpenAI's ``finish_reason`` for each way in which generation ends by itself."""
 
 router = APIRouter()
 _STREAM: dict[int | str, dict[str, Any]] = {
@@ -60,11 +60,11 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
 
 
 class CompletionFrames:
-    """One answer's frames.
+    """Formats one answer as frames.
 
     Args:
-        is_plain: without names of events, and in OpenAI's manner to the end: a chunk with the usage where
-            ``wants_usage``, then ``[DONE]``.
+        is_plain: exactly as OpenAI does it: no event names, at the end a chunk with the usage if ``wants_usage``, then
+            ``[DONE]``.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CompletionFrames:
         self._is_plain = is_plain
         self._wants_usage = wants_usage
         self._length = 0  # characters of the answer so far
-        # Everything of a token's frame but the text and the id; a step of many requests writes one for each.
+        # A token's frame without the text and the id: prepared once, since a step writes a frame for each request.
         blank = self._chunk("\0", None, token_id=-1)
         self._before, _, rest = frame(to_json(blank), self._name("token")).rpartition(rb'"\u0000"')
         self._between = rest.partition(b"-1}")[0]

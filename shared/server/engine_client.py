@@ -1,9 +1,8 @@
-"""The event loop's side of the engine: requests go in, what steps yield reaches streams. Introduced in phase 4.
+"""The client of the engine loop: submits requests and routes their outputs to streams. Introduced in phase 4.
 
-Everything here runs on the event loop and waits for nothing but futures; the engine is elsewhere
-(:mod:`shared.server.engine_loop`). What the engine would refuse is refused here, from what is known of it beforehand
-and from its load as of the last event; only a race is left to the engine. Invariant: a request that was submitted ends
-exactly once, even if the engine dies.
+It runs on the event loop and never blocks; the engine runs elsewhere (:mod:`shared.server.engine_loop`). A request that
+the engine would refuse is refused here, from the engine's limits and its load as of the last event, so the engine
+itself refuses only after a race. Invariant: a submitted request ends exactly once, even if the engine crashes.
 """
 
 import asyncio
@@ -37,15 +36,15 @@ from shared.server.served_engine import Observer
 from shared.server.settings import ServerConfig
 
 STOP_TIMEOUT = 10.0
-"""Seconds that stopping waits for the step that runs."""
+"""Seconds that ``stop`` waits for the current step."""
 _log = logging.getLogger("infer.engine")
 
 
 class EngineClient:
     """Owns the open streams.
 
-    ``load`` is the engine's as of the last event, and the requests that it does not count yet are waiting in it;
-    ``crash`` says why the engine ended by itself.
+    ``load`` is the engine's load as of the last event, plus the requests submitted since, counted as waiting; ``crash``
+    is the reason if the engine loop has crashed.
     """
 
     def __init__(self, handle: EngineHandle, observer: Observer, config: ServerConfig) -> None:
@@ -63,10 +62,10 @@ class EngineClient:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._handle.start(self._tell)
+        self._handle.start(self._receive)
 
     async def stop(self) -> None:
-        """End the engine's loop after the step that runs; open requests end with an error."""
+        """End every open request with an error, and the engine loop after its current step."""
         self._is_stopped = True
         self.end_all(_stopped())
         self._handle.send(Stop())
@@ -81,9 +80,9 @@ class EngineClient:
         return len(self._streams)
 
     def submit(self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, param: str) -> AnswerStream:
-        """Hand a request to the engine; ``param`` is the field that its prompt came from.
+        """Submit a request to the engine; ``param`` is the field of the body that holds the prompt.
 
-        Raises ApiError for a request that the engine would refuse, and when there is no engine.
+        Raises ApiError for a request that the engine would refuse, and if the engine has stopped.
         """
         if not self.is_alive:
             raise _stopped()
@@ -99,7 +98,7 @@ class EngineClient:
             len(prompt_ids),
             param=param,
             max_unread_bytes=self._config.max_unread_bytes,
-            abandon=self._forget,
+            abandon=self._abort,
         )
         self._num_submitted += 1
         self.load = dataclasses.replace(self.load, num_waiting=self.load.num_waiting + 1)
@@ -112,17 +111,17 @@ class EngineClient:
             stream.fail(error)
 
     async def describe(self) -> dict[str, Any]:
-        """What the engine says of itself between two steps; ``audit`` lists what its memory holds or has wrong."""
+        """The engine's load, statistics and last step; ``audit`` lists leaks and faults of the KV cache."""
         description: dict[str, Any] = await self._ask(Question.DESCRIPTION)
         return description
 
     async def memory(self) -> MemoryMap:
-        """Which block of the memory belongs to whom between two steps."""
+        """Which request owns which KV cache block, between two steps."""
         found: MemoryMap = await self._ask(Question.MEMORY)
         return found
 
     async def _ask(self, question: Question) -> Any:
-        """What the engine answers between two steps; raises ApiError when there is none."""
+        """Ask the engine loop, which answers between two steps; raises ApiError if it has stopped."""
         if not self.is_alive:
             raise _stopped()
         number = next(self._numbers)
@@ -133,22 +132,22 @@ class EngineClient:
         finally:
             del self._questions[number]
 
-    def _forget(self, request_id: str) -> None:
-        """The stream of this request was cancelled."""
+    def _abort(self, request_id: str) -> None:
+        """Abort a request whose stream was cancelled."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             self._observer.on_end(stream)
             self._handle.send(Abort(request_id))
 
-    def _tell(self, event: Event, load: EngineLoad, num_added: int) -> None:
-        """Called where the engine is."""
+    def _receive(self, event: Event, load: EngineLoad, num_added: int) -> None:
+        """Pass an event to the event loop; called on the thread that reads the engine loop's events."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(self._take, event, load, num_added)
-        except RuntimeError:  # the loop is closed, and every stream with it
+            self._loop.call_soon_threadsafe(self._handle_event, event, load, num_added)
+        except RuntimeError:  # the event loop is closed, and so is every stream
             _log.debug("the event loop is closed")
 
-    def _take(self, event: Event, load: EngineLoad, num_added: int) -> None:
+    def _handle_event(self, event: Event, load: EngineLoad, num_added: int) -> None:
         num_unseen = self._num_submitted - num_added
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         self._handle.delivered()
@@ -161,7 +160,7 @@ class EngineClient:
                     stream.refuse(engine_failure(None) if refusal is None else self._error_of(refusal, stream.param))
             case Answered(number, answer, failure):
                 asked = self._questions.get(number)
-                if asked is not None and not asked.done():  # else the request for it has ended
+                if asked is not None and not asked.done():  # else the HTTP request that asked has ended
                     asked.set_result(answer) if failure is None else asked.set_exception(engine_failure(failure))
             case Crashed(cause):
                 if not self._is_stopped:
@@ -176,7 +175,7 @@ class EngineClient:
         self._observer.on_preemptions(step.num_preempted)
         for request_id in step.prefilled:
             stream = self._streams.get(request_id)
-            if stream is not None and stream.scheduled is None:  # else it was preempted, and is prefilled again
+            if stream is not None and stream.scheduled is None:  # else it is prefilled again after a preemption
                 stream.scheduled = step.started
         for output in step.outputs:
             stream = self._streams.get(output.request_id)
@@ -194,7 +193,7 @@ class EngineClient:
 
     def _crashed(self, cause: str) -> None:
         self.crash = cause
-        error = ApiError(500, "engine_error", "The engine has stopped after a failure; the server's log says why.")
+        error = ApiError(500, "engine_error", "The engine has stopped after an error; see the server's log.")
         self.end_all(error)
         for asked in self._questions.values():
             if not asked.done():
@@ -202,4 +201,4 @@ class EngineClient:
 
 
 def _stopped() -> ApiError:
-    return ApiError(503, "engine_stopped", "The engine has stopped; this server answers no more requests.")
+    return ApiError(503, "engine_stopped", "The engine has stopped, so this server takes no requests; restart it.")

@@ -1,9 +1,10 @@
-"""The loop that owns an engine: obey what has come, step, tell. Introduced in phase 4.
+"""The loop that owns an engine: drain commands, run a step, publish outputs. Introduced in phase 4.
 
-It runs on a thread or in a process of its own (:mod:`shared.server.engine_thread`, :mod:`shared.server.engine_process`)
-and is the same in both: what goes in and out are small messages that could be pickled. The server checks a request
-before it sends it, so an Add that succeeds has no event of its own. Invariants: a command takes effect between two
-steps, and an event with the load follows it; nothing else enters the engine; an exception of a step is the last event.
+The loop runs on a thread or in a process of its own (:mod:`shared.server.engine_thread`,
+:mod:`shared.server.engine_process`); commands and events are small picklable messages, so both run the same loop. The
+server checks a request before it sends it, so an Add that succeeds publishes no event. Invariants: a command takes
+effect between two steps, and an event with the load follows it; nothing else calls the engine; if a step raises, the
+last event is Crashed.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _log = logging.getLogger("infer.engine")
 
 @dataclass(frozen=True)
 class Add:
-    """Queue a request."""
+    """Add a request to the engine's queue."""
 
     request_id: str
     prompt_ids: list[int]
@@ -36,13 +37,13 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """Forget a request, if it is there."""
+    """Abort a request, if the engine has it."""
 
     request_id: str
 
 
 class Question(StrEnum):
-    """What may be asked between two steps."""
+    """The questions that the loop answers between two steps."""
 
     DESCRIPTION = "description"
     MEMORY = "memory"
@@ -50,7 +51,7 @@ class Question(StrEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """Answer a question; ``number`` comes back with the answer."""
+    """Answer a question; the answer carries the same ``number``."""
 
     number: int
     question: Question
@@ -66,9 +67,9 @@ Command = Add | Abort | Ask | Stop
 
 @dataclass(frozen=True)
 class Refused:
-    """The engine did not take a request: ``refusal``, or None where it raised what it should not.
+    """The engine refused a request with ``refusal``, or raised an unexpected exception (None).
 
-    Rare: the queue's last place went to a preempted request meanwhile, or there is a bug.
+    Rare: a preempted request took the queue's last place meanwhile, or there is a bug.
     """
 
     request_id: str
@@ -77,12 +78,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class Idle:
-    """The engine has nothing to do, and commands may have changed its load since the last event."""
+    """The engine has no work; commands may have changed its load since the last event."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What became of :class:`Ask`; ``failure`` says what was raised instead."""
+    """The answer to :class:`Ask`, or the exception raised instead, as text."""
 
     number: int
     answer: Any
@@ -91,7 +92,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one step did, and when: readings of ``time.perf_counter``."""
+    """The results of one step; ``started`` and ``ended`` are readings of ``time.perf_counter``."""
 
     started: float
     ended: float
@@ -102,44 +103,44 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Crashed:
-    """The loop has ended with an exception, named here."""
+    """The loop has ended with the exception ``cause``."""
 
     cause: str
 
 
 Event = Refused | Idle | Answered | Stepped | Crashed
-Tell = Callable[[Event, EngineLoad, int], None]
-"""Takes an event, the load after it, and how many :class:`Add` the loop had obeyed by then."""
+Publish = Callable[[Event, EngineLoad, int], None]
+"""Takes an event, the load after it, and the number of :class:`Add` commands executed so far."""
 
 
 class Inbox(Protocol):
-    """Where commands come from; ``queue.SimpleQueue`` is one."""
+    """The source of commands; ``queue.SimpleQueue`` implements it."""
 
     def get(self, block: bool = True) -> Command:
         """The next command; raises ``queue.Empty`` if there is none and ``block`` is False."""
 
 
 class EngineHandle(Protocol):
-    """The loop as seen from outside, wherever it runs, with what is known of its engine beforehand."""
+    """The loop as seen from the server, wherever it runs, and the constants of its engine."""
 
     config: Any
     model_config: Any
     tokenizer: Any
     max_seq_len: int
-    request_capacity: int  # tokens that the KV memory can hold for one request
-    load: EngineLoad  # when the loop had not begun
+    request_capacity: int  # tokens that the KV cache can hold for one request
+    load: EngineLoad  # before the loop started
 
-    def start(self, tell: Tell) -> None:
-        """Begin; ``tell`` is called on any thread."""
+    def start(self, publish: Publish) -> None:
+        """Start the loop, which calls ``publish`` on some other thread."""
 
     def send(self, command: Command) -> None:
-        """Put a command in the loop's inbox, without waiting."""
+        """Put a command into the loop's inbox without blocking."""
 
     def delivered(self) -> None:
-        """An event that was told has been dealt with."""
+        """Acknowledge an event that was published."""
 
     def join(self, timeout: float) -> None:
-        """Wait for the loop, which was told to stop, to end."""
+        """Wait up to ``timeout`` seconds for the loop to end after :class:`Stop`."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -148,28 +149,28 @@ class EngineHandle(Protocol):
 class EngineLoop:
     """Owns ``engine`` while :meth:`run` runs."""
 
-    def __init__(self, engine: ServedEngine, inbox: Inbox, tell: Tell) -> None:
+    def __init__(self, engine: ServedEngine, inbox: Inbox, publish: Publish) -> None:
         self._engine = engine
         self._inbox = inbox
-        self._tell_with_load = tell
+        self._publish_with_load = publish
         self._load = engine.load()
         self._num_added = 0
 
     def run(self) -> None:
-        """Until it is told to stop, or something is raised that no request is to blame for."""
+        """Run until :class:`Stop`, or until a step raises an exception that concerns no single request."""
         try:
-            while self._obey():
+            while self._drain_commands():
                 if self._engine.has_work():
                     self._step()
                 else:
-                    self._tell(Idle())
+                    self._publish(Idle())
         except BaseException as error:
-            _log.critical("the engine's loop died", exc_info=error)
+            _log.critical("the engine loop crashed", exc_info=error)
             crashed = Crashed(f"{type(error).__name__}: {error}")
-            self._tell_with_load(crashed, self._load, self._num_added)  # the engine is not asked any more
+            self._publish_with_load(crashed, self._load, self._num_added)  # the last known load
 
-    def _obey(self) -> bool:
-        """Run the commands that wait, and if there is no work wait for the first; False to end."""
+    def _drain_commands(self) -> bool:
+        """Execute all queued commands; if the engine has no work, block for the first. False after :class:`Stop`."""
         block = not self._engine.has_work()
         try:
             while True:
@@ -179,7 +180,7 @@ class EngineLoop:
                     case Abort(request_id):
                         self._engine.abort(request_id)
                     case Ask(number, question):
-                        self._tell(self._answer(number, question))
+                        self._publish(self._answer(number, question))
                     case Stop():
                         return False
                 block = False
@@ -192,17 +193,17 @@ class EngineLoop:
         ended = time.perf_counter()
         record = self._engine.last_step
         prefilled = tuple(request_id for request_id, _ in record.prefilled)
-        self._tell(Stepped(started, ended, outputs, prefilled, len(record.preempted)))
+        self._publish(Stepped(started, ended, outputs, prefilled, len(record.preempted)))
 
     def _add(self, command: Add) -> None:
         self._num_added += 1
         try:
             self._engine.add_request(command.prompt_ids, command.params, command.request_id)
         except InferError as refusal:
-            self._tell(Refused(command.request_id, refusal))
+            self._publish(Refused(command.request_id, refusal))
         except Exception as bug:
             _log.error("request %s could not be added", command.request_id, exc_info=bug)
-            self._tell(Refused(command.request_id, None))
+            self._publish(Refused(command.request_id, None))
 
     def _answer(self, number: int, question: Question) -> Answered:
         try:
@@ -210,11 +211,11 @@ class EngineLoop:
                 return Answered(number, MemoryMap.of(self._engine.scheduler, self._engine.last_step))
             return Answered(number, self._description())
         except Exception as bug:
-            _log.error("a question about the engine could not be answered", exc_info=bug)
+            _log.error("a question to the engine failed", exc_info=bug)
             return Answered(number, None, f"{type(bug).__name__}: {bug}")
 
     def _description(self) -> dict[str, Any]:
-        """What the engine says of itself; ``audit`` lists what its memory holds or has wrong."""
+        """Load, statistics and last step; ``audit`` lists leaks and faults of the KV cache."""
         record = self._engine.last_step
         return {
             "load": dataclasses.asdict(self._engine.load()),
@@ -223,6 +224,6 @@ class EngineLoop:
             "audit": [str(problem) for problem in self._engine.pool.audit()],
         }
 
-    def _tell(self, event: Event) -> None:
+    def _publish(self, event: Event) -> None:
         self._load = self._engine.load()
-        self._tell_with_load(event, self._load, self._num_added)
+        self._publish_with_load(event, self._load, self._num_added)

@@ -1,12 +1,12 @@
 """The engine in a process of its own. Introduced in phase 6.1.
 
-Of a process's threads one at a time runs Python. On a GPU the host sets the pace of a decode step, so every microsecond
-that the server spends on a client's bytes is one in which nothing is launched. Here the engine's loop has an
-interpreter to itself, and a step's outputs cross in one message (as in vLLM, whose engine core is a process too).
+Only one thread of a process runs Python at a time (the GIL). On a GPU, a decode step is limited by the host, so while
+the server formats and sends responses, no kernel is launched. Here the engine loop has an interpreter of its own, and
+the outputs of a step cross the pipe in one message (as in vLLM, whose engine core is a process too).
 
-Invariants: the process sees nothing but a pipe, and ends when that is closed, whatever has become of the server; it
-does not react to signals that a terminal or a supervisor sends to both; at most ``MAX_UNDELIVERED`` events wait in the
-server, then the pipe fills and the engine waits.
+Invariants: the pipe is the process's only connection to the server, and the process ends when the pipe is closed,
+however the server ended; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both; at most
+``MAX_UNDELIVERED`` events are unacknowledged in the server, then the pipe fills and the engine waits.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from typing import Any
 from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
-from shared.server.engine_loop import Command, Crashed, EngineLoop, Stop, Tell
+from shared.server.engine_loop import Command, Crashed, EngineLoop, Publish, Stop
 from shared.server.served_engine import ServedEngine
 from shared.text.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("infer.engine")
 
 @dataclass(frozen=True)
 class About:
-    """What the server has to know of the engine before it asks anything."""
+    """The constants of the engine, sent once when it is loaded."""
 
     config: Any
     model_config: Any
@@ -44,23 +44,23 @@ class About:
 
 
 class EngineProcess:
-    """See :class:`shared.server.engine_loop.EngineHandle`; made when the engine is loaded.
+    """An :class:`shared.server.engine_loop.EngineHandle`; the constructor returns when the engine is loaded.
 
     Args:
-        make: makes the engine, in the process; a function of a module, or a ``functools.partial`` of one.
+        make: makes the engine, in the process; picklable: a module's function, or a ``functools.partial`` of one.
 
     Raises:
         InferError: what ``make`` raised.
-        RuntimeError: the process ended before it had an engine; its own output says why.
+        RuntimeError: the process ended before the engine was loaded; its own output says why.
     """
 
     def __init__(self, make: Callable[[], ServedEngine]) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would take threads and a GPU's context with it
+        context = multiprocessing.get_context("spawn")  # a fork would copy threads and the CUDA context
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(theirs, make), name="engine", daemon=True)
         self._process.start()
         theirs.close()
-        atexit.register(self._process.kill)  # before multiprocessing waits for it
+        atexit.register(self._process.kill)  # runs before multiprocessing joins it
         try:
             about = self._pipe.recv()
         except EOFError:
@@ -76,19 +76,19 @@ class EngineProcess:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
 
-    def start(self, tell: Tell) -> None:
-        for work in (self._write, lambda: self._read(tell)):
+    def start(self, publish: Publish) -> None:
+        for work in (self._write, lambda: self._read(publish)):
             threading.Thread(target=work, name="engine pipe", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        self._commands.put(command)  # the pipe may be full, and who calls must not wait
+        self._commands.put(command)  # a thread writes it to the pipe, which may be full
 
     def delivered(self) -> None:
-        """The server has taken in an event."""
+        """Acknowledge an event."""
         self._undelivered.release()
 
     def join(self, timeout: float) -> None:
-        # One thread alone may ask for the exit code, and that is the reader; the sentinel all may look at.
+        # Only one thread may wait for the exit code, and that is the reader; any thread may wait for the sentinel.
         wait([self._process.sentinel], timeout)
 
     @property
@@ -103,22 +103,22 @@ class EngineProcess:
                 if isinstance(command, Stop):
                     return
 
-    def _read(self, tell: Tell) -> None:
+    def _read(self, publish: Publish) -> None:
         load, num_added = self.load, 0
         try:
             while True:
                 self._undelivered.acquire()
                 event, load, num_added = self._pipe.recv()
-                tell(event, load, num_added)
+                publish(event, load, num_added)
         except (EOFError, OSError):
             self._process.join(1)
             cause = f"the engine's process ended with exit code {self._process.exitcode}"
             _log.critical(cause) if self._process.exitcode else _log.debug(cause)
-            tell(Crashed(cause), load, num_added)
+            publish(Crashed(cause), load, num_added)
 
 
 class PipeInbox:
-    """Commands that come through a pipe; a closed pipe says to stop."""
+    """Reads commands from a pipe; a closed pipe means :class:`Stop`."""
 
     def __init__(self, pipe: "Connection[Any, Any]") -> None:
         self._pipe = pipe
@@ -135,12 +135,12 @@ class PipeInbox:
 
 
 def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None:
-    """The process."""
+    """The main function of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def send(message: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # the server is gone, as the inbox will say
+        with contextlib.suppress(ConnectionError):  # the server is gone; the inbox returns Stop
             pipe.send(message)
 
     try:
@@ -150,4 +150,4 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
         return
     capacity = engine.pool.request_capacity
     send(About(engine.config, engine.model.config, engine.max_seq_len, capacity, engine.load()))
-    EngineLoop(engine, PipeInbox(pipe), lambda *told: send(told)).run()
+    EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

@@ -1,18 +1,18 @@
 """The engine on a thread of its own. Introduced in phase 4.
 
-A step takes as long as it takes; on the event loop it would delay every other client's bytes and every health check.
-Invariant: nobody else touches the engine once the thread runs.
+A step may take long; on the event loop it would delay every response and every health check. Invariant: once the thread
+runs, no other thread uses the engine.
 """
 
 import queue
 import threading
 
-from shared.server.engine_loop import Command, EngineLoop, Tell
+from shared.server.engine_loop import Command, EngineLoop, Publish
 from shared.server.served_engine import ServedEngine
 
 
 class EngineThread:
-    """See :class:`shared.server.engine_loop.EngineHandle`."""
+    """An :class:`shared.server.engine_loop.EngineHandle`."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.config = engine.config
@@ -25,8 +25,8 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, tell: Tell) -> None:
-        loop = EngineLoop(self._engine, self._inbox, tell)
+    def start(self, publish: Publish) -> None:
+        loop = EngineLoop(self._engine, self._inbox, publish)
         self._thread = threading.Thread(target=loop.run, name="engine", daemon=True)
         self._thread.start()
 

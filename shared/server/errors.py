@@ -1,8 +1,7 @@
-"""Every refusal and failure as one body: ``{"error": {message, type, param, code}}``. Introduced in phase 4.
+"""Errors of the API, all with the body ``{"error": {message, type, param, code}}``. Introduced in phase 4.
 
-400 is for what is no request at all (malformed JSON, a missing field), 422 for a request that asks for something
-impossible, 503 for one that may be sent again. Invariant: nothing leaves the server as an error in another shape,
-FastAPI's own errors included.
+400 is for a malformed request (invalid JSON, a missing field), 422 for an invalid value, 503 for a request that may be
+retried. Invariant: every error has this body, those of FastAPI included.
 """
 
 import http
@@ -20,11 +19,11 @@ from shared.errors import InferError, QueueFullError
 
 _TYPES = {401: "authentication_error", 500: "server_error", 503: "overloaded_error"}
 _CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-_SHOWN = 60  # characters of a bad value that a message repeats
+_SHOWN = 60  # most characters of an invalid value in a message
 
 
 class ErrorDetail(BaseModel):
-    """``param`` is the field at fault, dotted; ``code`` is stable and made for programs."""
+    """``param`` is the path of the invalid field, with dots; ``code`` is stable, for programs."""
 
     message: str
     type: str
@@ -33,13 +32,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every error looks like."""
+    """The body of every error."""
 
     error: ErrorDetail
 
 
 class ApiError(HTTPException):
-    """An answer that is an error. The framework passes its own kind of exception on from wherever it is raised."""
+    """An error response. It is an HTTPException so that it can be raised anywhere below FastAPI."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class ApiError(HTTPException):
         self.param = param
 
     def body(self) -> bytes:
-        """ASCII JSON: a message may repeat what a client sent, and that need not be encodable."""
+        """ASCII JSON, because a message may quote text of the client that has no UTF-8 encoding."""
         kind = _TYPES.get(self.status_code, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode()
@@ -66,7 +65,7 @@ class ApiError(HTTPException):
 
 
 def invalid(message: str, *, param: str | None, code: str = "invalid_value") -> ApiError:
-    """422: understood, and impossible."""
+    """422: an invalid value."""
     return ApiError(422, code, message, param=param)
 
 
@@ -76,19 +75,19 @@ def overloaded(message: str, retry_after: int, *, code: str) -> ApiError:
 
 
 def engine_failure(message: str | None) -> ApiError:
-    """500: the engine failed at this request."""
-    return ApiError(500, "engine_error", message or "The engine failed at this request; the server's log says why.")
+    """500: the engine failed to process this request."""
+    return ApiError(500, "engine_error", message or "The engine failed to process this request; see the server's log.")
 
 
 def refusal_error(refusal: InferError, *, param: str, retry_after: int) -> ApiError:
-    """What an engine says against a request: 503 if the queue is full, else 422."""
+    """The error for a request that the engine refuses: 503 if the queue is full, else 422."""
     if isinstance(refusal, QueueFullError):
         return overloaded(str(refusal), retry_after, code="queue_full")
     return invalid(str(refusal), param=param)
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found: the worst kind first, and of a kind the first."""
+    """The error for what pydantic found: the first malformed part, else the first invalid value."""
     malformed = [error for error in errors if _is_malformed(error)]
     first = (malformed or errors)[0]
     param = ".".join(str(part) for part in first["loc"][1:]) or None
@@ -104,7 +103,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, "missing_field", f"The field {param} is missing.", param=param)
     if kind == "extra_forbidden":
         return invalid(
-            f"The field {param} is not known here; leave it out. docs/API.md lists what there is.",
+            f"The field {param} is unknown; leave it out. docs/API.md lists the fields.",
             param=param,
             code="unknown_field",
         )
@@ -118,7 +117,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of the application, the framework's included, the one shape."""
+    """Register handlers that give every error of the application, FastAPI's included, this body."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -133,9 +132,9 @@ def install(app: FastAPI) -> None:
         status = error.status_code
         said = {
             400: "The body cannot be read as JSON.",
-            404: f"There is nothing at {request.url.path}; docs/API.md lists what there is.",
-            405: f"{request.url.path} does not know {request.method}; see the header Allow.",
-            413: "The body is longer than this server takes.",
+            404: f"There is no route {request.url.path}; docs/API.md lists the routes.",
+            405: f"{request.url.path} does not allow {request.method}; see the header Allow.",
+            413: "The body is longer than this server allows.",
         }.get(status, f"{status} {http.HTTPStatus(status).phrase}.")
         return ApiError(status, _CODES.get(status, "http_error"), said, headers=error.headers).response()
 
@@ -143,7 +142,7 @@ def install(app: FastAPI) -> None:
         return invalid(str(error), param=None).response()
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        return ApiError(500, "internal_error", "The server failed at this request; its log says why.").response()
+        return ApiError(500, "internal_error", "The server failed to process this request; see its log.").response()
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)

@@ -1,8 +1,9 @@
-"""Answers that watch their client while they are made. Introduced in phase 4.
+"""Responses that watch their client: streams and whole bodies. Introduced in phase 4.
 
-Invariants: a client that goes away ends its request, whether it was being sent anything or not; a client that does not
-read ends it too, and its connection is broken off after a bounded time; whatever happens inside, the engine is told to
-forget the request.
+A library was measured in place of this module: sse-starlette opens a cancel scope around every frame, which cost a
+third of the throughput of 64 streams. Invariants: a client that disconnects ends its request, also in the queue and
+during prefill; a client that does not read ends it too, and its connection is aborted after a bounded time; however a
+response ends, an unfinished request is aborted in the engine.
 """
 
 import asyncio
@@ -26,26 +27,26 @@ _log = logging.getLogger("infer.server")
 
 
 class Frames(Protocol):
-    """How a kind of answer becomes events; each method returns whole frames."""
+    """Formats the events of one API; each method returns whole frames."""
 
     def start(self) -> bytes:
-        """What comes before the first token."""
+        """The frames before the first token."""
 
     def tokens(self, outputs: Sequence[StepOutput]) -> bytes:
-        """One frame a token, or none for a token that shows nothing."""
+        """One frame for each token; a token without text may have none."""
 
     def end(self, stream: AnswerStream) -> bytes:
-        """What ends an answer that came to its end."""
+        """The frames that end a complete answer."""
 
     def failure(self, error: ApiError) -> bytes:
-        """What ends any other."""
+        """The frames that end an answer with an error."""
 
 
 class AnswerResponse(Response, ABC):
-    """The base of both kinds: runs ``respond`` and watches its client meanwhile.
+    """The base of both responses: runs ``respond`` and watches the client.
 
-    One look every now and then finds who does not read, and what has been silent for long: a timer around each of
-    thousands of frames would cost more than the frames.
+    A periodic check finds a client that does not read and a stream that has been silent: a timer around every frame
+    would cost more than the frame.
     """
 
     def __init__(self, stream: AnswerStream, config: ServerConfig) -> None:
@@ -57,7 +58,7 @@ class AnswerResponse(Response, ABC):
 
     @abstractmethod
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer; cancelled when its client has gone, or does not read."""
+        """Send the answer; cancelled when the client disconnects."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_watched(message: Message) -> None:
@@ -74,9 +75,7 @@ class AnswerResponse(Response, ABC):
                 seconds = time.perf_counter() - self._last_sent
                 if self._is_sending and seconds > self.config.send_timeout:
                     cause = "slow_reader"
-                    scope["state"][
-                        "transport"
-                    ].abort()  # closing would wait for the reader; this disconnects the client
+                    scope["state"]["transport"].abort()  # close() would wait for the reader
                 elif not self._is_sending and seconds > self.config.keep_alive:
                     self.stream.nudge()
             if tasks[0] in done:
@@ -92,10 +91,10 @@ class AnswerResponse(Response, ABC):
 
 
 class EventStreamResponse(AnswerResponse):
-    """Server-sent events, as they come; what has come together is sent together.
+    """Sends the outputs of each step as server-sent events, in one message.
 
-    The headers wait for the first outputs, the end, or the first comment, whichever comes first. An answer that ends
-    with an error before that has the error's status instead.
+    The headers wait for the first outputs, the end, or the first keep-alive comment. An answer that ends with an error
+    before that has the status of the error.
     """
 
     def __init__(self, stream: AnswerStream, config: ServerConfig, frames: Frames) -> None:
@@ -114,8 +113,9 @@ class EventStreamResponse(AnswerResponse):
             try:
                 data = self._frames_of(outputs)
             except Exception as bug:
-                _log.error("an answer could not be written", exc_info=bug)
-                data, is_open = self.frames.failure(ApiError(500, "internal_error", "The server failed here.")), False
+                _log.error("a response could not be formatted", exc_info=bug)
+                error = ApiError(500, "internal_error", "The server failed; see its log.")
+                data, is_open = self.frames.failure(error), False
             if not is_started:
                 data = self.frames.start() + data
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -124,7 +124,7 @@ class EventStreamResponse(AnswerResponse):
                 await send({"type": "http.response.body", "body": data, "more_body": is_open})
 
     def _frames_of(self, outputs: list[StepOutput]) -> bytes:
-        """The outputs, and the end where they are the last; a comment where there is nothing."""
+        """The frames of the outputs, and of the end if they are the last; without outputs a keep-alive comment."""
         if self.stream.is_open:
             return self.frames.tokens(outputs) if outputs else COMMENT
         error = self.stream.error
@@ -133,10 +133,10 @@ class EventStreamResponse(AnswerResponse):
 
 
 class WholeResponse(AnswerResponse):
-    """One JSON body, once the answer is complete.
+    """One JSON body, sent when the answer is complete.
 
     Args:
-        body: makes it of all outputs.
+        body: makes the body of all outputs.
     """
 
     def __init__(self, stream: AnswerStream, config: ServerConfig, body: Callable[[list[StepOutput]], bytes]) -> None:

@@ -1,7 +1,7 @@
-"""Kinds of fields that pydantic does not bring: neutral values, prompts, stop strings, contents. Introduced in phase 4.
+"""Field types of request bodies: prompts, stop strings, contents, fields with one valid value. Introduced in phase 4.
 
-Each is a check, which raises ValueError in the API's words, and a JSON schema, which says the same to programs.
-Invariant: what a check lets through has one form, however the client wrote it.
+Each is a validator, which raises ValueError with the message of the API, and the equivalent JSON schema. Invariant: a
+validator returns one canonical form, however the client wrote the value.
 """
 
 import json
@@ -35,7 +35,7 @@ CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART
 
 
 class Only:
-    """Marks a field that is taken at its neutral values alone."""
+    """Marks a field that is accepted only with these values, which change nothing."""
 
     def __init__(self, *allowed: Any) -> None:
         self.allowed = allowed
@@ -43,7 +43,7 @@ class Only:
     def judge(self, value: Any, info: ValidationInfo) -> Any:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.allowed):
             known = " or ".join("null" if one is None else json.dumps(one) for one in self.allowed)
-            raise ValueError(f"{info.field_name} is {short(value)}; this server takes only {known}, or leave it out.")
+            raise ValueError(f"{info.field_name} is {short(value)}; this server accepts only {known}; or leave it out.")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -59,18 +59,18 @@ def short(value: Any) -> str:
 
 
 def stop_texts(value: Any) -> tuple[str, ...]:
-    """One text or a list of them, within the bounds."""
+    """Stop strings from one text or a list of texts, within the limits."""
     texts = tuple([value] if isinstance(value, str) else value if isinstance(value, list) else [value])
     texts = () if value is None else texts
     if len(texts) > MAX_STOP_STRINGS:
-        raise ValueError(f"stop holds {len(texts)} strings; at most {MAX_STOP_STRINGS} are taken.")
+        raise ValueError(f"stop holds {len(texts)} strings; it may hold at most {MAX_STOP_STRINGS}.")
     if any(isinstance(text, str) and len(text) > MAX_STOP_CHARACTERS for text in texts):
-        raise ValueError(f"stop holds a string of more than {MAX_STOP_CHARACTERS} characters; that is the most.")
+        raise ValueError(f"stop holds a string of more than {MAX_STOP_CHARACTERS} characters; shorten it.")
     return SamplingParams(stop=texts).stop
 
 
 def content_text(value: Any) -> str:
-    """A text, or parts of type text, which are joined."""
+    """The text of a message, given as a string or as parts of type text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -83,7 +83,7 @@ def content_text(value: Any) -> str:
 
 
 def one_prompt(value: Any) -> str | list[int]:
-    """A text or token ids; a list with one of them in it is taken as that one."""
+    """A text or a list of token ids; a list with one prompt in it is that prompt."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str) and value:
@@ -93,5 +93,5 @@ def one_prompt(value: Any) -> str | list[int]:
     if value in ("", []):
         raise ValueError("prompt is empty; give at least one character of text or one token id.")
     if isinstance(value, list) and all(isinstance(one, str | list) for one in value):
-        raise ValueError(f"prompt holds {len(value)} prompts; this server takes one a request.")
+        raise ValueError(f"prompt holds {len(value)} prompts; send one prompt with each request.")
     raise ValueError(f"prompt is {short(value)}; it must be a text or a list of token ids.")

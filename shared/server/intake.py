@@ -1,7 +1,7 @@
-"""From a checked body to a request in the engine, with every refusal in the API's words. Introduced in phase 4.
+"""Turns a validated body into a request in the engine. Introduced in phase 4.
 
-Text becomes ids on threads of its own, because a long prompt takes long and the event loop serves others meanwhile.
-Invariant: whatever the engine or the tokenizer says against a request is a 422 or a 503 that names the field.
+Tokenization runs on threads, because a long prompt would block the event loop. Invariant: every refusal of the engine
+or the tokenizer becomes a 422 or a 503 that names the field.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _NUM_THREADS = 2
 
 
 class Intake:
-    """Takes requests for one engine."""
+    """Tokenizes and submits the requests of one engine."""
 
     def __init__(self, handle: EngineHandle, client: EngineClient, config: ServerConfig) -> None:
         self.tokenizer = handle.tokenizer
@@ -49,7 +49,7 @@ class Intake:
         template = self._template
         if template is None:
             name = self.config.model_name
-            raise invalid(f"The model {name} has no chat format known here; use /v1/completions.", param="model")
+            raise invalid(f"The model {name} has no chat template here; use /v1/completions.", param="model")
         turns = [ChatMessage(message.role, message.content) for message in messages]
         return await self._encode(
             "messages", lambda: encode_chat(self.tokenizer, turns, template=template, thinking=thinking)
@@ -66,12 +66,12 @@ class Intake:
         max_tokens: int,
         logprobs: int | None,
     ) -> AnswerStream:
-        """Hand a request to the engine. ``param`` is the field that the prompt came from, ``kind`` begins its id."""
+        """Submit a request. ``param`` is the field of the body with the prompt; ``kind`` is the prefix of the id."""
         if max_tokens > self.max_seq_len:
             field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
             raise invalid(
-                f"{field} is {max_tokens}; a sequence of this server has at most {self.max_seq_len} tokens, the prompt "
-                "included.",
+                f"{field} is {max_tokens}; this server allows at most {self.max_seq_len} tokens for prompt and answer "
+                "together.",
                 param=field,
             )
         params = body.sampling_params(max_tokens, logprobs)
@@ -80,12 +80,12 @@ class Intake:
         return stream
 
     def check(self, body: SamplingFields) -> None:
-        """Refuse a request for another model, and every request while the server shuts down."""
+        """Raise ApiError for another model's name, and for every request while the server shuts down."""
         if self.is_draining:
             raise overloaded("The server is shutting down.", self.config.retry_after, code="shutting_down")
         if body.model != self.config.model_name:
             raise invalid(
-                f"There is no model {body.model[:80]!r} here; this server has {self.config.model_name!r}.",
+                f"model is {body.model[:80]!r}; this server serves {self.config.model_name!r}.",
                 param="model",
                 code="model_not_found",
             )

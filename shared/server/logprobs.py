@@ -1,7 +1,7 @@
-"""Log-probabilities in the two shapes that OpenAI's clients expect. Introduced in phase 4.
+"""Log probabilities in OpenAI's two formats: completions and chat. Introduced in phase 4.
 
-Invariant: a token is named by its text where its bytes are text, by its bytes otherwise, and a special token by its
-name; so different tokens of one list rarely share a name, and what a name says is true.
+Invariant: a token is named by its text if its bytes are valid UTF-8, else by its bytes; a special token by its name. So
+different tokens of a list rarely have the same name.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of one token; ``bytes:\\xe2\\x82`` where it is a part of a character."""
+    """The text of one token; ``bytes:\\xe2\\x82`` if it is a part of a character."""
     piece = tokenizer.token_bytes(token_id)
     if not piece:
         return tokenizer.decode([token_id], skip_special_tokens=False)
@@ -26,7 +26,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 def completion_logprobs(
     tokenizer: Tokenizer, outputs: Sequence[tuple[StepOutput, TokenLogprobs]], offset: int
 ) -> dict[str, Any]:
-    """``logprobs`` of a text completion; ``offset`` is where the first of these tokens begins in the answer's text."""
+    """``logprobs`` of a completion; ``offset`` is where the first of these tokens starts in the answer's text."""
     tokens = [token_text(tokenizer, output.token_id) for output, _ in outputs if output.token_id is not None]
     offsets = []
     for output, _ in outputs:
@@ -41,7 +41,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, outputs: Sequence[tuple[StepOutput, TokenLogprobs]]) -> dict[str, Any]:
-    """``logprobs`` of a chat's choice."""
+    """``logprobs`` of a choice of a chat completion."""
     content = []
     for output, logprobs in outputs:
         assert output.token_id is not None
@@ -51,12 +51,12 @@ def chat_logprobs(tokenizer: Tokenizer, outputs: Sequence[tuple[StepOutput, Toke
 
 
 def with_logprobs(outputs: Sequence[StepOutput]) -> list[tuple[StepOutput, TokenLogprobs]]:
-    """The outputs that carry some."""
+    """The outputs that have log probabilities, with these."""
     return [(output, output.logprobs) for output in outputs if output.logprobs is not None]
 
 
 def _by_name(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> dict[str, float]:
-    """The likeliest wins where two tokens share a name."""
+    """Of two tokens with the same name, the likelier."""
     named: dict[str, float] = {}
     for token_id, logprob in logprobs.top:
         named.setdefault(token_text(tokenizer, token_id), logprob)

@@ -1,7 +1,7 @@
-"""The server's log: one line a request, as JSON for programs or as text for a terminal. Introduced in phase 4.
+"""The server's log: one line for each request, as JSON or as text for a terminal. Introduced in phase 4.
 
-The handler is the root logger's, so records of every library come through it too. Invariants: a line is one line,
-whatever a client sent (as JSON a traceback is a field of it); prompts, answers and keys never stand in it.
+The handler belongs to the root logger, so it formats the records of every library too. Invariants: a record is one line
+(in JSON, a traceback is a field), whatever a client sent; prompts, answers and keys are never logged.
 """
 
 import json
@@ -15,9 +15,9 @@ _NAME = "infer"
 
 
 def configure(style: str, *, verbose: bool = False) -> None:
-    """Send every logger to standard error, others than ``infer`` from warnings on.
+    """Log to standard error: everything from ``infer``, and warnings of other loggers.
 
-    ``verbose`` adds health checks and pages.
+    ``verbose`` adds requests for health, metrics and pages.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if style == "json" else _Text())
@@ -28,7 +28,7 @@ def configure(style: str, *, verbose: bool = False) -> None:
 
 
 def log_event(level: int, event: str, **fields: Any) -> None:
-    """One line with these fields; those that are None are left out."""
+    """Log one line with these fields, except those that are None."""
     shown = {name: value for name, value in fields.items() if value is not None}
     logging.getLogger(_NAME).log(level, event, extra={"fields": shown})
 
@@ -57,6 +57,6 @@ class _Text(logging.Formatter):
 
 
 def _plain(value: Any) -> str:
-    """Numbers as they are; text in quotes where it holds more than a word."""
+    """The value as text, in quotes if it is more than a word."""
     text = str(value)
     return text if text.isascii() and text.isprintable() and " " not in text else json.dumps(text)

@@ -1,7 +1,7 @@
-"""What Prometheus is told. Introduced in phase 4.
+"""Metrics for Prometheus. Introduced in phase 4.
 
-Names and meanings are vLLM's, with ``infer:`` in front, so that whoever reads one dashboard reads the other.
-Invariant: labels take values of small fixed sets, never a client's words.
+Names and meanings are those of vLLM with the prefix ``infer:``, so vLLM's dashboards apply. Invariant: labels have
+values from small fixed sets, never text of a client.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ SHORT = (
     2.5,
     10.0,
 )
-"""Seconds between tokens."""
+"""Buckets for the seconds between two tokens."""
 LONG = (
     0.005,
     0.01,
@@ -63,9 +63,9 @@ LONG = (
     120.0,
     300.0,
 )
-"""Seconds of a request."""
+"""Buckets for the seconds of a request."""
 HANDLERS = ("completions", "chat_completions", "models", "health", "metrics", "page", "memory", "debug", "other")
-disable_created_metrics()  # a second sample beside each, which nobody here reads
+disable_created_metrics()  # the samples ..._created, which would double the number of series
 
 
 class ServerMetrics:
@@ -75,9 +75,9 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._model = model_name
         ProcessCollector(registry=self.registry)
-        self._prompt_tokens = self._counter("infer:prompt_tokens", "Prompt tokens that were run.")
-        self._generation_tokens = self._counter("infer:generation_tokens", "Tokens that were generated.")
-        self._preemptions = self._counter("infer:num_preemptions", "Times a request lost its memory to an older one.")
+        self._prompt_tokens = self._counter("infer:prompt_tokens", "Prompt tokens that were prefilled.")
+        self._generation_tokens = self._counter("infer:generation_tokens", "Generated tokens.")
+        self._preemptions = self._counter("infer:num_preemptions", "Preemptions.")
         self._ttft = self._histogram("infer:time_to_first_token_seconds", "From arrival to the first token.", LONG)
         self._gap = self._histogram("infer:inter_token_latency_seconds", "Between a token and the next.", SHORT)
         self._whole = self._histogram("infer:e2e_request_latency_seconds", "From arrival to the end.", LONG)
@@ -86,7 +86,7 @@ class ServerMetrics:
         self._decode = self._histogram("infer:request_decode_time_seconds", "First token to last token.", LONG)
         success = Counter(
             "infer:request_success",
-            "Requests that ended, by why: stop, length, abort or error.",
+            "Finished requests, by reason: stop, length, abort or error.",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
@@ -105,10 +105,10 @@ class ServerMetrics:
         )
 
     def watch(self, load: Callable[[], Any]) -> None:
-        """Read the gauges from here whenever somebody asks; ``load`` gives an ``EngineLoad``."""
-        self._gauge("infer:num_requests_running", "Requests that hold memory.", lambda: load().num_running)
-        self._gauge("infer:num_requests_waiting", "Requests in the queue.", lambda: load().num_waiting)
-        self._gauge("infer:kv_cache_usage_perc", "Used share of the KV memory; 1 is all.", lambda: load().kv_usage)
+        """Read the gauges from ``load``, which returns an ``EngineLoad``, at each scrape."""
+        self._gauge("infer:num_requests_running", "Running requests.", lambda: load().num_running)
+        self._gauge("infer:num_requests_waiting", "Waiting requests.", lambda: load().num_waiting)
+        self._gauge("infer:kv_cache_usage_perc", "KV cache usage; 1 is 100 percent.", lambda: load().kv_usage)
 
     def on_first_token(self, stream: AnswerStream) -> None:
         assert stream.first_token is not None
@@ -139,7 +139,7 @@ class ServerMetrics:
         self._http.labels(handler if handler in HANDLERS else "other", str(status)).inc()
 
     def exposition(self) -> bytes:
-        """The text that Prometheus reads."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:

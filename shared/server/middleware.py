@@ -1,7 +1,7 @@
-"""What surrounds every request: its id, its log line, its key, and the time it has to say what it wants.
+"""Middleware: request ids, the log, the API key, the limits of a body. Introduced in phase 4.
 
-Plain ASGI, because a stream of thousands of frames passes through here. Introduced in phase 4. Invariant: every HTTP
-request is logged and counted once, however it ends.
+Plain ASGI, since thousands of frames of a stream pass through it. Invariant: every HTTP request is logged and counted
+once, however it ends.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from shared.server.logs import log_event
 from shared.server.metrics import ServerMetrics
 
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
-"""What a client may choose as `X-Request-Id`; anything else is replaced."""
+"""A valid `X-Request-Id` of a client; any other is replaced."""
 _QUIET = ("health", "metrics", "page", "memory")
 _GUARDED = ("/v1/", "/debug/")
 _HANDLERS = {
@@ -35,30 +35,30 @@ _PREFIXES = {"/v1/models": "models", "/health": "health", "/page/": "page", "/de
 
 @dataclass
 class RequestRecord:
-    """What the log line is made of; routes add to it."""
+    """The data of the log line; routes add to it."""
 
     request_id: str
-    status: int = 499  # until there is another: the client left before
+    status: int = 499  # if no response was started: the client disconnected before
     stream: AnswerStream | None = None
     is_streaming: bool | None = None
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record of the request that this scope belongs to."""
+    """The record of the request with this scope."""
     record = scope["state"]["record"]
     assert isinstance(record, RequestRecord)
     return record
 
 
 def handler_of(path: str) -> str:
-    """The route's name for metrics; a small fixed set."""
+    """The route's label in the metrics, from a small fixed set."""
     if path in _HANDLERS:
         return _HANDLERS[path]
     return next((name for prefix, name in _PREFIXES.items() if path.startswith(prefix)), "other")
 
 
 class RequestLog:
-    """Gives each request an id, and logs and counts it when it is over."""
+    """Gives each request an id, and logs and counts it when it ends."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app = app
@@ -91,7 +91,7 @@ class RequestLog:
 
 
 class ApiKey:
-    """Refuses what lies below ``/v1`` and ``/debug`` without the key; compares in constant time."""
+    """Refuses requests below ``/v1`` and ``/debug`` without the key; compares keys in constant time."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
@@ -110,7 +110,10 @@ class ApiKey:
 
 
 class BodyLimit:
-    """Refuses a body that is too long, and one that does not arrive in time: nobody holds memory or a connection so."""
+    """Refuses a body that is too long or does not arrive in time, so memory and connections are not held by it.
+
+    Starlette's own limit answers in plain text where the length is announced, not with the body of an API error.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self.app = app
@@ -147,7 +150,7 @@ class BodyLimit:
         await self.app(scope, receive_within_limits, send)
 
     def _too_large(self) -> ApiError:
-        said = f"The body is longer than {self.max_bytes} bytes, the most that this server takes."
+        said = f"The body is longer than {self.max_bytes} bytes, the limit of this server."
         return ApiError(413, "body_too_large", said, headers={"Connection": "close"})
 
 

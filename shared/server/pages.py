@@ -1,6 +1,6 @@
-"""``/``: the playground and its charts, from files of our own. Introduced in phase 4.
+"""``/``: the playground and its charts, served from local files. Introduced in phase 4.
 
-Invariant: the page asks nobody but this server; its policy (CSP) has the browser see to it.
+Invariant: the page sends requests to this server only; its Content-Security-Policy enforces it.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "page"
 SHARED = [Path(__file__).parents[1] / "tracing/page" / name for name in ("pool.js", "pool.css")]
-"""What the page of `infer trace` draws with too."""
+"""Files shared with the page of `infer trace`."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 router = APIRouter(include_in_schema=False)

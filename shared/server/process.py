@@ -1,8 +1,8 @@
-"""A server process: its socket, its signals, its end. Introduced in phase 4.
+"""The server process: socket, signals, shutdown. Introduced in phase 4.
 
-Invariants: a port that is taken is an error in words before the model is loaded; after SIGTERM nothing new is taken,
-what runs may end by itself until the grace time is nearly over and ends with an error event then, and the exit code is
-0.
+Invariants: a port in use is a ConfigError before the model is loaded; after SIGTERM the server refuses new requests,
+lets running ones finish until shortly before the end of the grace time, ends the rest with an error event, and exits
+with 0.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from shared.server.logs import log_event
 from shared.server.settings import ServerConfig
 
 SEND_BUFFER_BYTES = 128 * 2**10
-"""The kernel's buffer of a connection. Left to itself it grows to megabytes, all of which an unread answer fills."""
+"""The kernel's send buffer of a connection. By default it grows to megabytes, which an unread answer would fill."""
 BACKLOG = 2048
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Lets a response break its own connection off, which ASGI has no word for."""
+    """Gives a response the transport of its connection, so that it can abort it; ASGI has no message for that."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -35,7 +35,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 class Server(uvicorn.Server):
-    """Ends in an orderly way: see this module's invariants."""
+    """uvicorn's server with the shutdown described above."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         super().__init__(
@@ -62,11 +62,11 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        if self._event_loop is not None:  # a signal may come between any two instructions
+        if self._event_loop is not None:  # a signal may arrive between any two instructions
             self._event_loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        """Take nothing more, and end what still runs just before the grace time is over."""
+        """Refuse new requests, and end running ones shortly before the grace time is over."""
         intake = self._application.state.intake
         if intake.is_draining:
             return
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address and does not listen yet. Raises ConfigError when it cannot be had."""
+    """A socket bound to the address, not listening yet; raises ConfigError if the address cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -87,7 +87,7 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # finds a peer that vanished without a word
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a peer that vanished
             bound.bind(address)
         except BaseException:
             bound.close()
@@ -95,26 +95,27 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"Port {port} of {host} cannot be had ({reason}); choose another with --port, or end what has it."
+            f"Port {port} of {host} cannot be bound ({reason}); choose another with --port, or stop the process that "
+            "uses it."
         ) from None
     return bound
 
 
 def address_of(bound: socket.socket) -> str:
-    """The address as a client writes it."""
+    """The URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: Any) -> None:
-    """Serve until a signal comes. ``described`` goes into the line that says the server is ready.
+    """Serve until SIGTERM, then return; SIGINT raises KeyboardInterrupt.
 
-    SIGTERM returns; SIGINT raises KeyboardInterrupt, as it does for every command.
+    ``described`` is logged when the server is ready.
     """
     server = Server(app, config)
     bound.listen(BACKLOG)
     log_event(logging.INFO, "ready", url=address_of(bound), **described)
-    # uvicorn raises the signal again when it is done, for whoever had a handler before; for SIGTERM nobody has.
+    # uvicorn raises the signal again when it is done, for the previous handler; SIGTERM must then have no effect.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server.run(sockets=[bound])

@@ -1,9 +1,9 @@
-"""What a request may hold, as OpenAI's clients and their kin send it. Introduced in phase 4.
+"""Request bodies, as OpenAI's and compatible clients send them. Introduced in phase 4.
 
-Three kinds of fields: those that do something here; those whose neutral value clients send along (``n: 1``), which are
-taken at that value and refused at any other; and notes of the client's own (``user``), which are taken and not used.
-Everything else is refused by name. Invariant: values of sampling are judged by ``SamplingParams``, so a bad one is the
-same message here, on the command line and in Python.
+There are three kinds of fields: those that have an effect; those that clients send with a value without effect, such as
+``n: 1``, which are accepted with that value only; and notes of the client (``user``), which are accepted and ignored.
+Any other field is refused by name. Invariant: ``SamplingParams`` validates the sampling fields, so an invalid value
+gives the same message here, on the command line and in Python.
 """
 
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """What both kinds of request share."""
+    """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -80,7 +80,7 @@ class SamplingFields(BaseModel):
     @field_validator("top_k")
     @classmethod
     def _is_top_k(cls, value: int | None) -> int | None:
-        """0 and -1 are what some clients send for no limit."""
+        """Some clients send 0 or -1 for no limit."""
         value = None if value in (0, -1) else value
         SamplingParams(top_k=value)
         return value
@@ -93,7 +93,7 @@ class SamplingFields(BaseModel):
         return value
 
     def sampling_params(self, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
-        """What is asked of the sampler; what was left open keeps OpenAI's defaults, which are ours."""
+        """The sampling parameters; absent fields have OpenAI's defaults, which are also those of ``SamplingParams``."""
         names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "ignore_eos")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(**given, max_new_tokens=max_new_tokens, stop=self.stop, logprobs=logprobs)
@@ -116,7 +116,7 @@ class CompletionRequest(SamplingFields):
 
 
 class Message(BaseModel):
-    """One turn; an answer of this server may be sent back as it came."""
+    """One message of a conversation; an answer of this server is valid as it is."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -133,14 +133,14 @@ class Message(BaseModel):
     @field_validator("role")
     @classmethod
     def _is_role(cls, value: str) -> str:
-        """OpenAI's newer name of the system's role is taken as that."""
+        """``developer`` is OpenAI's newer name for the role ``system``."""
         if value not in ("system", "developer", "user", "assistant"):
             raise ValueError(f"role is {short(value)}; the roles are system, user and assistant.")
         return "system" if value == "developer" else value
 
 
 class TemplateOptions(BaseModel):
-    """``enable_thinking``: whether a model that can do so may think first (Qwen 3)."""
+    """``enable_thinking``: whether the model may think first (Qwen 3)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -148,7 +148,7 @@ class TemplateOptions(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What the answer must be; anything but text arrives in phase 12."""
+    """The format of the answer; formats other than text arrive in phase 12."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -184,5 +184,5 @@ class ChatRequest(SamplingFields):
     @classmethod
     def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise ValueError("top_logprobs is given without logprobs; set logprobs to true as well.")
+            raise ValueError("top_logprobs is set and logprobs is not; set logprobs to true too.")
         return value

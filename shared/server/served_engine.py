@@ -1,6 +1,6 @@
-"""What the server needs of an engine, and what it tells about it. Introduced in phase 4.
+"""The protocols between the server and its engine, and between the server and its metrics. Introduced in phase 4.
 
-Invariant: the server uses nothing of an engine that does not stand here, so every phase that has this can be served.
+Invariant: the server uses only these members of an engine, so every phase that has them can be served.
 """
 
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from shared.server.answer_stream import AnswerStream
 
 
 class ServedEngine(Protocol):
-    """What the server needs of an engine; every phase from 4 on has it."""
+    """The members of an engine that the server uses; every phase from 4 on has them."""
 
     config: Any
     model: Any
@@ -35,7 +35,7 @@ class ServedEngine(Protocol):
 
 
 class Observer(Protocol):
-    """Is told, on the event loop, how requests fare."""
+    """Receives the progress of requests, on the event loop."""
 
     def on_first_token(self, stream: AnswerStream) -> None: ...
 

@@ -1,6 +1,6 @@
-"""The settings of a server, apart from its engine's. Introduced in phase 4.
+"""The settings of a server, without its engine's. Introduced in phase 4.
 
-Invariant: whatever a client can make the server hold (a body, a queue, unread bytes, time) has its bound here.
+Invariant: every resource that a client can occupy (a body, unread bytes, a connection's time) has its limit here.
 """
 
 import math
@@ -14,18 +14,18 @@ MAX_STOP_CHARACTERS = 256
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How a server meets its clients. Raises ConfigError on values that make no sense.
+    """How a server treats its clients. Raises ConfigError on invalid values.
 
-    ``model_name``         what requests must name, and what `/v1/models` lists.
-    ``api_key``            if given, what `Authorization: Bearer` must carry below `/v1` and `/debug`.
-    ``plain_events``       `/v1/completions` without event names, and with OpenAI's ``[DONE]``.
-    ``max_body_bytes``     a longer body is refused with 413.
-    ``body_timeout``       seconds that a client has to send its body.
-    ``max_unread_bytes``   of a stream: more that its client has not read ends the request.
-    ``send_timeout``       seconds that a client may leave the server unable to send before it is cut off.
-    ``keep_alive``         seconds of silence after which a stream carries a comment, so that nobody between hangs up.
-    ``grace``              seconds after SIGTERM in which running requests may end.
-    ``retry_after``        seconds that a refused client is told to wait.
+    ``model_name``         the name that requests must give, and that `/v1/models` lists.
+    ``api_key``            if set, requests below `/v1` and `/debug` need it in `Authorization: Bearer`.
+    ``plain_events``       `/v1/completions` without event names and with a final ``[DONE]``.
+    ``max_body_bytes``     the longest body; a longer one is refused with 413.
+    ``body_timeout``       seconds in which a client must send its body.
+    ``max_unread_bytes``   unread bytes of a stream beyond which its request is aborted.
+    ``send_timeout``       seconds that a send may block on a client before its connection is aborted.
+    ``keep_alive``         seconds of silence after which a stream gets a comment, so that no proxy closes it.
+    ``grace``              seconds after SIGTERM in which running requests may finish.
+    ``retry_after``        the `Retry-After` of a 503, in seconds.
     """
 
     model_name: str

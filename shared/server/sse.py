@@ -1,16 +1,16 @@
 """Server-sent events as bytes. Introduced in phase 4.
 
-A frame is an optional ``event:`` line, one ``data:`` line and an empty line (WHATWG HTML, section 9.2). Invariant: the
-data is JSON on one line, so no text of a model can end a frame.
+A frame is an optional ``event:`` line, one ``data:`` line and an empty line (WHATWG HTML, section 9.2). Invariant: data
+is JSON on one line, so no text of a model can end a frame.
 """
 
 import json
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
-"""What ends a stream in OpenAI's manner."""
-COMMENT = b": still here\n\n"
-"""A line that every reader skips; it tells those on the way that the connection lives."""
+"""The last frame of an OpenAI stream."""
+COMMENT = b": keep-alive\n\n"
+"""A comment, which clients ignore; it keeps proxies from closing a silent connection."""
 
 
 def to_json(value: Any) -> bytes:

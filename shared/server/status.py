@@ -1,6 +1,6 @@
-"""What the server says of itself: models, health, metrics, and the engine between two steps. Introduced in phase 4.
+"""The status routes: models, health, metrics, and the engine between two steps. Introduced in phase 4.
 
-Invariant: nothing here waits for a step, but for what lies below `/debug`, which asks the engine.
+Invariant: only the routes below `/debug`, which ask the engine, wait for a step.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from shared.server.errors import ApiError, ErrorBody, overloaded
 from shared.server.intake import Intake
 
 DESCRIBE_TIMEOUT = 30.0
-"""Seconds that `/debug/engine` and `/debug/memory` wait for the step that runs."""
+"""Seconds that `/debug/engine` and `/debug/memory` wait for the current step."""
 router = APIRouter()
 T = TypeVar("T")
 
 
 class Model(BaseModel):
-    """A model as OpenAI's clients list it; ``max_model_len`` is vLLM's word for the longest sequence."""
+    """A model in OpenAI's format; ``max_model_len``, the longest sequence, is vLLM's addition."""
 
     id: str
     object: str = "model"
@@ -33,14 +33,14 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The models of a server; here always one."""
+    """The models of the server; always one."""
 
     object: str = "list"
     data: list[Model]
 
 
 class Health(BaseModel):
-    """``live``: restarting would not help. ``ready``: requests are taken."""
+    """``live``: no restart is needed. ``ready``: the server accepts requests."""
 
     status: str
     live: bool
@@ -51,7 +51,7 @@ class Health(BaseModel):
 
 
 class HoldingBody(BaseModel):
-    """What one request has of the KV memory. ``blocks`` is its block table; who was preempted has none."""
+    """The KV cache blocks of one request. ``blocks`` is its block table; a preempted request has none."""
 
     request_id: str
     state: HoldingState
@@ -62,7 +62,7 @@ class HoldingBody(BaseModel):
 
 
 class MemoryBody(BaseModel):
-    """The KV memory between two steps. ``written_share`` is that of the held blocks, null where none is held."""
+    """The KV cache between two steps. ``written_share`` is that of the allocated blocks; null if there are none."""
 
     unit: str
     block_tokens: int
@@ -83,26 +83,26 @@ async def list_models(request: Request) -> ModelList:
 async def get_model(request: Request, name: str) -> Model:
     model = _model(request)
     if name != model.id:
-        message = f"There is no model {name[:80]!r} here; this server has {model.id!r}."
+        message = f"There is no model {name[:80]!r}; this server serves {model.id!r}."
         raise ApiError(404, "model_not_found", message, param="model")
     return model
 
 
-@router.get("/health", summary="Whether requests are taken", responses={503: {"model": Health}})
+@router.get("/health", summary="Whether the server accepts requests", responses={503: {"model": Health}})
 async def health(request: Request) -> Response:
-    """200 while requests are taken, else 503."""
+    """200 while the server accepts requests, else 503."""
     found = _health(request)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)
 
 
-@router.get("/health/live", summary="Whether the process is worth keeping", responses={503: {"model": Health}})
+@router.get("/health/live", summary="Whether the process is alive", responses={503: {"model": Health}})
 async def live(request: Request) -> Response:
-    """503 once the engine has died: only a restart helps."""
+    """503 once the engine has crashed: the server needs a restart."""
     found = _health(request)
     return JSONResponse(found.model_dump(), 200 if found.live else 503)
 
 
-@router.get("/health/ready", summary="Whether requests are taken", responses={503: {"model": Health}})
+@router.get("/health/ready", summary="Whether the server accepts requests", responses={503: {"model": Health}})
 async def ready(request: Request) -> Response:
     """The same as `/health`."""
     return await health(request)
@@ -116,27 +116,27 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/debug/engine", summary="The engine between two steps")
 async def engine(request: Request) -> dict[str, Any]:
-    """Load, statistics, the last step, and what the audit of the KV memory finds: nothing, when nothing runs."""
+    """Load, statistics, the last step, and the audit of the KV cache: empty when no request runs and nothing leaked."""
     client: EngineClient = request.app.state.client
     return {**await _between_steps(client.describe()), "num_open_requests": client.num_open_requests}
 
 
-@router.get(
-    "/debug/memory", summary="Which block of the KV memory belongs to whom", responses={200: {"model": MemoryBody}}
-)
+@router.get("/debug/memory", summary="The KV cache blocks of each request", responses={200: {"model": MemoryBody}})
 async def memory(request: Request) -> Response:
-    """The KV memory between two steps: its blocks, who holds which of them, and who was preempted."""
+    """The KV cache between two steps: its blocks, the request that owns each, and the preempted requests."""
     client: EngineClient = request.app.state.client
     return JSONResponse((await _between_steps(client.memory())).as_json())
 
 
 async def _between_steps(answer: Awaitable[T]) -> T:
-    """What the engine answers, unless the step that runs takes too long."""
+    """The engine's answer; raises ApiError if the current step takes too long."""
     try:
         async with asyncio.timeout(DESCRIBE_TIMEOUT):
             return await answer
     except TimeoutError:
-        raise overloaded(f"A step takes more than {DESCRIBE_TIMEOUT:g} s.", 10, code="engine_busy") from None
+        raise overloaded(
+            f"The current step takes more than {DESCRIBE_TIMEOUT:g} s; try again.", 10, code="engine_busy"
+        ) from None
 
 
 def _model(request: Request) -> Model:

@@ -224,7 +224,7 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
     ("arguments", "told"),
     [
         (["--requests", "0"], "--requests is 0"),
-        (["--requests", "257"], "for 1 to 256"),
+        (["--requests", "257"], "shows 1 to 256"),
         (["--max-tokens", "0"], "max_new_tokens is 0"),
         (["--max-batch-size", "0"], "max_batch_size is 0"),
         (["--every", "-1"], "-1"),
@@ -232,7 +232,7 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
         (["--rate", "1", "--every", "1"], "give one of them"),
         (["--rate", "1e-9"], "room for 10000 steps"),
         (["--seed", "-1"], "seed is -1"),
-        (["--phase", "03"], "answers one request at a time"),
+        (["--phase", "03"], "runs one request at a time"),
         (["--phase", "99"], "'99'"),
         (["--phase", "04", "--compare", "static,continuous"], "arrives in phase 05"),
         (["--batching-mode", "dynamic"], "batching_mode is 'dynamic'"),
@@ -506,7 +506,7 @@ def test_preemptions_are_told_and_give_the_same_answers(crowded: Path) -> None:
     assert [row[1:] for row in rows if row[0] == "preemptions"] == [["0", str(sum(preempted))]]
     answers = [[[token[1:] for token in r["tokens"]] for r in trace["requests"]] for trace in (regions, blocks)]
     assert answers[0] == answers[1]
-    assert (regions["settings"]["KV memory"], blocks["settings"]["KV memory"]) == (
+    assert (regions["settings"]["KV cache"], blocks["settings"]["KV cache"]) == (
         "4 regions of 32 tokens",
         "8 blocks of 4 tokens",
     )

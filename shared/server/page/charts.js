@@ -30,7 +30,7 @@ const CHARTS = [
     least: 10,
     series: { generated: perSecond("infer:generation_tokens_total"), prompt: perSecond("infer:prompt_tokens_total") },
   },
-  { title: "KV memory in use", show: percent, least: 1, most: 1, series: { used: gauge("infer:kv_cache_usage_perc") } },
+  { title: "KV cache usage", show: percent, least: 1, most: 1, series: { used: gauge("infer:kv_cache_usage_perc") } },
   {
     title: "Time to first token",
     show: time,

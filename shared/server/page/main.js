@@ -1,4 +1,4 @@
-// Puts the page together: the model's name, the server's health, the playground, the charts, the KV memory.
+// Puts the page together: the model's name, the server's health, the playground, the charts, the KV cache.
 
 import { build as buildCharts, update } from "./charts.js";
 import { build as buildMemory } from "./memory.js";

@@ -1,4 +1,4 @@
-// The KV memory, live: asks /debug/memory while the panel is in sight, and has it drawn (pool.js).
+// The KV cache, live: asks /debug/memory while the panel is in sight, and has it drawn (pool.js).
 
 import { headers } from "./playground.js";
 

@@ -173,12 +173,12 @@ def test_errors_are_ascii_whatever_they_repeat() -> None:
     assert json.loads(body)["error"]["param"] == "x"
 
 
-def test_an_address_that_cannot_be_had_is_an_error_in_words() -> None:
+def test_an_address_that_cannot_be_bound_is_refused() -> None:
     with bind("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 cannot be had"):
+        with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 cannot be bound"):
             bind("127.0.0.1", port)
         assert first.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 512 * 1024
-    with pytest.raises(ConfigError, match=r"Port 80 of no\.\.host cannot be had"):
+    with pytest.raises(ConfigError, match=r"Port 80 of no\.\.host cannot be bound"):
         bind("no..host", 80)

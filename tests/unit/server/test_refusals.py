@@ -168,7 +168,7 @@ def test_a_refusal_behind_a_comment_is_an_event(folder: Path) -> None:
             response = other.post("/v1/completions", json=completion())
             engine.step_seconds = 0.0
         assert response.status_code == 200
-        assert response.text.startswith(": still here\n\n")
+        assert response.text.startswith(": keep-alive\n\n")
         ((name, data),) = events(response.text)
         assert (name, data["error"]["code"]) == ("error", "queue_full")
 
