@@ -1,1 +1,1 @@
-"""The course: one folder a phase, each a runnable increment. Begin with phase_01a."""
+"""The course: one folder per phase, each a runnable increment. Begin with phase_01a."""

@@ -1,1 +1,1 @@
-"""The library of the course. Every component lives here once; each module was introduced by exactly one phase."""
+"""The library of the course. Every component exists here once; each module was introduced by exactly one phase."""

@@ -1,8 +1,8 @@
-"""The source of phases: their differences, the modules they add, the methods of their engines. Introduced in phase 1b.
+"""The source of phases: their diffs, the modules they add, the methods of their engines. Introduced in phase 1b.
 
-The difference of two phase folders is the lesson, and neighbours repeat to the letter what they share. The command
-line, the checker of the chapters and the site of the course read both here. Invariant: sources are read and never
-imported, so that no phase has to be loaded for its text.
+The diff of two phase folders is the lesson, and adjacent phases share identical code. The command line, the chapter
+checker and the course's site read both here. Invariant: sources are read and never imported, so no phase is loaded for
+its text.
 """
 
 import ast
@@ -46,7 +46,7 @@ def file_diff(older: Lesson, newer: Lesson, name: str) -> Iterator[str]:
 
 
 def added_modules(older: Lesson, newer: Lesson) -> list[str]:
-    """The shared modules on the way to ``newer`` that are not on the way to ``older``."""
+    """The shared modules that ``newer`` and its predecessors add, without those of ``older``."""
     known = {module for lesson in _way_to(older) for module in lesson.adds}
     return [module for lesson in _way_to(newer) for module in lesson.adds if module not in known]
 
@@ -85,7 +85,7 @@ def engine_file(lesson: Lesson) -> Path:
 
 
 def _way_to(lesson: Lesson) -> list[Lesson]:
-    """The phases from the first to this one."""
+    """The chain of phases from the first to this one."""
     way = [lesson]
     while (previous := way[0].previous) is not None:
         way.insert(0, find_lesson(previous))
@@ -97,5 +97,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """The file's text; nothing for a file that one of the two phases does not have."""
+    """The file's text; empty if the phase does not have the file."""
     return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -1,7 +1,7 @@
-"""The phases of the course, as their ``lesson.toml`` files tell. Introduced in phase 1b.
+"""The phases of the course, from their ``lesson.toml`` files. Introduced in phase 1b.
 
-A phase's number is its folder's name without ``phase_``, points for underscores: ``phase_03_1`` is 03.1. Invariant:
-what is said of a phase anywhere (table, diff, ladder, documentation) is read from here.
+A phase's number is its folder's name without ``phase_``, points for underscores: ``phase_03_1`` is 03.1. Invariant: all
+facts about a phase (in tables, diffs, the ladder, documentation) are read from here.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from shared.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExerciseEntry:
-    """What ``lesson.toml`` says of an exercise; its title, hints and lines are marked in the reference."""
+    """An exercise's entry in ``lesson.toml``; its title, hints and lines are marked in the source."""
 
     number: str
     minutes: int
@@ -28,8 +28,8 @@ class ExerciseEntry:
 
 @dataclass(frozen=True)
 class Lesson:
-    """One phase: ``adds`` are the shared modules new in it, ``changes`` the methods of Engine that differ, ``removes``
-    those that end. A side track branches off the phase that it names as ``previous``, and no phase follows it.
+    """One phase: ``adds`` are its new shared modules, ``changes`` the methods of Engine that differ, ``removes`` the
+    methods it drops. A side track branches off its ``previous`` phase, and no phase follows it.
     """
 
     number: str
@@ -58,14 +58,14 @@ class Lesson:
         return self.load("engine").Engine
 
     def engine_alone(self, config: Any) -> Any:
-        """The phase's engine for one request at a time: where it could have more, no memory is kept for them."""
+        """The phase's engine for one request at a time; no KV cache is reserved for more."""
         if "max_batch_size" in self.load("engine").SUPPORTED:
             config = dataclasses.replace(config, max_batch_size=1)
         return self.engine(config)
 
     @property
     def generates(self) -> bool:
-        """Whether the phase answers prompts; 1a and 1b only run a layer and a forward pass."""
+        """Whether the phase generates text; 1a and 1b only run a layer and a forward pass."""
         return hasattr(self.engine, "generate")
 
 
@@ -77,7 +77,7 @@ def lessons() -> tuple[Lesson, ...]:
 
 
 def find_lesson(number: str) -> Lesson:
-    """A phase by its number, written 01b, 1b, 03.1, 3.1 or 03_1; raises ConfigError with those that exist."""
+    """A phase by its number, written 01b, 1b, 03.1, 3.1 or 03_1; raises ConfigError, with all numbers, if unknown."""
     wanted = number.lower().removeprefix("phase_").replace("_", ".")
     for lesson in lessons():
         if wanted in (lesson.number, lesson.number.lstrip("0")):
@@ -86,7 +86,7 @@ def find_lesson(number: str) -> Lesson:
 
 
 def newest_lesson() -> Lesson:
-    """The last phase of the main line that answers prompts."""
+    """The last phase of the main line that generates text."""
     return [lesson for lesson in lessons() if lesson.generates and not lesson.is_side_track][-1]
 
 

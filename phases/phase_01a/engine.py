@@ -15,9 +15,9 @@ from shared.ops.rope import rope_table
 
 
 class Engine:
-    """Layer ``layer`` of a model, and nothing of the rest.
+    """Layer ``layer`` of a model, and no other part.
 
-    Raises ModelFolderError for a folder that cannot be loaded, ConfigError for a layer that the model does not have.
+    Raises ModelFolderError if the folder cannot be loaded, ConfigError if the model has no such layer.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """One layer of each family against transformers, at true sizes, and proof that the thresholds catch real mistakes.
 
-The weights are random but chosen to leave a mistake nowhere to hide: norm weights differ from one; a third of the
-tokens are so quiet that epsilon is a good part of their mean square, as are half of the query and key heads where these
-are normed; attention's output is small, so that for quiet tokens it decides what the MLP sees.
+The weights are random but chosen so that mistakes show: norm weights differ from one; a third of the tokens are so
+small that epsilon is a large part of their mean square, as are half of the query and KV heads if these are normed;
+attention's output is small, so that for small tokens it dominates the MLP's input.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One layer of a checkpoint, and what goes into it. References are computed once."""
+    """One layer of a checkpoint, and its input. References are computed once."""
 
     folder: Path
     layer: int
@@ -67,7 +67,7 @@ class Case:
         return ReferenceLayer(self.folder, self.layer, dtype, backend, round_to)(x, self.positions)
 
     def truth(self, dtype: torch.dtype) -> torch.Tensor:
-        """What ``dtype`` would give with exact arithmetic: fp32 on weights and inputs rounded to it."""
+        """The result of ``dtype`` with exact arithmetic: fp32 on weights and inputs rounded to it."""
         return self.reference(torch.float32, round_to=dtype)
 
 
@@ -75,7 +75,7 @@ MakeCase = Callable[[str], Case]
 
 
 def layer_tensors(config: dict[str, Any], layer: int) -> dict[str, torch.Tensor]:
-    """Random weights of one layer, as the module's docstring says."""
+    """Random weights of one layer, as described in the module's docstring."""
     generator = torch.Generator().manual_seed(layer)
     is_gemma = config["model_type"] == "gemma3_text"
     has_qk_norm = config["model_type"] != "llama"
@@ -97,7 +97,7 @@ def layer_tensors(config: dict[str, Any], layer: int) -> dict[str, torch.Tensor]
 
 
 def random_input(hidden_size: int, num_tokens: int) -> torch.Tensor:
-    """Tokens of three loudnesses in turn."""
+    """Tokens of three magnitudes in turn."""
     x = torch.randn(num_tokens, hidden_size, generator=torch.Generator().manual_seed(0))
     return x * torch.tensor([1.0, 0.1, QUIET])[torch.arange(num_tokens) % 3, None]
 
@@ -112,7 +112,7 @@ def spread_positions(num_tokens: int, limit: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeCase]:
-    """Layers of true size by name, each made once; the folders, some hundred megabytes each, are removed at the end."""
+    """Layers of true size by name, each made once; the folders, hundreds of megabytes each, are removed at the end."""
     made: dict[str, Case] = {}
 
     def make(name: str) -> Case:
@@ -149,7 +149,7 @@ def test_bf16(cases: MakeCase, name: str) -> None:
         assert distance(case.ours(torch.bfloat16, backend), truth).relative <= allowed_error(bound, peer), backend
 
 
-# Mutations: each one is a mistake that a port of these models has made or could make.
+# Mutations: mistakes that ports of these models have made or could make.
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
@@ -184,7 +184,7 @@ def shifted_window(shift: int) -> Mutation:
 
 
 def rotation_sign(patch: pytest.MonkeyPatch) -> None:
-    """The minus on the other half: rotation backwards."""
+    """The minus sign on the other half: a backwards rotation."""
 
     def backwards(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
@@ -220,7 +220,7 @@ def norm_without_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def interleaved_groups(patch: pytest.MonkeyPatch) -> None:
-    """Query head h reads key head h mod Hkv instead of h // G."""
+    """Query head h reads KV head h mod Hkv instead of h // G."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         num_kv_heads = k.numel() // (q.shape[0] * q.shape[2])  # as many keys as queries: nothing is cached
@@ -307,7 +307,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
     },
 }
 FP32_FAILURES = [(name, mutation) for name, mutations in MUTATIONS.items() for mutation in mutations]
-# bf16 sees what is wrong by more than its own rounding: not a scale off by 1 %, nor the other GELU.
+# bf16 detects only errors larger than its own rounding: not a scale off by 1 %, nor the other GELU.
 BF16_FAILURES = [
     ("qwen3", "epsilon 1e-5 for 1e-6"),
     ("qwen3", "norm after rotation"),
@@ -339,7 +339,7 @@ def test_mutation_fails_in_bf16(cases: MakeCase, name: str, mutation: str, monke
 
 
 def test_true_window(cases: MakeCase, tmp_path: Path) -> None:
-    """Gemma's own window of 512 tokens, crossed."""
+    """A sequence longer than Gemma's own window of 512 tokens."""
     case = cases("gemma3-sliding")
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["gemma-3-1b"]))
     (tmp_path / "model.safetensors").hardlink_to(case.folder / "model.safetensors")
@@ -349,7 +349,7 @@ def test_true_window(cases: MakeCase, tmp_path: Path) -> None:
     assert error.relative <= THRESHOLDS[torch.float32].layer
 
 
-# The demo model's own layers, on the hidden states that it really sees.
+# The demo model's layers, on its real hidden states.
 
 # The first token's activations cancel in layer 9, grow huge in 11, and shrink again in 28.
 DEMO_LAYERS = (0, 1, 9, 11, 28, 29)

@@ -38,7 +38,7 @@ class Engine:
         return self.model.logits(hidden)
 
     def top_tokens(self, prompt: str, count: int = 5) -> list[tuple[str, float]]:
-        """The likeliest next tokens after ``prompt``, as text and probability, likeliest first."""
+        """The most likely next tokens after ``prompt``, as text and probability, in descending order."""
         probabilities = self.forward(self.tokenizer.encode(prompt))[-1].float().softmax(-1)
         best = probabilities.topk(count)
         return [

@@ -76,7 +76,7 @@ def expected_logits(
 
 
 def check_half(folder: Path, ids: list[int], dtype: torch.dtype) -> None:
-    """Ours and transformers' in ``dtype``, each by its distance from fp32 on the same rounded weights."""
+    """Compare ours and transformers' in ``dtype`` by their distances from fp32 on the same rounded weights."""
     truth, threshold = expected_logits(folder, ids, torch.float32, round_to=dtype), THRESHOLDS[dtype]
     for backend in BACKENDS:
         ours = Engine(str(folder), dtype=dtype, attention_backend=backend).forward(ids)
@@ -105,7 +105,7 @@ def test_half_precision(variants: Callable[[str], Path], variant: str, dtype: to
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_setting_of_a_variant_matters(variants: Callable[[str], Path], variant: str, tmp_path: Path) -> None:
-    """Without its changed settings the same weights give other logits, so the tests above do see them."""
+    """Without the changed settings the same weights give other logits, so the tests above depend on them."""
     shape, changes = VARIANTS[variant]
     folder = variants(variant)
     ours = Engine(str(folder)).forward(IDS)

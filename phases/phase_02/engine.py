@@ -22,7 +22,7 @@ SUPPORTED = {"model", "dtype", "device", "max_seq_len", "seed", "attention_backe
 
 
 class Engine:
-    """Answers one request at a time, keeping nothing between its tokens."""
+    """Serves one request at a time, without a KV cache."""
 
     def __init__(self, config: EngineConfig) -> None:
         config.check(SUPPORTED)
@@ -37,7 +37,7 @@ class Engine:
 
     @torch.inference_mode()
     def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Yield one output a token until the answer ends; raises RequestError before anything is computed."""
+        """Yield one output per token until the request finishes; raises RequestError before anything is computed."""
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
@@ -55,15 +55,15 @@ class Engine:
             logits = self.decode(request)
 
     def prefill(self, request: Request) -> torch.Tensor:
-        """Run the prompt; logits ``[1, V]`` of the token that follows it."""
+        """Run the prompt; logits ``[1, V]`` of the next token."""
         return self.forward(request)
 
     def decode(self, request: Request) -> torch.Tensor:
-        """Run the prompt and the whole answer so far; logits ``[1, V]`` of the next token."""
+        """Run the prompt and the output so far; logits ``[1, V]`` of the next token."""
         return self.forward(request)
 
     def forward(self, request: Request) -> torch.Tensor:
-        """Logits ``[1, V]`` after the request's last token, computing all of it."""
+        """Logits ``[1, V]`` after the request's last token; computes all its tokens."""
         ids = torch.tensor(request.token_ids, device=self.model.device)
         positions = torch.arange(request.num_tokens, device=self.model.device)
         view = UncachedView([request.num_tokens], self.config.attention_backend)
@@ -72,5 +72,5 @@ class Engine:
         return self.model.logits(hidden[-1:])
 
     def stats(self) -> dict[str, int]:
-        """Figures for ``infer generate --stats``."""
+        """Counters for ``infer generate --stats``."""
         return {"tokens computed": self.num_tokens_computed}

@@ -1,4 +1,4 @@
-"""Phase 2 answers as transformers does, stops where it should, and refuses what it cannot answer."""
+"""Phase 2 generates the same tokens as transformers, stops at the right token, and refuses invalid requests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What phase 2 costs: the count that every later phase is measured against."""
+"""The cost of phase 2: the count of tokens computed, the baseline of every later phase."""
 
 from pathlib import Path
 
@@ -16,4 +16,4 @@ def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
     benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
     before = engine.num_tokens_computed
     list(engine.generate([7] * 32, params))
-    assert engine.num_tokens_computed - before == sum(range(32, 48)), "each answer computes every prefix anew"
+    assert engine.num_tokens_computed - before == sum(range(32, 48)), "each answer recomputes every prefix"

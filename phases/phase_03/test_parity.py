@@ -1,4 +1,4 @@
-"""Phase 3 answers as phase 2 and transformers do, however the tokens reach the cache, and keeps what it should."""
+"""Phase 3 generates the same tokens as phase 2 and transformers, however the prompt is divided into chunks."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def sequence(length: int, vocab_size: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def run_in_pieces(model: CausalLM, cache: ContiguousCache, backend: str, tokens: torch.Tensor, sizes: list[int]):
-    """Feed tokens behind what the cache holds, in pieces of the given sizes; the logits of all, laid together."""
+    """Append tokens to the cache in chunks of the given sizes; returns all logits, concatenated."""
     view = ContiguousView(cache, backend)
     logits = []
     for piece in tokens.split(sizes):
@@ -95,7 +95,7 @@ def test_a_cap_on_scores_is_the_same_over_the_cache(tiny_checkpoints: dict[str, 
 
 
 def test_the_cache_holds_what_a_recomputed_forward_computes(model_folder: Path) -> None:
-    """Keys and values of every layer, against a forward that keeps nothing."""
+    """Keys and values of every layer equal those of a forward without a cache."""
     model = load_model(model_folder)
     tokens = sequence(40, model.config.vocab_size)
     cache = ContiguousCache(model.config, 64, torch.float32)
@@ -120,12 +120,12 @@ def test_the_cache_holds_what_a_recomputed_forward_computes(model_folder: Path) 
     for layer, (keys, values) in recorder.kept.items():
         torch.testing.assert_close(cache.keys[layer, :, :40], keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(cache.values[layer, :, :40], values, rtol=1e-4, atol=1e-5)
-    assert cache.keys[:, :, 40:].isnan().all(), "places behind the sequence were written"
+    assert cache.keys[:, :, 40:].isnan().all(), "slots after the sequence were written"
     assert cache.length == 40
 
 
 def test_positions_turn_and_the_order_in_the_cache_decides(model_folder: Path) -> None:
-    """Logical positions with a gap, physical places without: equal to the same positions run at once."""
+    """Logical positions with a gap, physical slots without: equal to the same positions run at once."""
     model = load_model(model_folder)
     tokens = sequence(12, model.config.vocab_size)
     positions = torch.tensor([0, 1, 2, 3, 200, 201, 202, 203, 7, 7, 8, 9])
@@ -143,7 +143,7 @@ def test_positions_turn_and_the_order_in_the_cache_decides(model_folder: Path) -
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])
 def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path], backend: str) -> None:
-    """What lies before the window of every layer may be anything at all, once all layers are windowed."""
+    """Keys before every layer's window may hold anything if all layers have a sliding window."""
     model = load_model(tiny_checkpoints["gemma3_text"])
     window = model.config.windows[0]
     assert window is not None

@@ -1,4 +1,4 @@
-"""What the cache buys: the count of tokens computed explains it, the clock confirms it."""
+"""The gain from the KV cache: the count of tokens computed explains it, the clock confirms it."""
 
 import statistics
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
 @pytest.mark.demo
 @pytest.mark.parametrize(("context", "at_least"), [(64, 2.0), (512, 4.0)])
 def test_decode_against_phase_2(demo_folder: Path, context: int, at_least: float) -> None:
-    """Milliseconds a token behind ``context`` tokens, both phases in turns, median of the trials."""
+    """Milliseconds per token after ``context`` tokens, both phases interleaved, median of the trials."""
     config = EngineConfig(model=str(demo_folder), max_seq_len=context + 8)
     with torch_threads(2):
         engines = {"02": Uncached(config), "03": Engine(config)}
@@ -50,7 +50,7 @@ def test_decode_against_phase_2(demo_folder: Path, context: int, at_least: float
 
 
 def best_beside_transformers(folder: Path, wanted: float, pack_weights: bool) -> float:
-    """The ratio of decode speeds, measured again, twice at most, while a busy machine keeps it below ``wanted``."""
+    """The ratio of decode speeds; measured again, at most twice, if it is below ``wanted`` on a busy machine."""
     ratios = []
     for _ in range(3):
         report = measure_beside_transformers(str(folder), new_tokens=12, trials=3, threads=2, pack_weights=pack_weights)
@@ -67,6 +67,6 @@ def test_decode_beside_transformers(demo_folder: Path) -> None:
 
 
 @pytest.mark.demo
-@pytest.mark.skipif("fbgemm" not in SUPPORTED_ENGINES, reason="packed weights need FBGEMM, which is there on x86 alone")
+@pytest.mark.skipif("fbgemm" not in SUPPORTED_ENGINES, reason="packed weights need FBGEMM, which exists only on x86")
 def test_packed_decode_beside_transformers(demo_folder: Path) -> None:
     assert best_beside_transformers(demo_folder, 1.2, pack_weights=True) >= 1.2

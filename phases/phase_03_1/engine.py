@@ -1,4 +1,4 @@
-"""The loop on fused kernels: a token costs a few launches a layer, and little more than reading the weights once."""
+"""The loop on fused kernels: a token costs a few launches per layer, and little more than reading the weights once."""
 
 import itertools
 import random
@@ -36,7 +36,7 @@ SUPPORTED = {
 
 
 class Engine:
-    """Answers one request at a time, with fused blocks and a cache that kernels read and write."""
+    """Serves one request at a time, with fused blocks and a KV cache that kernels read and write."""
 
     def __init__(self, config: EngineConfig) -> None:
         config.check(SUPPORTED)
@@ -57,7 +57,7 @@ class Engine:
 
     @torch.inference_mode()
     def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Yield one output a token until the answer ends; raises RequestError before anything is computed."""
+        """Yield one output per token until the request finishes; raises RequestError before anything is computed."""
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
@@ -75,16 +75,16 @@ class Engine:
             logits = self.decode(request)
 
     def prefill(self, request: Request) -> torch.Tensor:
-        """Run the prompt into an empty cache; logits ``[1, V]`` of the token that follows it."""
+        """Run the prompt into an empty cache; logits ``[1, V]`` of the next token."""
         self.cache.release()
         return self.forward(request)
 
     def decode(self, request: Request) -> torch.Tensor:
-        """Run the one token that the cache lacks; logits ``[1, V]`` of the next token."""
+        """Run the last token, which is not cached yet; logits ``[1, V]`` of the next token."""
         return self.forward(request)
 
     def forward(self, request: Request) -> torch.Tensor:
-        """Logits ``[1, V]`` after the request's last token, computing only what the cache lacks."""
+        """Logits ``[1, V]`` after the request's last token; computes only tokens that are not cached."""
         new_ids = request.token_ids[request.num_computed_tokens :]
         ids = torch.tensor(new_ids, device=self.model.device)
         positions = torch.arange(request.num_computed_tokens, request.num_tokens, device=self.model.device)
@@ -97,7 +97,7 @@ class Engine:
         return self.model.logits(hidden[-1:])
 
     def stats(self) -> dict[str, int]:
-        """Figures for ``infer generate --stats``."""
+        """Counters for ``infer generate --stats``."""
         return {
             "tokens computed": self.num_tokens_computed,
             "cache capacity (tokens)": self.cache.capacity,

@@ -1,4 +1,4 @@
-"""Phase 3.1 answers as phase 3 and transformers do, on any device, and refuses machines that cannot run its kernels."""
+"""Phase 3.1 generates the same tokens as phase 3 and transformers on any device, and refuses unsupported machines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ def ids(engine: Any, prompt: str | list[int], num_tokens: int, **params: object)
 
 @torch.inference_mode()
 def forced_logits(model: CausalLM, view: ContiguousView, token_ids: Sequence[int], prompt: int) -> torch.Tensor:
-    """Logits ``[n, V]`` in fp32 behind the prompt and behind every token after it, which are given, one a step."""
+    """Logits ``[n, V]`` in fp32 after the prompt and after every further given token, one per step."""
     logits = []
     for step in [list(token_ids[:prompt]), *([token_id] for token_id in token_ids[prompt:])]:
         start = view.cache.length
@@ -147,7 +147,7 @@ def test_tokens_of_a_real_shape_equal_those_of_phase_3(shape: str, tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", DEV_SHAPES)
 def test_logits_of_a_real_shape_are_within_the_thresholds(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The tokens are given, so that a flip between near equals does not lead the two apart."""
+    """The tokens are given, so that a flip between near-ties does not make the sequences diverge."""
     folder = make_checkpoint(shape, tmp_path / "model", device="cuda", dtype=str(dtype).removeprefix("torch."))
     token_ids = torch.randint(0, 50000, (580,), generator=torch.Generator().manual_seed(1)).tolist()
 

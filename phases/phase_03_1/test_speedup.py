@@ -1,4 +1,4 @@
-"""What fusing buys: launches counted, and on a GPU the clock; on a CPU nothing is lost."""
+"""The gain from fusion: launch counts, and on a GPU the time; on a CPU no loss."""
 
 import statistics
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_decode_against_phase_3(shape: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "a_layer"), [("llama", 6), ("qwen3", 6), ("gemma3_text", 8)])
 def test_launches_of_a_decoded_token(tiny_checkpoints: dict[str, Path], family: str, a_layer: int) -> None:
-    """Of a Llama or Qwen layer: QKV, write, attend, O, gate and up, down. A Gemma layer has two more norms."""
+    """A Llama or Qwen layer launches QKV, write, attend, O, gate and up, down. A Gemma layer has two more norms."""
     engine = Engine(EngineConfig(model=str(tiny_checkpoints[family]), device="cuda", dtype="bfloat16"))
     params = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
     outputs = engine.generate([7] * 32, params)

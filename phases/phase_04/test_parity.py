@@ -1,4 +1,4 @@
-"""Phase 4 gives every request of a batch the answer that it would get alone, and keeps their fates apart."""
+"""Phase 4 gives every request of a batch the same output as alone, and isolates failures."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def make(folder: Path, **config: Any) -> Engine:
 
 
 def run(engine: Any, *, stop_after: int | None = None) -> dict[str, list[StepOutput]]:
-    """Step until the work is done (or so often); the outputs of each request."""
+    """Step until no work is left, or ``stop_after`` times; the outputs of each request."""
     outputs: dict[str, list[StepOutput]] = {}
     number = 0
     while engine.has_work() and number != stop_after:
@@ -55,7 +55,7 @@ def run(engine: Any, *, stop_after: int | None = None) -> dict[str, list[StepOut
 
 
 def serve(engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]]) -> list[list[StepOutput]]:
-    """All requests at once; each one's outputs, in the order of the requests."""
+    """Serve all requests at once; the outputs of each, in the order of the requests."""
     names = [engine.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
     outputs = run(engine)
     assert engine.pool.audit() == []
@@ -67,7 +67,7 @@ def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
 
 
 def ends(outputs: Sequence[StepOutput]) -> tuple[str, FinishReason | None, str | None]:
-    """The text, and why it ended; every output but the last is without a reason."""
+    """The text, the finish reason and the stop string; only the last output has a reason."""
     assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
     return "".join(o.text for o in outputs), outputs[-1].finish_reason, outputs[-1].stop
 
@@ -142,7 +142,7 @@ def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
     with_, without, none = serve(
         engine, [(SENTENCE, params | {"logprobs": 4}), (SENTENCE, params), ("x", params | {"logprobs": 0})]
     )
-    assert tokens(with_) == tokens(without), "to ask for them changes nothing"
+    assert tokens(with_) == tokens(without), "requesting them changes nothing"
     assert all(output.logprobs is None for output in without)
     assert all(output.logprobs is not None and output.logprobs.top == () for output in none)
     prompt = engine.tokenizer.encode(SENTENCE)
@@ -158,7 +158,7 @@ def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
         assert [logprob for _, logprob in output.logprobs.top] == pytest.approx(top.values.tolist(), abs=1e-4)
 
 
-# Batches, and who is in them.
+# Batches and their requests.
 
 
 def test_a_closed_batch_runs_to_its_end(tiny_checkpoints: dict[str, Path]) -> None:
@@ -189,7 +189,7 @@ def test_a_closed_batch_runs_to_its_end(tiny_checkpoints: dict[str, Path]) -> No
 
 
 def entry(request: Request) -> Scheduled:
-    """All tokens of a request that are not computed."""
+    """A schedule entry with all uncomputed tokens of a request."""
     return Scheduled(request, request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
 
 
@@ -209,12 +209,12 @@ def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
     assert (first.num_new_tokens.tolist(), first.logit_rows.tolist(), first.num_tokens) == ([3, 1], [2, 3], 4)
     assert first.pending.tolist() == []
     assert batch(Scheduled(requests[0], 0, 2), entry(requests[1])).token_ids.tolist() == [3, 4, 6]
-    # Tokens that are in flight have places, and no ids yet.
+    # Tokens in flight have slots, and no ids yet.
     for request in requests:
         request.num_scheduled_tokens, request.num_pending_tokens = request.num_tokens, 1
     late = batch(Scheduled(requests[0], 3, 1), Scheduled(requests[1], 1, 1))
     assert (late.token_ids.tolist(), late.positions.tolist(), late.pending.tolist()) == ([0, 0], [3, 1], [0, 1])
-    assert late.layout.num_cached.tolist() == [3, 1], "what is in flight stands before them"
+    assert late.layout.num_cached.tolist() == [3, 1], "tokens in flight precede them"
     later = batch(Scheduled(requests[0], 1, 3), Scheduled(requests[1], 1, 1))
     assert (later.token_ids.tolist(), later.pending.tolist()) == ([4, 5, 0, 0], [2, 3]), "the last of each sequence"
     for request in requests:
@@ -249,11 +249,11 @@ def test_prompt_tokens_of_a_step_stay_within_the_budget(tiny_checkpoints: dict[s
     assert prefilled == [[1], [100], [30]]
 
 
-# What goes wrong stays with whom it belongs to.
+# Failures are isolated to their requests.
 
 
 def fail_where(engine: Engine, is_culprit: Callable[[list[int]], bool], error: Exception) -> list[int]:
-    """Let the model raise in a forward whose ids ``is_culprit`` recognises; the number of tokens of each forward."""
+    """Make the model raise in forwards whose ids match ``is_culprit``; returns the number of tokens of each forward."""
     forward, sizes = engine.model.forward, []
 
     def failing(tokens: Any, kv: Any) -> torch.Tensor:
@@ -267,7 +267,7 @@ def fail_where(engine: Engine, is_culprit: Callable[[list[int]], bool], error: E
     return sizes
 
 
-def test_a_request_that_fails_in_its_prompt_takes_nobody_with_it(model_folder: Path, caplog) -> None:
+def test_a_request_that_fails_in_its_prompt_fails_alone(model_folder: Path, caplog) -> None:
     prompts = [[7 + n] * (3 + n) for n in range(8)]
     params = {"max_new_tokens": 6, "ignore_eos": True}
     expected = serve(make(model_folder), [(p, params | {"seed": n}) for n, p in enumerate(prompts)])
@@ -286,7 +286,7 @@ def test_a_request_that_fails_in_its_prompt_takes_nobody_with_it(model_folder: P
         assert tokens(answers[n]) == tokens(expected[n]), n
     counts = [len(prompt) for prompt in prompts]
     halves = [range(8), range(4), range(4, 8), range(4, 6), range(4, 5), range(5, 6), range(6, 8)]
-    assert sizes[:7] == [sum(counts[n] for n in half) for half in halves], "found by halving"
+    assert sizes[:7] == [sum(counts[n] for n in half) for half in halves], "found by bisection"
 
 
 def test_requests_that_fail_while_they_decode(tiny_checkpoints: dict[str, Path]) -> None:
@@ -295,7 +295,7 @@ def test_requests_that_fail_while_they_decode(tiny_checkpoints: dict[str, Path])
     params = GREEDY | {"max_new_tokens": 6}
     expected = [tokens(answer) for answer in serve(make(folder), [(p, params) for p in prompts])]
     culprits = {expected[1][2], expected[4][2]} - {*expected[0], *expected[2], *expected[3]}
-    assert len(culprits) == 2, "tokens that nobody else gets"
+    assert len(culprits) == 2, "tokens that no other request gets"
     engine = make(folder)
     fail_where(engine, lambda ids: bool(culprits & {*ids}), ValueError("injected"))
     answers = [tokens(answer) for answer in serve(engine, [(p, params) for p in prompts])]
@@ -303,12 +303,12 @@ def test_requests_that_fail_while_they_decode(tiny_checkpoints: dict[str, Path])
     for n in (1, 4):
         got = answers[n]
         assert got[-1] is None
-        assert got[:-1] == expected[n][: len(got) - 1], "what came before stays"
+        assert got[:-1] == expected[n][: len(got) - 1], "earlier tokens are kept"
     assert serve(engine, [([9] * 4, params)])[0][-1].finish_reason is FinishReason.LENGTH, "the engine goes on"
 
 
 def test_a_failure_after_the_forward_changes_nothing_for_the_others(tiny_checkpoints: dict[str, Path]) -> None:
-    """Nothing is advanced before the tokens are there, so a repeated forward gives the same."""
+    """No state advances before the tokens are sampled, so a repeated forward gives the same result."""
     folder = tiny_checkpoints["qwen3"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 6}) for n in range(4)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
@@ -373,9 +373,9 @@ def test_an_interrupted_step_is_made_again(tiny_checkpoints: dict[str, Path]) ->
 def test_a_step_that_is_broken_off_loses_no_output(
     tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every third call breaks off, and with it the step: also one in which some have got their last token already."""
+    """Every third call is interrupted, and with it the step, even if some requests already got their last token."""
     if (error, place) == (RuntimeError, "forward"):
-        pytest.skip("an error of a forward is its requests' own")
+        pytest.skip("an error in a forward fails its own requests")
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
@@ -452,13 +452,13 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(tiny_checkpoints: 
     assert len(engine.scheduler.waiting) == 2
     assert engine.load().num_waiting == 2
     run(engine)
-    assert engine.add_request("c", params, "1") == "1", "an id may be used again when its request is over"
+    assert engine.add_request("c", params, "1") == "1", "an id may be reused when its request is finished"
     clean = make(tiny_checkpoints["llama"], seed=5)
     for prompt in "abc":
         clean.add_request(prompt, params, prompt)
     clean.step()
     seeds = [clean.seeds.getrandbits(64), engine.seeds.getrandbits(64)]
-    assert seeds[0] == seeds[1], "a refused request takes no seed from those behind it"
+    assert seeds[0] == seeds[1], "a refused request takes no seed from later ones"
 
 
 def test_the_same_seed_and_queue_give_the_same_steps(tiny_checkpoints: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""What a batch buys: forward passes counted, and the clock; alone nothing is lost."""
+"""The gain from batching: forward passes, and time; a single request loses nothing."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def serve(engine: Any, prompts: list[list[int]], new_tokens: int) -> float:
-    """Answer all prompts at once; seconds."""
+    """Serve all prompts at once; returns seconds."""
     started = time.perf_counter()
     for prompt in prompts:
         engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=new_tokens))
@@ -77,7 +77,7 @@ def test_a_batch_of_eight_takes_an_eighth_of_the_forward_passes(tiny_checkpoints
 
 
 def test_alone_a_request_costs_little_more_than_in_phase_3_1(tiny_checkpoints: dict[str, Path]) -> None:
-    """On the smallest model, where what a step's planning costs shows most."""
+    """On the smallest model, where the overhead of scheduling is the largest share."""
     config = EngineConfig(model=str(tiny_checkpoints["llama"]))
     engines = {"03.1": Single(config), "04": Engine(config)}
     intervals: dict[str, list[float]] = {"03.1": [], "04": []}

@@ -1,7 +1,7 @@
 """Phase 5: continuous batching.
 
-Problem: a static batch runs until its longest answer ends; the places of the short ones stay empty, and requests that
-come meanwhile wait. Idea: schedule by the step and not by the batch: a request that ends makes room at once, one that
-waits joins in the next step. Cost: prompts now run between the tokens of other requests, which wait for them; a policy
-says how long.
+Problem: a static batch runs until its longest output is complete; rows of finished requests stay empty, and requests
+that arrive meanwhile wait. Idea: schedule by the step, not by the batch: a finished request frees its row at once, and
+a waiting request joins in the next step. Cost: prefills now run between the tokens of decoding requests and delay them;
+a policy bounds the delay.
 """

@@ -1,4 +1,4 @@
-"""The loop for many requests, each of which joins and leaves between two steps."""
+"""The loop for many requests, which join and leave the batch between two steps."""
 
 import itertools
 import random
@@ -53,7 +53,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous
 
 
 class Engine:
-    """Answers many requests at a time, and puts the batch together anew for each step."""
+    """Serves many requests at a time, with a new batch in each step."""
 
     def __init__(self, config: EngineConfig) -> None:
         config.check(SUPPORTED)
@@ -74,11 +74,11 @@ class Engine:
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
         self.seeds = random.Random(config.seed)
         self.request_ids = itertools.count()
-        self.answers: dict[str, deque[StepOutput]] = {}  # of `generate`, what was not asked for yet
+        self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
         self.last_step: StepRecord | None = None
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a request and return its id; raises RequestError or QueueFullError with nothing queued."""
+        """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
         if request_id is None:
@@ -92,15 +92,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One iteration: schedule, run the new prompts, run one token of each decoding request.
+        """One iteration: schedule, prefill the new prompts, run one token of each decoding request.
 
-        A step that is interrupted, or raises, can be made again: the next one also returns what it had committed.
+        A step that is interrupted, or raises, can be repeated: the next one also returns the outputs it had committed.
         """
         try:
             schedule = self.scheduler.schedule()
             prompts, decoding = schedule.prompts, schedule.decoding
             prefilled = self.prefill(prompts)
-            decoded = self.decode(decoding)  # both forwards are on their way before a token of the first is waited for
+            decoded = self.decode(decoding)  # launch both forwards before waiting for tokens of the first
             self.finish(prompts, prefilled)
             self.finish(decoding, decoded)
         except BaseException:
@@ -112,20 +112,20 @@ class Engine:
         return outputs
 
     def abort(self, request_id: str) -> bool:
-        """End a request, which gives no further output; False if it is not here (any more)."""
+        """Abort a request, which gives no further output; False if it is neither waiting nor running."""
         request = self.scheduler.abort(request_id)
         if request is not None:
             self.output_processor.drop(request)
         return request is not None
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a step has outputs to return or requests to run."""
         return bool(self.output_processor.ready) or self.scheduler.has_work()
 
     def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Yield one output a token until the answer ends; raises RequestError before anything is computed.
+        """Yield one output per token until the request finishes; raises RequestError before anything is computed.
 
-        It steps the engine itself, so several iterators may take turns, but no other caller should step meanwhile.
+        Each iterator steps the engine, so several may be used alternately, but no other caller may step meanwhile.
         """
         request_id = self.add_request(prompt, params)
         mine = self.answers[request_id] = deque()
@@ -144,15 +144,15 @@ class Engine:
             self.abort(request_id)
 
     def prefill(self, prompts: Schedule) -> SamplerOutput:
-        """Run whole prompts, laid end to end, and draw the token that follows each."""
+        """Run whole prompts, laid end to end, and sample the next token of each."""
         return self.forward(prompts)
 
     def decode(self, decoding: Schedule) -> SamplerOutput:
-        """Run the one token of each sequence that the memory lacks, and draw the next."""
+        """Run the last token of each sequence and sample the next."""
         return self.forward(decoding)
 
     def forward(self, part: Schedule) -> SamplerOutput:
-        """Run a part of a step as one batch, without waiting; it becomes valid when it is finished."""
+        """Launch a part of a step as one batch, without waiting; its results are valid after ``finish``."""
         if not part:
             return SamplerOutput(())
         launched = self.runner.forward(Batch.of(part, self.pool))
@@ -164,7 +164,7 @@ class Engine:
         self.scheduler.finish(self.output_processor.process(part))
 
     def stats(self) -> dict[str, int]:
-        """Figures for ``infer generate --stats``."""
+        """Counters for ``infer generate --stats``."""
         return {
             "tokens computed": self.runner.num_tokens_computed,
             "forward passes": self.runner.num_forwards,

@@ -1,4 +1,4 @@
-"""Phase 5 gives every request its own answer, whoever comes and goes beside it, under every policy."""
+"""Phase 5 gives every request the same output as alone, whatever the batch and the policy."""
 
 import random
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
     (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
     ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
 ]
-ARRIVALS = [0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each of them comes
+ARRIVALS = [0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each request arrives
 
 
 def make(folder: Path, **config: Any) -> Engine:
@@ -45,7 +45,7 @@ def make(folder: Path, **config: Any) -> Engine:
 def serve(
     engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
 ) -> list[list[StepOutput]]:
-    """Each request's outputs, in the order of the requests, which come before the step that ``arrivals`` says."""
+    """Each request's outputs, in the order of the requests; ``arrivals`` holds the step before which each arrives."""
     coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
     names: list[str] = []
     outputs: dict[str, list[StepOutput]] = {}
@@ -66,12 +66,12 @@ def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
 
 
 def ends(outputs: Sequence[StepOutput]) -> tuple[str, FinishReason | None, str | None]:
-    """The text, and why it ended; every output but the last is without a reason."""
+    """The text, the finish reason and the stop string; only the last output has a reason."""
     assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
     return "".join(o.text for o in outputs), outputs[-1].finish_reason, outputs[-1].stop
 
 
-def test_whoever_comes_and_goes_each_answer_is_as_if_alone(model_folder: Path) -> None:
+def test_each_answer_in_a_changing_batch_is_as_if_alone(model_folder: Path) -> None:
     single = Single(EngineConfig(model=str(model_folder), max_seq_len=256))
     expected = [list(single.generate(prompt, SamplingParams(**params))) for prompt, params in MIXED]
     for config in (
@@ -112,7 +112,7 @@ def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, P
     assert tokens(got + list(first)) == expected[0]
 
 
-def test_a_place_is_taken_in_the_step_after_it_is_free(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_free_row_is_filled_in_the_next_step(tiny_checkpoints: dict[str, Path]) -> None:
     engine = make(tiny_checkpoints["llama"], max_batch_size=2)
     for name, n in (("a", 2), ("b", 4), ("c", 1)):
         engine.add_request([7] * 5, SamplingParams(**GREEDY, max_new_tokens=n), name)
@@ -136,7 +136,7 @@ def test_a_place_is_taken_in_the_step_after_it_is_free(tiny_checkpoints: dict[st
 def test_what_a_policy_is_for(
     tiny_checkpoints: dict[str, Path], policy: str, steps_to_last_prompt: int, longest_wait: int
 ) -> None:
-    """Four decode when ten long prompts come, two of which fit a step."""
+    """Four requests decode when ten long prompts arrive, two of which fit in a step."""
     engine = make(tiny_checkpoints["llama"], max_batch_size=14, max_num_batched_tokens=100, scheduler_policy=policy)
     early = [engine.add_request([7] * 3, SamplingParams(**GREEDY, max_new_tokens=60)) for _ in range(4)]
     while not engine.last_step or len(engine.last_step.decoded) < 4:
@@ -161,7 +161,7 @@ def test_what_a_policy_is_for(
 
 
 def test_requests_that_fail_and_are_aborted_leave_the_others_alone(tiny_checkpoints: dict[str, Path]) -> None:
-    """A random crowd; some are aborted at random moments, some make the model raise; the rest as if alone."""
+    """Random requests; some are aborted at random moments, some make the model raise; the rest finish as if alone."""
     folder = tiny_checkpoints["qwen3"]
     chance = random.Random(0)
     single = Single(EngineConfig(model=str(folder), max_seq_len=256))
@@ -230,7 +230,7 @@ def test_both_forwards_are_under_way_before_a_token_is_waited_for(
 def test_a_step_that_is_broken_off_loses_no_output(
     tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a prompt's token was committed, and was its last, before the decoding broke off."""
+    """Also if a prompt's token was committed, and was its last, before the decode was interrupted."""
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
@@ -240,7 +240,7 @@ def test_a_step_that_is_broken_off_loses_no_output(
     broken: set[SamplerOutput] = set()
 
     def breaking_decode(decoding: Schedule) -> SamplerOutput:
-        """Every second decoding is the one that breaks off."""
+        """Every second decode is interrupted."""
         nonlocal calls, is_breaking
         if not decoding:
             return decode(decoding)
@@ -307,7 +307,7 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, policy: st
 
 
 @pytest.mark.gpu
-def test_beside_a_prompt_all_who_decode_share_their_launches(model_folder: Path) -> None:
+def test_beside_a_prompt_all_decoding_requests_share_their_launches(model_folder: Path) -> None:
     engine = make(model_folder, device="cuda", dtype="bfloat16")
     for n in range(7):
         engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))

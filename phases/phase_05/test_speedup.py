@@ -1,4 +1,4 @@
-"""What scheduling by the step buys: places in use, steps and waits counted, and the clock; the tokens are the same."""
+"""The gain from iteration-level scheduling: rows in use, steps, waits, and time; the tokens are the same."""
 
 import statistics
 import time
@@ -16,13 +16,13 @@ from shared.sampling.params import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 SLOTS = 8
-ANSWERS = [40, 2, 3, 2, 3, 2, 3, 2] * 6  # in each batch of eight one long answer holds seven places
+ANSWERS = [40, 2, 3, 2, 3, 2, 3, 2] * 6  # in each batch of eight one long output blocks seven rows
 MODES = ("static", "continuous")
 
 
 @dataclass(frozen=True)
 class Served:
-    """What one run over a workload took. A request's wait is the number of steps before its prompt was run."""
+    """The measurements of one run over a workload. A request's wait is the number of steps before its prefill."""
 
     seconds: float
     steps: int
@@ -33,7 +33,7 @@ class Served:
 
     @property
     def utilization(self) -> float:
-        """Share of the places, over all steps, that computed a token for somebody."""
+        """Share of the batch's rows, over all steps, that computed a token."""
         return self.used_places / (self.steps * SLOTS)
 
 
@@ -81,7 +81,7 @@ def test_mixed_lengths(tiny_checkpoints: dict[str, Path], benchmark, mode: str) 
     benchmark.pedantic(serve, args=(engine, prompts, ANSWERS), rounds=3, warmup_rounds=1)
 
 
-def test_places_are_used_where_a_closed_batch_leaves_them_empty(tiny_checkpoints: dict[str, Path]) -> None:
+def test_rows_are_used_where_a_closed_batch_leaves_them_empty(tiny_checkpoints: dict[str, Path]) -> None:
     both = engines(tiny_checkpoints["llama"], max_batch_size=SLOTS)
     prompts = [[7 + n] * 16 for n in range(len(ANSWERS))]
     runs: dict[str, list[Served]] = {mode: [] for mode in MODES}
@@ -91,7 +91,7 @@ def test_places_are_used_where_a_closed_batch_leaves_them_empty(tiny_checkpoints
         for mode, engine in both.items():
             runs[mode].append(serve(engine, prompts, ANSWERS))
     static, continuous = runs["static"][0], runs["continuous"][0]
-    assert static.steps == 6 * 40, "each of six batches lasts as long as its longest answer"
+    assert static.steps == 6 * 40, "each of six batches lasts as long as its longest output"
     assert static.utilization == pytest.approx(sum(ANSWERS) / (6 * 40 * SLOTS))
     assert continuous.steps < 0.5 * static.steps
     assert continuous.utilization > 2 * static.utilization

@@ -1,4 +1,4 @@
-"""The command line of this phase: ``python -m`` with the package's name, and ``--help``."""
+"""The command line of this phase: ``python -m`` with the package's name; see ``--help``."""
 
 from shared.cli.phase import run_phase
 

@@ -1,4 +1,4 @@
-"""Phase 6 answers from blocks as phase 5 does from regions, and through preemption as if there had been none."""
+"""Phase 6 gives the same outputs from blocks as phase 5 from regions, with and without preemption."""
 
 import math
 import random
@@ -43,11 +43,11 @@ MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
     ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
 ]
 SHORT = [MIXED[0], *MIXED[3:]]
-ARRIVALS = [0, 0, 0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each of them comes
+ARRIVALS = [0, 0, 0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each request arrives
 
 
 def make(folder: Path, block_size: int = 16, tokens: int | None = None, **config: Any) -> Engine:
-    """An engine whose pool holds so many tokens, rounded up to blocks; None: as much as can be used."""
+    """An engine whose pool holds ``tokens`` tokens, rounded up to blocks; None: as many as can be used."""
     config = {"max_seq_len": MAX_SEQ_LEN, "block_size": block_size} | config
     num_blocks = None if tokens is None else -(-tokens // block_size)
     return Engine(EngineConfig(model=str(folder), num_gpu_blocks=num_blocks, **config))
@@ -56,7 +56,7 @@ def make(folder: Path, block_size: int = 16, tokens: int | None = None, **config
 def serve(
     engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
 ) -> tuple[list[list[StepOutput]], list[StepRecord]]:
-    """Each request's outputs, in the order of the requests, which come before the step that ``arrivals`` says."""
+    """Each request's outputs, in the order of the requests; ``arrivals`` holds the step before which each arrives."""
     coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
     names: list[str] = []
     outputs: dict[str, list[StepOutput]] = {}
@@ -79,7 +79,7 @@ def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
 
 
 def seen(outputs: Sequence[StepOutput]) -> list[StepOutput]:
-    """All that a client sees, but for its name and the log-probabilities."""
+    """All that a client receives, except for the request id and the log-probabilities."""
     return [output._replace(request_id="", logprobs=None) for output in outputs]
 
 
@@ -95,7 +95,7 @@ def alone(folder: Path, requests: Sequence[tuple[str | list[int], dict[str, Any]
 # The same tokens.
 
 
-def test_whoever_comes_goes_or_gives_way_each_answer_is_that_of_phase_5(model_folder: Path) -> None:
+def test_each_answer_of_a_changing_batch_with_preemptions_is_that_of_phase_5(model_folder: Path) -> None:
     """The pools have room for one sequence of 128 tokens, in blocks of several sizes."""
     contiguous = Contiguous(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
     expected, _ = serve(contiguous, MIXED, ARRIVALS)
@@ -158,7 +158,7 @@ def test_with_regions_outputs_and_steps_are_those_of_phase_5(
 
 
 def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, Path]) -> None:
-    """The second takes the memory that the first had, and gives it back."""
+    """The second request preempts the first, and then releases its blocks."""
     folder = tiny_checkpoints["llama"]
     long: list[tuple[list[int], dict[str, Any]]] = [([7] * 40, GREEDY | {"max_new_tokens": 60}), ([9] * 60, GREEDY)]
     expected = [tokens(answer) for answer in alone(folder, long)]
@@ -175,14 +175,14 @@ def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, P
 
 
 def test_what_a_request_asks_for_survives_preemption(tiny_checkpoints: dict[str, Path]) -> None:
-    """Each kind of request gives way, far into its answer, to one that came first and goes on for long."""
+    """Each kind of request is preempted, late in its output, by an older, longer one."""
     folder = str(tiny_checkpoints["qwen3"])
     engine = make(tiny_checkpoints["qwen3"], block_size=4, tokens=128)
     contiguous = Contiguous(EngineConfig(model=folder, max_seq_len=MAX_SEQ_LEN))
     first = ("x", GREEDY | {"max_new_tokens": 60})
 
     def both(**params: Any) -> tuple[list[StepOutput], list[StepOutput]]:
-        """What the request gets where it gives way and where it need not."""
+        """The request's outputs with and without a preemption."""
         requests = [first, (SENTENCE, {"max_new_tokens": 40, "ignore_eos": True} | params)]
         (_, ours), records = serve(engine, requests)
         name = ours[0].request_id
@@ -211,7 +211,7 @@ def test_what_a_request_asks_for_survives_preemption(tiny_checkpoints: dict[str,
 def test_nothing_fails_nothing_deadlocks_and_the_oldest_always_ends(
     tiny_checkpoints: dict[str, Path], policy: str
 ) -> None:
-    """Each of six could fill the memory alone, and all of them begin."""
+    """Each of six requests could fill the pool alone, and all of them start."""
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * (1 + n), GREEDY | {"max_new_tokens": 23 - n}) for n in range(6)]
     expected = [tokens(answer) for answer in alone(folder, requests)]
@@ -225,7 +225,7 @@ def test_nothing_fails_nothing_deadlocks_and_the_oldest_always_ends(
         oldest = next(name for name in map(str, range(6)) if name not in ended)
         assert oldest not in record.preempted
         prefilled = {name for name, _ in record.prefilled}
-        assert not (prefilled & set(record.preempted)), "nobody is let in again in the step that took the memory"
+        assert not (prefilled & set(record.preempted)), "no request is readmitted in the step that preempted it"
         assert not record.failed
         ended |= set(record.finished)
     recomputed = engine.runner.num_tokens_computed - sum(
@@ -235,7 +235,7 @@ def test_nothing_fails_nothing_deadlocks_and_the_oldest_always_ends(
 
 
 def computed_twice(records: Sequence[StepRecord], requests: Sequence[tuple[list[int], dict[str, Any]]]) -> int:
-    """Tokens that were computed and lost, from the records alone: what preempted requests had in memory."""
+    """Computed tokens lost to preemption, from the records alone: those that preempted requests had in the cache."""
     computed = dict.fromkeys(map(str, range(len(requests))), 0)
     lost = 0
     for record in records:
@@ -251,7 +251,7 @@ def computed_twice(records: Sequence[StepRecord], requests: Sequence[tuple[list[
 
 
 def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoints: dict[str, Path]) -> None:
-    """A random crowd in too little memory; some are aborted at random moments, some make the model raise."""
+    """Random requests in a small pool; some are aborted at random moments, some make the model raise."""
     folder = tiny_checkpoints["qwen3"]
     chance = random.Random(0)
     requests: list[tuple[list[int], dict[str, Any]]] = [
@@ -308,7 +308,7 @@ def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoin
 def test_a_step_that_is_broken_off_loses_no_output(
     tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where requests were preempted in it, and where it had prompts, whose forward is made again."""
+    """Also if the step preempted requests, or had prompts, whose forward is repeated."""
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 if n == 2 else 12}) for n in range(5)]
     expected = [tokens(answer) for answer in alone(folder, requests)]
@@ -341,12 +341,12 @@ def test_a_step_that_is_broken_off_loses_no_output(
         except error:
             broken_off += engine.load().num_preemptions > before
         assert engine.pool.audit_blocks() == []
-    assert broken_off > 0, "no step was broken off in which a request was preempted"
+    assert broken_off > 0, "no interrupted step preempted a request"
     assert [tokens(answer) for answer in outputs.values()] == expected
     assert engine.pool.audit() == []
 
 
-# What is refused.
+# Refused settings and requests.
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_step_that_is_broken_off_loses_no_output(
         ({"num_gpu_blocks": 10**12}, r"1000000000000 blocks of 16 tokens take [\d,.]+ GB and cpu has [\d,.]+ GB free"),
         (
             {"kv_cache_backend": "contiguous", "block_size": 8},
-            "block_size is 8 and kv_cache_backend is 'contiguous'; the first, which arrives in phase 06",
+            "block_size is 8 and kv_cache_backend is 'contiguous'; block_size, which arrives in phase 06",
         ),
     ],
 )
@@ -371,7 +371,7 @@ def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path], given: dict[
         Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
 
 
-def test_earlier_phases_know_no_blocks(tiny_checkpoints: dict[str, Path]) -> None:
+def test_earlier_phases_refuse_blocks(tiny_checkpoints: dict[str, Path]) -> None:
     for given, named in (
         ({"kv_cache_backend": "paged"}, "kv_cache_backend = 'paged'"),
         ({"block_size": 8}, "block_si"),
@@ -381,12 +381,12 @@ def test_earlier_phases_know_no_blocks(tiny_checkpoints: dict[str, Path]) -> Non
 
 
 def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: dict[str, Path]) -> None:
-    """By its numbers, and over HTTP with 422; what was refused leaves nothing behind."""
+    """By the engine, and over HTTP with 422; a refused request leaves no state."""
     engine = make(tiny_checkpoints["llama"], tokens=32, max_seq_len=32)
     assert engine.pool.request_capacity == 32, "an engine's pool holds the longest sequence that it takes"
     with pytest.raises(RequestError, match=r"has 32 tokens .* 32"):
         engine.add_request([7] * 32, SamplingParams(max_new_tokens=1))
-    engine.pool.request_capacity = 20  # as of a pool that is smaller than that
+    engine.pool.request_capacity = 20  # as in a smaller pool
     with pytest.raises(RequestError, match="has 10 tokens and with its output up to 21; the KV cache holds 20"):
         engine.add_request([7] * 10, SamplingParams(max_new_tokens=11))
     assert not engine.has_work()
@@ -414,11 +414,11 @@ def test_packed_weights_go_with_blocks(tiny_checkpoints: dict[str, Path]) -> Non
     assert [len(answer) for answer in many] == [len(answer) for answer in few]
 
 
-# What a step does for its layers.
+# Per-step work shared by all layers.
 
 
 def test_a_step_s_index_tensors_are_made_once_for_all_layers(tiny_checkpoints: dict[str, Path]) -> None:
-    """One plan is sent for each forward; on a CPU blocks are listed once for each kind of window that a model has."""
+    """Each forward uploads its arrays once; on a CPU blocks are listed once for each distinct window of the model."""
     engine = make(tiny_checkpoints["gemma3_text"])
     windows = set(engine.model.config.windows)
     sends, cuts = counted_sends(engine), counted(engine.view, "_cut")
@@ -430,7 +430,7 @@ def test_a_step_s_index_tensors_are_made_once_for_all_layers(tiny_checkpoints: d
 
 
 def counted_sends(engine: Engine) -> list[int]:
-    """An entry for each step that is sent to the device, whichever staging it goes by."""
+    """A list that gets an entry for each upload, through either staging."""
     sends: list[int] = []
     for staging in engine.view.staging.values():
         counted(staging, "send", sends)
@@ -438,7 +438,7 @@ def counted_sends(engine: Engine) -> list[int]:
 
 
 def counted(owner: Any, name: str, calls: list[int] | None = None) -> list[int]:
-    """An entry for each call of the method from now on."""
+    """A list that gets an entry for each future call of the method."""
     calls = [] if calls is None else calls
     method = getattr(owner, name)
 

@@ -1,7 +1,7 @@
-"""What blocks buy: requests that run at a time in the same memory, counted, and what it costs to read through tables.
+"""The gain from blocks: more running requests in the same memory; and the cost of reading through block tables.
 
-W2, the mixed workload of ``benchmarks.workloads.serving``, is asked at a quarter of its size on the CPU: prompts,
-answers, blocks and regions alike, so that as much stays empty as at full length.
+On a CPU W2, the mixed workload of ``benchmarks.workloads.serving``, runs at a quarter of its size: prompts, outputs,
+blocks and regions alike, so the unused share is as at full length.
 """
 
 import statistics
@@ -19,12 +19,12 @@ from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-WIDE, TIGHT = 4096, FULL.w2.longest  # tokens of a region: what a server allows by default, and what W2 needs at most
+WIDE, TIGHT = 4096, FULL.w2.longest  # tokens of a region: a server's default, and the most that W2 needs
 SCALE = 4
 
 
 def w2(num_requests: int, scale: int) -> Workload:
-    """So many requests of W2, its lengths divided by ``scale``."""
+    """``num_requests`` requests of W2, with lengths divided by ``scale``."""
     (prompt_low, prompt_high), (new_low, new_high) = FULL.w2.prompt_tokens, FULL.w2.new_tokens
     prompt_tokens, new_tokens = (prompt_low // scale, prompt_high // scale), (new_low // scale, new_high // scale)
     return replace(FULL.w2, num_requests=num_requests, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
@@ -32,11 +32,11 @@ def w2(num_requests: int, scale: int) -> Workload:
 
 @dataclass(frozen=True)
 class Served:
-    """What one run over a workload took."""
+    """The measurements of one run over a workload."""
 
     seconds: float
     answers: list[list[int | None]]
-    peak: int  # most requests that had a token in one step
+    peak: int  # maximum number of requests in one step
     tokens_computed: int
     preemptions: int
 
@@ -105,7 +105,7 @@ def test_eight_requests(tiny_checkpoints: dict[str, Path], benchmark, memory: st
 
 
 def test_as_much_memory_holds_more_requests_in_blocks_than_in_regions(tiny_checkpoints: dict[str, Path]) -> None:
-    """The memory of four regions of 4,096 tokens, which is that of twelve of 1,280 and some: a quarter of it all."""
+    """The memory of four regions of 4,096 tokens, which is that of twelve of 1,280 and a bit more; all divided by 4."""
     folder, few, many = tiny_checkpoints["llama"], w2(8, SCALE), w2(40, SCALE)  # the few are the first of the many
     memory, wide, tight = 4 * WIDE // SCALE, WIDE // SCALE, TIGHT // SCALE
     engines = {
@@ -122,7 +122,7 @@ def test_as_much_memory_holds_more_requests_in_blocks_than_in_regions(tiny_check
     assert served["blocks"].answers[:8] == served["wide"].answers
     assert served["tight"].preemptions == 0
     once = served["tight"].tokens_computed
-    assert once <= served["blocks"].tokens_computed <= 1.5 * once, "what preemption computes twice is bounded"
+    assert once <= served["blocks"].tokens_computed <= 1.5 * once, "recomputation after preemption is bounded"
 
 
 def test_at_as_many_requests_a_step_through_tables_takes_at_most_twice_as_long(

@@ -1,4 +1,4 @@
-"""Phase 6.1 answers as phase 6 does, in the same steps, whether attention is planned or not."""
+"""Phase 6.1 gives the same outputs as phase 6, in the same steps, whether attention is planned or not."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
     ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
     (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
 ]
-ARRIVALS = [0, 0, 2, 3, 3, 9]  # the step before which each of them comes
+ARRIVALS = [0, 0, 2, 3, 3, 9]  # the step before which each request arrives
 SMALL: dict[str, Any] = {"max_seq_len": 128, "block_size": 3, "num_gpu_blocks": 43}  # for one long sequence at a time
 
 
@@ -38,7 +38,7 @@ def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
 def serve(
     engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
 ) -> tuple[list[list[StepOutput]], list[StepRecord]]:
-    """Each request's outputs, in the order of the requests, which come before the step that ``arrivals`` says."""
+    """Each request's outputs, in the order of the requests; ``arrivals`` holds the step before which each arrives."""
     coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
     names: list[str] = []
     outputs: dict[str, list[StepOutput]] = {}
@@ -59,12 +59,12 @@ def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
 
 
 def seen(answers: Sequence[Sequence[StepOutput]]) -> list[list[StepOutput]]:
-    """All that clients see, but for the names."""
+    """All that clients receive, except for the request ids."""
     return [[output._replace(request_id="") for output in answer] for answer in answers]
 
 
 def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:
-    """In a pool that is too small for all, so some give way and come back."""
+    """In a pool that is too small for all requests, so some are preempted and readmitted."""
     expected, steps = serve(make(model_folder, Paged, **SMALL), MIXED, ARRIVALS)
     engine = make(model_folder, **SMALL)
     answers, records = serve(engine, MIXED, ARRIVALS)
@@ -117,7 +117,7 @@ def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path]) -> None:
         Paged(EngineConfig(model=folder, attention_backend="planned"))
 
 
-# On a GPU. A prompt of 600 tokens is cut, and so are the keys that each token behind it reads.
+# On a GPU. A prompt of 600 tokens is split, and so are the keys that each later token reads.
 
 
 LONG: list[tuple[str | list[int], dict[str, Any]]] = [

@@ -1,4 +1,4 @@
-"""What planning buys: nobody waits for the longest sequence. Counted in tokens for an H100; the clock needs a GPU."""
+"""The gain from planning: no program waits for the longest sequence. Counted in tokens for an H100; timed on a GPU."""
 
 import heapq
 import statistics
@@ -31,12 +31,12 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 H100_MULTIPROCESSORS = 132
 HEADS = (32, 8, 64)  # queries, keys, size: Llama 3.2 1B
 MIXED = [256] * 16 + [16384] + [256] * 15
-MOST_MICROSECONDS = 400  # on a slow machine that others use too
+MOST_MICROSECONDS = 400  # on a slow, shared machine
 
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Grid]:
-    """What a decode plan of so many sequences has to fill on an H100."""
+    """The launch grid of a decode plan of a number of sequences on an H100."""
     monkeypatch.setattr(tilings, "num_multiprocessors", lambda device: H100_MULTIPROCESSORS)
     return lambda count: decode_tiling(count, *HEADS[1:], itemsize=2).grid(HEADS[1], torch.device("cpu"))
 
@@ -54,7 +54,7 @@ def tokens_of_items(plan: AttentionPlan, lengths: list[int]) -> list[int]:
 
 
 def makespan(items: list[int], programs: int) -> int:
-    """Tokens that the busiest of so many programs reads: each takes the next item as soon as it is done."""
+    """Tokens that the busiest of ``programs`` programs reads: each takes the next item as soon as it is done."""
     loads = [0] * programs
     for item in items:
         heapq.heapreplace(loads, loads[0] + item)
@@ -65,17 +65,17 @@ def makespan(items: list[int], programs: int) -> int:
     ("lengths", "longest", "num_items", "least_gain"),
     [
         (MIXED, 768, 53, 16.0),
-        ([4096] * 32, 4096, 32, 1.0),  # 32 items fill 33 places, all of one length: nothing to win
+        ([4096] * 32, 4096, 32, 1.0),  # 32 items on 33 programs, all of one length: no gain
         ([16384], 512, 32, 32.0),
-        ([2048] * 128, 2048, 128, 1.0),  # more sequences than places, all of one length: nothing to win
-        ([16384] + [256] * 255, 2560, 262, 6.4),  # more sequences than places: the long one is cut all the same
+        ([2048] * 128, 2048, 128, 1.0),  # more sequences than programs, all of one length: no gain
+        ([16384] + [256] * 255, 2560, 262, 6.4),  # more sequences than programs: the long one is still split
     ],
     ids=["mixed", "32x4096", "1x16384", "128x2048", "mixed-256"],
 )
 def test_the_longest_sequence_is_shared_out(
     h100: Callable[[int], Grid], lengths: list[int], longest: int, num_items: int, least_gain: float
 ) -> None:
-    """With 8 key heads, 264 programs are places for 33 items."""
+    """With 8 KV heads, 264 programs run 33 items at once."""
     grid = h100(len(lengths))
     plan = plan_decode(lengths, grid)
     items = tokens_of_items(plan, lengths)
@@ -84,7 +84,7 @@ def test_the_longest_sequence_is_shared_out(
 
 
 def test_mixed_lengths_beside_phase_6(h100: Callable[[int], Grid]) -> None:
-    """There the share of a program is fixed beforehand, for the longest sequence that there may be."""
+    """Phase 6 fixes the share of a program in advance, for the longest possible sequence."""
     splits = choose_splits(len(MIXED) * HEADS[1], max(MIXED), HEADS[2], H100_MULTIPROCESSORS)
     items = tokens_of_items(plan_decode(MIXED, h100(len(MIXED))), MIXED)
     assert max(MIXED) / splits >= 3 * max(items)

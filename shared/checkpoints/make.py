@@ -1,10 +1,10 @@
-"""Random checkpoints of a given shape. Introduced in phase 1b.
+"""Generates random checkpoints of a given shape. Introduced in phase 1b.
 
-Tests need small models of every family, benchmarks need large ones whose speed does not depend on the values. Both get
-a folder like one from the hub: config, generation config, safetensors (in shards when large), tokenizer.
+Tests need small models of every family; benchmarks need large ones, whose speed does not depend on the values. Both get
+a folder like one from the hub: config, generation config, safetensors (in shards if large), tokenizer.
 
-Invariant: a tensor's values depend on (seed, name, shape, kind of device) alone, never on the order or the sharding; in
-memory is one tensor at a time.
+Invariant: a tensor's values depend on (seed, name, shape, kind of device) alone, never on the order or the sharding;
+memory holds one tensor at a time.
 """
 
 import hashlib
@@ -44,10 +44,10 @@ Layout = list[tuple[str, tuple[int, ...]]]
 
 
 def checkpoint_tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that a hub checkpoint with this `config.json` holds, embeddings first.
+    """Name and shape of every tensor of a hub checkpoint with this `config.json`, embeddings first.
 
-    Families: llama, qwen3 (norms on queries and keys), gemma3_text (those, and four norms a layer). Tied models have
-    no `lm_head`. Raises InferError for another `model_type`.
+    Families: llama, qwen3 (QK-norm), gemma3_text (QK-norm, and four norms per layer). Tied models have no `lm_head`.
+    Raises InferError for another `model_type`.
     """
     family = config["model_type"]
     if family not in ("llama", "qwen3", "gemma3_text"):
@@ -83,9 +83,9 @@ def random_tensor(
     """The fp32 values of one tensor, made on `device`.
 
     Projections are normal with variance 1 / fan-in, so that activations neither vanish nor explode. Norm weights
-    scatter around 1 (Gemma adds the 1 itself), far enough that leaving one out shows. Embeddings are small beside what
-    the layers add, lest a tied model repeat its last token for ever; the final norm makes up for it, so that logits
-    have a standard deviation of about 2 and near-ties are rare.
+    scatter around 1 (Gemma adds the 1 itself), far enough that omitting a norm is detected. Embeddings are small
+    compared to the layers' outputs, so that a tied model does not repeat its last token forever; the final norm
+    compensates, so that logits have a standard deviation of about 2 and near-ties are rare.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
@@ -110,10 +110,10 @@ def make_checkpoint(
 ) -> Path:
     """Write a random checkpoint of `SHAPES[shape]` into `folder` (made if need be); returns the folder.
 
-    `dtype` (float32, bfloat16, float16) replaces the shape's own; `device` is where the values are made, which gives
-    other values on a GPU than on the CPU. A folder that already holds this very checkpoint is left as it is; another
-    made checkpoint is overwritten. Raises InferError for an unknown shape, dtype or device, a folder with other files
-    in it, or one that cannot be written.
+    `dtype` (float32, bfloat16, float16) replaces the shape's own; `device` generates the values, which differ between
+    GPU and CPU. A folder that already holds the same checkpoint is left unchanged; another generated checkpoint is
+    overwritten. Raises InferError for an unknown shape, dtype or device, a folder with other files, or one that is not
+    writable.
     """
     if shape not in SHAPES:
         raise InferError(f"There is no shape {shape!r}; known: {', '.join(SHAPES)}.")
@@ -152,7 +152,7 @@ def make_checkpoint(
 
 
 def plan_shards(layout: Layout, item_bytes: int, max_bytes: int) -> list[Layout]:
-    """Cut the layout, in order, into files of at most `max_bytes` of data; a larger tensor gets a file of its own."""
+    """Divide the layout, in order, into files of at most `max_bytes` of data; a larger tensor gets its own file."""
     shards: list[Layout] = [[]]
     used = 0
     for name, shape in layout:
@@ -201,7 +201,7 @@ def _write_weights(
 
 
 def _clear(folder: Path) -> None:
-    """Make `folder` exist and be empty; only files of a checkpoint that was made here are removed."""
+    """Create or empty `folder`; only files of a generated checkpoint are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(folder)
     is_made = manifest is not None and "made" in manifest["origin"]
@@ -209,7 +209,7 @@ def _clear(folder: Path) -> None:
     foreign = [name for name in found if not is_made or not any(fnmatch(name, pattern) for pattern in OWN_FILES)]
     if foreign:
         raise InferError(
-            f"{folder} already holds files that are not of a made checkpoint ({', '.join(foreign[:3])}"
+            f"{folder} contains files that are not of a generated checkpoint ({', '.join(foreign[:3])}"
             f"{', …' if len(foreign) > 3 else ''}); name a new or an empty folder."
         )
     for name in found:

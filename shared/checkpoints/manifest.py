@@ -1,8 +1,8 @@
-"""The manifest: which files a checkpoint folder must hold, and where they come from. Introduced in phase 1b.
+"""The manifest of a checkpoint folder: its files and their origin. Introduced in phase 1b.
 
-It is written last, so a folder whose manifest lists its files was finished; sizes are cheap to compare on every start,
-checksums are compared when somebody asks. A folder without one was not written by this project and is never overwritten
-by `make_checkpoint`.
+The file list is written last, so a folder whose manifest lists its files is complete. Sizes are compared on every
+start, checksums only on request. A folder without a manifest was not written by this project, and `make_checkpoint`
+never overwrites it.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def sha256_of(path: Path) -> str:
 
 
 def begin_manifest(folder: Path, origin: Mapping[str, Any]) -> None:
-    """Mark `folder` as ours but unfinished: the manifest names the origin and no files."""
+    """Mark `folder` as incomplete: its manifest names the origin and no files."""
     _write(folder, {"origin": dict(origin), "files": None})
 
 
@@ -36,7 +36,7 @@ def write_manifest(folder: Path, origin: Mapping[str, Any], *, checksums: bool) 
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest, or None where there is none that can be read."""
+    """The manifest, or None if there is no readable one."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def is_complete(folder: Path, origin: Mapping[str, Any]) -> bool:
-    """Whether `folder` was finished from this very `origin` and every file still has its size."""
+    """Whether `folder` is complete, has this `origin`, and every file has its recorded size."""
     manifest = read_manifest(folder)
     if manifest is None or manifest["origin"] != dict(origin) or not isinstance(manifest["files"], dict):
         return False
@@ -53,7 +53,7 @@ def is_complete(folder: Path, origin: Mapping[str, Any]) -> bool:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Names of listed files that are missing or whose checksum differs (reads everything); [] if all is well."""
+    """Names of listed files that are missing or whose checksum differs; reads every file."""
     manifest = read_manifest(folder)
     if manifest is None or not isinstance(manifest["files"], dict):
         return [MANIFEST_NAME]

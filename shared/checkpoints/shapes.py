@@ -1,10 +1,10 @@
-"""The shapes that checkpoints can be made in. Introduced in phase 1b.
+"""The shapes of generated checkpoints. Introduced in phase 1b.
 
-Each entry of `SHAPES` is a whole `config.json` as the hub has it: real ones with their true sizes, and tiny ones, made
-for tests, with everything their family does inside a few hundred kilobytes.
+Each entry of `SHAPES` is a complete `config.json` as on the hub: real models with their true sizes, and tiny ones for
+tests, with all features of their family in a few hundred kilobytes.
 
-Invariant: hub dialect (`rope_theta` beside `rope_scaling`, `torch_dtype`), and the tiny shapes keep the features of
-their family: odd head counts, grouped queries, Llama 3 RoPE scaling, sliding and full layers, tied and untied heads.
+Invariant: hub dialect (`rope_theta` and `rope_scaling`, `torch_dtype`); the tiny shapes have the features of their
+family: odd head counts, grouped queries, Llama 3 RoPE scaling, sliding-window and full layers, tied and untied heads.
 """
 
 from typing import Any
@@ -67,7 +67,7 @@ def _qwen3(**sizes: Any) -> dict[str, Any]:
 
 
 def _gemma3(**sizes: Any) -> dict[str, Any]:
-    """Gemma's hub config does not say that the embeddings are tied: they are, by the family's default."""
+    """Gemma's hub config omits that the embeddings are tied, which is the family's default."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "attention_bias": False,

@@ -1,40 +1,40 @@
-"""Exact top-k and top-p cuts of a row of logits without sorting it. Introduced in phase 3.1.
+"""Exact top-k and top-p cutoffs of a row of logits without sorting. Introduced in phase 3.1.
 
-A token's place is its distance below the peak, ``(peak - logit) / temperature``. It is not negative, so its bits, read
-as an integer, are in the same order: its *key*. The top-k cut is the k-th smallest key, the nucleus' cut the smallest
-key up to which the probability reaches top-p; what has a larger key goes. Both are found in three launches over all
-rows, of one program for each block of a row:
+A token's distance from the row's maximum is ``(peak - logit) / temperature``. It is not negative, so its bits, read as
+an integer, sort in the same order: its *key*. The top-k cut is the k-th smallest key, the top-p cut the smallest key up
+to which the probabilities sum to top-p; tokens with a larger key are removed. Both are found in three launches over all
+rows, with one program for each block of a row:
 
-    narrow   twice: how many tokens, and how much probability, there are up to each of 32 pivots. Afterwards a cut is
-             known to lie between two neighbouring pivots; the second time they stand closer
-    collect  the few keys between those pivots go to a list; the row's last program to arrive finds the cuts in it by
+    narrow   twice: count the tokens, and sum the probability, up to each of 32 pivots. Afterwards a cut lies between
+             two adjacent pivots; the second time the pivots are closer together
+    collect  append the few keys between those pivots to a list; the row's last program to arrive finds the cuts by
              bisection over integers, which ends at the exact key whatever the data
 
 This is radix select (Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012) with pivots where
-logits are dense in place of digits. FlashInfer's sorting-free sampling (arXiv 2501.01005) avoids the sort otherwise: it
-draws, rejects what the cuts would remove, and draws again, which cannot use noise that is fixed beforehand.
+logits are dense instead of digits. FlashInfer's sorting-free sampling (arXiv 2501.01005) uses rejection instead: it
+draws, rejects tokens that the cuts would remove, and draws again, which does not work with counter-based noise.
 
-Invariants: as in :mod:`shared.sampling.processors` a token stays if fewer than k tokens, and less than top-p of the
-probability, are strictly more likely, so equals share their fate. A token's weight ``exp(-distance)`` is counted in
-units of 2^-44, as an integer: integers have the same sum in any order, so programs add atomically in the order in which
-they come, and the cuts of a row are the same in every run and every batch.
+Invariants: as in :mod:`shared.sampling.processors` a token is kept if fewer than k tokens, and less than top-p of the
+probability, are strictly more likely, so ties are kept or removed together. A token's weight ``exp(-distance)`` is an
+integer in units of 2^-44: integer sums do not depend on the order of atomic additions, so the cuts of a row are the
+same in every run and every batch.
 """
 
 from shared.kernels.arrival import is_last_arrival
 from shared.kernels.launch import tl, triton
 
-MAX_VOCABULARY = 2**18  # a sum of so many weights, each at most 2^44 units, fits 63 bits
+MAX_VOCABULARY = 2**18  # the sum of this many weights, each at most 2^44 units, fits in 63 bits
 
 PIVOTS = tl.constexpr(32)
 NARROWINGS = tl.constexpr(2)
-LADDER = tl.constexpr(8.0)  # the distance up to which half of the first pivots stand
+LADDER = tl.constexpr(8.0)  # half of the first pivots are within this distance
 UNITS = tl.constexpr(2.0**44)
 FARTHEST = tl.constexpr(0x7F800000)  # the key of an infinite distance
 NO_KEY = tl.constexpr(0x7FFFFFFF)  # above every pivot
 LARGEST = tl.constexpr(2**63 - 1)
 
-# What the programs of a row add up, int64: of each narrowing the counts and the masses up to its pivots, and these; the
-# number of keys in the list; the arrivals of peak, collect and draw.
+# Sums over the programs of a row, int64: for each narrowing the counts and the masses up to its pivots; then the number
+# of keys in the list, and the arrivals of peak, collect and draw.
 PER_NARROWING = tl.constexpr(3 * PIVOTS)
 LISTED = tl.constexpr(NARROWINGS * PER_NARROWING)
 ARRIVALS = tl.constexpr(LISTED + 1)
@@ -43,7 +43,7 @@ ROW_SUMS = tl.constexpr(ARRIVALS + 3)
 
 @triton.jit
 def load_keys(logits, ids, vocabulary, peak, temperature):
-    """The keys of the tokens ``ids``; ``NO_KEY`` behind the vocabulary's end."""
+    """The keys of the tokens ``ids``; ``NO_KEY`` past the vocabulary's end."""
     logit = tl.load(logits + ids, mask=ids < vocabulary, other=0.0).to(tl.float32)
     distance = tl.where(logit == peak, 0.0, tl.div_rn(peak - logit, temperature))
     return tl.where(ids < vocabulary, distance.to(tl.int32, bitcast=True), NO_KEY)
@@ -73,14 +73,14 @@ def load_limits(top_k, top_p, row, vocabulary):
 
 @triton.jit
 def bracket_cuts(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constexpr, narrowings: tl.constexpr):
-    """What the sums of the first ``narrowings`` narrowings say of the two cuts.
+    """The bounds of both cuts, from the sums of the first ``narrowings`` narrowings.
 
-    A cut lies above the key ``low`` (-1: below all keys) and not above ``high``; for a limit that the row does not have
-    both are ``FARTHEST``. Returns k's low and high, the count and the mass up to low (without a top-k the mass of
-    all tokens); p's low and high, and the mass up to low.
+    A cut is in (``low``, ``high``], where -1 is below all keys; both are ``FARTHEST`` if the row has no such limit.
+    Returns k's low and high, the count and the mass up to low (without a top-k the mass of all tokens); p's low and
+    high, and the mass up to low.
 
-    ``ANY_K`` and ``ANY_P`` say whether the batch has such limits. What is not needed is left out when compiling:
-    Triton 3.6 fails on loops and branches that it can prove dead.
+    ``ANY_K`` and ``ANY_P`` tell whether the batch has such limits. Unneeded code is excluded at compile time: Triton
+    3.6 fails on loops and branches that it can prove dead.
     """
     has_k, has_p = k < vocabulary, p < 1
     k_low = tl.where(has_k, -1, FARTHEST)
@@ -95,8 +95,8 @@ def bracket_cuts(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constexp
         masses = tl.load(sums + narrowing * PER_NARROWING + PIVOTS + j)
         pivots = tl.load(sums + narrowing * PER_NARROWING + 2 * PIVOTS + j).to(tl.int32)
         all_mass = tl.maximum(all_mass, tl.max(masses, 0))
-        left_low, left_high = all_mass, all_mass  # bounds of the mass that top-k leaves
-        # Counts and masses grow with the key, so of each kind of evidence the best is an extreme.
+        left_low, left_high = all_mass, all_mass  # bounds of the mass that top-k keeps
+        # Counts and masses grow with the key, so the tightest bound is a maximum or a minimum.
         if ANY_K and has_k:
             below = counts < k
             k_low = tl.maximum(k_low, tl.max(tl.where(below, pivots, -1), 0))
@@ -116,7 +116,7 @@ def bracket_cuts(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constexp
 
 @triton.jit
 def choose_pivots(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constexpr, narrowing: tl.constexpr):
-    """The keys at which to count: first a ladder from the peak to infinity, then evenly between the brackets."""
+    """The pivot keys: first a ladder from the peak to infinity, then evenly spaced between the bounds."""
     j = tl.arange(0, PIVOTS)
     if narrowing == 0:
         distance = LADDER * j.to(tl.float32) / tl.maximum(PIVOTS - 1 - j, 1).to(tl.float32)
@@ -124,7 +124,7 @@ def choose_pivots(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constex
     else:
         k_low, k_high, _, _, p_low, p_high, _ = bracket_cuts(sums, k, p, vocabulary, ANY_K, ANY_P, narrowing)
         has_k, has_p = k < vocabulary, p < 1
-        share = tl.where(has_k & has_p, PIVOTS // 2, PIVOTS)  # of each cut that is sought
+        share = tl.where(has_k & has_p, PIVOTS // 2, PIVOTS)  # pivots for each cut
         of_k = has_k & (j < share)
         low = tl.maximum(tl.where(of_k, k_low, p_low), 0).to(tl.float32, bitcast=True)
         high = tl.where(of_k, k_high, p_high).to(tl.float32, bitcast=True)
@@ -182,7 +182,7 @@ def listed_mass(lists, num_listed, low, high, LIST_TILE: tl.constexpr):
 
 @triton.jit
 def find_top_k_cut(lists, num_listed, k, low, high, count, LIST_TILE: tl.constexpr):
-    """The smallest key up to which there are k tokens; it is in (low, high], and up to low there are ``count``."""
+    """The smallest key up to which there are k tokens; it is in (low, high], with ``count`` tokens up to low."""
     base = low
     held = load_listed(lists, num_listed, 0, LIST_TILE)
     while high - low > 1:
@@ -199,7 +199,7 @@ def find_top_k_cut(lists, num_listed, k, low, high, count, LIST_TILE: tl.constex
 
 @triton.jit
 def find_top_p_cut(lists, num_listed, limit, low, high, mass, LIST_TILE: tl.constexpr):
-    """The smallest key up to which the mass reaches ``limit``; it is in (low, high], and up to low it is ``mass``."""
+    """The smallest key up to which the mass reaches ``limit``; it is in (low, high], with ``mass`` up to low."""
     base = low
     held = load_listed(lists, num_listed, 0, LIST_TILE)
     held_mass = mass_of(held)

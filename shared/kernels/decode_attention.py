@@ -1,23 +1,23 @@
-"""Attention of one new token a sequence over contiguous memory: ``flash`` when decoding. Introduced in phase 3.1.
+"""Decode attention over a contiguous KV cache: ``flash``. Introduced in phase 3.1.
 
-One query per head reads every cached key and value once: the work is all memory. Three ideas:
+One query per head reads every cached key and value once, so decode attention is memory-bound. Three ideas:
 
-- *Online softmax* (Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): keys pass in tiles, with a
-  running maximum and sum in fp32, so scores are never stored.
-- *Grouped queries*: the query heads that share a key head are the rows of one small product, so a key is loaded once
-  for all of them. The tensor cores take 16 rows; the missing ones are zeros.
-- *Split-KV* (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005): one sequence has too few key heads to
+- *Online softmax* (Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): keys are processed in tiles,
+  with a running maximum and sum in fp32, so scores are never stored.
+- *Grouped queries*: the query heads that share a KV head are the rows of one small product, so a key is loaded once
+  for all of them. The tensor cores take 16 rows; the rest is zero padding.
+- *Split-KV* (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005): one sequence has too few KV heads to
   occupy a GPU, so its keys are cut into splits, one for each program, whose states (maximum, sum, weighted values) are
   then merged.
 
 The grid depends on capacities alone; the split size is computed at run time from the length. It is at least a tile, so
-a short sequence uses few of the ``num_splits`` programs of a key head; the others return at once and leave nothing
-behind to merge. The last program of a head to arrive merges, by a counter on the device: a second kernel would cost
-another launch in every layer of every token.
+a short sequence uses few of the ``num_splits`` programs of a KV head; the others return at once. The last program of a
+head to arrive, by a counter on the device, merges the states: a second kernel would cost another launch in every layer
+of every token.
 
-Invariants: only a sequence's visible keys are read, so what stands behind them may be anything; states are merged in
-the order of the keys, whoever merges them, so a result does not depend on timing; a sequence of length 0 gives zeros;
-the counters are zero between launches.
+Invariants: only a sequence's visible keys are read, so other slots may hold anything; states are merged in the order of
+the keys, by whichever program, so a result does not depend on timing; a sequence of length 0 gives zeros; the counters
+are zero between launches.
 """
 
 import math
@@ -36,12 +36,12 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work of one head size is cut: keys a tile, the most splits of a key head, warps and pipeline stages."""
+    """The tiling for one head size: keys per tile, maximum splits of a KV head, warps and pipeline stages."""
 
     tile: int
     max_splits: int
     num_warps: int = 4
-    num_stages: int = 3  # fewer where so many tiles of keys and values do not fit PIPELINE_BYTES
+    num_stages: int = 3  # fewer if the tiles of keys and values exceed PIPELINE_BYTES
     merge_numbers: int = 4096  # fp32 numbers that the merging program holds at a time
 
 
@@ -53,7 +53,7 @@ TILINGS = {
     256: Tiling(tile=64, max_splits=64, num_stages=1, merge_numbers=8192),
 }
 PROGRAMS_PER_MULTIPROCESSOR = 1
-PIPELINE_BYTES = 96 * 1024  # what a program may have on its way, on the smallest GPUs too
+PIPELINE_BYTES = 96 * 1024  # bytes of loads in flight per program, for the smallest GPUs too
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def decode_attention_kernel(
     MERGED: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0)  # one for each sequence and key head
+    row = tl.program_id(0)  # one for each sequence and KV head
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     sequence, kv_head = row // HKV, row % HKV
     length = tl.load(lengths + sequence)
@@ -95,7 +95,7 @@ def decode_attention_kernel(
 
     g, d = tl.arange(0, ROWS), tl.arange(0, D)
     is_head = g < GROUP
-    out += row.to(tl.int64) * (GROUP * D)  # the group's heads lie next to each other
+    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
     if split < num_used:
         heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
@@ -115,9 +115,9 @@ def decode_attention_kernel(
             if HAS_SOFTCAP:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
                 scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
             scores = tl.where(is_key[None, :], scores, float("-inf"))
-            # exercise 03.1x5: a tile more for the running maximum, sum and weighted values
-            # hint: new_maximum is of what came before and of this tile; scores are [ROWS, TILE], of base 2
-            # hint: what was added up relative to the old maximum shrinks by exp2(old - new)
+            # exercise 03.1x5: update the running maximum, sum and weighted values with a tile
+            # hint: new_maximum covers the previous tiles and this one; scores are [ROWS, TILE], in base 2
+            # hint: sums relative to the old maximum are rescaled by exp2(old - new)
             # hint: a product of tiles is tl.dot, here with input_precision="ieee" and weights in the dtype of v
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             weights = tl.exp2(scores - new_maximum[:, None])
@@ -138,7 +138,7 @@ def decode_attention_kernel(
             tl.store(partial_sum + state, total, mask=is_head)
             if is_last_arrival(counters + row, num_used):
                 merge(partial, partial_max, partial_sum, out, states, num_used, GROUP, D, MERGED_ROWS, MERGED)
-    elif split == 0:  # no key at all
+    elif split == 0:  # no visible key
         tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
 
 
@@ -155,7 +155,7 @@ def merge(
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Merge the states of one key head, MERGED at a time, in order, and store the result."""
+    """Merge the states of one KV head, MERGED at a time, in order, and store the result."""
     g, d = tl.arange(0, ROWS), tl.arange(0, D)
     is_head = g < GROUP
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -174,7 +174,7 @@ def merge(
             cache_modifier=".cg",
         )  # [MERGED, ROWS, D]
         new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
-        # A row that is no head has no state: -inf - -inf is NaN there, and its result is not stored.
+        # Padding rows have no state: -inf - -inf is NaN there, and their result is not stored.
         weights = tl.exp2(maxima - new_maximum[None, :])
         kept = tl.exp2(maximum - new_maximum)
         total = total * kept + tl.sum(weights * sums, 0)
@@ -185,7 +185,7 @@ def merge(
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Scratch of :func:`decode_attention`, allocated once and used by one layer after another on one stream."""
+    """Workspace of :func:`decode_attention`, allocated once and shared by all layers on one stream."""
 
     num_splits: int
     partial: torch.Tensor  # fp32 [B, Hkv, splits, G, D]: values weighted relative to the state's maximum
@@ -195,7 +195,7 @@ class DecodeWorkspace:
 
     @property
     def num_sequences(self) -> int:
-        """The most sequences of a launch, B."""
+        """Maximum number of sequences of a launch, B."""
         return len(self.counters)
 
     @classmethod
@@ -208,7 +208,7 @@ class DecodeWorkspace:
         capacity: int,
         device: torch.device,
     ) -> Self:
-        """Scratch for up to ``num_sequences`` sequences of up to ``capacity`` tokens each."""
+        """A workspace for up to ``num_sequences`` sequences of up to ``capacity`` tokens each."""
         splits = choose_splits(num_sequences * num_kv_heads, capacity, head_dim, num_multiprocessors(device))
         states = (num_sequences, num_kv_heads, splits, num_heads // num_kv_heads)
         return cls(
@@ -221,10 +221,10 @@ class DecodeWorkspace:
 
 
 def choose_splits(num_rows: int, capacity: int, head_dim: int, multiprocessors: int) -> int:
-    """Programs for each of ``num_rows`` (sequence, key head) pairs.
+    """Programs for each of ``num_rows`` (sequence, KV head) pairs.
 
-    Enough to give every multiprocessor its share, but none that the longest sequence could not give a tile, and no more
-    than one program can merge in little time.
+    Enough to occupy every multiprocessor, but at most one per tile of the longest sequence, and few enough for one
+    program to merge quickly.
     """
     tiling = TILINGS[head_dim]
     wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_rows)
@@ -247,14 +247,14 @@ def decode_attention(
     """:func:`shared.ops.attention.naive_attention` of one new token for each of B sequences.
 
     Args:
-        q: ``[B, Hq, D]``; its heads may lie apart, the numbers of a head not.
-        keys, values: ``[regions, Hkv, capacity, D]``, a layer's memory; the rows of a head lie next to each other.
-        regions: integer ``[B]``, where each sequence's keys are.
+        q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
+        keys, values: ``[regions, Hkv, capacity, D]``, a layer's KV cache; the rows of a head are contiguous.
+        regions: integer ``[B]``, the region of each sequence.
         lengths: int32 ``[B]``, its tokens, the new one last; read on the device, so a captured launch follows them.
-        window: see only the last ``window`` tokens, the token itself included.
+        window: attend only to the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)``.
         workspace: for at least B sequences.
-        out: where the result goes, ``[B, Hq, D]`` contiguous; None: new memory.
+        out: output buffer, ``[B, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of q.

@@ -1,8 +1,8 @@
 """The gated activations SwiGLU and GeGLU in one launch. Introduced in phase 3.1.
 
-PyTorch takes two launches and a trip through memory between them. For few rows even this launch is not needed: the
-activation is the epilogue of the product that makes gate and up (``shared/kernels/gemv.py``), which calls
-:func:`gated_activation` from here. Invariant: gate and up are widened to fp32 and the product is rounded once.
+PyTorch needs two launches and a round trip through memory between them. For few rows even this launch is unnecessary:
+the activation is the epilogue of the product that computes gate and up (``shared/kernels/gemv.py``), which calls
+:func:`gated_activation`. Invariant: gate and up are widened to fp32 and the product is rounded once.
 """
 
 import torch
@@ -20,9 +20,9 @@ def gated_activation(gate, up, ACTIVATION: tl.constexpr):
     GELU's tanh form is g · ½ (1 + tanh u) with u = √(2/π) (g + 0.044715 g³), and ½ (1 + tanh u) = sigmoid(2u).
     """
     # exercise 03.1x1: both gated activations, GELU without a tanh
-    # hint: ACTIVATION is a string that the compiler knows: a plain if, and of two branches one is compiled
-    # hint: tl.sigmoid(x) is there; silu(x) is x times it
-    # hint: 2 sqrt(2/pi) is 1.5957691216057308; take gate out of the bracket, and no power is needed
+    # hint: ACTIVATION is a compile-time string: use a plain if; only one branch is compiled
+    # hint: silu(x) is x * tl.sigmoid(x)
+    # hint: 2 sqrt(2/pi) is 1.5957691216057308; factor out gate, so that no power is needed
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up
     else:

@@ -1,19 +1,19 @@
-"""Products of 1 to 16 rows with a weight matrix, and what stands around them in a block, in one launch.
+"""Products of 1 to 16 rows with a weight matrix, fused with the operations before and after, in one launch.
 
 Introduced in phase 3.1.
 
-Decoding multiplies every weight by the vector of one token, or of a few: the time is that of reading W once. What can
-be lost is lost around it, by vectors that go through memory between launches. So one launch computes
+Decoding multiplies every weight by the vectors of one or a few tokens: the lower bound is the time to read W once. The
+overhead is in the vectors that go through memory between launches. So one launch computes
 
     out = epilogue(prologue(x) Wᵀ + b)      prologue: RMSNorm;  epilogue: a gated activation, or + residual
 
-and every program computes the prologue again: x is a few kilobytes and stays in the cache. Two kernels do it. In
-:func:`gemv_kernel` a program takes one or a few rows of W, 16 bytes a thread and load, and multiplies them by one row
-of x after the other. In :func:`skinny_kernel` it takes more rows of W, in tiles that the tensor cores multiply by all
-rows of x together: from some rows on, multiplying takes longer than reading. Above ``MAX_ROWS`` the product is
-PyTorch's, with kernels of their own before and after it.
+and every program recomputes the prologue: x is a few kilobytes and stays in the cache. There are two kernels. In
+:func:`gemv_kernel` a program loads one or a few rows of W, 16 bytes per thread, and multiplies them by one row of x
+after the other. In :func:`skinny_kernel` it loads more rows of W, in tiles that the tensor cores multiply by all rows
+of x together: beyond a few rows, multiplying takes longer than reading. Above ``MAX_ROWS`` PyTorch computes the
+product, with separate kernels before and after it.
 
-Invariants: W is read once, whatever the number of rows, where the tiling keeps its rules; sums are fp32; the normed x
+Invariants: with a tiling that keeps its rules, W is read once, whatever the number of rows; sums are fp32; the normed x
 is rounded to its dtype, as if it had been written and read back; nothing else is rounded before the result.
 """
 
@@ -35,14 +35,14 @@ ACTIVATIONS: dict[gated_ops.GatedOp, tuple[str, gated_ops.GatedOp]] = {  # op: i
 
 @triton.jit
 def load_weights(rows, is_row, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns k of rows of W: ``[BLOCK_N, BLOCK_K]``. Nothing reads them again, so the cache need not keep them."""
+    """Columns k of rows of W: ``[BLOCK_N, BLOCK_K]``. They are read once, so they are evicted from the cache first."""
     inside = is_row[:, None] if K % BLOCK_K == 0 else is_row[:, None] & (k < K)[None, :]
     return tl.load(rows + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def load_vector(x, k, K: tl.constexpr):
-    """Numbers k of a vector of K, in fp32. Every program reads them, so the cache should."""
+    """Elements k of a vector of K, in fp32. Every program reads them, so they are kept in the cache."""
     return tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
@@ -54,7 +54,7 @@ def normalized(h, inverse_rms, scale, dtype: tl.constexpr):
 
 @triton.jit
 def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr):
-    """Columns k of rows m of x, zeros where there is no such row: ``[DOT_ROWS, BLOCK_K]``."""
+    """Columns k of rows m of x, with zero padding: ``[DOT_ROWS, BLOCK_K]``."""
     inside = (m < num_rows)[:, None] & (k < K)[None, :]
     return tl.load(x + m[:, None] * x_stride + k[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
 
@@ -78,17 +78,17 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program i makes columns i · BLOCK_N … of all rows of ``out [num_rows, N]``; the grid is ceil(N / BLOCK_N).
+    """Program i computes columns i · BLOCK_N … of all rows of ``out [num_rows, N]``; the grid is ceil(N / BLOCK_N).
 
-    With an activation W is ``[2N, K]``: row n makes the gate of column n, row N + n what the gate lets through.
+    With an activation W is ``[2N, K]``: row n gives the gate of column n, row N + n its up value.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = n < N
     k = tl.arange(0, BLOCK_K)
     rows = weight + n.to(tl.int64)[:, None] * K
     up_rows = rows if ACTIVATION is None else weight + (N + n).to(tl.int64)[:, None] * K
-    # The first tile stays in registers for all rows of x. The barrier keeps its loads above the norm, whose sum would
-    # otherwise be waited for before W is asked for.
+    # The first tile stays in registers for all rows of x. The barrier keeps its loads above the norm, so that they do
+    # not wait for the norm's sum.
     first = load_weights(rows, is_row, k, K, BLOCK_K)
     if ACTIVATION is not None:
         first_up = load_weights(up_rows, is_row, k, K, BLOCK_K)
@@ -106,9 +106,9 @@ def gemv_kernel(
             inverse_rms = tl.rsqrt(tl.sum(squares) / K + eps)
             h = normalized(h, inverse_rms, first_scale, x.dtype.element_ty)
         # exercise 03.1x3: a row of x times tiles of W, in fp32
-        # hint: products is [BLOCK_N, BLOCK_K]: h[None, :] times a tile, widened before it is multiplied
+        # hint: products is [BLOCK_N, BLOCK_K]: h[None, :] times a tile, widened before the multiplication
         # hint: further tiles begin at BLOCK_K, 2 BLOCK_K, ... below K: tl.static_range
-        # hint: where there is a norm, what load_vector gives of x is not normed yet; see how h was, above
+        # hint: load_vector returns x before the norm; apply the norm, if there is one, as for h above
         products = h[None, :] * first.to(tl.float32)
         if ACTIVATION is not None:
             up_products = h[None, :] * first_up.to(tl.float32)
@@ -154,7 +154,7 @@ def skinny_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """As :func:`gemv_kernel`, for all of at most ROWS rows of x together, on the tensor cores (fp32: without them)."""
+    """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them)."""
     m = tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = n < N
@@ -201,13 +201,13 @@ def linear(
     """``activation(norm(x) Wᵀ + b) + residual``; every part but W may be absent.
 
     Args:
-        x: ``[T, K]``; its rows may lie apart.
+        x: ``[T, K]``; rows may be strided.
         weight: ``[N, K]``, contiguous; with an activation ``[2N, K]``, the gate's rows above the others.
         bias: as long as W has rows.
-        norm: applied to x on its way in.
-        residual: ``[T, N]``; its rows may lie apart. It may be overwritten: nobody should need it any more.
+        norm: applied to x first.
+        residual: ``[T, N]``; rows may be strided. It may be overwritten.
         activation: ``swiglu`` or ``geglu`` of ``shared.ops.gated``, of the first and the second half of the columns.
-        cut: a tiling in place of the table's, to measure it.
+        cut: a tiling that replaces the table's, for measurements.
 
     Returns:
         ``[T, N]`` in the dtype of x.

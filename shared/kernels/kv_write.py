@@ -1,15 +1,13 @@
 """``kv.write`` in one launch: QK-norm, rotation, and the store of keys and values. Introduced in phase 3.1.
 
-Between the QKV product and the attention stand, for the families with QK-norm, two norms, a rotation of queries and
-keys, and two copies into the memory: about a dozen operations in PyTorch, each of which reads and writes a few
-kilobytes. Here one program takes a few heads of one token, holds them in registers from the first load to the last
-store, and writes keys and values to their places. The idea is that of the fused RoPE and cache kernels of vLLM
-(``reshape_and_cache``) and FlashInfer, with the norm in front.
+Between the QKV product and attention, families with QK-norm need two norms, a rotation of queries and keys, and two
+copies into the KV cache: about a dozen operations in PyTorch, each of which reads and writes a few kilobytes. Here one
+program loads a few heads of one token, keeps them in registers, and stores keys and values in their slots. It combines
+the fused RoPE and cache kernels of vLLM (``reshape_and_cache``) and FlashInfer with the norm.
 
-Where a token's key and value go is an element offset from the start of the layer's memory to the row of its first head,
-plus one stride from head to head. Contiguous memory, regions and blocks differ in these numbers alone. Invariant: all
-arithmetic is fp32 and each result is rounded once, so the normed head is not rounded before it is rotated, as it is
-between two ops.
+A token's slot is an element offset from the start of the layer's KV cache to the row of its first head, plus a stride
+between heads. Contiguous caches, regions and blocks differ in these numbers alone. Invariant: all arithmetic is fp32
+and each result is rounded once; unlike between two ops, the normed head is not rounded before it is rotated.
 """
 
 from typing import Protocol
@@ -24,7 +22,7 @@ NUM_WARPS = 1
 
 
 class NormAndRotation(Protocol):
-    """What the launcher reads of a layer's transform; ``shared.models.attention.NormAndRotate`` is one."""
+    """The parts of a layer's transform that the launcher reads; ``shared.models.attention.NormAndRotate`` is one."""
 
     @property
     def table(self) -> torch.Tensor: ...  # fp32 [positions, 2, 1, D]
@@ -54,7 +52,7 @@ def norm_and_rotate(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Norm (if there is a weight) and rotate the HEADS heads from ``first_head`` on; ``turn`` is the table's row."""
+    """Norm (if there is a weight) and rotate HEADS heads, starting at ``first_head``; ``turn`` is the table's row."""
     head = first_head + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     d = tl.arange(0, HALF)[None, :]  # [1, HALF], over half a head
     in_half = d < D // 2
@@ -62,7 +60,7 @@ def norm_and_rotate(
     x += head * x_head_stride + d
     low = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(x + D // 2, mask=inside, other=0.0).to(tl.float32)
-    # The table's second half has the angle's cosine and, without a changed sign, its sine.
+    # The table's second half holds the cosine and the sine with a positive sign.
     cos = tl.load(turn + D // 2 + d, mask=in_half, other=0.0)
     sin = tl.load(turn + D + D // 2 + d, mask=in_half, other=0.0)
     if weight is not None:
@@ -162,18 +160,18 @@ def kv_write(
     head_stride: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, store k and v in a layer's memory, return the queries.
+    """Norm and rotate q and k, store k and v in a layer's KV cache, return the queries.
 
     Args:
         q: ``[T, Hq, D]``, D even; q, k and v may be views into one QKV result.
         k, v: ``[T, Hkv, D]``.
         positions: int64 ``[T]``, rows of the RoPE table.
         qk: the layer's transform.
-        keys, values: the layer's memory, each contiguous and of the same layout.
-        offsets: int64 ``[T]``: numbers from the start of the memory to the row of the token's first head; like
+        keys, values: the layer's KV cache, each contiguous and of the same layout.
+        offsets: int64 ``[T]``, in elements, from the start of the cache to the row of the token's first head; like
             ``head_stride``, multiples of D.
-        head_stride: numbers from a head's row to the next head's.
-        out: where the queries go, ``[T, Hq, D]`` contiguous; None: new memory.
+        head_stride: elements between the rows of adjacent heads.
+        out: output buffer of the queries, ``[T, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of q.

@@ -1,10 +1,10 @@
-"""What all launchers share: when to launch, how launches are counted, what the machine must have.
+"""The code that all launchers share: launching, counting launches, and checks of the machine.
 
 Introduced in phase 3.1.
 
 A kernel file imports ``tl`` and ``triton`` from here, because Triton has no wheels for some systems on which the ops
-run well (macOS): there a stand-in lets the file be imported, and nothing is ever launched. Invariant: whether a
-launcher launches depends on its tensors' device and on ``TRITON_INTERPRET`` alone, which is read once, at import.
+run well (macOS): there a stub makes the file importable, and no kernel is launched. Invariant: whether a launcher
+launches depends on its tensors' device and on ``TRITON_INTERPRET`` alone, which is read once, at import.
 """
 
 import functools
@@ -32,7 +32,7 @@ OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)  # the first GPUs with bf16
 HEAD_SIZES = (16, 32, 64, 128, 256)
 INTERPRETED = triton.__version__ is not None and bool(triton.knobs.runtime.interpret)
-INTERPRETED_MULTIPROCESSORS = 4  # enough for a grid that is fixed to the multiprocessors to have several programs
+INTERPRETED_MULTIPROCESSORS = 4  # gives a grid sized by multiprocessors several programs
 
 if INTERPRETED:
     # Triton 3.6 makes a loop bound of a scalar by int() of an array with one element, which NumPy 2.4 refuses.
@@ -50,16 +50,16 @@ LAUNCHES: Counter[str] = Counter()  # launches so far, by the kernel's name; rea
 
 
 def launches(tensor: torch.Tensor) -> bool:
-    """Whether a launcher that is given ``tensor`` launches its kernel; else it calls the op."""
+    """Whether a launcher launches its kernel for ``tensor``; otherwise it calls the op."""
     return INTERPRETED or tensor.is_cuda
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel`` over ``grid`` and count it.
 
-    Triton binds and specializes the arguments of every call anew, which takes longer than most kernels run here. A call
-    whose arguments are of a kind that was compiled before goes straight to the compiled kernel's launcher, past the
-    hooks of Triton's own profiler.
+    Triton binds and specializes the arguments of every call, which takes longer than most of these kernels run. A call
+    with the same specialization as an earlier one goes directly to the compiled kernel's launcher, and skips the hooks
+    of Triton's profiler.
 
     Args:
         args: the kernel's arguments in order, a tensor first.
@@ -85,19 +85,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...], list[Any]]] = {}
-"""By kind of call: the launcher, what tells the current stream, the function on the device with what the launcher is
-told of it and the hooks that are none, the constexpr arguments."""
+"""By specialization: the launcher, the getter of the current stream, the launcher's leading arguments (device function,
+its metadata, absent hooks), and the constexpr arguments."""
 _BY_TYPE = (float, bool, type(None))
 
 
 def specializations(args: Iterable[Any]) -> list[Any]:
-    """Of each argument, what Triton compiles another kernel for.
+    """The specialization key of each argument: arguments with equal keys share a compiled kernel.
 
-    Of a tensor dtype and alignment; of an integer whether it is 1, a multiple of 16, and too large for 32 bits. Finer
-    than Triton's own distinction in places, never coarser.
+    For a tensor dtype and alignment; for an integer whether it is 1, a multiple of 16, and too large for 32 bits. At
+    least as fine as Triton's own specialization.
     """
     found: list[Any] = []
-    for arg in args:  # a step makes a thousand turns of this loop
+    for arg in args:  # this loop runs a thousand times per step
         kind = type(arg)
         if kind is int:
             if arg == 1:
@@ -115,13 +115,13 @@ def specializations(args: Iterable[Any]) -> list[Any]:
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n``: what a block must be to hold n numbers."""
+    """The smallest power of two that is at least ``n``: the size of a Triton block for n elements."""
     return 1 << max(0, n - 1).bit_length()
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors the device has, read once; a small constant under the interpreter."""
+    """The number of multiprocessors of the device, cached; a small constant under the interpreter."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -145,7 +145,7 @@ def check_kernels(device: torch.device) -> None:
 
 
 def check_triton_version(version: str | None) -> None:
-    """Raise ConfigError if this is not a Triton that the kernels are written for."""
+    """Raise ConfigError if Triton is missing or too old for the kernels."""
     oldest = ".".join(map(str, OLDEST_TRITON))
     remedy = f"install it with `pip install 'triton>={oldest}'`, or run on the CPU with --device cpu."
     if version is None:
@@ -167,7 +167,7 @@ def check_compiler() -> None:
     """Raise ConfigError if Triton cannot build the C part of a launch: no compiler, or no Python headers."""
     named = os.environ.get("CC")
     if not any(shutil.which(compiler) for compiler in ([named] if named else ["gcc", "clang"])):
-        found = f"CC names {named!r}, which is not there" if named else "there is neither gcc nor clang"
+        found = f"CC names {named!r}, which does not exist" if named else "there is neither gcc nor clang"
         raise ConfigError(
             f"Triton builds a kernel's launcher with a C compiler, and {found}; install gcc (on Debian and Ubuntu: "
             "build-essential) or name a compiler in the environment variable CC, or run on the CPU with --device cpu."
@@ -181,9 +181,9 @@ def check_compiler() -> None:
 
 
 def check_head_size(head_dim: int) -> None:
-    """Raise ConfigError if the attention kernels have no form for this head size."""
+    """Raise ConfigError if the attention kernels do not support this head size."""
     if head_dim not in HEAD_SIZES:
         raise ConfigError(
-            f"The model's head size is {head_dim}; the kernels take {', '.join(map(str, HEAD_SIZES))}. Run it on the "
+            f"The model's head size is {head_dim}; the kernels take {', '.join(map(str, HEAD_SIZES))}. Run it on a "
             "CPU with --device cpu, or with a phase up to 3 (--phase 03), which needs no kernels."
         )

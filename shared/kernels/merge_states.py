@@ -1,14 +1,13 @@
-"""Partial attention states become results: by a kernel, or by the last program to arrive. Introduced in phase 6.1.
+"""Merges partial attention states: in a second launch, or in the last program to arrive. Introduced in phase 6.1.
 
-Where the keys of one query are cut among several programs, each leaves a state: its result and the logarithm of the sum
-of its weights (FlashInfer, arXiv 2501.01005; :mod:`shared.attention.states` has the formula). Two ways to merge them:
-:func:`merge_states` is a second launch, in which every row of several splits has a program of its own; the other way is
-that the program that arrives last calls :func:`merged_state` itself, which saves the launch and reads all states of its
-heads through one multiprocessor.
+If the keys of one query are split over several programs, each stores a state: its output and the logarithm of its sum
+of weights (FlashInfer, arXiv 2501.01005; :mod:`shared.attention.states` has the formula). They merge in one of two
+ways: :func:`merge_states` is a second launch, with a program for every row of several splits; or the last program to
+arrive calls :func:`merged_state`, which saves the launch but reads all states of its heads through one multiprocessor.
 
-Invariants: states are merged in an order that follows from their number, whoever does it, so a result does not depend
-on timing; a state of no keys (logarithm -inf) changes nothing, and nothing but such states gives zeros; a row of no
-states is not touched, since whoever made its result has stored it.
+Invariants: the order of merging depends on the number of states alone, so a result does not depend on timing; a state
+without keys (logarithm -inf) changes nothing, and only such states give zeros; a row without states is not written,
+since its program has stored the output.
 """
 
 import torch
@@ -36,8 +35,8 @@ def merged_state(
 ):
     """States ``begin`` to ``end`` of ``heads [ROWS]``: ``[ROWS, D]``, zeros where no state has keys.
 
-    MERGED lanes run side by side, each over every MERGED-th state, and are merged with one another in the end. The
-    loads pass by the first-level cache, which may hold what stood there before others stored.
+    MERGED lanes run in parallel, each over every MERGED-th state, and merge at the end. The loads bypass the L1 cache,
+    which may hold values from before the other programs' stores.
     """
     d = tl.arange(0, D)
     maximum = tl.full([MERGED, ROWS], float("-inf"), tl.float32)
@@ -94,10 +93,10 @@ def merge_states_kernel(
 def merge_states(
     partial: torch.Tensor, partial_log: torch.Tensor, output_indptr: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """Merge each row's states into ``out``; rows without states keep what stands there.
+    """Merge each row's states into ``out``; rows without states are left unchanged.
 
     Args:
-        partial: fp32 ``[states, Hq, D]``, results of parts of the keys.
+        partial: fp32 ``[states, Hq, D]``, attention over parts of the keys.
         partial_log: fp32 ``[states, Hq]``, the base-2 logarithm of each part's sum of weights; -inf: no keys.
         output_indptr: int32 ``[rows + 1]``; row i has the states from ``output_indptr[i]`` to ``output_indptr[i + 1]``.
         out: ``[rows, Hq, D]``, contiguous.

@@ -1,8 +1,8 @@
-"""A tile of keys and values more, for attention that reads its keys in tiles. Introduced in phase 6.
+"""One step of online softmax: updates attention with a tile of keys and values. Introduced in phase 6.
 
-What phase 3.1's kernel spells out, as the part that every later attention kernel is made of: a running maximum, a sum
-and the weighted values, in fp32 (Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Invariant: a
-row that has seen no key has maximum -inf, sum 0 and values 0, also after tiles of which it may see nothing.
+The part of phase 3.1's kernel that every later attention kernel shares: running maximum, sum and weighted values, in
+fp32 (Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Invariant: a row without visible keys so
+far has maximum -inf, sum 0 and values 0.
 """
 
 from shared.kernels.launch import tl, triton
@@ -21,12 +21,12 @@ def add_tile(
     softcap,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """The state of ROWS rows, after TILE keys more.
+    """Update the state of ROWS rows with TILE keys.
 
     Args:
         queries: ``[ROWS, D]``.
-        k, v: ``[TILE, D]``, finite where nobody may see them too.
-        is_visible: which row sees which key; anything that broadcasts to ``[ROWS, TILE]``.
+        k, v: ``[TILE, D]``, finite also where they are masked.
+        is_visible: the attention mask; broadcasts to ``[ROWS, TILE]``.
         maximum, total, weighted: ``[ROWS]`` of scores in base 2, ``[ROWS]``, ``[ROWS, D]``, relative to the maximum.
         scale, softcap: as :func:`in_base_2` gives them.
     """

@@ -1,18 +1,17 @@
-"""Attention of one new token a sequence over blocks of memory: ``flash`` when decoding. Introduced in phase 6.
+"""Decode attention over a paged KV cache: ``flash``. Introduced in phase 6.
 
-The kernel of :mod:`shared.kernels.decode_attention` with one more indirection: where a token's key lies is not a
-distance from the sequence's first, it is looked up in the sequence's block table (PagedAttention: Kwon et al., arXiv
-2309.06180). A tile of keys need not begin or end with a block. Each of its rows finds its own block, so any block size
-will do, and a window may begin inside a block. A row's D numbers lie together, 16 bytes to a thread; rows of
-neighbouring heads do too, and are read by neighbouring programs. Looking up costs 4 bytes for the 4 · D of a key and a
-value in 16 bits, from the cache after the first head.
+The kernel of :mod:`shared.kernels.decode_attention` with one more indirection: a token's key is found through the
+sequence's block table (PagedAttention: Kwon et al., arXiv 2309.06180). A tile of keys need not be aligned to blocks:
+each of its rows looks up its own block, so any block size works, and a window may begin inside a block. A row's D
+elements are contiguous, 16 bytes per thread; rows of adjacent heads are adjacent too, and are read by adjacent
+programs. A lookup costs 4 bytes for the 4 · D bytes of a key and a value in 16 bits, and hits the cache after the first
+head.
 
 Programs, splits and merge are those of the contiguous kernel: the grid depends on capacities, the loop on the length,
-and the last of a head's programs to arrive merges.
+and the last program of a head to arrive merges.
 
-Invariants: only the visible tokens of a sequence are read, and of its table only their entries, so everything else may
-be anything; states are merged in the order of the keys; a sequence of length 0 gives zeros; the counters are zero
-between launches.
+Invariants: only the visible tokens of a sequence and their block table entries are read, so all others may be anything;
+states are merged in the order of the keys; a sequence of length 0 gives zeros; the counters are zero between launches.
 """
 
 import torch
@@ -30,12 +29,12 @@ TILINGS = {
     128: Tiling(tile=64, max_splits=64),
     256: Tiling(tile=32, max_splits=64, merge_numbers=8192),
 }
-"""By head size; how many splits there are is the workspace's choice."""
+"""By head size; the workspace chooses the number of splits."""
 
 
 @triton.jit
 def token_rows(table, place, end, kv_head, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr):
-    """Where a head's rows begin in a layer's memory, int64, for the tokens at ``place`` that stand before ``end``."""
+    """Offsets of a head's rows in a layer's KV cache, int64, for the tokens at index ``place``, masked by ``end``."""
     block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
     return ((block * BLOCK_SIZE + place % BLOCK_SIZE) * HKV + kv_head) * D
 
@@ -68,7 +67,7 @@ def paged_attention_kernel(
     MERGED: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0)  # one for each sequence and key head
+    row = tl.program_id(0)  # one for each sequence and KV head
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     sequence, kv_head = row // HKV, row % HKV
     length = tl.load(lengths + sequence)
@@ -79,7 +78,7 @@ def paged_attention_kernel(
 
     g, d = tl.arange(0, ROWS), tl.arange(0, D)
     is_head = g < GROUP
-    out += row.to(tl.int64) * (GROUP * D)  # the group's heads lie next to each other
+    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
     if split < num_used:
         heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
@@ -89,7 +88,7 @@ def paged_attention_kernel(
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
-        # Blocks are looked up a tile ahead: the copies of a tile then wait for no look-up, and run behind each other.
+        # Block table entries are loaded a tile ahead, so that the loads of a tile do not wait for a lookup.
         rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
         for tile in tl.range(start, end, TILE):
             place = tile + tl.arange(0, TILE)
@@ -112,7 +111,7 @@ def paged_attention_kernel(
             tl.store(partial_sum + state, total, mask=is_head)
             if is_last_arrival(counters + row, num_used):
                 merge(partial, partial_max, partial_sum, out, states, num_used, GROUP, D, MERGED_ROWS, MERGED)
-    elif split == 0:  # no key at all
+    elif split == 0:  # no visible key
         tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
 
 
@@ -133,17 +132,17 @@ def paged_attention(
     """:func:`shared.ops.attention.naive_attention` of one new token for each of B sequences.
 
     Args:
-        q: ``[B, Hq, D]``; its heads may lie apart, the numbers of a head not.
-        keys, values: ``[blocks, block_size, Hkv, D]``, a layer's memory, contiguous.
-        tables: int32, the sequences' block tables, wherever they stand in it: ``tables[table_starts[b] + i]`` is the
-            block of sequence b's tokens ``i · block_size`` and following.
+        q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
+        keys, values: ``[blocks, block_size, Hkv, D]``, a layer's KV cache, contiguous.
+        tables: int32, the concatenated block tables: ``tables[table_starts[b] + i]`` is the block of sequence b's
+            tokens from ``i · block_size`` on.
         table_starts: int32 ``[B]``.
-        lengths: int32 ``[B]``, each sequence's tokens, the new one last; all three are read on the device, so a
-            captured launch follows them.
-        window: see only the last ``window`` tokens, the token itself included.
+        lengths: int32 ``[B]``, each sequence's tokens, the new one included. All three are read on the device, so a
+            captured launch can be replayed with other values.
+        window: attend only to the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)``.
         workspace: for at least B sequences.
-        out: where the result goes, ``[B, Hq, D]`` contiguous; None: new memory.
+        out: output buffer, ``[B, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of q.
@@ -201,9 +200,9 @@ def paged_attention(
 def gathered(
     keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, start: int, first: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[Hkv, end - first, D]`` of the tokens ``first`` to ``end`` of a table that begins at ``start``.
+    """Gather keys and values ``[Hkv, end - first, D]`` of the tokens ``first`` to ``end`` of the table at ``start``.
 
-    For a device on which nothing is launched; the arguments are those of :func:`paged_attention`.
+    For devices without kernels; the arguments are those of :func:`paged_attention`.
     """
     block_size = keys.shape[1]
     skipped = first // block_size

@@ -1,18 +1,17 @@
-"""Attention of several new tokens a sequence over blocks of memory: ``flash`` for prompts. Introduced in phase 6.
+"""Prefill attention over a paged KV cache: ``flash``. Introduced in phase 6.
 
 The tiled attention of FlashAttention (Dao et al., arXiv 2205.14135) over block tables, for a ragged batch: each
-sequence brings any number of new tokens and may have tokens in memory before them, all of which, the new ones too, are
-read from there. It serves a prompt, a piece of a prompt, a prompt behind a shared prefix, and drafted tokens that are
-to be verified alike.
+sequence has any number of new tokens and may have cached tokens before them; the keys of both are read from the cache.
+The same kernel serves a prompt, a chunk of a prompt, a prompt after a shared prefix, and draft tokens to verify.
 
-As in decoding, the query heads of a key head share its tiles: a tile's rows are (new token, head of the group) pairs,
-packed (FlashInfer, arXiv 2501.01005). Token i of n new ones stands at cache index ``length - n + i`` and sees no later
-one. Which sequence a program works for it finds itself: with R rows a tile, sequence b's tiles begin at
-``query_starts[b] · G // R + b``, which leaves each at least the tiles that it needs; the few that are left over return
-at once.
+As in decoding, the query heads of a KV head share its tiles: a tile's rows are packed (new token, head of the group)
+pairs (FlashInfer, arXiv 2501.01005). Token i of n new ones has cache index ``length - n + i`` and attends to no later
+one. A program finds its sequence itself: with R rows per tile, sequence b's tiles begin at ``query_starts[b] · G // R +
+b``, which gives each sequence at least the tiles it needs; surplus programs return at once.
 
-Invariants: only visible tokens are read, and of a table only their entries; the loop runs over what the tile's rows can
-see, whatever the others' lengths; a result does not depend on who else is in the batch, but for the choice of the tile.
+Invariants: only visible tokens and their block table entries are read; the loop covers the keys that the tile's rows
+attend to, whatever the lengths of other sequences; a result depends on the rest of the batch only through the tile
+size.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from shared.ops.attention import sdpa_attention
 
 @dataclass(frozen=True)
 class PrefillTiling:
-    """How the work is cut: packed rows and keys a tile, warps and pipeline stages."""
+    """The tiling: packed rows and keys per tile, warps and pipeline stages."""
 
     rows: int
     tile: int
@@ -37,7 +36,7 @@ class PrefillTiling:
 
 
 LEAST_SEQUENCES = 64
-"""Begins of sequences that a program searches at once: one kernel then serves every smaller batch."""
+"""Sequence offsets that a program searches at once: one compiled kernel serves every smaller batch."""
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -91,7 +90,7 @@ def paged_prefill_kernel(
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
-        # Blocks are looked up a tile ahead: the copies of a tile then wait for no look-up, and run behind each other.
+        # Block table entries are loaded a tile ahead, so that the loads of a tile do not wait for a lookup.
         rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
         for tile in tl.range(start, end, TILE):
             place = tile + tl.arange(0, TILE)
@@ -109,9 +108,9 @@ def paged_prefill_kernel(
 
 
 def prefill_tiling(num_rows: int, num_sequences: int, head_dim: int, itemsize: int) -> PrefillTiling:
-    """The tiling for ``num_rows`` packed rows in all: the tile fits the average sequence's, as FlashInfer's does.
+    """The tiling for ``num_rows`` packed rows in total: the tile fits the average sequence, as in FlashInfer.
 
-    fp32 has no tensor cores, and a tile of its products stands in registers.
+    fp32 does not use tensor cores, and a tile of its products is held in registers.
     """
     if itemsize == 4:
         return PrefillTiling(16 if head_dim == 256 else 32, 32, num_stages=1)
@@ -140,14 +139,14 @@ def paged_prefill(
     """:func:`shared.ops.attention.naive_attention` of each of B sequences' new tokens, laid end to end.
 
     Args:
-        q: ``[T, Hq, D]``; its heads may lie apart, the numbers of a head not.
+        q: ``[T, Hq, D]``; heads may be strided, the elements of a head are contiguous.
         keys, values, tables, table_starts: as in :func:`shared.kernels.paged_attention.paged_attention`.
-        lengths: int32 ``[B]``, each sequence's tokens, the new ones last; at least as many as are new.
-        query_starts: int32 ``[B + 1]``, the running sum of the sequences' new tokens, which may be 0, from 0 on. Its
-            last may be less than T: rows behind it belong to nobody and are not written.
-        window: see only the last ``window`` tokens, the token itself included.
+        lengths: int32 ``[B]``, each sequence's tokens, the new ones included.
+        query_starts: int32 ``[B + 1]``, cumulative sum of the sequences' new tokens, which may be 0, starting at 0. The
+            last entry may be less than T: further rows are padding and are not written.
+        window: attend only to the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)``.
-        out: where the result goes, ``[T, Hq, D]`` contiguous; None: new memory.
+        out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of q.

@@ -1,14 +1,14 @@
-"""Attention of one new token a sequence that only follows a plan: ``planned`` when decoding. Introduced in phase 6.1.
+"""Decode attention that follows a plan: ``planned``. Introduced in phase 6.1.
 
-Which program reads which keys was decided once for all layers (:mod:`shared.attention.plan`, after FlashInfer, arXiv
-2501.01005). A program takes an item, a split of one sequence's keys, for one key head and the queries that share it,
-and finds all that differs from step to step in index arrays on the device, so a captured launch serves every plan of
+The plan assigns keys to programs, once for all layers (:mod:`shared.attention.plan`, after FlashInfer, arXiv
+2501.01005). A program computes an item, a split of one sequence's keys, for one KV head and the query heads that share
+it. Everything that differs between steps is in index arrays on the device, so a captured launch serves every plan of
 its capacity.
 
-The tensor cores multiply 16 rows of queries at a time, and a group has fewer, so its rows are padded. To fill them with
-the queries of several key heads was tried, and did not pay (docs/PERFORMANCE.md).
+The tensor cores multiply 16 rows of queries at a time, and a group has fewer, so its rows are padded. Packing the
+queries of several KV heads instead was tried and was not faster (docs/PERFORMANCE.md).
 
-Invariants: only a sequence's visible keys are read, so the other places of the pool may hold anything; an item past the
+Invariants: only a sequence's visible keys are read, so other slots of the pool may hold anything; an item past the
 plan's valid count returns at once; a result does not depend on which program arrives last; a sequence of length 0 gives
 zeros; the counters are zero between launches.
 """
@@ -61,7 +61,7 @@ def planned_decode_kernel(
     MERGED: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
 ):
-    """Program (i, j) takes item j for key head i; the grid is (Hkv, capacity)."""
+    """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity)."""
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item < tl.load(num_items):
         request = tl.load(request_indices + item)
@@ -73,12 +73,12 @@ def planned_decode_kernel(
 
         g, d = tl.arange(0, ROWS), tl.arange(0, D)
         is_head = g < GROUP
-        first_head = kv_head * GROUP  # of the queries
+        first_head = kv_head * GROUP  # query head
         # exercise 06.1x5: an item's split of the keys, and its queries
-        # hint: what is seen begins at length - window, or at 0; a split has size tokens, and the last ends with length
-        # hint: of the request's row of q, the heads first_head + g, each with its numbers d
-        # hint: queries is [ROWS, D], and 0 from row GROUP on: is_head says which rows there are
-        # hint: a row of q lies q_row_stride numbers behind the one before, a head q_head_stride; see the loads below
+        # hint: visible keys begin at length - window, or at 0; a split has size tokens, and the last ends at length
+        # hint: load the heads first_head + g of the request's row of q, each with its elements d
+        # hint: queries is [ROWS, D], and 0 from row GROUP on: is_head is the mask
+        # hint: rows of q are q_row_stride elements apart, heads q_head_stride; see the loads below
         start = tl.maximum(length - window, 0) + kv_tile * size
         end = tl.minimum(start + size, length)
         heads = request.to(tl.int64) * q_row_stride + (first_head + g)[:, None] * q_head_stride
@@ -88,7 +88,7 @@ def planned_decode_kernel(
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
-        # Blocks are looked up a tile ahead: the copies of a tile then wait for no look-up, and run behind each other.
+        # Block table entries are loaded a tile ahead, so that the loads of a tile do not wait for a lookup.
         rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
         for tile in tl.range(start, end, TILE):
             place = tile + tl.arange(0, TILE)
@@ -100,10 +100,10 @@ def planned_decode_kernel(
             maximum, total, weighted = add_tile(
                 queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
             )
-        row = request.to(tl.int64) * (HKV * GROUP) + first_head  # of the result
-        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no key at all gives zeros
+        row = request.to(tl.int64) * (HKV * GROUP) + first_head  # of the output
+        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no visible key gives zeros
 
-        if num_states == 0:  # nobody else has keys of this sequence
+        if num_states == 0:  # the sequence has a single split
             tl.store(out + (row + g)[:, None] * D + d[None, :], result, mask=is_head[:, None])
         else:
             state = (first_state + kv_tile).to(tl.int64) * (HKV * GROUP) + first_head + g
@@ -144,18 +144,19 @@ def planned_decode(
     workspace: PlannedWorkspace,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`shared.ops.attention.naive_attention` of one new token for each of B sequences over paged memory.
+    """:func:`shared.ops.attention.naive_attention` of one new token for each of B sequences over a paged KV cache.
 
     Args:
-        q: ``[B, Hq, D]``; its heads may lie apart, the numbers of a head not.
-        keys, values, tables, table_starts: paged memory, as :func:`shared.kernels.paged_attention.paged_attention` has
-            it: ``[blocks, block_size, Hkv, D]``, and int32 block tables with where each sequence's begins.
-        lengths: int32 ``[B]``, the tokens of each sequence, the new one last: those that were planned.
-        plan: of :func:`shared.attention.plan.plan_decode`, with the same window.
-        window: see only the last ``window`` tokens, the token itself included.
+        q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
+        keys, values, tables, table_starts: a paged KV cache, as in
+            :func:`shared.kernels.paged_attention.paged_attention`: ``[blocks, block_size, Hkv, D]``, concatenated int32
+            block tables and their offsets.
+        lengths: int32 ``[B]``, the tokens of each sequence, the new one included; must equal the planned lengths.
+        plan: from :func:`shared.attention.plan.plan_decode`, with the same window.
+        window: attend only to the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)``.
-        tiling: of :func:`shared.kernels.planned_tiling.decode_tiling`; fixed while a graph is replayed.
-        out: where the result goes, ``[B, Hq, D]`` contiguous; None: new memory.
+        tiling: from :func:`shared.kernels.planned_tiling.decode_tiling`; constant for a captured graph.
+        out: output buffer, ``[B, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of q. Raises ValueError for a plan or workspace of too few rows or states.
@@ -171,7 +172,7 @@ def planned_decode(
         return out
     workspace.check(plan)
     if plan.num_rows != B:
-        raise ValueError(f"the plan is of {plan.num_rows} sequences, and there are {B}")
+        raise ValueError(f"the plan has {plan.num_rows} sequences and the batch has {B}")
     if tiling.is_arrival and workspace.counters.shape[0] < B * Hkv:
         raise ValueError(f"the workspace serves {workspace.counters.shape[0] // Hkv} sequences, not {B}")
     group = Hq // Hkv
@@ -229,14 +230,14 @@ def attend_by_sequence(
     softcap: float | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The op, sequence by sequence, for tensors over which nothing is launched."""
+    """The op, sequence by sequence, for devices without kernels."""
     row = 0
     for start, length, num_new in zip(table_starts, lengths, num_new_tokens, strict=True):
         new = slice(row, row + num_new)
         if length == 0:
             out[new] = 0.0
         elif num_new:
-            first = 0 if window is None else max(0, length - num_new + 1 - window)  # that the first new token sees
+            first = 0 if window is None else max(0, length - num_new + 1 - window)  # first key of the first new token
             k, v = gathered(keys, values, tables, start, first, length)
             out[new] = sdpa_attention(q[new], k, v, scale=scale, window=window, softcap=softcap)
         row += num_new

@@ -1,13 +1,13 @@
-"""Attention of a ragged batch's new tokens that only follows a plan: ``planned`` prefill. Introduced in phase 6.1.
+"""Prefill attention that follows a plan: ``planned``, for ragged batches. Introduced in phase 6.1.
 
-Several new tokens a sequence, behind whatever is cached of it: a prompt, a piece of one, drafts to be verified. The new
-tokens of a sequence are cut into tiles, whose rows are (token, head of the group), so a key is loaded once for all
-heads that share it (FlashAttention-2, arXiv 2307.08691; the packing is FlashInfer's, arXiv 2501.01005). A program takes
-one item of the plan for one key head: a tile of rows and a split of the keys that the tile sees.
+Each sequence has any number of new tokens after its cached ones: a prompt, a chunk of one, draft tokens to verify. They
+are divided into tiles whose rows are (token, head of the group) pairs, so a key is loaded once for all heads that share
+it (FlashAttention-2, arXiv 2307.08691; the packing is FlashInfer's, arXiv 2501.01005). A program computes one item of
+the plan for one KV head: a tile of rows and a split of the keys that the tile attends to.
 
-Invariants: causality follows the order in the cache; a tile holds whole tokens, so all heads of one have their keys cut
-alike; only keys that some token of the tile sees are read; a row that sees no key of its item leaves a state of none;
-an item past the plan's valid count returns at once.
+Invariants: causality follows the order in the cache; a tile holds whole tokens, so all heads of a token have the same
+splits; only keys that a token of the tile attends to are read; a row without visible keys in its item stores an empty
+state; an item past the plan's valid count returns at once.
 """
 
 import torch
@@ -54,7 +54,7 @@ def planned_prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (i, j) takes item j for the key head i; the grid is (Hkv, capacity)."""
+    """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity)."""
     item = tl.program_id(1)
     if item < tl.load(num_items):
         kv_head = tl.program_id(0)
@@ -73,7 +73,7 @@ def planned_prefill_kernel(
         position = length - num_new + token  # in the cache
         row = (first_row + token).to(tl.int64)
         head = kv_head * GROUP + r % GROUP
-        # What the tile sees: from its first token's first key to its last token.
+        # The tile's keys: from the first token's first visible key to the last token's own.
         first = tl.maximum(length - num_new + first_token + 1 - window, 0)
         last = length - num_new + tl.minimum(first_token + TOKENS, num_new)
         start = first + kv_tile * size
@@ -100,7 +100,7 @@ def planned_prefill_kernel(
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
 
         first_state = tl.load(output_indptr + row, mask=is_row, other=0)
-        is_split = tl.load(output_indptr + row + 1, mask=is_row, other=0) > first_state  # alike in all rows
+        is_split = tl.load(output_indptr + row + 1, mask=is_row, other=0) > first_state  # equal in all rows
         result_row = row * (HKV * GROUP) + head
         tl.store(out + result_row[:, None] * D + d[None, :], result, mask=(is_row & ~is_split)[:, None])
         state = (first_state + kv_tile).to(tl.int64) * (HKV * GROUP) + head
@@ -124,16 +124,16 @@ def planned_prefill(
     workspace: PlannedWorkspace,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`shared.ops.attention.naive_attention` of each sequence's new tokens over paged memory.
+    """:func:`shared.ops.attention.naive_attention` of each sequence's new tokens over a paged KV cache.
 
     Args:
-        q: ``[T, Hq, D]``, the new tokens of all sequences end to end; rows and heads may lie apart.
+        q: ``[T, Hq, D]``, the new tokens of all sequences end to end; rows and heads may be strided.
         keys, values, tables, table_starts, scale, window, softcap: as
             :func:`shared.kernels.planned_attention.planned_decode`.
-        lengths: int32 ``[B]``, the tokens of each sequence, the new ones included: those that were planned.
-        plan: of :func:`shared.attention.plan.plan_prefill`, with the same window and the tiling's tokens a tile.
-        tiling: of :func:`shared.kernels.planned_tiling.prefill_tiling`.
-        out: where the result goes, ``[T, Hq, D]`` contiguous; None: new memory.
+        lengths: int32 ``[B]``, the tokens of each sequence, the new ones included; must equal the planned lengths.
+        plan: from :func:`shared.attention.plan.plan_prefill`, with the same window and the tiling's tokens per tile.
+        tiling: from :func:`shared.kernels.planned_tiling.prefill_tiling`.
+        out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of q. Raises ValueError for a plan that does not fit the launch.

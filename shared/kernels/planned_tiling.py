@@ -1,9 +1,9 @@
-"""How the planned kernels cut their work: plain tables. Introduced in phase 6.1.
+"""The tilings of the planned kernels: plain tables. Introduced in phase 6.1.
 
-The best cut depends on chip and shape and shows only under a CUDA graph, so nothing is chosen at run time: a tiling
-follows from the shapes and from the batch, the largest one that a captured launch serves. Any of them gives the same
-results to a rounding. Invariant: what a decode tiling has on its way, ``num_stages`` tiles of keys and values, fits
-``PIPELINE_BYTES``; where the table asks for more, the pipeline is shortened, then the tile.
+The fastest tiling depends on GPU and shape and can be measured only under a CUDA graph, so nothing is tuned at run
+time: a tiling follows from the shapes and from the largest batch that a captured launch serves. All tilings give the
+same results up to rounding. Invariant: the loads of a decode tiling in flight, ``num_stages`` tiles of keys and values,
+fit in ``PIPELINE_BYTES``; if the table's entry exceeds that, the pipeline is shortened, then the tile.
 """
 
 from dataclasses import dataclass, replace
@@ -14,30 +14,30 @@ from shared.attention.descriptor import Grid
 from shared.kernels import paged_prefill
 from shared.kernels.launch import next_power_of_two, num_multiprocessors
 
-PIPELINE_BYTES = 96 * 1024  # what a program may have on its way, on the smallest GPUs too
+PIPELINE_BYTES = 96 * 1024  # bytes of loads in flight per program, for the smallest GPUs too
 
 
 @dataclass(frozen=True)
 class DecodeTiling:
-    """How decode is cut: keys a tile, what a program has on its way, and what is resident together."""
+    """The tiling of decode: keys per tile, loads in flight, and resident programs."""
 
     tile: int
     num_warps: int = 4
     num_stages: int = 3
     programs_per_multiprocessor: int = 2
-    least_split: int = 128  # tokens; a shorter split is not worth a program
-    is_arrival: bool = True  # whether the last program to arrive merges, else a launch of its own
+    least_split: int = 128  # tokens; a shorter split does not justify a program
+    is_arrival: bool = True  # whether the last program to arrive merges; else a second launch does
     merged_numbers: int = 4096  # fp32 numbers of states that the merging program holds at a time
 
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
-        """What the plan has to fill."""
+        """The launch grid that a plan fills."""
         programs = self.programs_per_multiprocessor * num_multiprocessors(device)
         return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
 
 
 @dataclass(frozen=True)
 class PrefillTiling:
-    """How prefill is cut: rows of queries (token × group) and keys a tile."""
+    """The tiling of prefill: rows of queries (token × group) and keys per tile."""
 
     rows: int
     tile: int
@@ -47,18 +47,18 @@ class PrefillTiling:
     least_split: int = 128
 
     def tokens(self, group: int) -> int:
-        """New tokens a tile: whole tokens, so that all heads of one have their keys cut alike."""
+        """New tokens per tile: whole tokens, so that all heads of a token have the same splits."""
         return self.rows // group
 
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
-        """What the plan has to fill."""
+        """The launch grid that a plan fills."""
         programs = self.programs_per_multiprocessor * num_multiprocessors(device)
         return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
 
 
 FEW_PAIRS = 64
-"""(sequence, key head) pairs of a batch up to which the first of two tilings holds: splits are short then, down to
-``least_split``, and of a split that is a single tile nothing is loaded ahead."""
+"""Maximum (sequence, KV head) pairs of a batch for the first of two tilings: its splits are short, down to
+``least_split``, and a split of a single tile prefetches nothing."""
 DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: few pairs, many
     16: (DecodeTiling(64), DecodeTiling(128)),
     32: (DecodeTiling(64), DecodeTiling(128)),
@@ -69,14 +69,14 @@ DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size
 
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
-    """The tiling for batches of up to ``num_sequences``, keys of ``itemsize`` bytes a number."""
+    """The tiling for batches of up to ``num_sequences``; keys have ``itemsize`` bytes per element."""
     few, many = DECODE_TILINGS[head_dim]
     tiling = few if num_sequences * num_kv_heads <= FEW_PAIRS else many
     return fitted(tiling, head_dim, itemsize)
 
 
 def fitted(tiling: DecodeTiling, head_dim: int, itemsize: int) -> DecodeTiling:
-    """The tiling with as short a pipeline, and then as small a tile, as ``PIPELINE_BYTES`` asks for."""
+    """The tiling with its pipeline, and then its tile, reduced to fit in ``PIPELINE_BYTES``."""
     tile, stages = tiling.tile, tiling.num_stages
     token_bytes = 2 * head_dim * itemsize
     while stages > 2 and stages * tile * token_bytes > PIPELINE_BYTES:
@@ -89,7 +89,7 @@ def fitted(tiling: DecodeTiling, head_dim: int, itemsize: int) -> DecodeTiling:
 def prefill_tiling(
     num_new_tokens: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
 ) -> PrefillTiling:
-    """The tiling for a ragged batch of so many new tokens in all: phase 6's tile, of whole tokens."""
+    """The tiling for a ragged batch with this total of new tokens: phase 6's tile, of whole tokens."""
     group = num_heads // num_kv_heads
     cut = paged_prefill.prefill_tiling(num_new_tokens * group, num_sequences, head_dim, itemsize)
     return PrefillTiling(max(cut.rows, next_power_of_two(group)), cut.tile, cut.num_warps, cut.num_stages)
@@ -98,9 +98,9 @@ def prefill_tiling(
 def max_states(
     num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, device: torch.device
 ) -> int:
-    """The most states of any plan that these tables lead to, for up to ``num_sequences`` sequences.
+    """Maximum number of states of any plan with these tables, for up to ``num_sequences`` sequences.
 
-    It does not grow with the tokens of a step: fewer tiles than programs are ever cut (``Grid.max_states``).
+    It does not grow with the tokens of a step: fewer tiles than programs are ever split (``Grid.max_states``).
     """
     about = (num_heads, num_kv_heads, head_dim, itemsize)
     decode = [decode_tiling(count, *about[1:]) for count in (1, num_sequences)]

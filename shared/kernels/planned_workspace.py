@@ -1,9 +1,8 @@
-"""Where the states of a step's splits wait to be merged: scratch of planned attention. Introduced in phase 6.1.
+"""The workspace of planned attention: the states of a step's splits before merging. Introduced in phase 6.1.
 
-A query whose keys are cut leaves a state for each split. How many there can be follows from the programs that run at
-once and not from the tokens of a step, so there is room for all from the start, and a captured launch finds it at the
-same address whatever the plan. Invariant: nothing is kept from one launch to the next but counters that are zero, so
-all layers use one workspace in turn.
+A query whose keys are split has a state for each split. The maximum number of states depends on the programs that run
+at once, not on the tokens of a step, so the workspace is allocated once, and captured launches find it at the same
+address whatever the plan. Invariant: only zeroed counters persist between launches, so all layers share one workspace.
 """
 
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from shared.kernels.planned_tiling import max_states
 
 @dataclass(frozen=True)
 class PlannedWorkspace:
-    """Scratch of planned attention, allocated once and used by one layer after another on one stream."""
+    """Workspace of planned attention, allocated once and shared by all layers on one stream."""
 
     partial: torch.Tensor  # fp32 [states, Hq, D]
-    partial_log: torch.Tensor  # fp32 [states, Hq], of base 2
+    partial_log: torch.Tensor  # fp32 [states, Hq], base 2
     counters: torch.Tensor  # int32 [B · Hkv], zero between launches
 
     @classmethod
@@ -33,8 +32,8 @@ class PlannedWorkspace:
         itemsize: int,
         device: torch.device,
     ) -> Self:
-        """Scratch for whatever the tables of :mod:`shared.kernels.planned_tiling` make of a batch of up to so many
-        sequences, decoded or prefilled; keys have ``itemsize`` bytes a number."""
+        """A workspace for all plans with the tables of :mod:`shared.kernels.planned_tiling`, decode or prefill, of up
+        to this many sequences; keys have ``itemsize`` bytes per element."""
         heads = (num_heads, num_kv_heads, head_dim)
         return cls.of(max_states(num_sequences, *heads, itemsize, device), num_sequences, *heads, device)
 
@@ -42,7 +41,7 @@ class PlannedWorkspace:
     def of(
         cls, num_states: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> Self:
-        """Scratch for plans of up to so many states (``Grid.max_states``) and, when decoding, sequences."""
+        """A workspace for plans of up to this many states (``Grid.max_states``) and, when decoding, sequences."""
         return cls(
             torch.empty(num_states, num_heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(num_states, num_heads, dtype=torch.float32, device=device),
@@ -50,7 +49,7 @@ class PlannedWorkspace:
         )
 
     def check(self, plan: DevicePlan) -> None:
-        """Raise ValueError for a plan that leaves more states than there is room for."""
+        """Raise ValueError if the plan has more states than the workspace holds."""
         num_states = self.partial.shape[0]
         if plan.num_states > num_states:
-            raise ValueError(f"the workspace holds {num_states} states, and the plan makes {plan.num_states}")
+            raise ValueError(f"the workspace holds {num_states} states and the plan has {plan.num_states}")

@@ -1,13 +1,13 @@
-"""RMSNorm, and what stands around it in a block, in one launch. Introduced in phase 3.1.
+"""RMSNorm fused with the operations around it, in one launch. Introduced in phase 3.1.
 
-A norm reads a vector, needs all of it for one number, and writes a vector of the same size: alone it costs a launch and
-two trips through memory. What comes right before it (the residual's addition, a Gemma block's norm behind attention) or
-right after it (again an addition) works on the same vector, so one program takes a row through the chain
+A norm reads a vector, reduces it to one number, and writes a vector of the same size: alone it costs a launch and a
+round trip through memory. The operation before it (the residual addition, a Gemma block's norm after attention) or
+after it (again an addition) works on the same vector, so one program applies the chain
 
     x → [post-norm] → [+ residual → summed] → [norm → normed]
 
-of which each launcher uses a part. Invariants: all arithmetic is fp32; ``summed`` is rounded to the dtype of x before
-it is normed, as if it had been written and read back; each result is rounded once.
+to a row; each launcher uses a part of it. Invariants: all arithmetic is fp32; ``summed`` is rounded to the dtype of x
+before the norm, as if it had been written and read back; each result is rounded once.
 """
 
 from typing import Protocol
@@ -19,7 +19,7 @@ from shared.ops import rmsnorm as op
 
 
 class Norm(Protocol):
-    """A norm as the launchers take it; ``shared.models.norm.RMSNorm`` is one."""
+    """The interface of a norm; ``shared.models.norm.RMSNorm`` is one."""
 
     @property
     def weight(self) -> torch.Tensor: ...  # [n]
@@ -56,10 +56,10 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < n
-    # exercise 03.1x2: a row through norm, addition and norm, held in registers
-    # hint: load in fp32 with other=0.0, so that what lies behind the row adds nothing to a sum
-    # hint: post_weight, residual and weight are None where a launcher has no such part
-    # hint: the sum is stored as the dtype of summed, and it is that rounded sum which is normed
+    # exercise 03.1x2: norm, addition and norm of a row, in registers
+    # hint: load in fp32 with other=0.0, so that elements past the row's end add nothing to a sum
+    # hint: post_weight, residual and weight are None if the launcher does not use that part
+    # hint: the sum is stored in the dtype of summed; norm the rounded sum
     h = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     if post_weight is not None:
         h = normalize(h, post_weight, i, n, post_eps, POST_OFFSET)
@@ -79,7 +79,7 @@ def rms_norm(
     """:func:`shared.ops.rmsnorm.rms_norm`, then ``+ residual`` if there is one.
 
     Args:
-        x: ``[..., n]``; its rows may lie apart.
+        x: ``[..., n]``; rows may be strided.
         weight: ``[n]``.
         residual: of the shape and dtype of x.
     """
@@ -105,7 +105,7 @@ def add_rms_norm(
     """``summed = x + residual`` and its RMSNorm; returns (normed, summed), both of the shape and dtype of x.
 
     Args:
-        x, residual: ``[..., n]``; their rows may lie apart.
+        x, residual: ``[..., n]``; rows may be strided.
         weight, eps, offset: of the norm, as in :func:`shared.ops.rmsnorm.rms_norm`.
         post_norm: if given, x goes through this norm before it is added (Gemma).
     """
@@ -131,7 +131,7 @@ def _launch(
     summed: torch.Tensor | None,
     normed: torch.Tensor | None,
 ) -> None:
-    """One program a row; the outputs are contiguous."""
+    """One program per row; the outputs are contiguous."""
     n = x.shape[-1]
     if x.numel() == 0:
         return
@@ -161,7 +161,7 @@ def _launch(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as ``[rows, n]`` with adjacent numbers in a row; copied only where strides cannot say it."""
+    """x as ``[rows, n]`` with contiguous rows; copied only if strides cannot express it."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

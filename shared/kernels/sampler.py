@@ -1,15 +1,15 @@
-"""The draw on the GPU: the tokens that ``shared.sampling.sampler.sample`` chooses. Introduced in phase 3.1.
+"""The sampler on the GPU: the same tokens as ``shared.sampling.sampler.sample``. Introduced in phase 3.1.
 
-PyTorch takes dozens of operations for a row with top-k and top-p, among them two that order the whole vocabulary. Here
-each row is cut into blocks of logits, one program each, and a launch is a step that all programs must have finished:
+PyTorch needs dozens of operations for a row with top-k and top-p, two of which sort the whole vocabulary. Here each row
+is divided into blocks of logits, one program each, and the launches run in order:
 
-    peak     the likeliest token: the answer of a greedy row, and what the others subtract
-    narrow, narrow, collect: the cuts of top-k and top-p where a row has them, see :mod:`shared.kernels.cuts`
-    draw     Gumbel noise for the tokens that stay, and the arg-max
+    peak     the maximum logit and its token: the result of a greedy row; other rows subtract the maximum
+    narrow, narrow, collect: the top-k and top-p cutoffs of rows that have them, see :mod:`shared.kernels.cuts`
+    draw     Gumbel noise for the remaining tokens, and the arg-max
 
 Invariants: the noise is that of :mod:`shared.sampling.noise`, word by word; divisions and comparisons are those of the
-CPU to the last bit, so that only the rounding of exponentials, logarithms and sums differs; the lowest id wins among
-equals; a row's token does not depend on its neighbours; the host reads nothing.
+CPU bit by bit, so only the rounding of exponentials, logarithms and sums differs; ties go to the lowest id; a row's
+token does not depend on other rows; the host reads nothing.
 """
 
 import torch
@@ -33,16 +33,16 @@ from shared.sampling.noise import Stream
 from shared.sampling.processors import apply_repetition_penalty, seen_mask
 from shared.sampling.sampler import SamplingBatch
 
-BLOCK = 1024  # logits a program
+BLOCK = 1024  # logits per program
 NUM_WARPS = 4
 LIST_TILE = 2048  # collected keys that the searching program holds in registers
 
 
 @triton.jit
 def store_best(values, ids, block_values, block_ids, ids_out, counter, BLOCKS: tl.constexpr):
-    """The arg-max of a row, of which this program has ``values`` at ``ids``; returns whether it is stored now, and it.
+    """The arg-max of a row, of which this program has ``values`` at ``ids``; returns whether it is final, and its max.
 
-    Blocks and ids ascend, so the first among equals is the lowest id.
+    Blocks and ids ascend, so the first of tied values has the lowest id.
     """
     block, num_blocks = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
@@ -75,7 +75,7 @@ def peak_kernel(
     row = tl.program_id(1).to(tl.int64)
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * row_stride + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
-    values = tl.where(values == values, values, float("-inf"))  # a NaN, which compares with nothing, is never chosen
+    values = tl.where(values == values, values, float("-inf"))  # NaN is never chosen
     counter = sums + row * ROW_SUMS + ARRIVALS
     is_last, peak = store_best(values, ids, block_values, block_ids, ids_out, counter, BLOCKS)
     if is_last:
@@ -114,7 +114,7 @@ def draw_kernel(
 ):
     row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperatures + row)
-    if temperature > 0:  # a greedy row has its token
+    if temperature > 0:  # greedy rows are done
         first_id = tl.program_id(0) * BLOCK
         ids = first_id + tl.arange(0, BLOCK)
         keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature)
@@ -122,7 +122,7 @@ def draw_kernel(
         k, p = load_limits(top_k, top_p, row, vocabulary)
         if cuts is not None and (k < vocabulary) | (p < 1):
             top_k_cut, top_p_cut = tl.load(cuts + 2 * row), tl.load(cuts + 2 * row + 1)
-            # Tokens are equals in top-p if their weights are, even where the distances differ in the last bit.
+            # Tokens tie in top-p if their weights are equal, even if the distances differ in the last bit.
             is_kept = (keys <= top_p_cut) | ((keys <= top_k_cut) & (weight_of(keys) == weight_of(top_p_cut)))
         noise = load_gumbel(tl.load(seeds + row), tl.load(indices + row), first_id, STREAM, BLOCK)
         scores = tl.where(is_kept, noise - keys.to(tl.float32, bitcast=True), float("-inf"))
@@ -130,7 +130,7 @@ def draw_kernel(
 
 
 def make_counters(num_rows: int, device: torch.device) -> torch.Tensor:
-    """What the programs of a row sum up and count: int64 zeros, ``[rows, ROW_SUMS]``."""
+    """The sums and counters of each row: int64 zeros, ``[rows, ROW_SUMS]``."""
     return torch.zeros(num_rows, int(ROW_SUMS), dtype=torch.int64, device=device)
 
 
@@ -143,12 +143,12 @@ def sample(
 ) -> torch.Tensor:
     """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
 
-    A batch of greedy rows takes one launch, one that draws two, with top-k or top-p five. Raises ValueError also for a
-    vocabulary above ``MAX_VOCABULARY``.
+    A batch of greedy rows takes one launch, a batch that draws two, with top-k or top-p five. Raises ValueError also
+    for a vocabulary above ``MAX_VOCABULARY``.
 
     Args:
-        counters: of :func:`make_counters`, for as many rows or more. They spare a call without top-k and top-p the
-            launch that makes them, and are zero again when it ends, so that calls on one stream can share them.
+        counters: from :func:`make_counters`, for at least as many rows. Passing them saves the launch that makes them.
+            They are zero again when the call ends, so calls on one stream can share them.
     """
     if not launches(logits):
         return op.sample(logits, batch, stream=stream)
@@ -156,7 +156,7 @@ def sample(
     if batch.num_rows != B:
         raise ValueError(f"logits have {B} rows, the sampling batch has {batch.num_rows}")
     if V > MAX_VOCABULARY:
-        raise ValueError(f"a vocabulary of {V} is more than the sampler's sums are made for, {MAX_VOCABULARY}")
+        raise ValueError(f"the vocabulary has {V} tokens; the sampler's sums support up to {MAX_VOCABULARY}")
     if batch.repetition_penalty is not None:
         assert batch.history_rows is not None
         assert batch.history_ids is not None

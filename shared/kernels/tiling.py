@@ -1,12 +1,12 @@
-"""How the products of few rows cut their weight matrix: a plain table. Introduced in phase 3.1.
+"""The tilings of products with few rows: a plain table. Introduced in phase 3.1.
 
-The best cut depends on shape and chip, and shows only where the kernel runs among others, under a CUDA graph:
-a tuner that times single launches picks wrong ones. So nothing is chosen at run time. The cuts stand here, any of them
-gives the same results to a rounding, and a benchmark that looks for better ones passes its own to ``gemv.linear``.
+The fastest tiling depends on shape and GPU, and can be measured only among other kernels, under a CUDA graph: an
+autotuner that times single launches picks wrong ones. So nothing is tuned at run time. All tilings give the same
+results up to rounding, and a benchmark that searches for faster ones passes its own to ``gemv.linear``.
 
-Invariants, which the table keeps: a gemv cut for more than one row of x has ``block_k >= K``, since of each row of W
-only the first tile stays in registers, and W shall be read once; what a dot cut has on its way, ``num_stages`` tiles of
-W and x, fits the 99 KiB of shared memory that a program has on the smallest GPUs.
+Invariants of the table: a gemv tiling for more than one row of x has ``block_k >= K``, since only the first tile of
+each row of W stays in registers, and W must be read once; the loads of a dot tiling in flight, ``num_stages`` tiles of
+W and x, fit in the 99 KiB of shared memory that a program has on the smallest GPUs.
 """
 
 import functools
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from shared.kernels.launch import next_power_of_two
 
-MAX_ROWS = 16  # of x; for more the product is PyTorch's
+MAX_ROWS = 16  # of x; PyTorch computes larger products
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch cuts W: ``block_n`` rows a program, ``block_k`` columns at a time, and by which kernel."""
+    """The tiling of W: ``block_n`` rows per program, ``block_k`` columns at a time, and the kernel."""
 
     block_n: int
     block_k: int
@@ -30,7 +30,7 @@ class Tiling:
 
 @functools.cache
 def tiling(rows: int, N: int, K: int, is_gated: bool, itemsize: int) -> Tiling:
-    """The tiling for ``rows`` rows of x and W ``[N, K]`` (gated: ``[2N, K]``) of numbers of ``itemsize`` bytes."""
+    """The tiling for ``rows`` rows of x and W ``[N, K]`` (gated: ``[2N, K]``) with elements of ``itemsize`` bytes."""
     if rows == 1:
         return gated_vector_tiling(K) if is_gated else vector_tiling(N, K)
     block_n = 16 if N <= 4096 else 64 if N >= 65536 and not is_gated else 32
@@ -39,7 +39,7 @@ def tiling(rows: int, N: int, K: int, is_gated: bool, itemsize: int) -> Tiling:
 
 
 def vector_tiling(N: int, K: int) -> Tiling:
-    """The tiling for one row of x: a program has some 4,000 numbers of W on their way, whatever the shape."""
+    """The tiling for one row of x: a program has about 4,000 elements of W in flight, whatever the shape."""
     whole = next_power_of_two(K)
     if N >= 65536:
         return Tiling(8, 1024, 8) if K % 1024 == 0 else Tiling(4, 512, 2)
@@ -53,7 +53,7 @@ def vector_tiling(N: int, K: int) -> Tiling:
 
 
 def gated_vector_tiling(K: int) -> Tiling:
-    """The tiling for one row of x where W holds a gate's row for each other row, and both are on their way."""
+    """The tiling for one row of x and a W of gate and up rows, both of which are in flight."""
     whole = next_power_of_two(K)
     if K % 1024 == 0:
         return Tiling(2, 1024, 4)

@@ -1,1 +1,1 @@
-"""From a model's folder, or its name on the hub, to tensors in place: configuration, safetensors, name maps."""
+"""Loads models from a folder or a hub name: configuration, safetensors, maps of tensor names."""

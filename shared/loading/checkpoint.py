@@ -1,8 +1,8 @@
-"""The safetensors files of a model folder, opened without trust. Introduced in phase 1a.
+"""Reads the safetensors files of an untrusted model folder. Introduced in phase 1a.
 
 One ``model.safetensors``, or shards listed by ``model.safetensors.index.json``. Files are memory-mapped, so reading a
-tensor costs page cache and no anonymous memory. Invariants: pickled weights are never opened; no file outside the
-folder is (the hub's cache, whose snapshots link to its own blobs, counts as one folder).
+tensor uses page cache and no anonymous memory. Invariants: pickled weights are never opened; nor is any file outside
+the folder (the hub's cache, whose snapshots link to its own blobs, counts as one folder).
 """
 
 import json
@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """Names, shapes and tensors of a folder's weights; ModelFolderError on anything missing, damaged or unsafe."""
+    """Names, shapes and tensors of a folder's weights. Raises ModelFolderError for missing, damaged or unsafe files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Checkpoint:
         return self._files[file_name]
 
     def _safe_path(self, file_name: Any) -> Path:
-        """The file's path, if its name is a plain one and what it links to lies within the folder."""
+        """The file's path, if its name is a plain file name and its link target is inside the folder."""
         where = f"{self.folder / INDEX} names the shard {file_name!r}"
         if not isinstance(file_name, str) or not file_name.endswith(".safetensors") or "\0" in file_name:
             raise ModelFolderError(f"{where}; only .safetensors files are loaded, never pickled weights (.bin, .pt).")
@@ -113,7 +113,7 @@ class Checkpoint:
 
 
 def _root(folder: Path) -> Path:
-    """Where links may lead: the folder, or for a snapshot in the hub's cache the repository that it belongs to."""
+    """The folder that links may point into: the model folder, or for a snapshot in the hub's cache its repository."""
     resolved = folder.resolve()
     if resolved.parent.name == "snapshots" and (resolved.parent.parent / "blobs").is_dir():
         return resolved.parent.parent

@@ -1,8 +1,8 @@
 """Reads a checkpoint's ``config.json`` into a :class:`ModelConfig`. Introduced in phase 1a.
 
 The file comes in two dialects: the hub's (``rope_theta`` and ``rope_scaling`` at the top) and that of transformers 5
-(``rope_parameters``, for Gemma 3 one per kind of layer). Invariant: what is absent takes the family's published default
-or is an error that names the field; a setting that would change the mathematics and is not implemented is an error.
+(``rope_parameters``, for Gemma 3 one per kind of layer). Invariant: an absent field takes the family's published
+default or is an error that names the field; an unimplemented setting that changes the mathematics is an error.
 """
 
 import json
@@ -18,7 +18,7 @@ from shared.ops.gated import GATED_ACTIVATIONS
 ROPE_KINDS = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 
-# What transformers assumes for a family when the file is silent.
+# transformers' defaults for a family's absent fields.
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "rope_theta": 10_000.0, "tie_word_embeddings": False},
     "qwen3": {"hidden_act": "silu", "rope_theta": 10_000.0, "tie_word_embeddings": False, "head_dim": 128},
@@ -61,12 +61,12 @@ class Fields:
     def count(self, name: str, default: int | None = None, at_most: int = 1 << 22) -> int:
         value = self.required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= at_most:
-            raise self.wrong(name, f"a whole number from 1 to {at_most}")
+            raise self.wrong(name, f"an integer from 1 to {at_most}")
         return value
 
     def number(self, name: str, default: float | None = None, at_least: float = 0.0) -> float:
         value = self.required(name, default)
-        # Compared, not converted: a whole number may be too large for a float.
+        # Compared, not converted: an integer may be too large for a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise self.wrong(name, "a finite number")
         if value <= at_least and not (value == 0.0 and at_least < 0.0):
@@ -171,7 +171,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window, None where it sees everything."""
+    """Each layer's sliding window; None: full attention."""
     layer_types = fields.get("layer_types")
     if layer_types is None:
         if family == "gemma3_text":
@@ -180,7 +180,7 @@ def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, 
         elif family == "qwen3" and fields.flag("use_sliding_window"):
             first = fields.get("max_window_layers", 28)
             if isinstance(first, bool) or not isinstance(first, int):
-                raise fields.wrong("max_window_layers", "a whole number")
+                raise fields.wrong("max_window_layers", "an integer")
             sliding = [layer >= first for layer in range(num_layers)]
         else:
             sliding = [False] * num_layers
@@ -198,7 +198,7 @@ def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, 
 
 
 def _ropes(fields: Fields, family: str) -> tuple[RopeConfig, RopeConfig | None]:
-    """The RoPE of full layers, and that of sliding layers where the family has one of its own (Gemma 3)."""
+    """The RoPE of full-attention layers, and that of sliding-window layers if the family has one (Gemma 3)."""
     parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise fields.wrong("rope_parameters", "an object")

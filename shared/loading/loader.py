@@ -1,4 +1,4 @@
-"""Loads a whole model: folder or hub name in, :class:`CausalLM` with its weights in place out. Introduced in phase 1b.
+"""Loads a whole model: from a folder or hub name to a :class:`CausalLM` with weights. Introduced in phase 1b.
 
 Invariant: peak anonymous memory stays near the size of the weights in the target dtype (see ``weights.fill``).
 """
@@ -35,13 +35,13 @@ def load_model(
 
     Args:
         name_or_path: a folder with config.json and safetensors, a known name (``smollm2-135m``), or a hub name.
-        dtype: of the weights in memory; by default fp32 on a CPU and the checkpoint's own on a GPU.
-        device: where the weights are placed.
-        max_positions: how many positions to prepare; by default all that the model was configured for.
+        dtype: of the weights in memory; by default fp32 on a CPU and the checkpoint's on a GPU.
+        device: the device of the weights.
+        max_positions: number of RoPE positions; by default the model's maximum.
 
     Raises:
-        ModelFolderError: the folder is missing, unsafe, damaged, or of a model that is not supported.
-        ConfigError: ``max_positions`` or the device cannot be had.
+        ModelFolderError: the folder is missing, unsafe or damaged, or its model is not supported.
+        ConfigError: ``max_positions`` is out of range, or the device is missing.
     """
     folder = resolve_model(name_or_path)
     config = read_config(folder)
@@ -54,7 +54,7 @@ def load_model(
 
     model = CausalLM(config, max_positions or limit, device)
     tensor_of = tensor_names(model)
-    # Old checkpoints carry RoPE's frequencies, which are computed here.
+    # Old checkpoints contain RoPE's frequencies, which are computed here.
     unused = {name for name in checkpoint.names if not name.endswith(".rotary_emb.inv_freq")} - set(tensor_of.values())
     if config.tie_word_embeddings:  # the head is the embedding; a copy in the checkpoint is not read
         del tensor_of["head.weight"]

@@ -1,4 +1,4 @@
-"""Where a model's weights go, and in which dtype. Introduced in phase 1a."""
+"""Device, dtype and free memory for a model's weights. Introduced in phase 1a."""
 
 import torch
 
@@ -13,11 +13,11 @@ def check_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise ConfigError(f"device {str(device)!r} is not one that PyTorch knows; use auto, cpu or cuda.") from None
+        raise ConfigError(f"device {str(device)!r} is unknown to PyTorch; use auto, cpu or cuda.") from None
     if found.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported; use auto, cpu or cuda.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {str(device)!r} was asked for and there is no such GPU here; use --device cpu.")
+        raise ConfigError(f"device is {str(device)!r} and this machine has no such GPU; use --device cpu.")
     return found
 
 
@@ -44,7 +44,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """fp32 on a CPU, where equal output is defined and arithmetic is fastest; on a GPU what the checkpoint declares."""
+    """fp32 on a CPU, where equal output is defined and arithmetic is fastest; on a GPU the checkpoint's dtype."""
     return torch.float32 if device.type == "cpu" else getattr(torch, config.dtype)
 
 
@@ -53,7 +53,7 @@ def check_room(num_bytes: int, device: torch.device, what: str) -> None:
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by PyTorch, for reuse
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by PyTorch for reuse
     if num_bytes > free:
         raise ConfigError(
             f"{what} takes {num_bytes / 1e9:.2f} GB and {torch.cuda.get_device_name(device)} has {free / 1e9:.2f} of "

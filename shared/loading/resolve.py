@@ -1,7 +1,7 @@
-"""From what a user types to a model's folder. Introduced in phase 1a.
+"""Resolves a model name or path to a folder. Introduced in phase 1a.
 
-A folder is taken as it is, a name of the project's own list from its cache, and any other ``owner/name`` from the hub
-through ``huggingface_hub``, whose cache and offline mode (``HF_HUB_OFFLINE=1``) apply.
+A folder is used directly, a known name is looked up in the project's cache, and any other ``owner/name`` comes from the
+hub through ``huggingface_hub``, whose cache and offline mode (``HF_HUB_OFFLINE=1``) apply.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.m
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The folder of a model; raises ModelFolderError when there is none and says what would work."""
+    """The folder of a model; raises ModelFolderError if there is none."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -44,12 +44,12 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=constants.HF_HUB_OFFLINE))
     except LocalEntryNotFoundError:
-        reason = "the hub cannot be reached and its cache does not hold it"
+        reason = "the hub is unreachable and the cache does not contain the model"
     except HFValidationError as error:
         reason = str(error)
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     raise ModelFolderError(
-        f"The model {name} could not be had from the hub: {reason}. Check the name and the network, or pass the folder "
-        "of a model that is already on this machine."
+        f"The model {name} could not be downloaded from the hub: {reason}. Check the name and the network, or pass the "
+        "folder of a model on this machine."
     )

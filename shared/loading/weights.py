@@ -1,9 +1,9 @@
 """Fills a module's parameters from a checkpoint, by an explicit map of names. Introduced in phase 1a.
 
-Invariants: every parameter is filled by exactly one tensor of its shape, and every tensor of the map is used, or
-nothing is loaded and one error lists all that is wrong. Tensors are cast and placed one by one by a few threads, so
-that memory never holds more than the target and a few tensors; a tensor that already has the wanted dtype and device
-stays mapped from its file and costs no anonymous memory.
+Invariants: every parameter is filled by exactly one tensor of its shape, and every tensor of the map is used; otherwise
+nothing is loaded and one error lists all mismatches. A few threads cast and place tensors one by one, so memory never
+holds more than the target and a few tensors; a tensor that already has the target dtype and device stays memory-mapped
+and costs no anonymous memory.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def fill(
     """Replace every parameter of ``module`` by the tensor that ``tensor_of`` names for it.
 
     Args:
-        others: tensors of the checkpoint that nothing will read; an error, together with what else is wrong.
+        others: tensors of the checkpoint that no parameter uses; reported as an error with all other mismatches.
     """
     _check(module, tensor_of, checkpoint, sorted(others))
 
@@ -49,7 +49,7 @@ def fill(
         tensor = checkpoint.tensor(tensor_of[name]).to(device=device, dtype=dtype)
         setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
 
-    # A cast mostly waits for the pages of its source and target, so a few at a time hide each other's waiting.
+    # A cast mostly waits for page faults of source and target; a few threads overlap these waits.
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(place, tensor_of))
 

@@ -1,1 +1,1 @@
-"""Decoder models: configurations, the parts of a block, the three families, and the whole model."""
+"""Decoder models: configurations, block components, the three families, and the whole model."""

@@ -1,6 +1,6 @@
-"""The attention of a block: project, hand keys and values to the memory, attend, project back. Introduced in phase 1a.
+"""The attention layer: project, write keys and values to the KV view, attend, project back. Introduced in phase 1a.
 
-Invariant: the mathematics (projections, QK-norm, RoPE table, scale, window) belongs to this module, the place of keys
+Invariant: the mathematics (projections, QK-norm, RoPE table, scale, window) belongs to this module, the storage of keys
 and values to the view. They meet in ``kv.write``, which receives both.
 """
 
@@ -15,7 +15,7 @@ from shared.ops.rope import rotate
 
 
 class NormAndRotate(nn.Module):
-    """What happens to the queries and keys of a layer: QK-norm where the family has it, then RoPE.
+    """The transform of a layer's queries and keys: QK-norm if the family has it, then RoPE.
 
     The order matters: a norm with per-channel weights does not commute with the rotation.
     """
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x ``[T, H]`` to ``[T, H]``, normed on its way in by ``norm``, added to ``residual`` on its way out."""
+        """``residual + attention(norm(x))``: x ``[T, H]`` to ``[T, H]``; ``norm`` and ``residual`` may be absent."""
         q, k, v = (y.view(len(x), -1, self.head_dim) for y in self.qkv(x, norm=norm))  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap)

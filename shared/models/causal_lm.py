@@ -1,8 +1,8 @@
 """The whole model: embedding, blocks, final norm, output head. Introduced in phase 1b.
 
-One class serves every family; what differs stands in the family's block and in its row of ``FAMILIES``. Invariant: the
-model has one path. It sees tokens and a KV view, never requests, and gives hidden states; logits are made only for the
-rows that someone asks for.
+One class serves every family; differences are in the family's block and in its row of ``FAMILIES``. Invariant: the
+model has one path. It receives tokens and a KV view, never requests, and returns hidden states; logits are computed
+only for the requested rows.
 """
 
 import torch
@@ -34,8 +34,8 @@ class CausalLM(nn.Module):
     """A decoder-only language model without weights; ``shared.loading.loader.load_model`` fills it.
 
     Args:
-        max_positions: rows of the RoPE tables, the first position that cannot be used.
-        device: where the tables are made and the weights will be placed.
+        max_positions: rows of the RoPE tables; positions must be smaller.
+        device: the device of the tables and the weights.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str = "cpu") -> None:
@@ -44,7 +44,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.max_positions = max_positions
         self.embedding = Embedding(config)
-        tables: dict[RopeConfig, torch.Tensor] = {}  # layers of the same RoPE share one table
+        tables: dict[RopeConfig, torch.Tensor] = {}  # layers with the same RoPE share a table
         blocks = []
         for layer in range(config.num_layers):
             rope = config.layer_rope(layer)
@@ -58,7 +58,7 @@ class CausalLM(nn.Module):
     def forward(self, tokens: Tokens, kv: KVView) -> torch.Tensor:
         """Hidden states ``[T, H]`` of the step's tokens, before the final norm."""
         # exercise 01bx1: run the step's tokens through the embedding and every block
-        # hint: a block takes the hidden states, the tokens and the view, and gives hidden states
+        # hint: a block takes the hidden states, the tokens and the view, and returns hidden states
         x = self.embedding(tokens.ids)
         for block in self.blocks:
             x = block(x, tokens, kv)
@@ -67,8 +67,8 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, V]`` of n rows of hidden states."""
-        # exercise 01bx2: final norm, output head, and the cap where the model has one
-        # hint: a projection norms its input itself, when it is given norm=
+        # exercise 01bx2: final norm, output head, and the softcap if the model has one
+        # hint: a projection applies the norm passed as norm= to its input
         logits = self.head(hidden, norm=self.norm)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

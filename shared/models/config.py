@@ -1,7 +1,7 @@
 """The shape of a decoder model, independent of any file format. Introduced in phase 1a.
 
-A ``ModelConfig`` holds what the mathematics needs and nothing else; ``shared.loading.config_json`` makes one from a
-checkpoint's ``config.json``. Invariant: every field is explicit, so no layer guesses a default.
+A ``ModelConfig`` holds only what the mathematics needs; ``shared.loading.config_json`` makes one from a checkpoint's
+``config.json``. Invariant: every field is explicit, so no layer guesses a default.
 """
 
 from dataclasses import dataclass
@@ -40,16 +40,16 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_scale: float  # scores are q·k times this
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # tokens a layer sees, the token itself included; None: all
-    local_rope: RopeConfig | None = None  # RoPE of sliding layers where it differs from `rope` (Gemma 3)
+    windows: tuple[int | None, ...]  # sliding window of each layer, the token itself included; None: full attention
+    local_rope: RopeConfig | None = None  # RoPE of sliding-window layers, if different from `rope` (Gemma 3)
     attention_bias: bool = False
     mlp_bias: bool = False
     attention_softcap: float | None = None  # scores become c·tanh(scores / c)
     logit_softcap: float | None = None
-    dtype: str = "float32"  # what the checkpoint declares: float32, bfloat16 or float16
+    dtype: str = "float32"  # as declared by the checkpoint: float32, bfloat16 or float16
 
     def layer_rope(self, layer: int) -> RopeConfig:
-        """The RoPE of one layer: sliding layers may have a base of their own."""
+        """The RoPE of one layer: sliding-window layers may have a different base."""
         if self.local_rope is not None and self.windows[layer] is not None:
             return self.local_rope
         return self.rope

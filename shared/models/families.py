@@ -1,4 +1,4 @@
-"""The families of models: which block, which names in the checkpoint, what is peculiar. Introduced in phase 1a.
+"""The model families: block, tensor names in the checkpoint, special features. Introduced in phase 1a.
 
 A new family is a file with a block and its ``LAYER_NAMES``, and one row here.
 """
@@ -12,7 +12,7 @@ from shared.models import gemma3, llama, qwen3
 
 @dataclass(frozen=True)
 class Family:
-    """``scales_embeddings``: by √H after the look-up; ``norm_offset``: see :func:`shared.ops.rmsnorm.rms_norm`."""
+    """``scales_embeddings``: by √H after the lookup; ``norm_offset``: see :func:`shared.ops.rmsnorm.rms_norm`."""
 
     block: type[nn.Module]
     layer_names: dict[str, str]

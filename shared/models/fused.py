@@ -1,16 +1,16 @@
-"""Blocks whose matrices are merged and whose operations are fused into kernels. Introduced in phase 3.1.
+"""Blocks with merged matrices and operations fused into kernels. Introduced in phase 3.1.
 
-On a GPU a decode step is a row of launches, each of which must be asked for, started and waited for, most of them for
-vectors of a few kilobytes. In the fused block a line is a launch: what reads the same input is one matrix (queries,
-keys and values; gate and up), a norm is the prologue of the product behind it, an activation or the residual's addition
-the epilogue of the product before it.
+On a GPU a decode step is a sequence of launches, each with its overhead, most of them for vectors of a few kilobytes.
+In the fused block each line is one launch: matrices that read the same input are merged (queries, keys and values; gate
+and up), a norm is the prologue of the next product, an activation or the residual addition the epilogue of the previous
+one.
 
-A Gemma block norms what attention and MLP give before adding it. That norm needs the whole row, which the programs of a
-product have only between them, so it cannot be an epilogue; with the addition, and behind attention with the MLP's norm
-too, it is a kernel between two products. So are addition and norm where rows are too many for the small products.
+A Gemma block norms the outputs of attention and MLP before adding them. That norm needs the whole row, which no single
+program of a product has, so it cannot be an epilogue; it is a kernel between two products, together with the addition,
+and after attention with the MLP's norm too. So are addition and norm if there are too many rows for the small products.
 
-Invariants: a fused model computes what the plain one does, in the same order, and rounds less often; model and memory
-meet as before, in ``kv.write`` and ``kv.attend``; on a CPU the launchers call the ops.
+Invariants: a fused model computes the same operations in the same order and rounds less often; it still calls
+``kv.write`` and ``kv.attend``; on a CPU the launchers call the ops.
 """
 
 from collections.abc import Iterable
@@ -31,9 +31,9 @@ from shared.ops.gated import GatedOp
 
 
 class FusedProjection(nn.Module):
-    """One matrix in the place of one :class:`Projection`, or of several that read the same x, their outputs abreast.
+    """One matrix that replaces one :class:`Projection`, or several of the same x, with their outputs concatenated.
 
-    The weight of a single projection is kept as it is, so a head that is tied to the embedding stays tied.
+    The weight of a single projection is not copied, so a head tied to the embedding stays tied.
     """
 
     def __init__(self, projections: Iterable[nn.Module]) -> None:
@@ -50,14 +50,14 @@ class FusedProjection(nn.Module):
         residual: torch.Tensor | None = None,
         activation: GatedOp | None = None,
     ) -> torch.Tensor:
-        """x ``[T, in]`` to ``[T, out]``; with an activation, of gate and up abreast, to ``[T, out / 2]``."""
+        """x ``[T, in]`` to ``[T, out]``; with an activation of concatenated gate and up, to ``[T, out / 2]``."""
         return gemv.linear(x, self.weight, self.bias, norm, residual, activation)
 
-    __call__ = forward  # without the search for hooks, which takes as long as a launch
+    __call__ = forward  # skips nn.Module's hooks, which cost as much as a launch
 
 
 class FusedBlock(nn.Module):
-    """The fused twin of any family's block; norms behind attention and MLP are there where the family has them."""
+    """The fused version of any family's block; post-norms exist if the family has them."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -79,10 +79,10 @@ class FusedBlock(nn.Module):
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap).flatten(1)
 
-        # exercise 03.1x4: the rest of the block, from attention's output on, in as few launches as there can be
+        # exercise 03.1x4: the rest of the block after attention, in as few launches as possible
         # hint: without a post-norm the residual goes into o_proj, and the norm into gate_up
-        # hint: add_rms_norm gives back the normed sum and the sum; it also takes a post-norm
-        # hint: what Gemma's last norm gives is added to x; rms_norm takes a residual
+        # hint: add_rms_norm returns the normed sum and the sum; it also takes a post-norm
+        # hint: the output of Gemma's last norm is added to x; rms_norm takes a residual
         norm, post_norm = self.mlp_norm, self.post_attention_norm
         if post_norm is None and x.shape[0] <= MAX_ROWS:
             x = self.o_proj(out, residual=x)
@@ -101,22 +101,22 @@ class FusedBlock(nn.Module):
 
 
 def merged(tensors: list[nn.Parameter]) -> nn.Parameter:
-    """The tensors one below the other; a single one is not copied."""
+    """Concatenate the tensors along dimension 0; a single one is not copied."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0]
     return nn.Parameter(torch.cat([tensor.data for tensor in tensors]), requires_grad=False)
 
 
 def fuse(model: CausalLM) -> CausalLM:
-    """Replace, in place, every block and the head by its fused twin, and free the matrices that were merged.
+    """Replace, in place, every block and the head by its fused version, and free the unmerged matrices.
 
-    Beside the model, memory holds the merged matrices of one layer at a time. Raises ConfigError, with the model as it
-    was, if this machine's GPU, Triton or compiler cannot run the kernels.
+    Extra memory is needed for the merged matrices of one layer at a time. Raises ConfigError, and leaves the model
+    unchanged, if the machine's GPU, Triton or compiler cannot run the kernels.
     """
     check_launchable(model.device)
     for layer in range(len(model.blocks)):
         model.blocks[layer] = FusedBlock(model.blocks[layer])
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # freed pieces are smaller than what the next layer merges, and would pile up
+            torch.cuda.empty_cache()  # freed pieces are too small for the next layer's merge
     model.head = FusedProjection([model.head])  # type: ignore[assignment]
     return model

@@ -1,7 +1,7 @@
 """The Gemma 3 block: norms on both sides of attention and MLP, GeGLU, QK-norm. Introduced in phase 1a.
 
 Gemma Team, "Gemma 3 Technical Report", arXiv 2503.19786. Norm weights are stored as their distance from one. Most
-layers see a sliding window and turn by a RoPE base of their own; both come from the configuration, per layer.
+layers have a sliding window and a different RoPE base; both come from the configuration, per layer.
 """
 
 import torch

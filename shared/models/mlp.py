@@ -10,7 +10,7 @@ from shared.ops.gated import GATED_ACTIVATIONS
 
 
 class GatedMLP(nn.Module):
-    """``down(act(gate(x)) · up(x))``, the activation by the model's configuration."""
+    """``down(act(gate(x)) · up(x))``; the configuration names the activation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -22,6 +22,6 @@ class GatedMLP(nn.Module):
     def forward(
         self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x ``[T, H]`` to ``[T, H]``, normed on its way in by ``norm``, added to ``residual`` on its way out."""
+        """``residual + mlp(norm(x))``: x ``[T, H]`` to ``[T, H]``; ``norm`` and ``residual`` may be absent."""
         gate, up = self.gate_up(x, norm=norm)
         return self.down_proj(self.gated(gate, up), residual=residual)

@@ -1,7 +1,7 @@
 """RMSNorm as a module. Introduced in phase 1a.
 
-Parameters are born on the meta device, here and in every part of a model: they take no memory until a checkpoint's
-tensor takes their place.
+Parameters are created on the meta device, here and in every module of a model: they take no memory until a checkpoint's
+tensor replaces them.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""Blocks that keep 16-bit weights 16 bits wide on the CPU, compute in fp32, and need few operations.
+"""CPU blocks that store 16-bit weights, compute in fp32, and need few operations.
 
 Introduced in phase 3.
 
-With a cache, a step reads every weight for one token: decoding runs at the speed of the memory, and the only way to be
-faster is to read fewer bytes. Checkpoints store 16-bit weights, which a CPU engine widens to fp32 to compute with.
-FBGEMM (Khudia et al., arXiv 2101.05615), inside PyTorch on x86, has a product that reads fp16 weights and widens them
-in registers; inputs, sums and outputs are fp32. What is left is the time between the products, a few microseconds for
-each operation however small, so a packed block merges what reads the same input and writes in place where it may.
+With a KV cache, a decode step reads every weight for one token: decoding is bound by memory bandwidth, and the only way
+to be faster is to read fewer bytes. Checkpoints store 16-bit weights, which a CPU engine widens to fp32. FBGEMM (Khudia
+et al., arXiv 2101.05615), part of PyTorch on x86, has a product that reads fp16 weights and widens them in registers;
+inputs, sums and outputs are fp32. The remaining overhead is a few microseconds per operation, so a packed block merges
+matrices that read the same input and writes in place if possible.
 
-Invariant: a weight is packed only if fp16 holds it to the last bit, so a packed model is the same model at half the
-bytes; a block with a weight that does not fit stays as it is.
+Invariant: a weight is packed only if fp16 represents it exactly, so a packed model is the same model at half the bytes;
+a block with any other weight is not packed.
 """
 
 import math
@@ -29,7 +29,7 @@ SUPPORTED_ENGINES = torch.backends.quantized.supported_engines
 
 
 class PackedMatrix:
-    """``x Wᵀ + b`` with W in fp16, of one projection or of several that read the same x, their outputs side by side."""
+    """``x Wᵀ + b`` with W in fp16, of one projection or of several of the same x, with concatenated outputs."""
 
     def __init__(self, projections: Iterable[nn.Module]) -> None:
         members = [projection for projection in projections if isinstance(projection, Projection)]
@@ -56,7 +56,7 @@ class PackedNorm:
 
 
 class PackedProjection(nn.Module):
-    """A :class:`Projection` that stands alone (the output head), packed; the interface is the same."""
+    """A packed single :class:`Projection` (the output head), with the same interface."""
 
     def __init__(self, projection: Projection) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class PackedProjection(nn.Module):
 
 
 class PackedBlock(nn.Module):
-    """The packed twin of any family's block; norms behind attention and MLP are there where the family has them."""
+    """The packed version of any family's block; post-norms exist if the family has them."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -108,9 +108,9 @@ class PackedBlock(nn.Module):
 
 
 def pack(model: CausalLM) -> CausalLM:
-    """Replace, in place, what can be packed without loss; anything but an fp32 model on an x86 CPU stays as it is.
+    """Replace, in place, the blocks that can be packed without loss; only fp32 models on x86 CPUs are packed.
 
-    FBGEMM rearranges a weight at some 40 ns a number on one core, so this takes seconds for each hundred million.
+    FBGEMM rearranges weights at about 40 ns per element on one core: seconds for every hundred million weights.
     """
     if model.device.type != "cpu" or model.dtype != torch.float32 or "fbgemm" not in SUPPORTED_ENGINES:
         return model
@@ -127,6 +127,6 @@ def pack(model: CausalLM) -> CausalLM:
 
 
 def _fits_fp16(module: nn.Module) -> bool:
-    """Whether fp16 holds every matrix of the module exactly; norms stay in fp32."""
+    """Whether fp16 represents every matrix of the module exactly; norms stay in fp32."""
     matrices = [projection.weight for projection in module.modules() if isinstance(projection, Projection)]
     return all(torch.equal(weight.half().float(), weight) for weight in matrices)

@@ -1,8 +1,8 @@
-"""A weight matrix and the one interface behind which it stands. Introduced in phase 1a.
+"""Linear projections and their common interface. Introduced in phase 1a.
 
-Every matrix of a model is called as ``proj(x, norm=, residual=, activation=)``. This plain one runs the operations one
-after the other; quantized, gated-LoRA, tensor-parallel or fused ones take its place later without the blocks noticing.
-Matrices that read the same input stand in a :class:`ProjectionGroup`, whose place one wide matrix may take.
+Every matrix of a model is called as ``proj(x, norm=, residual=, activation=)``. The plain implementation runs the
+operations one after the other; quantized, gated-LoRA, tensor-parallel or fused ones replace it later without changes in
+the blocks. Matrices that read the same input form a :class:`ProjectionGroup`, which one wide matrix may replace.
 """
 
 from collections.abc import Callable

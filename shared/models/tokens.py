@@ -1,7 +1,7 @@
-"""The new tokens of one step, as the model sees them. Introduced in phase 1a.
+"""The model's inputs: the new tokens of one step, and the KV view. Introduced in phase 1a.
 
 A step is a ragged batch: the new tokens of all its sequences laid end to end, without padding. Invariant: the model
-learns nothing else about the step; which token belongs to which sequence is known to the KV view alone.
+has no other information about the step; only the KV view knows which token belongs to which sequence.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ import torch
 class Tokens:
     """T new tokens.
 
-    ``positions`` are logical (they turn RoPE and may repeat or have gaps); the order in the cache is the view's affair.
-    ``gate`` is 1 where gated-LoRA projections act; no other layer reads it.
+    ``positions`` are logical: they are the RoPE positions, and may repeat or have gaps; the view keeps the order in the
+    cache. ``gate`` is 1 for tokens to which gated-LoRA projections apply; no other layer reads it.
     """
 
     ids: torch.Tensor  # int64 [T]
@@ -24,7 +24,7 @@ class Tokens:
 
 
 class QueryKeyTransform(Protocol):
-    """What a layer does to queries and keys before they meet: norm, rotation."""
+    """A layer's transform of queries and keys before attention: norm, rotation."""
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
@@ -32,9 +32,10 @@ class QueryKeyTransform(Protocol):
 
 
 class KVView(Protocol):
-    """The memory behind the model: a layer writes its keys and values, then attends over what each token may see.
+    """The model's interface to the KV cache: a layer writes its keys and values, then attends.
 
-    The model does not know what stands behind: nothing, one cache, regions, blocks, or fixed buffers of a CUDA graph.
+    The model does not know the implementation: no cache, one contiguous cache, regions, blocks, or the fixed buffers of
+    a CUDA graph.
     """
 
     def write(
@@ -46,7 +47,7 @@ class KVView(Protocol):
         positions: torch.Tensor,
         qk: QueryKeyTransform,
     ) -> torch.Tensor:
-        """Apply ``qk``, keep k and v ``[T, Hkv, D]``, return the queries ``[T, Hq, D]`` ready for :meth:`attend`."""
+        """Apply ``qk``, store k and v ``[T, Hkv, D]``, return the queries ``[T, Hq, D]`` for :meth:`attend`."""
         ...
 
     def attend(

@@ -2,8 +2,8 @@
 
 Vaswani et al., arXiv 1706.03762; grouped heads: Ainslie et al., arXiv 2305.13245. Two backends with one signature:
 ``naive`` spells out the formula, ``sdpa`` calls PyTorch's. Invariant: causality follows the order in the cache. Of S
-cached tokens the last T are the new ones, so query i stands at cache index S - T + i and sees no later index; positions
-play no part here. Keys and values are never expanded to the number of query heads.
+cached tokens the last T are the new ones, so query i has cache index S - T + i and attends to no later index; positions
+are not used. Keys and values are never expanded to the number of query heads.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which cache index each new token may see: bool ``[T, S]``; a window counts the token itself."""
+    """The attention mask: which cache index each new token attends to, bool ``[T, S]``; a window counts the token."""
     # exercise 01ax2: which of the S cached tokens each of the T new ones may see
     # hint: number the queries S - T … S - 1 and the keys 0 … S - 1, and compare a column with a row
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
@@ -38,7 +38,7 @@ def naive_attention(
     Args:
         q: ``[T, Hq, D]``, the new tokens.
         k, v: ``[Hkv, S, D]``, everything cached, the new tokens last; Hq is a multiple of Hkv.
-        window: see only the last ``window`` tokens, the token itself included.
+        window: attend only to the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)`` before the mask.
 
     Returns:
@@ -46,8 +46,8 @@ def naive_attention(
     """
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape
-    # exercise 01ax4: scores, softcap, mask, softmax, values, with Hq / Hkv query heads to a key head
-    # hint: view q as [T, Hkv, Hq / Hkv, D]; two einsums then do without a copy of any key
+    # exercise 01ax4: scores, softcap, mask, softmax, values, with Hq / Hkv query heads to a KV head
+    # hint: view q as [T, Hkv, Hq / Hkv, D]; two einsums then need no copy of the keys
     grouped = q.view(T, Hkv, Hq // Hkv, D)
     scores = torch.einsum("thgd,hsd->hgts", grouped, k).float() * scale
     if softcap is not None:
@@ -59,10 +59,10 @@ def naive_attention(
 
 
 def sdpa_without_cudnn(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``, by PyTorch's own kernels.
+    """``torch.nn.functional.scaled_dot_product_attention`` without cuDNN's kernels.
 
-    On a Hopper GPU it prefers cuDNN's, which make a plan for every new length of the keys: 45 ms on an H100, for an
-    attention of 10 µs, and while a sequence grows each length is new.
+    PyTorch prefers cuDNN on a Hopper GPU. cuDNN makes a plan for every new length of the keys: 45 ms on an H100 for an
+    attention of 10 µs, and during decode every length is new.
     """
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -81,7 +81,7 @@ def sdpa_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """As :func:`naive_attention`, through ``scaled_dot_product_attention``; soft-capped scores take the formula."""
+    """As :func:`naive_attention`, with ``scaled_dot_product_attention``; softcap falls back to the formula."""
     if softcap is not None:
         return naive_attention(q, k, v, scale=scale, window=window, softcap=softcap)
     T, Hq, D = q.shape
@@ -89,11 +89,11 @@ def sdpa_attention(
     G = Hq // Hkv
     if T == 1 and window is not None:
         k, v = k[:, -window:], v[:, -window:]
-    k, v = k[None], v[None]  # the fast kernels want four dimensions
+    k, v = k[None], v[None]  # the fast kernels need four dimensions
     if T > 1 and S == T and (window is None or window >= S):
         out = sdpa_without_cudnn(q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)
-    # Where a mask is needed the fast kernels want equal head counts: a group's heads are rows that share their keys.
+    # With a mask the fast kernels need equal head counts: the heads of a group become rows that share their keys.
     mask = None if T == 1 else visible(T, S, window, q.device).repeat(G, 1)  # [G · T, S]
     rows = q.view(T, Hkv, G, D).permute(1, 2, 0, 3).reshape(1, Hkv, G * T, D)
     out = sdpa_without_cudnn(rows, k, v, attn_mask=mask, scale=scale)

@@ -27,12 +27,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """Llama 3.1's stretching: ``frequencies`` fp32 ``[D/2]`` to fp32 ``[D/2]``, by their wavelengths in positions."""
-    # exercise 01ax5: stretch the long waves, keep the short ones, blend between
+    # exercise 01ax5: stretch the long wavelengths, keep the short ones, blend between
     # hint: a frequency f has wavelength 2π / f positions; compare it with original_max_position / factor
     wavelengths = 2 * math.pi / frequencies
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_scaled = rope.original_max_position / rope.low_freq_factor
-    # 0 at the longest wave that is scaled in full, 1 at the shortest that is kept as it is.
+    # 0 at the longest wavelength, scaled in full; 1 at the shortest, unchanged.
     blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
@@ -45,10 +45,10 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
 def rope_table(
     rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Rows to rotate by: fp32 ``[num_positions, 2, 1, D]``, for each position D cosines and D signed sines.
+    """The RoPE table: fp32 ``[num_positions, 2, 1, D]``, for each position D cosines and D signed sines.
 
-    Both halves of a head turn by the same angles; the sign of the sine stands in the table (minus for the first half,
-    plus for the second), so that a rotation is two products and a sum.
+    Both halves of a head rotate by the same angles; the table holds the sign of the sine (minus for the first half,
+    plus for the second), so a rotation is two products and a sum.
     """
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
     table = torch.empty(num_positions, 2, 1, head_dim, dtype=torch.float32)
@@ -67,7 +67,7 @@ def rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         x: ``[T, heads, D]`` in any floating dtype; the result has its shape and dtype.
         rows: ``[T, 2, 1, D]``, the rows of :func:`rope_table` at the tokens' positions.
     """
-    # exercise 01ax3: turn each head by the angles of its position
+    # exercise 01ax3: rotate each head by the angles of its position
     # hint: roll by D/2 swaps the halves of a head; the table's sines carry the signs
     cos, sin = rows.unbind(1)  # [T, 1, D] each
     h = x.float()

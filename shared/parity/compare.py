@@ -1,11 +1,11 @@
 """Layer-by-layer comparison of a model's activations with transformers'. Introduced in phase 1b.
 
 When logits differ, the question is where. Both models run the same tokens; after every module of every layer the two
-activations are compared. Each of our layers starts from the reference's hidden states, so an error stays in the layer
-that makes it, bounds are as tight in the last layer as in the first, and the first module over its bound is the one to
-look at. A free run of our model gives the drift (how far its own hidden states have wandered) and the final logits.
+activations are compared. Each of our layers starts from the reference's hidden states, so an error stays in its layer,
+bounds are as tight in the last layer as in the first, and the first module over its bound is the suspect. A free run of
+our model gives the drift (the error accumulated in its own hidden states) and the final logits.
 
-Invariant: neither model is changed; hooks are removed whatever happens.
+Invariant: neither model is changed; hooks are always removed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ HEADS_FIRST = (
 
 @dataclass(frozen=True)
 class Point:
-    """Where activations are taken: the input or the output of ``module``, which shows what ``name`` computed."""
+    """A point of comparison: the input or the output of ``module``, which is the result of ``name``."""
 
     name: str
     module: str
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def first_over(self) -> ModuleDiff | None:
-        """The first module over its bound: what to look at. None if all agree."""
+        """The first module over its bound; None if all agree."""
         return next((diff for diff in self.modules if diff.is_over), None)
 
 
@@ -86,7 +86,7 @@ def points(family: str) -> tuple[Point, ...]:
             Point("post_attention_norm", "post_attention_norm"),
             Point("attention residual", "mlp_norm", is_input=True),
         ]
-    else:  # the residual is added where o_proj writes
+    else:  # o_proj adds the residual
         found += [Point("attention.o_proj", "mlp_norm", is_input=True)]
     found += [
         Point("mlp_norm", "mlp_norm"),
@@ -100,7 +100,7 @@ def points(family: str) -> tuple[Point, ...]:
 
 
 def check_layers(layers: Sequence[int] | None, num_layers: int) -> Sequence[int]:
-    """The layers asked for, by default all; raises ConfigError for one that the model does not have."""
+    """The requested layers, by default all; raises ConfigError for a layer that the model does not have."""
     if layers is None:
         return range(num_layers)
     for layer in layers:
@@ -121,10 +121,10 @@ def compare_models(
     """Compare ``model`` with transformers' ``reference`` of the same checkpoint and dtype on one sequence.
 
     Args:
-        layers: those to compare module by module, ascending; by default all.
+        layers: the layers to compare module by module, ascending; by default all.
 
     Raises:
-        ConfigError: a layer that the model does not have, or dtypes that differ.
+        ConfigError: a layer does not exist, or the dtypes differ.
     """
     config = model.config
     layers = check_layers(layers, config.num_layers)
@@ -166,7 +166,7 @@ def _run_reference(
 ) -> tuple[dict[tuple[int, str], torch.Tensor], torch.Tensor]:
     """The reference's activations by (layer, point), every layer's ``input``, and its logits ``[T, V]``.
 
-    The final norm counts as one layer more.
+    The final norm counts as an additional layer.
     """
     blocks, names = reference.model.layers, FAMILIES[family].layer_names
     modules: dict[Any, nn.Module] = {}
@@ -190,7 +190,7 @@ def _run_reference(
 
 @contextmanager
 def _captured(modules: dict[Any, nn.Module]) -> Iterator[dict[Any, torch.Tensor]]:
-    """Collects what goes into (keys that are or hold an input Point) or comes out of the modules while they run."""
+    """Capture the inputs (for keys with an input Point) or outputs of the modules while they run."""
     captured: dict[Any, torch.Tensor] = {}
     handles = []
 

@@ -1,8 +1,8 @@
-"""transformers as the reference: a whole model, or a single layer of it. Introduced in phase 1a.
+"""transformers as the reference: a whole model, or a single layer. Introduced in phase 1a.
 
-Parity is only worth something if the other side is run as its authors meant, so nothing of transformers is rebuilt
-here: its own decoder layer, rotary embedding and mask functions are called. Invariant: the reference sees the same
-stored weights as ours, cast to the dtype asked for, and its attention is named explicitly (``eager`` or ``sdpa``).
+Parity means something only if the reference runs as its authors intended, so no part of transformers is reimplemented:
+its own decoder layer, rotary embedding and mask functions are called. Invariant: the reference uses the same stored
+weights as our model, cast to the requested dtype, and its attention is set explicitly (``eager`` or ``sdpa``).
 """
 
 import importlib
@@ -34,7 +34,7 @@ def load_reference(
     """transformers' model of a folder, ready for inference, on the CPU.
 
     Args:
-        round_to: round each weight to this dtype first. In fp32 that is what a bf16 model would give with exact
+        round_to: round each weight to this dtype first. In fp32 the result is that of a bf16 model with exact
             arithmetic, so the distance to it is the error of the arithmetic alone.
     """
     from transformers import AutoModelForCausalLM
@@ -49,7 +49,7 @@ def load_reference(
 
 
 class ReferenceLayer:
-    """Decoder layer ``layer`` of a folder, in transformers; reads that layer's tensors and no others."""
+    """Decoder layer ``layer`` of a folder, in transformers; reads only that layer's tensors."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ReferenceLayer:
         """As ``Engine.forward`` of phase 1a: one sequence ``[T, H]`` at ``positions`` int64 ``[T]``."""
         from transformers import masking_utils
 
-        batch, order = x[None], torch.arange(len(x))[None]  # masks follow the order, whatever the positions
+        batch, order = x[None], torch.arange(len(x))[None]  # masks follow the order, not the positions
         make_mask = {
             "full_attention": masking_utils.create_causal_mask,
             "sliding_attention": masking_utils.create_sliding_window_causal_mask,
@@ -94,10 +94,10 @@ class ReferenceLayer:
 
 
 def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int, streamer: Any = None) -> list[int]:
-    """The ids that transformers' ``generate``, with its cache, continues a prompt with, past any end of sequence."""
+    """The greedy continuation of a prompt by transformers' ``generate``, with its cache, past end-of-sequence ids."""
     from transformers import GenerationConfig
 
-    reference.generation_config = GenerationConfig()  # the folder's own would bring its end ids back
+    reference.generation_config = GenerationConfig()  # the folder's config would restore its eos ids
     ids = torch.tensor([prompt_ids], device=reference.device)
     config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
     with torch.inference_mode():

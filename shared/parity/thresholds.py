@@ -1,8 +1,8 @@
-"""How far two computations of the same numbers may lie apart. Introduced in phase 1a.
+"""Error bounds for two computations of the same numbers. Introduced in phase 1a.
 
-**The measure.** Of each row (a token's vector, or its logits) the root mean square of the difference over the root mean
-square of the reference, and of all rows the worst. A row is measured by itself, because a trained model's first token
-carries activations a hundred times larger than the others and would hide them.
+**The measure.** For each row (a token's vector, or its logits) the root mean square of the difference over the root
+mean square of the reference; the worst row counts. Rows are measured separately, because a trained model's first token
+has activations a hundred times larger than the others and would hide their errors.
 
 **fp32.** Ours against transformers' in fp32. The unit roundoff is u = 2⁻²⁴; a dot product of n terms errs by about
 √n u, and the longest of the models here has n = 8192: 5.4e-6. A layer may err by that, rounded to 5e-6. Through L
@@ -11,15 +11,15 @@ layers errors add like a random walk, √L of them; the logits of 30 layers may 
 **bf16, fp16.** Two correct programs differ as much from each other as from the truth, so the truth is the measure:
 transformers in fp32 on the same weights and inputs, rounded beforehand. Sums run in fp32, so only the roundings between
 operations count: about ten in a row in a layer, each u/√3 or so, u = 2⁻⁸ (bf16) or 2⁻¹¹ (fp16). A layer may err by 4u.
-Trained layers can amplify a rounding: layer 9 of SmolLM2 takes away most of what the first token has gathered, and what
-is left of that difference of large numbers errs by 8u in any program. So where transformers in the same dtype errs by
-more, ours may err 1.25 times as much as that, and no more (``allowed_error``).
+Trained layers can amplify a rounding error: layer 9 of SmolLM2 subtracts most of the first token's large activations,
+and this cancellation errs by 8u in any program. So if transformers in the same dtype exceeds the bound, ours may err by
+at most 1.25 times its error (``allowed_error``).
 
 **Logits in bf16 and fp16** may err by 8u, or again 1.25 times as much as transformers, but as the root mean square over
 all rows, ``typical``. The worst row says little here: through 30 trained layers one position in fifty comes out several
 times worse than the rest, in any program, and which one it is changes with every rounding.
 
-**Arg-max.** In fp32 the likeliest token is the same. In the others it may change where two are nearly tied: the fp32
+**Arg-max.** In fp32 the most likely token is the same. In other dtypes it may change if two are nearly tied: the fp32
 logit of our choice lies at most 16u, times the root mean square of the row, below the highest. (Each of the two logits
 errs by some 8u of that.)
 
@@ -64,7 +64,7 @@ THRESHOLDS = {
 
 
 def allowed_error(bound: float, peer: float) -> float:
-    """What ours may err by in a half-precision dtype when transformers, in the same dtype, errs by ``peer``."""
+    """The bound on our error in a half-precision dtype if transformers, in the same dtype, errs by ``peer``."""
     return max(bound, PEER_FACTOR * peer)
 
 
@@ -79,7 +79,7 @@ class Distance:
 
 
 def distance(ours: torch.Tensor, reference: torch.Tensor) -> Distance:
-    """How far ``ours [..., n]`` lies from ``reference`` of the same shape; NaN if either holds one."""
+    """The distance of ``ours [..., n]`` from ``reference`` of the same shape; NaN if either contains NaN."""
     if ours.shape != reference.shape:
         raise ValueError(f"shapes differ: ours {list(ours.shape)}, the reference {list(reference.shape)}")
     errors, largest = [], []
@@ -87,7 +87,7 @@ def distance(ours: torch.Tensor, reference: torch.Tensor) -> Distance:
     for a, b in zip(*pieces, strict=True):
         difference = a.double() - b.double()
         rms, size = (x.square().mean(-1).sqrt() for x in (difference, b.double()))
-        errors.append(torch.where(difference.eq(0).all(-1), 0.0, rms / size))  # equal rows of zeros are at distance 0
+        errors.append(torch.where(difference.eq(0).all(-1), 0.0, rms / size))  # equal rows of zeros have distance 0
         largest.append(difference.abs().max())
     rows = torch.cat(errors)
     return Distance(rows.max().item(), rows.square().mean().sqrt().item(), torch.stack(largest).max().item())

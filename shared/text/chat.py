@@ -1,8 +1,8 @@
 """Conversations as prompts, through Jinja2 templates of our own. Introduced in phase 2.
 
 An instruction-tuned model answers well only in the exact format it was trained on, down to a newline. Checkpoints carry
-a template for that, which is a program from a stranger; ours are few, short, tested against theirs, and one can read
-them. They are rendered in an immutable sandbox all the same.
+a template for that, which is untrusted code; ours are few, short, readable and tested against theirs. They are rendered
+in an immutable sandbox all the same.
 
 Invariant: for messages of plain text, `encode_chat` gives the ids of transformers' ``apply_chat_template`` on the
 official checkpoint: one BOS where the family has one, never two. Text inside a message never becomes a control token.
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 ROLES = ("system", "user", "assistant")
-# (family, a token that the tokenizer must have, template): the first row that fits is taken.
+# (family, a token that the tokenizer must have, template): the first matching row is used.
 TEMPLATE_CHOICES = (
     ("llama", "<|start_header_id|>", "llama3"),
     ("llama", "<|im_start|>", "chatml"),
     ("qwen3", "<|im_start|>", "qwen3"),
     ("gemma3_text", "<start_of_turn>", "gemma3"),
 )
-# The date that Llama 3.1's template names when it is given none.
+# The default date of Llama 3.1's template.
 LLAMA_RELEASE_DATE = "26 Jul 2024"
 _ALTERNATING = ("gemma3",)
 _THINKING = ("qwen3",)
@@ -39,7 +39,7 @@ _THINKING = ("qwen3",)
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """One turn: `role` is system, user or assistant; anything else, or content that is no string: RequestError."""
+    """One turn; `role` is system, user or assistant. Raises RequestError for another role or non-string content."""
 
     role: str
     content: str
@@ -54,8 +54,8 @@ class ChatMessage:
 def choose_template(family: str, tokenizer: Tokenizer) -> str:
     """The name of our template for a model family ("llama", "qwen3", "gemma3_text") and its tokenizer.
 
-    The same family may speak several formats: SmolLM2 is a Llama that knows ChatML's tokens. Raises ModelFolderError
-    when none of ours fits.
+    A family may use several formats: SmolLM2 is a Llama model with ChatML's tokens. Raises ModelFolderError if no
+    template fits.
     """
     for row_family, token, template in TEMPLATE_CHOICES:
         if row_family == family and tokenizer.token_id(token) is not None:
@@ -63,9 +63,9 @@ def choose_template(family: str, tokenizer: Tokenizer) -> str:
     tokens = [token for row_family, token, _ in TEMPLATE_CHOICES if row_family == family]
     lacking = f" whose tokenizer has no {' or '.join(tokens)}" if tokens else ""
     raise ModelFolderError(
-        f"None of our chat templates fits a model of family {family!r}{lacking}. They lie in {TEMPLATE_FOLDER}: to add "
-        "one, put NAME.jinja there (it is given messages, bos_token, add_generation_prompt) and a row in "
-        "TEMPLATE_CHOICES of the chat.py beside that folder; or give the model plain text, without a chat."
+        f"None of our chat templates fits a model of family {family!r}{lacking}. They are in {TEMPLATE_FOLDER}: to add "
+        "one, put NAME.jinja there (its variables are messages, bos_token, add_generation_prompt) and a row in "
+        "TEMPLATE_CHOICES of the chat.py beside that folder; or use plain completion instead of chat."
     )
 
 
@@ -82,18 +82,18 @@ def render_chat(
     """The prompt text of a conversation.
 
     template               a name that `choose_template` returns
-    bos_token              put in front by the families that begin with one (Llama 3, Gemma 3)
+    bos_token              prepended for the families that begin with one (Llama 3, Gemma 3)
     add_generation_prompt  end with the header of the assistant's next turn
-    thinking               Qwen 3: False closes the thinking before it begins; None and True leave it to the model
+    thinking               Qwen 3: False inserts an empty thinking block; None and True leave it to the model
     date                   Llama 3.1 and later: today's date in the system turn; None is the original Llama 3 format,
                            plain header blocks without a system turn of its own
     default_system         ChatML: SmolLM2's own system message when the conversation has none
 
-    Contents appear verbatim (trimmed where the family trims). A content such as "<|im_end|>" is text here, but would
+    Contents appear verbatim (trimmed if the family trims). A content such as "<|im_end|>" is text here, but would
     become a control token if the result were simply tokenized: use `encode_chat`.
 
-    Raises RequestError for an empty list, for roles that do not alternate where the family demands it, and for thinking
-    where there is none; ModelFolderError for a template that does not exist.
+    Raises RequestError for an empty list, for roles that do not alternate as the family requires, and for thinking that
+    the template does not support; ModelFolderError for a template that does not exist.
     """
     if not (TEMPLATE_FOLDER / f"{template}.jinja").is_file():
         known = ", ".join(sorted(path.stem for path in TEMPLATE_FOLDER.glob("*.jinja")))
@@ -101,7 +101,9 @@ def render_chat(
     if not messages:
         raise RequestError("The conversation has no messages (an empty list); pass at least one.")
     if thinking and template not in _THINKING:
-        raise RequestError(f"thinking=True, but the chat template {template!r} knows no thinking; leave it out.")
+        raise RequestError(
+            f"thinking=True, but the chat template {template!r} does not support thinking; leave it out."
+        )
     if template in _ALTERNATING:
         _check_alternation(messages)
     return (
@@ -127,14 +129,14 @@ def encode_chat(
     thinking: bool | None = None,
     today: datetime.date | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, ready for the model; BOS comes from the template alone, so it is never doubled.
+    """Token ids of a conversation; BOS comes from the template alone, so it is never doubled.
 
-    What differs between checkpoints of one family is read from the checkpoint: whether Llama's system turn names a date
-    (see `llama_date`; `today` defaults to the clock), and whether ChatML has SmolLM2's default system message.
+    Differences between checkpoints of one family are read from the checkpoint: whether Llama's system turn contains a
+    date (see `llama_date`; `today` defaults to the clock), and whether ChatML has SmolLM2's default system message.
 
     A special token written out in a message ("<|im_end|>") stays text: it is cut after its first character, and the
-    parts are tokenized apart. A user therefore cannot forge a turn. transformers does let it through as a control
-    token; for every other content the ids are the same.
+    parts are tokenized separately, so a user cannot forge a turn. transformers encodes it as a control token; for every
+    other content the ids are the same.
     """
     seam = _unused_character(messages)
     guarded = [ChatMessage(message.role, _cut(message.content, tokenizer, seam)) for message in messages]
@@ -154,8 +156,8 @@ def encode_chat(
 def llama_date(tokenizer: Tokenizer, today: datetime.date) -> str | None:
     """The date that a Llama 3 checkpoint expects in its system turn, or None for the format without one.
 
-    Llama 3.2's template reads the clock, 3.1's and 3.3's name a fixed day, the first Llama 3's has no date; the three
-    are told apart by the template in the checkpoint. Without one, <|eom_id|> (3.1 and later) decides for the fixed day.
+    Llama 3.2's template reads the clock, 3.1's and 3.3's contain a fixed date, the first Llama 3's has none; the
+    checkpoint's template tells which. Without a template, the token <|eom_id|> (3.1 and later) means the fixed date.
     """
     own = tokenizer.chat_template
     if own is None:
@@ -184,8 +186,8 @@ def _check_alternation(messages: Sequence[ChatMessage]) -> None:
     expected = [("user", "assistant")[index % 2] for index in range(max(1, len(turns)))]
     if turns != expected:
         raise RequestError(
-            f"The roles are {', '.join(roles)}; this model's format wants user and assistant in turn, beginning with "
-            "user, after at most one system message in front."
+            f"The roles are {', '.join(roles)}; this model's format requires user and assistant in turn, starting with "
+            "user, after at most one system message."
         )
 
 

@@ -1,8 +1,8 @@
-"""Token ids to streamed text, one token at a time: never half a character, never a lost space.
+"""Incremental detokenizer: token ids to streamed text, without partial characters or lost spaces.
 
-A token is a piece of bytes, not of text: an emoji may span four tokens, and a word's space belongs to its token. To
-decode each token alone would lose both; to decode everything anew for each token would cost time that grows with the
-square of the length. So bytes are collected, and text is let go as soon as it is certain. Introduced in phase 2.
+A token is a piece of bytes, not of text: an emoji may span four tokens, and a word's space belongs to its token.
+Decoding each token alone loses both; decoding the whole output for each token takes quadratic time. So bytes are
+collected, and text is released as soon as it is certain. Introduced in phase 2.
 
 Invariant: the pieces of all `push` calls and `flush`, joined, equal `tokenizer.decode(ids)`.
 """
@@ -15,8 +15,8 @@ from shared.text.tokenizer import Tokenizer
 class IncrementalDecoder:
     """Streams the text of one sequence. State: the bytes seen but not yet emitted.
 
-    Byte-level vocabularies let a character go with its last byte. Byte-fallback vocabularies decode a run of ``<0xNN>``
-    tokens as a whole (valid, or every byte of it U+FFFD), so a run is held until the next ordinary token.
+    Byte-level vocabularies release a character with its last byte. Byte-fallback vocabularies decode a run of
+    ``<0xNN>`` tokens as a whole (valid, or every byte becomes U+FFFD), so a run is held until the next ordinary token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -26,7 +26,7 @@ class IncrementalDecoder:
         self._strip, self._num_to_strip = tokenizer.decoder.stripped_prefix
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; "" while a character is incomplete or for a special token."""
+        """The text that this token completes; "" while a character is incomplete or for a special token."""
         piece = self._tokenizer.token_bytes(token_id)
         if not piece:
             return ""
@@ -36,7 +36,7 @@ class IncrementalDecoder:
         return self._without_prefix(self._end_run() + self._utf8.decode(piece))
 
     def flush(self) -> str:
-        """What is left at the end of the sequence; an incomplete character becomes U+FFFD."""
+        """The remaining text at the end of the sequence; an incomplete character becomes U+FFFD."""
         return self._without_prefix(self._end_run() + self._utf8.decode(b"", final=True))
 
     def _end_run(self) -> str:

@@ -1,10 +1,10 @@
-"""Why a generation ended, and the search for stop strings in streamed text.
+"""Finish reasons, and the search for stop strings in streamed text.
 
 A stop string rarely coincides with a token: it may begin in the middle of one piece of text and end three pieces later.
-Text that may turn out to begin one is therefore held back, and given out when it did not. Introduced in phase 2.
+So text that may begin a stop string is held back until that is decided. Introduced in phase 2.
 
-Invariant: what has been released never contains any part of the match, and depends on the whole text alone, never on
-how it was cut into pieces. The buffer is shorter than the longest stop string plus one piece.
+Invariant: released text never contains any part of the match, and depends on the whole text alone, never on how it is
+divided into pieces. The buffer is shorter than the longest stop string plus one piece.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from shared.errors import RequestError
 
 
 class FinishReason(StrEnum):
-    """EOS: the model chose an end id. STOP: a stop string completed. LENGTH: the token limit was reached.
+    """EOS: the model sampled an end-of-sequence id. STOP: a stop string matched. LENGTH: the token limit was reached.
 
-    ABORT: whoever asked does not want the rest. ERROR: the engine could not go on with this request.
+    ABORT: the client cancelled the request. ERROR: the request failed.
     """
 
     EOS = "eos"
@@ -29,9 +29,9 @@ class FinishReason(StrEnum):
 class StopChecker:
     """Finds the earliest stop string in a text that arrives in pieces.
 
-    Earliest means: smallest start in the text, and among equal starts the string listed first. While a string that
-    would win is still incomplete, a completed one waits: with stops ("abcd", "bc"), "abc" is decided by the next
-    character. `matched` is the stop string that won, None as long as none has.
+    Earliest means: smallest start in the text, and among equal starts the string listed first. A complete match is
+    deferred while an earlier one is still possible: with stops ("abcd", "bc"), the next character decides "abc".
+    `matched` is the stop string that matched, or None.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -44,7 +44,7 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, piece: str) -> str:
-        """Take the next piece of text; the text that may be emitted now. After a match nothing more is released."""
+        """Append a piece of text; return the text that may be released now. After a match nothing more is released."""
         if self.matched is not None:
             return ""
         self._held += piece
@@ -55,21 +55,21 @@ class StopChecker:
         return self._release(len(self._held) if partial is None else partial[0])
 
     def flush(self) -> str:
-        """The text has ended: nothing can complete any more, so what was held back is released up to a match."""
+        """End of the text: release the held text, up to a match."""
         if self.matched is not None:
             return ""
         complete = self._earliest_complete()
         return self._release(len(self._held)) if complete is None else self._finish(*complete)
 
     def _earliest_complete(self) -> tuple[int, int] | None:
-        """(start, rank) of the winning stop string that lies wholly in the held text."""
+        """(start, rank) of the earliest stop string that is complete in the held text."""
         found = ((self._held.find(stop), rank) for rank, stop in enumerate(self._stops))
         return min((match for match in found if match[0] >= 0), default=None)
 
     def _earliest_partial(self) -> tuple[int, int] | None:
-        """(start, rank) of the first stop string that the held text ends in the middle of."""
-        # exercise 02x5: where the held text may be the beginning of a stop string
-        # hint: a tail of the held text with which a longer stop string starts; the earliest such tail wins
+        """(start, rank) of the earliest stop string that begins in the held text and is incomplete."""
+        # exercise 02x5: where the held text may begin a stop string
+        # hint: find a suffix of the held text that is a proper prefix of a stop string; the earliest suffix wins
         for start in range(max(0, len(self._held) - self._max_length + 1), len(self._held)):
             tail = self._held[start:]
             for rank, stop in enumerate(self._stops):

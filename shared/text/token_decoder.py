@@ -1,11 +1,11 @@
-"""From one token's string to the bytes it stands for, for the two kinds of BPE vocabulary in use.
+"""From a token's string to its bytes, for the two kinds of BPE vocabulary in use.
 
 A vocabulary stores tokens as printable strings, and the tokenizer's *decoder* says how those become text. Streaming and
 grammar masks need that per token and in bytes, because a character may be spread over several tokens. The kind is read
 from the decoder's own JSON, never guessed from a model's name. Introduced in phase 1b.
 
 Invariant: joining `bytes_of` over the non-special tokens of a text gives exactly the bytes that the tokenizer's own
-decoder works on; only bytes that are not UTF-8, and `stripped_prefix`, are left to whoever joins them.
+decoder works on; the caller handles bytes that are not UTF-8, and `stripped_prefix`.
 """
 
 import json
@@ -24,7 +24,7 @@ SUPPORTED_DECODERS = (
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's alphabet: each byte as one printable character (openai/gpt-2, ``bytes_to_unicode``).
 
-    Printable Latin-1 bytes stand for themselves; the others get the code points from 256 on, in order.
+    Printable Latin-1 bytes map to themselves; the others to the code points from 256 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -36,7 +36,7 @@ BYTE_ALPHABET = _byte_alphabet()
 
 @dataclass(frozen=True)
 class TokenDecoder:
-    """How a vocabulary's token strings become bytes.
+    """The conversion of a vocabulary's token strings to bytes.
 
     is_byte_level      every character of a token is one byte of `BYTE_ALPHABET`
     has_byte_fallback  a token ``<0xNN>`` is the byte NN
@@ -51,7 +51,7 @@ class TokenDecoder:
 
     @classmethod
     def from_json(cls, text: str | bytes | None) -> "TokenDecoder":
-        """Read the ``decoder`` part of a ``tokenizer.json``; ModelFolderError on a kind that is not supported."""
+        """Read the ``decoder`` part of a ``tokenizer.json``; raises ModelFolderError for an unsupported kind."""
         steps = _flatten(json.loads(text) if text else None)
         kinds = [step.get("type") for step in steps]
         if kinds == ["ByteLevel"]:
@@ -69,15 +69,15 @@ class TokenDecoder:
         if not steps or remaining or not is_left_strip:
             found = " → ".join(str(kind) for kind in kinds) or "none"
             raise ModelFolderError(
-                f"The tokenizer's decoder is {found}, whose tokens cannot be turned into bytes one by one here. "
+                f"The tokenizer's decoder is {found}, whose tokens cannot be converted to bytes one by one. "
                 f"Supported are {SUPPORTED_DECODERS}."
             )
         prefix = (strip["content"], strip["start"]) if strip else ("", 0)
         return cls(has_byte_fallback=has_byte_fallback, replacements=tuple(replacements), stripped_prefix=prefix)
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes of one token string; an added token written in plain text stands for its own UTF-8."""
-        # exercise 01bx3: the bytes behind one token's string, for both kinds of vocabulary
+        """The bytes of one token string; an added token in plain text gives its UTF-8 encoding."""
+        # exercise 01bx3: the bytes of one token's string, for both kinds of vocabulary
         # hint: an added token may hold characters outside the byte alphabet; byte_of knows the <0xNN> tokens
         if self.is_byte_level:
             try:

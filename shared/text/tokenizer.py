@@ -1,10 +1,10 @@
-"""Text to token ids and back: a thin wrapper over transformers' tokenizers, loaded from a model's own folder.
+"""Text to token ids and back: a thin wrapper over transformers' tokenizers, loaded from a model folder.
 
-The engine needs little of a tokenizer, and needs it exact: ids, text, every id that ends a generation, and the bytes
-of a single token. It must also load fast, because the user waits for the first token. Introduced in phase 1b.
+The engine needs exact ids and text, every id that ends a generation, and the bytes of a single token. Loading must be
+fast, because it delays the first token. Introduced in phase 1b.
 
-Invariant: `encode` and `decode` give what the folder's ``AutoTokenizer`` gives, without truncation, padding or any
-clean-up of spaces; a loaded `Tokenizer` never changes, so threads may share it.
+Invariant: `encode` and `decode` equal those of the folder's ``AutoTokenizer``, without truncation, padding or clean-up
+of spaces; a loaded `Tokenizer` is immutable, so threads may share it.
 """
 
 import json
@@ -15,11 +15,11 @@ from typing import Any
 from shared.errors import ModelFolderError, RequestError
 from shared.text.token_decoder import TokenDecoder
 
-# AutoTokenizer resolves these to the generic class that reads tokenizer.json as it stands.
+# AutoTokenizer resolves these to the generic class that reads tokenizer.json unchanged.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Any one group makes a folder loadable; the later ones are converted by transformers, some with an extra package.
 _VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
-# Loading succeeds for some damaged files whose first use fails; this text is tried before anyone else's.
+# Some damaged files load and fail at first use, so this text is tokenized once after loading.
 _PROBE = "a é\n日 12"
 
 
@@ -28,14 +28,14 @@ class Tokenizer:
 
     vocab_size     number of tokens, added ones included; a model's embedding may have more rows
     bos_id         the id that starts a text, or None; bos_token is its string ("" without one)
-    eos_ids        all ids that end a generation, as tokenizer, generation_config.json and config.json name them
+    eos_ids        all ids that end a generation, from tokenizer, generation_config.json and config.json
     special_ids    control tokens, which `decode` skips
     chat_template  the Jinja2 source that came with the checkpoint, or None
-    decoder        how token strings become bytes
+    decoder        converts token strings to bytes
     """
 
     def __init__(self, fast: Any, eos_ids: frozenset[int], decoder: TokenDecoder) -> None:
-        """`fast` is a transformers tokenizer; its settings for truncation and padding are switched off."""
+        """`fast` is a transformers tokenizer; its truncation and padding are disabled."""
         backend = fast.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -54,9 +54,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Load from a local model folder; nothing is downloaded and no code of the folder is run.
+        """Load from a local model folder, without downloads and without running code from the folder.
 
-        Raises ModelFolderError when files are missing or damaged, or when the decoder is of an unknown kind.
+        Raises ModelFolderError if files are missing or damaged, or the kind of decoder is unsupported.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -77,10 +77,10 @@ class Tokenizer:
         return cls(fast, eos_ids, TokenDecoder.from_json(decoder.__getstate__() if decoder is not None else None))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds what the model wants around it (mostly one BOS in front).
+        """Token ids of `text`; `add_special_tokens` adds the model's special tokens (mostly one BOS at the start).
 
-        A special token written out in `text` becomes that token (`shared.text.chat.encode_chat` prevents it for
-        messages). Raises RequestError for a string that is not Unicode text (an unpaired surrogate).
+        A special token written out in `text` becomes that token (`shared.text.chat.encode_chat` prevents this for
+        messages). Raises RequestError for a string that is not valid Unicode (an unpaired surrogate).
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -116,12 +116,12 @@ class Tokenizer:
 
 
 def _load_fast(folder: Path, tokenizer_class: Any, model_type: Any) -> Any:
-    """The transformers tokenizer of a folder, by the cheapest import that gives AutoTokenizer's answer.
+    """The transformers tokenizer of a folder, by the cheapest import with the same result as AutoTokenizer.
 
-    A folder that declares a generic class needs no AutoTokenizer at all (measured: 1.1 s less). With any other declared
-    class, AutoTokenizer reads nothing of the model's configuration but `model_type`: handing it that alone spares
-    the import of the model's configuration class, and with it torch.distributed and sympy (2 s). transformers is
-    imported here, and only here, so that commands without a tokenizer never pay for it.
+    A folder that declares a generic class needs no AutoTokenizer (measured: 1.1 s less). For any other declared class,
+    AutoTokenizer reads only `model_type` of the model's configuration: passing just that avoids the import of the
+    model's configuration class, and with it torch.distributed and sympy (2 s). transformers is imported only here, so
+    that commands without a tokenizer do not import it.
     """
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -147,13 +147,13 @@ def _load_fast(folder: Path, tokenizer_class: Any, model_type: Any) -> Any:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelFolderError(
             f"The tokenizer in {folder} cannot be loaded ({reason}). The file tokenizer.json or tokenizer_config.json "
-            "is damaged, or does not belong to this model: fetch both again from where the model came from."
+            "is damaged, or does not belong to this model: download both again from the model's source."
         ) from error
     return fast
 
 
 def _refuse_word_prefix(path: Path) -> None:
-    """No family here prefixes the inside of words, and merges that lack such a prefix abort the whole process."""
+    """Refuse a continuing-subword prefix: no supported family has one, and merges without it abort the process."""
     if path.is_file() and re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', path.read_bytes()):
         raise ValueError("its continuing_subword_prefix is not empty")
 
@@ -166,7 +166,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(
-            f"The file {path} is not readable JSON ({error}). Fetch it again from where the model came from."
+            f"The file {path} is not readable JSON ({error}). Download it again from the model's source."
         ) from error
     if not isinstance(content, dict):
         raise ModelFolderError(f"The file {path} must hold a JSON object, but holds a {type(content).__name__}.")

@@ -1,1 +1,1 @@
-"""A timeline of an engine's run: recorded around its steps, written for Perfetto and as a page of its own."""
+"""Timelines of an engine's run: recorded around its steps, written for Perfetto and as a standalone HTML page."""

@@ -1,8 +1,8 @@
 """A run in the Trace Event Format, which Perfetto and Chrome open. Introduced in phase 4.
 
-A run is a process; its threads are the engine's steps and, one each, the requests; its counters are the lanes. Times
-are microseconds with three decimals, so no nanosecond is lost. The format is Google's "Trace Event Format" (2016).
-Invariant: on a thread no two events overlap, so nothing depends on the order in which a reader nests them.
+A run is a process; its threads are the engine's steps and one per request; its counters are the lanes. Times are
+microseconds with three decimals, so nanoseconds are preserved. The format is Google's "Trace Event Format" (2016).
+Invariant: events of a thread do not overlap, so a viewer cannot nest them wrongly.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def chrome_trace(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def chrome_text(traces: Sequence[Trace]) -> str:
-    """As text, an event a line."""
+    """The trace as JSON text, one event per line."""
     whole = chrome_trace(traces)
     lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in whole.pop("traceEvents"))
     return f'{{"traceEvents": [\n{lines}\n],\n{json.dumps(whole, ensure_ascii=False)[1:]}\n'
@@ -50,7 +50,7 @@ def _events(trace: Trace, pid: int) -> Iterator[Event]:
 
 
 def _request_events(trace: Trace, request: TracedRequest, pid: int, tid: int) -> Iterator[Event]:
-    """The queue as one event, then one for each step that served it or took its memory, then its end."""
+    """The wait in the queue as one event, then one for each step that ran or preempted the request, then its end."""
     cells = [cell for cell in trace.cells(request) if cell.kind not in IDLE]
     first_ns = trace.steps[cells[0].step].started_ns if cells else request.ended_ns
     queue_ns = first_ns if first_ns is not None else (trace.steps[-1].ended_ns if trace.steps else request.arrived_ns)

@@ -1,8 +1,8 @@
-"""When each block of the memory belonged to whom, for the page of a trace. Introduced in phase 6.
+"""Which request held which KV cache block after each step, for a trace's page. Introduced in phase 6.
 
-A map for each step would say the same thing over and over: a table only grows, until all of it is given back. So what
-is kept of a request is when each of its blocks came and went. Invariant: the blocks that a request holds after a step,
-in the order in which they stand here, are its block table then.
+A map for each step would be redundant: a block table only grows until all its blocks are freed. So each request keeps
+the steps at which its blocks were allocated and freed. Invariant: the blocks that a request holds after a step, in the
+order of this list, are its block table at that step.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from shared.tracing.trace import Trace, TracedRequest
 
 
 def memory_data(trace: Trace) -> dict[str, Any] | None:
-    """The memory through all steps, as JSON values; None where none was recorded."""
+    """The KV cache over all steps, as JSON values; None if it was not recorded."""
     first = trace.steps[0].memory if trace.steps else None
     if first is None:
         return None
@@ -24,8 +24,8 @@ def memory_data(trace: Trace) -> dict[str, Any] | None:
 
 
 def _holdings(trace: Trace, request: TracedRequest) -> dict[str, Any]:
-    """Its blocks, each with the first step after which it held it and the first after which it did not; and for each
-    step from its arrival to its end, the tokens written.
+    """The request's blocks, each with the steps after which it was first held and first freed; and the number of
+    written tokens after each step from the request's arrival to its end.
     """
     ended: list[list[int]] = []
     written = []

@@ -1,7 +1,6 @@
-"""What a step leaves behind as a number: a lane of the page and a counter of the Chrome trace. Introduced in phase 4.
+"""Per-step counters: the lanes of the page and the counters of the Chrome trace. Introduced in phase 4.
 
-A new figure of a step, such as blocks that two requests share, is one more row of the table. Invariant: both files draw
-exactly these.
+A new counter, such as shared blocks, is one more row of the table. Invariant: both files show exactly these.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from shared.tracing.trace import Trace, TracedStep
 
 @dataclass(frozen=True)
 class Lane:
-    """``value`` reads a step, ``capacity`` the most that the value can be in a trace, None where nothing bounds it."""
+    """``value`` reads a step; ``capacity`` is the value's upper bound in a trace, None if it is unbounded."""
 
     name: str
     text: str
@@ -37,6 +36,6 @@ LANES = (
     Lane("served", "requests that the step ran", lambda step: step.num_served, lambda trace: trace.max_batch_size),
     Lane("running", "after the step", lambda step: step.record.num_running, lambda trace: trace.max_batch_size),
     Lane("waiting", "after the step", lambda step: step.record.num_waiting, lambda trace: None),
-    Lane("KV tokens", "in the memory after the step", lambda step: step.record.kv_used_tokens, _kv_capacity),
+    Lane("KV tokens", "in the KV cache after the step", lambda step: step.record.kv_used_tokens, _kv_capacity),
     Lane("KV blocks", "held after the step; a region is one large block", _num_held, _num_blocks),
 )

@@ -1,7 +1,7 @@
-"""Around an engine's methods, a clock and a notebook. Introduced in phase 4.
+"""Records an engine's run: a wrapper that times its methods. Introduced in phase 4.
 
-The engine takes no time and does no I/O; whoever steps it can therefore watch it from outside. Requests come, run and
-are aborted through the recorder, which passes everything on. Invariant: it changes nothing of what the engine does.
+The engine reads no clock and does no I/O, so its caller can record it from outside. Requests are added, stepped and
+aborted through the recorder, which forwards every call. Invariant: recording does not change the engine's behaviour.
 """
 
 import time
@@ -17,7 +17,7 @@ from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep, Trac
 
 
 class TraceableEngine(Protocol):
-    """What of an engine is used."""
+    """The interface of an engine that the recorder uses."""
 
     config: Any
     tokenizer: Any
@@ -31,25 +31,25 @@ class TraceableEngine(Protocol):
 
 
 class Recorder:
-    """Stands in the engine's place for whoever adds, steps and aborts.
+    """Wraps an engine's ``add_request``, ``step`` and ``abort``.
 
     Args:
-        clock: nanoseconds, never going back.
+        clock: monotonic, in nanoseconds.
 
     Raises:
-        ValueError: the engine has work already, whose beginning would be missing.
+        ValueError: the engine has requests already, whose arrivals would be missing.
     """
 
     def __init__(self, engine: TraceableEngine, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         if engine.has_work():
-            raise ValueError("The engine has requests already; record from a moment when it has none.")
+            raise ValueError("The engine has requests already; start recording while it has none.")
         self.engine = engine
         self.clock = clock
         self.zero_ns = clock()
         self.steps: list[TracedStep] = []
         self.requests: list[TracedRequest] = []  # without their tokens
-        self.tokens: list[list[TracedToken]] = []  # of each of them
-        self.places: dict[str, int] = {}  # where in those lists: an id may be used again once its request has ended
+        self.tokens: list[list[TracedToken]] = []  # of each request
+        self.places: dict[str, int] = {}  # index in those lists by id, which may be reused after the request's end
 
     def add_request(
         self,
@@ -58,7 +58,7 @@ class Recorder:
         request_id: str | None = None,
         text: str | None = None,
     ) -> str:
-        """The engine's; ``text`` is shown for a prompt that comes as ids."""
+        """The engine's ``add_request``; ``text`` is shown for a prompt given as ids."""
         prompt_ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         arrived_ns = self._now()
         request_id = self.engine.add_request(prompt_ids, params, request_id)
@@ -77,7 +77,7 @@ class Recorder:
         return request_id
 
     def step(self) -> list[StepOutput]:
-        """The engine's."""
+        """The engine's ``step``."""
         started_ns = self._now()
         outputs = self.engine.step()
         ended_ns = self._now()
@@ -91,14 +91,14 @@ class Recorder:
         return outputs
 
     def abort(self, request_id: str) -> bool:
-        """The engine's."""
+        """The engine's ``abort``."""
         was_here = self.engine.abort(request_id)
         if was_here:
             self._end(request_id, outcome=Outcome.ABORTED, end_step=len(self.steps), ended_ns=self._now())
         return was_here
 
     def trace(self, title: str, **settings: str | int | float | None) -> Trace:
-        """What was recorded so far."""
+        """The recording so far."""
         return Trace(
             title,
             max_batch_size=self.engine.config.max_batch_size,

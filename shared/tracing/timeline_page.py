@@ -1,8 +1,8 @@
-"""A run as one HTML file that needs nothing else. Introduced in phase 4.
+"""Writes a run as a self-contained HTML file. Introduced in phase 4.
 
-Style, script and data stand inside it; its policy (CSP) allows these, by their hashes, and no request to anybody. The
-script draws; the tables are written here, so that a reader without it, or without eyes, has every figure. Invariant:
-what came from a model or a user is data or escaped text, never markup.
+Style, script and data are inline; the page's policy (CSP) allows only these, by their hashes, and no network request.
+The script draws the timeline; the tables are generated here, so all figures are available without the script and to
+screen readers. Invariant: text from a model or a user is data or escaped, never markup.
 """
 
 import base64
@@ -25,7 +25,7 @@ REGION = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page(traces: Sequence[Trace], title: str) -> str:
-    """The HTML of one page with all traces, one below the other, on the same scale."""
+    """The HTML of one page with all traces below each other, on the same scale."""
     style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
     script = "\n\n".join(map(_part, ("timeline.js", "pool.js", "memory.js", "controls.js")))
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
@@ -42,7 +42,7 @@ def page(traces: Sequence[Trace], title: str) -> str:
 
 
 def trace_data(trace: Trace) -> dict[str, Any]:
-    """What the script draws, as JSON values; a step is its whole record, with its two times."""
+    """The script's input as JSON values; a step is its whole record, with its start and end."""
     return {
         "title": trace.title,
         "settings": dict(trace.settings),
@@ -65,7 +65,7 @@ def trace_data(trace: Trace) -> dict[str, Any]:
 
 
 def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
-    """The figures of each trace in words: a row each, a value for each trace."""
+    """The totals as rows: a name, and a formatted value for each trace."""
     totals = [trace.totals for trace in traces]
 
     def known(value: float | None, pattern: str) -> str:
@@ -82,7 +82,7 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
         ),
         ("generated tokens", [str(each.num_tokens) for each in totals]),
         ("preemptions", [str(each.num_preemptions) for each in totals]),
-        ("tokens computed again", [str(each.num_recomputed_tokens) for each in totals]),
+        ("recomputed tokens", [str(each.num_recomputed_tokens) for each in totals]),
         ("time in steps", [f"{each.seconds:.3f} s" for each in totals]),
         ("tokens per second", [f"{each.tokens_per_second:.1f}" for each in totals]),
     ]
@@ -106,7 +106,7 @@ def _totals_table(traces: Sequence[Trace]) -> str:
 
 
 def _tables(trace: Trace) -> str:
-    """What the timeline shows, request by request and step by step."""
+    """The timeline as tables: by request and by step."""
     requests = []
     for request in trace.requests:
         cells = trace.cells(request)
@@ -126,7 +126,7 @@ def _tables(trace: Trace) -> str:
         ]
         for step in trace.steps
     ]
-    by_request = ["request", "prompt tokens", "answer tokens", "came before step", "steps in the queue"]
+    by_request = ["request", "prompt tokens", "output tokens", "arrived before step", "steps in the queue"]
     by_request += ["prefill steps", "decode steps", "stalled steps", "preempted steps", "recompute steps", "end"]
     by_step = ["step", "ms", "preempted", "prefill (tokens)", "decode", "ended", *(lane.name for lane in LANES)]
     return (
@@ -137,7 +137,7 @@ def _tables(trace: Trace) -> str:
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], name: str = "") -> str:
-    """A table whose first column heads its rows."""
+    """An HTML table with row headers in its first column."""
 
     def line(row: Sequence[object]) -> str:
         rest = "".join(f"<td>{escape(str(value))}</td>" for value in row[1:])
@@ -153,7 +153,7 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], 
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that ends no script element and opens no comment."""
+    """JSON that is safe inside a script element."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,9 +1,9 @@
-"""A recorded run as data: steps with their clocks, requests with what became of them. Introduced in phase 4.
+"""A recorded run as data: steps with their times, requests with their outcomes. Introduced in phase 4.
 
-Everything that is drawn, counted or written of a run is derived from here. A step's part is the engine's own
-:class:`~shared.engine.record.StepRecord`, whole: what a later phase adds to it is in the trace and in both files
+All pages, counters and files of a run are derived from a trace. A step includes the engine's whole
+:class:`~shared.engine.record.StepRecord`, so fields that a later phase adds appear in the trace and in both files
 without a change here. Invariants: steps are numbered from 0 without gaps; a request has exactly one cell in each step
-from its arrival to its end; without the clocks, equal runs give equal traces.
+from its arrival to its end; apart from times, equal runs give equal traces.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from shared.engine.record import StepRecord
 
 
 class CellKind(StrEnum):
-    """What a step did for a request. QUEUE: nothing yet, it waits for its prompt to be run. STALL: nothing, although
-    its prompt was run before (others had their turn). PREEMPTED: nothing, others have its memory. RECOMPUTE: its prompt
-    and its answer so far were run again. FAILED: it was tried, and ended there.
+    """What a step did for a request. QUEUE: nothing, the request waits for its prefill. STALL: nothing, the request is
+    decoding but the step did not include it. PREEMPTED: nothing, its KV cache was freed. RECOMPUTE: its prompt and
+    outputs were recomputed. FAILED: the step ran the request, which raised.
     """
 
     QUEUE = "queue"
@@ -32,7 +32,7 @@ class CellKind(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a request ended; OPEN if the recording ended first."""
+    """The outcome of a request; OPEN if the recording ended first."""
 
     OPEN = "open"
     FINISHED = "finished"
@@ -42,7 +42,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One request in one step; ``num_tokens`` were computed for it there."""
+    """One request in one step, which computed ``num_tokens`` of its tokens."""
 
     step: int
     kind: CellKind
@@ -51,7 +51,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TracedToken:
-    """A token of an answer, the step that gave it, and the text that it released."""
+    """An output token, the step that sampled it, and the text that it released."""
 
     step: int
     token_id: int
@@ -67,18 +67,18 @@ class TracedRequest:
     max_new_tokens: int
     arrival_step: int  # the first step that could have run it
     arrived_ns: int
-    prompt: str | None = None  # its text, where it came as text
+    prompt: str | None = None  # its text, if given as text
     tokens: tuple[TracedToken, ...] = ()
     outcome: Outcome = Outcome.OPEN
     finish_reason: str | None = None
     error: str | None = None
-    end_step: int | None = None  # the first step that it took no part in any more
+    end_step: int | None = None  # the first step after its last
     ended_ns: int | None = None
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as the engine tells it, between two readings of the clock, and the memory after it."""
+    """A step's record, its start and end times, and the KV cache after it."""
 
     record: StepRecord
     started_ns: int
@@ -87,28 +87,28 @@ class TracedStep:
 
     @property
     def num_served(self) -> int:
-        """Requests that a forward was run for."""
+        """Number of requests in the step's forwards."""
         return len(self.record.prefilled) + len(self.record.decoded) + len(self.record.failed)
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody was served, or waits, or runs; without work a step only lets time pass."""
+        """Whether any request was served, waits or runs."""
         return bool(self.num_served or self.record.num_waiting or self.record.num_running)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """A run in a few figures. Waits count the requests whose prompt was run; None where there are none."""
+    """Summary statistics of a run. Queue waits cover the requests that were prefilled; None if there are none."""
 
-    num_steps: int  # those with work
+    num_steps: int  # steps with work
     seconds: float  # of the steps with work
     num_tokens: int  # generated
-    batch_utilisation: float  # places of the batch that served a request, of all places in all steps with work
+    batch_utilisation: float  # served requests over max_batch_size, mean over steps with work
     mean_queue_steps: float | None
     longest_queue_steps: int | None
     mean_queue_seconds: float | None
     num_preemptions: int = 0
-    num_recomputed_tokens: int = 0  # computed again for those who were preempted
+    num_recomputed_tokens: int = 0  # after preemptions
 
     @property
     def tokens_per_second(self) -> float:
@@ -117,12 +117,12 @@ class Totals:
 
 @dataclass(frozen=True)
 class Trace:
-    """A run: ``title`` tells it from others on the same page, ``settings`` are what was run, to be shown."""
+    """A run: ``title`` distinguishes it from others on the same page, ``settings`` are shown with it."""
 
     title: str
     max_batch_size: int
     steps: tuple[TracedStep, ...]
-    requests: tuple[TracedRequest, ...]  # in the order they came
+    requests: tuple[TracedRequest, ...]  # in order of arrival
     settings: Mapping[str, str | int | float | None] = field(default_factory=dict)
 
     def cells(self, request: TracedRequest) -> tuple[Cell, ...]:
@@ -143,7 +143,7 @@ class Trace:
         return tuple(cells)
 
     def runs(self, request: TracedRequest) -> list[tuple[CellKind, int, int]]:
-        """The cells with neighbours of a kind joined: the kind, its first step, and the step after its last."""
+        """The runs of consecutive cells of one kind: the kind, its first step, and the step after its last."""
         joined = []
         for kind, group in groupby(self.cells(request), key=lambda cell: cell.kind):
             cells = list(group)
@@ -151,12 +151,12 @@ class Trace:
         return joined
 
     def preemptions(self, request: TracedRequest) -> list[int]:
-        """The steps in which it had to give its memory to others."""
+        """The steps in which it was preempted."""
         return [step for step in self._span(request) if request.request_id in self.steps[step].record.preempted]
 
     @cached_property
     def totals(self) -> Totals:
-        """The run's figures."""
+        """The run's summary statistics."""
         busy = [step for step in self.steps if step.has_work]
         waits = []
         for request in self.requests:
@@ -183,12 +183,12 @@ class Trace:
         )
 
     def _span(self, request: TracedRequest) -> range:
-        """The steps from its arrival to its end; outside of it, its id may have been another request's."""
+        """The steps from its arrival to its end; outside this range its id may belong to another request."""
         return range(request.arrival_step, len(self.steps) if request.end_step is None else request.end_step)
 
     @cached_property
     def _served(self) -> dict[str, dict[int, Cell]]:
-        """Of each id that was served, the cells of the steps that served it."""
+        """For each served id, the cells by step."""
         served: dict[str, dict[int, Cell]] = {}
         for index, step in enumerate(self.steps):
             for request_id, num_tokens in step.record.prefilled:

@@ -1,7 +1,7 @@
-"""What a traced engine is asked, and when: prompts with their steps of arrival. Introduced in phase 4.
+"""The workload of a traced engine: prompts with their steps of arrival. Introduced in phase 4.
 
-Requests come in steps and never in seconds, so that a run is the same on a fast and on a slow machine, and the same
-requests can be put to two schedulers. Invariant: a seed gives the same requests wherever it is used.
+Arrivals are counted in steps, not in seconds, so a run is the same on fast and slow machines, and two schedulers can be
+compared on the same requests. Invariant: a seed gives the same requests everywhere.
 """
 
 import math
@@ -18,15 +18,15 @@ from shared.tracing.recorder import Recorder
 
 MAX_REQUESTS = 256
 MAX_STEPS = 10_000
-"""What a timeline can still be read at."""
+"""Maximum number of steps of a readable timeline."""
 SHORTEST_PROMPT, LONGEST_PROMPT = 8, 64
 SHORTEST_SHARE = 8
-"""Answers of the mixed workload have at least this part of the most tokens, an eighth."""
+"""Outputs of the mixed workload have at least an eighth of the maximum tokens."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: it comes before step ``step``. ``text`` is the prompt where it was given as text."""
+    """One request, which arrives before step ``step``. ``text`` is the prompt, if given as text."""
 
     step: int
     request_id: str
@@ -38,10 +38,10 @@ class Arrival:
 def mixed_requests(
     num_requests: int, *, vocab_size: int, max_seq_len: int, max_new_tokens: int, seed: int
 ) -> list[tuple[tuple[int, ...], SamplingParams]]:
-    """Prompts of random ids and answers of set lengths, both short more often than long (even in their logarithm).
+    """Prompts of random ids and outputs of fixed lengths, both log-uniform, so short ones are more frequent.
 
-    Prompts have 8 to 64 tokens, answers an eighth of ``max_new_tokens`` to all of it, end-of-sequence ignored; both are
-    cut to what the model takes.
+    Prompts have 8 to 64 tokens, outputs an eighth of ``max_new_tokens`` to all of it, end-of-sequence ignored; both are
+    limited to the model's maximum.
     """
     rng = random.Random(seed)
     requests = []
@@ -54,7 +54,7 @@ def mixed_requests(
 
 
 def read_prompts(path: Path) -> list[tuple[int, str]]:
-    """The lines of a file that are not blank, with their numbers from 1; raises ConfigError where there are none."""
+    """The non-blank lines of a file, with their numbers from 1; raises ConfigError if there are none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -66,14 +66,14 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
         ) from None
     texts = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not texts:
-        raise ConfigError(f"--prompts is {str(path)!r}, which holds no text; put one prompt in each line.")
+        raise ConfigError(f"--prompts is {str(path)!r}, which contains no text; put one prompt in each line.")
     return texts
 
 
 def text_requests(
     texts: Sequence[tuple[int, str]], *, tokenizer: Tokenizer, vocab_size: int, max_seq_len: int, max_new_tokens: int
 ) -> list[tuple[tuple[int, ...], SamplingParams]]:
-    """Prompts from numbered lines, answered greedily; raises RequestError, with the number, for one that cannot be."""
+    """Greedy requests from numbered lines; raises RequestError, with the line number, for an invalid prompt."""
     params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
     requests = []
     for number, text in texts:
@@ -86,21 +86,21 @@ def text_requests(
 
 
 def arrival_steps(num_requests: int, *, every: int = 0, rate: float | None = None, seed: int = 0) -> list[int]:
-    """The step before which each request comes, the first before step 0.
+    """The step before which each request arrives, the first before step 0.
 
     Args:
-        every: steps between two requests; 0: all come at once.
+        every: steps between two requests; 0: all arrive at once.
         rate: instead of ``every``, the mean number of requests in a step, with exponential gaps (Poisson arrivals).
 
     Raises:
-        ConfigError: ``every`` or ``rate`` makes no sense, or the last would come too late to be drawn.
+        ConfigError: ``every`` or ``rate`` is out of range, or the last arrival is beyond the timeline.
     """
     if every < 0:
         raise ConfigError(
-            f"The steps between two requests are {every}; they must be at least 0, where all come at once."
+            f"The steps between two requests are {every}; they must be at least 0, where all arrive at once."
         )
     if rate is not None and not (rate > 0 and math.isfinite(rate)):
-        raise ConfigError(f"The rate is {rate}; it must be above 0, the mean number of requests that come in a step.")
+        raise ConfigError(f"The rate is {rate}; it must be above 0, the mean number of arrivals per step.")
     rng = random.Random(f"arrivals {seed}")
     gaps = [float(every) if rate is None else rng.expovariate(rate) for _ in range(num_requests - 1)]
     moments = [0.0]
@@ -108,25 +108,25 @@ def arrival_steps(num_requests: int, *, every: int = 0, rate: float | None = Non
         moments.append(moments[-1] + gap)
     if moments[-1] > MAX_STEPS:
         raise ConfigError(
-            f"The last request would come before step {moments[-1]:.0f}; a timeline has room for {MAX_STEPS} steps: "
-            "let requests come closer together, or ask for fewer."
+            f"The last request would arrive before step {moments[-1]:.0f}; a timeline has room for {MAX_STEPS} steps: "
+            "use shorter intervals or fewer requests."
         )
     return [int(moment) for moment in moments]
 
 
 def run(recorder: Recorder, arrivals: Sequence[Arrival]) -> None:
-    """Put the requests to the recorder's engine, each before its step, and step until every answer has ended.
+    """Add the requests to the recorder's engine, each before its step, and step until every request has finished.
 
     Raises:
-        RequestError: the engine cannot answer a request.
-        ConfigError: the answers would take more steps than a timeline can show.
+        RequestError: a request is invalid for the engine.
+        ConfigError: the requests would take more steps than a timeline can show.
     """
     places = recorder.engine.config.max_batch_size
     least = max(arrivals[-1].step, sum(arrival.params.max_new_tokens for arrival in arrivals) // places)
     if least > MAX_STEPS:
         raise ConfigError(
             f"{len(arrivals)} requests would take at least {least} steps with {places} at a time; a timeline has room "
-            f"for {MAX_STEPS}: ask for shorter answers, or for fewer."
+            f"for {MAX_STEPS}: use shorter outputs or fewer requests."
         )
     coming = iter(arrivals)
     following = next(coming, None)

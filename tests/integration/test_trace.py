@@ -248,7 +248,7 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
         (["--num-gpu-blocks", "3", "--block-size", "8", "--max-seq-len", "32"], "is 4 blocks"),
         (["--prompts", "nowhere.txt"], "No such file"),
         (["--prompts", "."], "Is a directory"),
-        (["--prompts", "empty.txt"], "holds no text"),
+        (["--prompts", "empty.txt"], "contains no text"),
         (["--prompts", "latin.txt"], "no UTF-8 text (byte 1)"),
         (["--prompts", "good.txt", "--requests", "3"], "leave --requests out"),
         (["--prompts", "many.txt"], "--prompts holds 257 prompts"),
@@ -351,7 +351,7 @@ def test_keys_go_through_the_cells(tab: Any, traces: list[dict[str, Any]]) -> No
     tab.keyboard.press("Home")
     for _ in range(9):
         tab.keyboard.press("ArrowDown")
-    assert details.inner_text().startswith("Request 7 · has not come yet")
+    assert details.inner_text().startswith("Request 7 · not yet arrived")
     for _ in range(9):
         tab.keyboard.press("ArrowUp")
     assert details.inner_text().startswith("continuous, step 0"), "above the requests there is the step alone"

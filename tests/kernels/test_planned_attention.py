@@ -422,11 +422,11 @@ def test_what_does_not_fit_is_refused(randn):
     def decode(plan, workspace):
         planned_decode(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=SMALL, workspace=workspace)
 
-    with pytest.raises(ValueError, match="holds 7 states, and the plan makes 8"):
+    with pytest.raises(ValueError, match="holds 7 states and the plan has 8"):
         decode(plan, poisoned_workspace(7, 2, 4, 2, 16))
     with pytest.raises(ValueError, match="serves 1 sequences, not 2"):
         decode(plan, poisoned_workspace(8, 1, 4, 2, 16))
-    with pytest.raises(ValueError, match="plan is of 1 sequences, and there are 2"):
+    with pytest.raises(ValueError, match="plan has 1 sequences and the batch has 2"):
         decode(sent(plan_decode([64], Grid(8, 16, 16))), large)
     plan = sent(plan_prefill([2], [64], Grid(8, 16, 16), tokens_per_tile=4))
     with pytest.raises(ValueError, match="2 tokens in tiles of 4, and there are 2 in tiles of 8"):

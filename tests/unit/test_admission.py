@@ -68,7 +68,7 @@ def test_a_request_keeps_its_region_and_what_it_was_granted() -> None:
 # The queue.
 
 
-def test_as_many_run_as_may_and_those_who_came_first() -> None:
+def test_the_first_requests_run_up_to_the_limit() -> None:
     scheduler = static(5, max_batch_size=3)
     requests = [add(scheduler, name) for name in "abcde"]
     step(scheduler)
@@ -78,7 +78,7 @@ def test_as_many_run_as_may_and_those_who_came_first() -> None:
     assert len(scheduler.pool.audit()) == 3, "a request that waits holds nothing"
 
 
-def test_whom_memory_refuses_waits_and_nobody_overtakes() -> None:
+def test_a_refused_request_waits_and_none_overtakes() -> None:
     scheduler = static(2, max_batch_size=4)
     for name in "abcd":
         add(scheduler, name, max_new_tokens=2)
@@ -92,7 +92,7 @@ def test_whom_memory_refuses_waits_and_nobody_overtakes() -> None:
 
 
 @pytest.mark.parametrize(("max_new_tokens", "granted"), [(1, 4), (9, 12), (500, MAX_SEQ_LEN)])
-def test_a_request_is_granted_memory_for_its_longest_answer(max_new_tokens: int, granted: int) -> None:
+def test_a_request_is_granted_memory_for_its_longest_output(max_new_tokens: int, granted: int) -> None:
     scheduler = static(1)
     add(scheduler, "a", 3, max_new_tokens)
     scheduler.schedule()

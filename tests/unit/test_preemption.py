@@ -75,7 +75,7 @@ def test_admission_asks_for_what_there_is_and_decoding_for_one_token_more(tokeni
     assert granted == [{"a": 3, "b": 5}, {"a": 4, "b": 6}, {"a": 5, "b": 7}]
 
 
-def test_the_youngest_gives_way_to_the_oldest(tokenizer: Tokenizer) -> None:
+def test_the_youngest_is_preempted_for_the_oldest(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 11)
     for name in "abc":
         add(loop, name, 3)
@@ -84,7 +84,7 @@ def test_the_youngest_gives_way_to_the_oldest(tokenizer: Tokenizer) -> None:
     assert loop.scheduler.pool.grants() == {"a": 4, "b": 4}
 
 
-def test_as_many_give_way_as_must_the_youngest_first(tokenizer: Tokenizer) -> None:
+def test_as_many_are_preempted_as_needed_the_youngest_first(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 4)
     for name in "abcd":
         add(loop, name, 1, max_new_tokens=3)
@@ -139,7 +139,7 @@ def test_it_holds_nothing_and_keeps_its_tokens(tokenizer: Tokenizer) -> None:
     assert loop.scheduler.num_preemptions == EngineLoad.of(loop.scheduler).num_preemptions == 1
 
 
-def test_it_waits_before_all_who_came_later(tokenizer: Tokenizer) -> None:
+def test_it_is_queued_before_later_requests(tokenizer: Tokenizer) -> None:
     loop, _ = preempted(tokenizer)
     assert list(loop.scheduler.waiting) == ["b", "c"]
     assert "b" in loop.scheduler

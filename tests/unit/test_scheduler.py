@@ -70,7 +70,7 @@ def test_a_static_batch_runs_until_its_last_answer_ends(tokenizer: Tokenizer) ->
     assert drawing(loop, 8) == ["ab|", "|ab", "|b", "|b", "|b", "c|", "|c", "|"]
 
 
-def test_continuous_batching_fills_a_place_in_the_next_step(tokenizer: Tokenizer) -> None:
+def test_continuous_batching_fills_a_row_in_the_next_step(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, max_batch_size=2)
     add_abc(loop)
     assert drawing(loop, 6) == ["ab|", "|ab", "c|b", "|bc", "|b", "|"]
@@ -84,7 +84,7 @@ def test_continuous_batching_fills_a_place_in_the_next_step(tokenizer: Tokenizer
         ("decode_round_robin", ["a|", "b|a", "c|a", "d|b", "e|ac", "f|bd", "|abcdef"]),
     ],
 )
-def test_policies_differ_in_who_decodes_beside_prompts(tokenizer: Tokenizer, policy: str, expected: list[str]) -> None:
+def test_policies_differ_in_decoding_beside_prompts(tokenizer: Tokenizer, policy: str, expected: list[str]) -> None:
     """The table of shared.scheduling.policies: prompts of 6, 4, and then 10 tokens a piece, a budget of 10, N = 3."""
     loop = make(tokenizer, scheduler_policy=policy, max_decode_interval=3, max_num_batched_tokens=10, max_batch_size=8)
     for name, length in zip("abcdef", (6, 4, 10, 10, 10, 10), strict=True):
@@ -284,7 +284,7 @@ def test_static_whatever_arrives(tokenizer: Tokenizer, arrivals, config, num_in_
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals=ARRIVALS, config=CONFIGS, sharing=SHARING, num_in_flight=IN_FLIGHT)
-def test_no_place_stays_empty_while_somebody_waits(tokenizer: Tokenizer, arrivals, config, sharing, num_in_flight):
+def test_no_row_stays_empty_while_requests_wait(tokenizer: Tokenizer, arrivals, config, sharing, num_in_flight):
     loop = make(tokenizer, num_in_flight=num_in_flight, **config, **sharing)
     scheduler = loop.scheduler
     plan = scheduler.schedule

@@ -1,11 +1,11 @@
-// The memory of a trace after any of its steps: a slider, and the picture of the blocks. Follows pool.js and timeline.js.
+// The KV cache of a trace after a chosen step: a slider and the picture of the blocks. Loaded after pool.js and timeline.js.
 
 class MemoryHistory {
   constructor(timeline, section) {
     this.timeline = timeline;
     this.trace = timeline.trace;
     const last = Math.max(0, this.trace.steps.length - 1);
-    const label = make("label", "KV memory after step ", section, "slider");
+    const label = make("label", "KV cache after step ", section, "slider");
     this.number = make("b", "0", label);
     this.slider = make("input", "", label);
     Object.assign(this.slider, { type: "range", min: 0, max: last, value: 0 });
@@ -13,14 +13,14 @@ class MemoryHistory {
     this.element = make("div", "", section);
     this.picture = new PoolPicture(this.element, {
       height: () => Math.min(300, innerHeight / 3),
-      label: `${this.trace.title}: KV memory`,
+      label: `${this.trace.title}: KV cache`,
     });
     this.cast = new PoolPicture.Cast((id) => id);
     this.colours = this.trace.steps.map((_, step) => new Map(this.cast.meet(this.held(step).map(({ request_id: id }) => id))));
     if (this.trace.steps.length) this.show(0);
   }
 
-  // Who holds what after a step, in the order of arrival; those without memory last.
+  // The blocks of each request after a step, in order of arrival; requests without blocks last.
   held(step) {
     const found = [];
     for (const [place, { blocks, written }] of this.trace.memory.holdings.entries()) {

@@ -1,20 +1,20 @@
-// A memory as a picture: a square a block, in the colour and under the name of whoever holds it, filled as far as it is
-// written. A classic script, since two pages use it: the server's own, and the one that `infer trace` writes.
+// The KV cache as a picture: one square per block, with the colour and name of the request that holds it, filled as far
+// as it is written. A classic script, since two pages use it: the server's, and the one that `infer trace` writes.
 
 const PoolPicture = (() => {
   "use strict";
   const SVG = "http://www.w3.org/2000/svg";
-  const COLOURS = 8; // told apart by colour-blind eyes (Okabe and Ito); with more holders the names tell the rest
+  const COLOURS = 8; // distinguishable with colour blindness (Okabe and Ito); more requests are told apart by name
   const MOST_SQUARES = 1024;
   const MOST_LISTED = 24;
-  const [LEAST, LARGEST, NAMED] = [6, 84, 20]; // pixels of a square; from NAMED on it carries a name
+  const [LEAST, LARGEST, NAMED] = [6, 84, 20]; // pixels of a square; from NAMED on it shows a name
   const [BAR, MOST_BARS] = [44, 16]; // of a region: its height, and how many stand in one column
   const STATES = {
     prefill: "prompt just computed",
     decode: "decoding",
     recompute: "being recomputed",
     preempted: "preempted, waits to be recomputed",
-    lost: "held by nobody who runs",
+    lost: "leaked: no running request holds it",
   };
   let count = 0;
 
@@ -33,7 +33,7 @@ const PoolPicture = (() => {
   const some = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
   const box = (x, y, width, height) => `M${x.toFixed(1)} ${y.toFixed(1)}h${width.toFixed(1)}v${height.toFixed(1)}h${(-width).toFixed(1)}z`;
 
-  /** Names and colours of requests, the same as long as each is here; no two of up to eight have one colour. */
+  /** Names and colours of requests, constant while a request exists; up to eight requests have distinct colours. */
   class Cast {
     constructor(nameOf = (id, number) => String(number)) {
       this.nameOf = nameOf;
@@ -61,8 +61,8 @@ const PoolPicture = (() => {
     static Cast = Cast;
     static STATES = STATES;
 
-    /** Inside the element; `height` gives the most pixels that the grid may take. */
-    constructor(parent, { height = () => 320, label = "KV memory" } = {}) {
+    /** Drawn inside the element; `height` returns the maximum height of the grid in pixels. */
+    constructor(parent, { height = () => 320, label = "KV cache" } = {}) {
       this.id = `pool-${(count += 1)}`;
       this.height = height;
       this.label = label;
@@ -96,7 +96,7 @@ const PoolPicture = (() => {
       }
     }
 
-    /** `memory` is what /debug/memory gives; `cast` has met its requests. */
+    /** `memory` is the response of /debug/memory; `cast` knows its requests. */
     show(memory, cast) {
       this.memory = memory;
       this.cast = new Map(cast);
@@ -119,7 +119,7 @@ const PoolPicture = (() => {
       this.select(this.at < this.squares.length ? this.at : undefined);
     }
 
-    /** Of each square its parts: a holding with the share of the square that it holds and that it has written. */
+    /** The parts of each square: a holding, with the shares of the square that it holds and has written. */
     contents() {
       const { block_tokens: size, num_blocks: total, holdings } = this.memory;
       const squares = Array.from({ length: Math.ceil(total / this.each) }, (_, square) => ({
@@ -218,7 +218,7 @@ const PoolPicture = (() => {
       const rows = {
         [`${this.unit}s held`]: `${held.toLocaleString("en")} of ${total.toLocaleString("en")}`,
         free: (total - held).toLocaleString("en"),
-        "held memory that is written": held ? `${Math.round((100 * written) / (held * size))} %` : "–",
+        "used blocks that are written": held ? `${Math.round((100 * written) / (held * size))} %` : "–",
         preemptions: preemptions.toLocaleString("en"),
       };
       this.figures.replaceChildren();
@@ -256,7 +256,7 @@ const PoolPicture = (() => {
       if (rest > 0) make("li", "", this.list, `and ${rest} more`);
       const fresh = waiting - holdings.filter(({ state }) => state === "preempted").length;
       if (fresh > 0) make("li", "", this.list, `${fresh.toLocaleString("en")} more in the queue`);
-      if (!this.list.childElementCount) make("li", "", this.list, "nobody holds anything");
+      if (!this.list.childElementCount) make("li", "", this.list, "no block is in use");
     }
 
     amount({ state, blocks, num_written: written, num_tokens: tokens }) {
@@ -279,7 +279,7 @@ const PoolPicture = (() => {
       if (this.squares[next]) this.select(next);
     }
 
-    /** The square that is told; all of its first holder's are framed, and say where they stand in its table. */
+    /** The selected square; all squares of its first request are framed and show their index in its block table. */
     select(square) {
       this.at = square;
       const [first] = square === undefined ? [] : this.squares[square].parts.keys();

@@ -129,7 +129,7 @@ class Timeline {
     if (lane.capacity === most) draw("path", { class: "limit", d: `M0 ${y}H${extent(this.trace) * this.pixels}` }, this.svg);
   }
 
-  // Where a request lost its memory, a bar across its row.
+  // A bar across the row where the request was preempted.
   drawPreemptions(request, y) {
     for (const step of request.preemptions) {
       const x = round(from(this.trace, step) * this.pixels);
@@ -250,11 +250,11 @@ class Timeline {
 
   state(request, step) {
     const run = request.runs.find(([, first, after]) => first <= step && step < after);
-    if (!run) return step < request.arrival_step ? "has not come yet" : `${request.outcome} before this step`;
+    if (!run) return step < request.arrival_step ? "not yet arrived" : `${request.outcome} before this step`;
     const [kind, first] = run;
     if (kind === "queue") return `queue, step ${step - first + 1} of its wait`;
-    if (kind === "preempted") return `preempted, step ${step - first + 1} without its memory, which others needed`;
-    if (kind === "stall") return "stall: it has memory, and others had their turn";
+    if (kind === "preempted") return `preempted, step ${step - first + 1} without its KV cache`;
+    if (kind === "stall") return "stall: decoding, but not in this step";
     if (kind === "failed") return request.error;
     const again = kind === "recompute" && this.trace.steps[step].prefilled.find(([id]) => id === request.request_id)[1];
     if (again) return [`recompute of ${some(again, "token")}, prompt and answer so far`, ...this.given(request, step)].join(" · ");

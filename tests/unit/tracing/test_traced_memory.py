@@ -19,7 +19,7 @@ def test_a_preemption_in_the_cells_and_totals(crowded: Trace) -> None:
     assert totals.mean_queue_steps == 0, "the wait after a preemption is none in the queue"
     assert [cell.step for cell in crowded.cells(b) if cell.kind in (P, D, R)] == [token.step for token in b.tokens]
     rows = dict(totals_rows([crowded]))
-    assert (rows["preemptions"], rows["tokens computed again"]) == (["1"], ["17"])
+    assert (rows["preemptions"], rows["recomputed tokens"]) == (["1"], ["17"])
     html = page([crowded], "x")
     assert table(html, "Requests, here")[1] == ["b", "10", "10", "0", "0", "1", "8", "0", "8", "1", "finished (length)"]
     assert table(html, "Steps, here")[7][2] == "b"
