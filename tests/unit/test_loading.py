@@ -186,7 +186,7 @@ def test_a_truncated_file_is_refused_at_every_length(folder: Path) -> None:
         ("/no/such/folder", "neither a folder nor a known model"),
         ("no-such-model", "neither a folder nor a known model"),
         ("pyproject.toml", "is a file"),
-        ("some-owner/some-model", "could not be had from the hub"),
+        ("some-owner/some-model", "could not be downloaded from the hub"),
     ],
 )
 def test_a_wrong_name_says_what_a_name_may_be(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
