@@ -1,4 +1,4 @@
-"""The gain from planning: no program waits for the longest sequence. Counted in tokens for an H100; timed on a GPU."""
+"""The gain from planning: no program waits for the longest sequence. Tokens counted for an H100; timed on a GPU."""
 
 import heapq
 import statistics

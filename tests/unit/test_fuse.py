@@ -150,7 +150,7 @@ MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "another compiler": (
         lambda patch: patch.setenv("CC", "icc"),
-        r"CC names 'icc', which is not there; install gcc",
+        r"CC names 'icc', which does not exist; install gcc",
     ),
     "no headers": (
         lambda patch: patch.setattr(launch.Path, "is_file", lambda path: False),
