@@ -357,8 +357,8 @@ def test_a_step_that_is_broken_off_loses_no_output(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
-        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0; it must be a whole number of at least 1"),
+        ({"block_size": 0}, "block_size is 0; it must be an integer of at least 1"),
+        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0; it must be an integer of at least 1"),
         (
             {"num_gpu_blocks": 7, "max_seq_len": 128},
             r"num_gpu_blocks is 7: 112 tokens in blocks of 16. One sequence may have max_seq_len = 128 tokens, which "

@@ -13,11 +13,11 @@ def check_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise ConfigError(f"device {str(device)!r} is not one that PyTorch knows; use auto, cpu or cuda.") from None
+        raise ConfigError(f"device {str(device)!r} is unknown to PyTorch; use auto, cpu or cuda.") from None
     if found.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported; use auto, cpu or cuda.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {str(device)!r} was asked for and there is no such GPU here; use --device cpu.")
+        raise ConfigError(f"device is {str(device)!r} and this machine has no such GPU; use --device cpu.")
     return found
 
 

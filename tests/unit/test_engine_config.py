@@ -16,7 +16,7 @@ SLOTS = {"kv_cache_backend": "contiguous"}
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"])
 def test_a_count_is_a_whole_number_of_at_least_one(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} is {value!r}; it must be a whole number of at least 1"):
+    with pytest.raises(ConfigError, match=f"^{name} is {value!r}; it must be an integer of at least 1"):
         EngineConfig(**{name: value})
 
 
@@ -38,19 +38,19 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
     ("settings", "message"),
     [
         (SLOTS | {"use_prefix_caching": True}, "use_prefix_caching is True and kv_cache_backend is 'contiguous'"),
-        (SLOTS | {"block_size": 32}, "has a meaning only with kv_cache_backend = 'paged'"),
+        (SLOTS | {"block_size": 32}, "requires kv_cache_backend = 'paged'"),
         (SLOTS | {"num_gpu_blocks": 5}, "num_gpu_blocks is 5 and kv_cache_backend is 'contiguous'"),
         (
             {"prefill_chunk_size": 64, "use_chunked_prefill": False},
-            "has a meaning only with use_chunked_prefill = True: set that too, or leave prefill_chunk_size out",
+            "requires use_chunked_prefill = True: set that too, or leave prefill_chunk_size out",
         ),
         (
             {"max_prefill_chunks_per_step": 2, "use_chunked_prefill": False},
             "max_prefill_chunks_per_step is 2 and use_chunked_prefill is False",
         ),
-        ({"draft_model": "small"}, "has a meaning only with use_speculative_decoding = True"),
+        ({"draft_model": "small"}, "requires use_speculative_decoding = True"),
         ({"spec_length": 2}, "spec_length is 2 and use_speculative_decoding is False"),
-        ({"use_speculative_decoding": True}, "draft_model is None; name the model that proposes"),
+        ({"use_speculative_decoding": True}, "draft_model is None; set draft_model to the model that proposes"),
         ({"batching_mode": "static", "scheduler_policy": "prefill_first"}, "a static batch admits no request while it"),
         (
             {"batching_mode": "static", "max_decode_interval": 2},
@@ -58,10 +58,10 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
         ),
         (
             {"batching_mode": "static", "use_chunked_prefill": True},
-            "use_chunked_prefill is True and batching_mode is 'static'; the first, which arrives in phase 07, has a "
-            "meaning only with batching_mode = 'continuous'",
+            "use_chunked_prefill is True and batching_mode is 'static'; use_chunked_prefill, which arrives in phase "
+            "07, requires batching_mode = 'continuous'",
         ),
-        (SLOTS | {"attention_backend": "planned"}, "only attention over blocks is planned"),
+        (SLOTS | {"attention_backend": "planned"}, "planned attention works on blocks"),
     ],
 )
 def test_contradictions_are_refused_with_the_rule(settings: dict, message: str) -> None:
