@@ -367,7 +367,7 @@ def test_a_step_that_is_broken_off_loses_no_output(
         ({"num_gpu_blocks": 10**12}, r"1000000000000 blocks of 16 tokens take [\d,.]+ GB and cpu has [\d,.]+ GB free"),
         (
             {"kv_cache_backend": "contiguous", "block_size": 8},
-            "block_size is 8 and kv_cache_backend is 'contiguous'; the first, which arrives in phase 06",
+            "block_size is 8 and kv_cache_backend is 'contiguous'; block_size, which arrives in phase 06",
         ),
     ],
 )
