@@ -55,7 +55,7 @@ Phase = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
-MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", text="Most tokens of an answer.")]
+MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", text="Maximum tokens of an answer.")]
 Temperature = Annotated[float, _sampling("--temperature", "-t", text="0 takes the likeliest token every time.")]
 TopP = Annotated[float, _sampling("--top-p", text="Keep the likeliest tokens up to this total probability.")]
 TopK = Annotated[int | None, _sampling("--top-k", text="Keep this many of the likeliest tokens; default: all.")]

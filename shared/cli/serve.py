@@ -12,12 +12,13 @@ import typer
 
 from shared.cli import options
 from shared.cli.terminal import examples
+from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, lessons
 
 EPILOG = examples(
     "infer serve smollm2-135m --port 8000",
-    "infer serve ./my-model --device cuda --max-batch-size 64 --api-key secret",
+    "infer serve ./my-model --max-batch-size 64 --api-key secret",
     "infer serve smollm2-135m --phase 04 --plain-events",
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
     """-d '{"model": "smollm2-135m", "prompt": "Once upon a time"}'""",
@@ -98,8 +99,9 @@ def serve(
     from shared.loading.placement import check_device, device_name
     from shared.server.process import bind, run
 
-    bound = bind(host, port)
     device = settings["device"] = str(check_device(settings["device"]))
+    EngineConfig(model=model, **settings).check(lesson.load("engine").SUPPORTED)
+    bound = bind(host, port)
     load = partial(load_warm, lesson.number, model, style, verbose, **settings)
     from shared.server.app import make_app
     from shared.server.engine_loop import EngineHandle

@@ -47,7 +47,7 @@ def trace(
     prompts: Annotated[
         Path | None, _work("--prompts", text="Prompts to run instead, one on each line of this file.")
     ] = None,
-    max_tokens: Annotated[int, _work("--max-tokens", "-n", text="Most tokens of an answer.")] = 24,
+    max_tokens: Annotated[int, _work("--max-tokens", "-n", text="Maximum tokens of an answer.")] = 24,
     every: Annotated[int | None, _work("--every", text="Steps between two arrivals; default: 0, all at once.")] = None,
     rate: Annotated[
         float | None, _work("--rate", text="Instead: the mean number of arrivals in a step (Poisson).")

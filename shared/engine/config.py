@@ -1,9 +1,9 @@
 """The settings of an engine: one frozen dataclass that grows by phase. Introduced in phase 2.
 
-Every optimization is a field that can be turned off. A field's metadata has the phase that brings it, so that an engine
-refuses the settings of later phases by name, and its help, so that the command line makes an option of it
-(:mod:`shared.cli.options`; help needs no torch, hence the late import). Invariant: a config that exists is consistent;
-contradictions raise ConfigError when the config is made, with the rule in the message.
+Every optimization is a field that can be turned off. A field's metadata names the phase that introduces it, so an
+engine refuses the settings of later phases by name, and holds its help, so the command line makes an option of it
+(:mod:`shared.cli.options`; its help must appear without torch, hence the late import). Invariant: every EngineConfig is
+consistent; the constructor refuses contradictions and states the rule in the message.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ NEEDS = {
     "draft_model": ("use_speculative_decoding", True),
     "spec_length": ("use_speculative_decoding", True),
 }
-"""Fields that have a meaning only with another: if changed, they need that field to have that value. An optimization
-that is left to the phase (None) is off where that field has another value; asked for (True), it is refused there."""
+"""Fields that depend on another: if changed, they require the named field to have the given value. An optimization left
+to the phase (None) is off without its requirement; one set to True is refused."""
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
-"""Phases whose settings later phases do not have."""
+"""Side tracks: no later phase supports their settings."""
 
 
 def setting(
@@ -51,11 +51,11 @@ def setting(
     """A field of the config.
 
     Args:
-        default: the value that every engine knows.
-        phase: the phase that brings the field.
+        default: the value that every engine accepts.
+        phase: the phase that introduces the field.
         text: what the field does; the help of its option.
         choices: the values of a field that names one of a few; None is allowed where it is the default.
-        values: those of the choices that a later phase brings, with that phase.
+        values: those of the choices that a later phase introduces, with that phase.
         at_least: the least value of a field that is a whole number; None is allowed where it is the default.
     """
     metadata = {"phase": phase, "help": text, "choices": choices, "values": values or {}, "at_least": at_least}
@@ -75,7 +75,7 @@ class EngineConfig:
     )
     device: str = setting("cpu", "02", "cpu, cuda, or auto: a GPU if there is one that can run the kernels, else cpu.")
     max_seq_len: int | None = setting(
-        None, "02", "Most tokens of a request, prompt and answer; default: the model's limit, up to 4096."
+        None, "02", "Maximum tokens of prompt and output; default: the model's limit, up to 4096."
     )
     seed: int | None = setting(None, "02", "Seeds the requests that bring no seed; default: a random one.")
     attention_backend: str | None = setting(
@@ -91,22 +91,22 @@ class EngineConfig:
         False, "03", "On a CPU, keep 16-bit weights 16 bits wide: slower to load, faster to decode."
     )
 
-    max_batch_size: int = setting(16, "04", "Most requests that run at a time.", at_least=1)
+    max_batch_size: int = setting(16, "04", "Maximum number of running requests.", at_least=1)
     max_num_batched_tokens: int = setting(
-        8192, "04", "Most prompt tokens of a step; a longer prompt gets a step of its own.", at_least=1
+        8192, "04", "Maximum prompt tokens in a step; a longer prompt gets a step of its own.", at_least=1
     )
-    max_waiting_requests: int = setting(1024, "04", "Most requests in the queue; further ones are refused.", at_least=1)
+    max_waiting_requests: int = setting(1024, "04", "Maximum queue length; further requests are refused.", at_least=1)
     kv_cache_backend: str | None = setting(
         None,
         "04",
-        "contiguous (one region for each request) or paged (blocks); default: the phase's own.",
+        "contiguous (one region per request) or paged (blocks); default: the phase's own.",
         choices=KV_CACHE_BACKENDS,
         values={"paged": "06"},
     )
     batching_mode: str | None = setting(
         None,
         "04",
-        "static (a batch runs to its end before the next) or continuous (a request joins as soon as there is room); "
+        "static (a batch runs to its end before the next) or continuous (requests join and leave in every step); "
         "default: the phase's own.",
         choices=BATCHING_MODES,
         values={"continuous": "05"},
@@ -115,24 +115,22 @@ class EngineConfig:
     scheduler_policy: str = setting(
         "fcfs",
         "05",
-        "Which steps prefill and which decode: fcfs, prefill_first or decode_round_robin.",
+        "Which requests decode in a step with prefills: fcfs, prefill_first or decode_round_robin.",
         choices=SCHEDULER_POLICIES,
     )
-    max_decode_interval: int = setting(
-        4, "05", "Every decoding request gets a token at least once in so many steps.", at_least=1
-    )
+    max_decode_interval: int = setting(4, "05", "Maximum steps between two tokens of a decoding request.", at_least=1)
 
-    block_size: int = setting(16, "06", "Tokens of a KV cache block.", at_least=1)
+    block_size: int = setting(16, "06", "Tokens in a KV cache block.", at_least=1)
     num_gpu_blocks: int | None = setting(
-        None, "06", "Blocks of the KV cache, on any device; default: as many as fit into free memory.", at_least=1
+        None, "06", "KV cache blocks in the pool, on any device; default: as many as fit in free memory.", at_least=1
     )
     use_chunked_prefill: bool | None = setting(
-        None, "07", "Prefill long prompts in chunks, beside the decoding of other requests; default: the phase's own."
+        None, "07", "Prefill long prompts in chunks, mixed with decoding; default: the phase's own."
     )
-    prefill_chunk_size: int = setting(512, "07", "Most tokens of a chunk.", at_least=1)
-    max_prefill_chunks_per_step: int = setting(1, "07", "Most chunks of a step.", at_least=1)
+    prefill_chunk_size: int = setting(512, "07", "Maximum tokens in a prefill chunk.", at_least=1)
+    max_prefill_chunks_per_step: int = setting(1, "07", "Maximum prefill chunks in a step.", at_least=1)
     use_prefix_caching: bool | None = setting(
-        None, "08", "Requests with a common prefix share its KV cache blocks; default: the phase's own."
+        None, "08", "Share the blocks of common prompt prefixes; default: the phase's own."
     )
     use_cuda_graphs: bool | None = setting(
         None, "09", "Replay a decode step as one CUDA graph; default: the phase's own."
@@ -142,9 +140,9 @@ class EngineConfig:
     )
     use_speculative_decoding: bool = setting(False, "11", "A draft model proposes tokens, and the model verifies them.")
     draft_model: str | None = setting(
-        None, "11", "The model that proposes: a folder, a known name, or a hub name; default: none."
+        None, "11", "The draft model: a folder, a known name, or a hub name; default: none."
     )
-    spec_length: int = setting(4, "11", "Draft tokens of a step.", at_least=1)
+    spec_length: int = setting(4, "11", "Draft tokens per step.", at_least=1)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -171,19 +169,20 @@ class EngineConfig:
             raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^64 - 1.")
 
     def _check_contradictions(self) -> None:
-        """Raise ConfigError for settings that are valid alone and contradict each other."""
+        """Raise ConfigError for settings that are each valid but exclude each other."""
         if self.batching_mode == "static":
             for name in ("scheduler_policy", "max_decode_interval"):
                 value = getattr(self, name)
                 if value != self.__dataclass_fields__[name].default:
                     raise ConfigError(
-                        f"{name} is {value!r} and batching_mode is 'static'; a static batch admits no request while it "
-                        f"runs, so no policy applies: leave {name} out, or choose batching_mode 'continuous'."
+                        f"{name} is {value!r} and batching_mode is 'static'; a static batch admits no request while "
+                        f"it runs, so no step mixes prefill and decode: leave {name} out, or choose batching_mode "
+                        "'continuous'."
                     )
         if self.attention_backend == "planned" and self.kv_cache_backend == "contiguous":
             raise ConfigError(
-                "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; only attention "
-                "over blocks is planned: leave attention_backend out, or choose kv_cache_backend 'paged'."
+                "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; planned attention works on "
+                "blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
             )
         if self.use_speculative_decoding and self.draft_model is None:
             raise ConfigError(
@@ -192,10 +191,10 @@ class EngineConfig:
             )
 
     def check(self, supported: Collection[str]) -> None:
-        """Raise ConfigError for a setting that was changed and that the engine, of an earlier phase, does not have.
+        """Raise ConfigError for a changed setting that the engine does not support, and name its phase.
 
         Args:
-            supported: names of fields, and ``field=value`` for each value that a later phase brought to its field.
+            supported: names of fields, and ``field=value`` for each value introduced later than its field.
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -212,29 +211,29 @@ class EngineConfig:
                 )
 
     def is_on(self, name: str) -> bool:
-        """Whether an optimization of the phase is on: as set; None means on, if the setting that it needs allows."""
+        """Whether an optimization that the phase supports is on; None means on if its requirement is met."""
         other, needed = NEEDS.get(name, (name, None))
         value = getattr(self, name)
         return bool(value) if value is not None else getattr(self, other) in (needed, None)
 
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
-        """The most new tokens of one forward pass, where a sequence may have ``max_seq_len`` tokens."""
+        """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""
         return max(self.max_num_batched_tokens, self.max_batch_size, max_seq_len)
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":
-        """The dtype of the weights, or None to choose by device."""
+        """The dtype of the weights; None: choose by device."""
         import torch
 
         return None if self.dtype is None else getattr(torch, self.dtype)
 
     def sequence_limit(self, model_limit: int) -> int:
-        """The most tokens of one request, prompt and answer, for a model with ``model_limit`` positions."""
+        """Maximum tokens of a request, prompt and output, with a model of ``model_limit`` positions."""
         if self.max_seq_len is None:
             return min(model_limit, DEFAULT_MAX_SEQ_LEN)
         if self.max_seq_len > model_limit:
             raise ConfigError(
-                f"max_seq_len is {self.max_seq_len} and the model has {model_limit} positions; choose at most "
+                f"max_seq_len is {self.max_seq_len} and the model supports {model_limit} positions; set at most "
                 f"{model_limit}."
             )
         return self.max_seq_len

@@ -103,7 +103,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The newest phase, with room for everybody."""
+    """The newest phase, with a long queue."""
     options = ("--max-waiting-requests", "256", "--engine-process")
     running = ServerProcess(folder, tmp_path_factory.mktemp("newest") / "log", *options)
     yield running
@@ -352,7 +352,7 @@ def test_two_hundred_cancelled_requests_leave_nothing_behind(server: ServerProce
     server.wait_until_idle(5)
 
 
-def test_random_disconnects_disturb_nobody(server: ServerProcess, plain_engine: Any) -> None:
+def test_random_disconnects_leave_other_requests_alone(server: ServerProcess, plain_engine: Any) -> None:
     dice = random.Random(4)
     wanted = {"prompt": "steady", "temperature": 1, "seed": 5}
     messages = [{"role": "user", "content": "hi"}]
@@ -468,7 +468,7 @@ def test_a_server_that_cannot_start_says_why_in_one_sentence(folder: Path, tmp_p
         assert started.stderr.count("\n") == 1
 
 
-# What nobody would send.
+# Generated requests, valid and invalid.
 
 
 PATHS = [

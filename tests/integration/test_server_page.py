@@ -1,4 +1,4 @@
-"""The server's page in a real Chromium: the playground answers, the charts move, nobody else is asked.
+"""The server's page in a real Chromium: the playground answers, the charts move, no other host is contacted.
 
 Where there is no Chromium these tests say so. The page's policy forbids evaluating strings, so what is waited for is
 read off the page.
@@ -94,7 +94,7 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser: Any, url: str) -> Iterator[Any]:
-    """The page with the key entered; complaints of the browser and requests to anybody else fail the test."""
+    """The page with the key entered; errors in the browser and requests to other hosts fail the test."""
     context = browser.new_context(viewport=DESKTOP, color_scheme="light")
     tab = context.new_page()
     complaints: list[str] = []
@@ -241,7 +241,7 @@ def ask(url: str, number: int) -> None:
 
 
 def test_the_memory_is_shown_live(crowded: Any, crowded_url: str) -> None:
-    """Four answers that few blocks cannot hold: somebody is preempted, waits, and comes again."""
+    """Four requests that do not fit into the blocks together, so that one is preempted and resumed."""
     colours: dict[str, set[str]] = {}
     states = set()
     with ThreadPoolExecutor(4) as together:
@@ -311,7 +311,7 @@ def test_the_memory_is_asked_for_only_in_sight_and_with_the_key(page: Any, url: 
 
 
 def test_a_large_memory_is_drawn_in_squares_of_several_blocks(crowded: Any) -> None:
-    """3,000 blocks: a square of three, divided among who holds them."""
+    """3,000 blocks: a square of three, divided among the requests that hold them."""
     drawn = crowded.evaluate("""() => {
         const parent = document.body.appendChild(document.createElement('div'));
         const picture = new PoolPicture(parent);

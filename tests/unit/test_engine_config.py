@@ -61,7 +61,7 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
             "use_chunked_prefill is True and batching_mode is 'static'; use_chunked_prefill, which arrives in phase "
             "07, requires batching_mode = 'continuous'",
         ),
-        (SLOTS | {"attention_backend": "planned"}, "only attention over blocks is planned"),
+        (SLOTS | {"attention_backend": "planned"}, "planned attention works on blocks"),
     ],
 )
 def test_contradictions_are_refused_with_the_rule(settings: dict, message: str) -> None:

@@ -1,5 +1,6 @@
 """The engine in a process of its own: the same answers, and what becomes of either when the other dies."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -42,6 +43,14 @@ def die() -> Any:
 
 
 @pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork each process from one that has imported the engine once: a spawned one takes seconds to import it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
+
+
+@pytest.fixture
 def handle(folder: Path) -> Iterator[EngineProcess]:
     made = EngineProcess(partial(MortalEngine, folder, max_batch_size=2))
     yield made
@@ -74,6 +83,7 @@ def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess)
     assert not handle.is_alive
 
 
+@pytest.mark.usefixtures("forked")
 def test_commands_are_answered_between_two_steps_and_in_their_order(handle: EngineProcess) -> None:
     events: list[Event] = []
     counts: list[int] = []
@@ -103,6 +113,7 @@ def test_commands_are_answered_between_two_steps_and_in_their_order(handle: Engi
     assert not handle.is_alive
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_cannot_be_loaded_is_said_in_the_server() -> None:
     with pytest.raises(ConfigError, match="no such model"):
         EngineProcess(refuse)
@@ -110,6 +121,7 @@ def test_what_cannot_be_loaded_is_said_in_the_server() -> None:
         EngineProcess(die)
 
 
+@pytest.mark.usefixtures("forked")
 def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, handle: EngineProcess) -> None:
     with serving(EchoEngine(folder), handle) as running:
         assert '"code":"engine_error"' in "".join(answer(running, FATAL))
@@ -119,12 +131,14 @@ def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, han
             assert client.post("/v1/completions", json={"model": "echo", "prompt": "x"}).status_code == 503
 
 
+@pytest.mark.usefixtures("forked")
 def test_it_ends_when_the_server_is_gone(handle: EngineProcess) -> None:
     handle._pipe.close()
     handle.join(10)
     assert not handle.is_alive
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last_event(handle: EngineProcess) -> None:
     told = threading.Semaphore(0)
     events: list[Event] = []

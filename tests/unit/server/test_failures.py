@@ -12,7 +12,7 @@ from tests.unit.server.echo import POISON, EchoEngine, serving
 from tests.unit.server.exchange import completion, error_of, events
 
 
-def test_a_request_that_fails_takes_nobody_with_it(folder: Path) -> None:
+def test_a_request_that_fails_leaves_the_others_alone(folder: Path) -> None:
     engine = EchoEngine(folder)
     with serving(engine) as running, running.client() as client:
         engine.step_seconds = 0.02

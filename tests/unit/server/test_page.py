@@ -5,7 +5,7 @@ import json
 import httpx
 
 
-def test_the_page_comes_with_a_policy_and_asks_nobody_else(client: httpx.Client) -> None:
+def test_the_page_comes_with_a_policy_and_contacts_no_other_host(client: httpx.Client) -> None:
     page = client.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'self'" in page.headers["content-security-policy"]

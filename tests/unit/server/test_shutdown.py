@@ -1,4 +1,4 @@
-"""The end of a server: streams have the grace time, and are told when it is over."""
+"""The end of a server: streams may finish in the grace time, and end with an error event after it."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

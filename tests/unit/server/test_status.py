@@ -109,7 +109,7 @@ def test_the_memory_between_two_steps(folder: Path) -> None:
         assert (found["num_free"], found["num_waiting"], found["num_preemptions"]) == (2, 1, 0)
 
 
-def test_a_step_that_takes_too_long_keeps_nobody_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_takes_too_long_ends_a_question_with_503(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.server.status.DESCRIBE_TIMEOUT", 0.1)
     engine = EchoEngine(folder)
     with serving(engine) as running, running.client() as client, running.client() as other:
