@@ -58,7 +58,7 @@ def check(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what pytest printed.")] = False,
 ) -> None:
     """Run the tests of your exercises on your code; exit code 1 unless all of them pass."""
-    from tutorial.workshop.check import Outcome, Verdict, run_tests
+    from tutorial.workshop.check import CheckServer, Outcome, Verdict
     from tutorial.workshop.workspace import State
 
     workspace = _workspace()
@@ -73,8 +73,9 @@ def check(
     written = [exercise for exercise in wanted if exercise not in verdicts]
     output = ""
     if written:
-        with working(f"running the tests of {', '.join(exercise.number for exercise in written)}"):
-            run = run_tests(workspace.root, written)
+        what = f"running the tests of {', '.join(exercise.number for exercise in written)}"
+        with working(what), CheckServer() as server:
+            run = server.run(workspace.root, written, tracebacks=verbose)
         output = run.output
         for verdict in run.verdicts:
             verdicts[verdict.exercise] = verdict

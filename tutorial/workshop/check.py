@@ -1,5 +1,6 @@
 """Run the tests of exercises on a workspace, in processes of their own, and judge each exercise.
 
+A `CheckServer` is the one way to do so, for a learner's check, a class's submissions and the proofs of the exercises.
 Tests of kernels are a run of their own: they go through Triton's interpreter, also where there is a GPU, since a
 compiler takes a kernel with a gap for a mistake in the language. The variable has to be set before Triton is imported.
 Invariant: an exercise passes only if every test mapped to it ran to its end and passed, and the function that it asks
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 from tutorial.workshop.exercises import ROOT, Exercise
+from tutorial.workshop.fork_server import IS_SUPPORTED, ForkedProcess, ForkServer
 from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS
 from tutorial.workshop.recorder import RECORD
 
@@ -30,6 +33,10 @@ INTERPRET = "TRITON_INTERPRET"
 SECONDS_PER_TEST = 60
 SECONDS_PER_RUN = 300
 SECONDS_PER_LOOK = 0.1
+_OPTIONS = (
+    *("--workshop", "-p", "tutorial.workshop.recorder", "-p", "no:cacheprovider", "--benchmark-disable"),
+    *("-q", "--no-header", "-o", f"timeout={SECONDS_PER_TEST}"),
+)
 MOST_OUTPUT = 1 << 20
 """Bytes of what a run printed that are kept, its last ones."""
 
@@ -71,62 +78,165 @@ class Run:
     output: str
 
 
-def run_tests(
-    workspace: Path,
-    wanted: Sequence[Exercise],
-    *,
-    gaps_raise: bool = False,
-    seconds: float = SECONDS_PER_RUN,
-    environment: Mapping[str, str] | None = None,
-    before: Callable[[], None] | None = None,
-    watch: Callable[[int, Path], None] | None = None,
-) -> Run:
-    """Run the tests mapped to ``wanted`` on the code in ``workspace``.
+class CheckServer:
+    """Runs tests on workspaces, each run in a fork of a server that has imported PyTorch and the like once.
+
+    A context manager, which starts servers when they are needed and ends them. Several threads may call `run`.
 
     Args:
-        gaps_raise: gaps that are left raise; otherwise the reference runs there.
-        seconds: after so long the processes are ended, and what had not finished counts as not passed.
-        environment: further variables.
-        before: called in the new process before it runs anything (to set limits).
-        watch: called again and again with the process's id and the recorder's file; ends the run by `RunEndedError`.
+        environment: further variables of all runs. Those that a package reads when it is imported must be here.
+        forks: otherwise each run is a new process that imports everything, as where forks are not supported.
     """
-    tests = list(dict.fromkeys(test for exercise in wanted for test in exercise.tests))
-    if not (ROOT / "tests").is_dir():
-        raise ConfigError(f"The tests of the exercises are not in {ROOT}; run this in a checkout of the repository.")
-    last = time.monotonic() + seconds
-    entries: list[dict] = []
-    printed: list[str] = []
-    ended: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="workshop-") as folder:
-        for is_interpreted in (False, True):
-            part = [test for test in tests if test.startswith(KERNEL_TESTS) == is_interpreted]
-            if not part:
-                continue
-            record = Path(folder) / f"record-{is_interpreted}.jsonl"
+
+    def __init__(self, environment: Mapping[str, str] | None = None, *, forks: bool = IS_SUPPORTED) -> None:
+        self.environment = {"PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
+        self.forks = forks
+        self._servers: dict[bool, ForkServer] = {}  # by whether kernels are interpreted
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "CheckServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the servers; another run would start them again."""
+        while self._servers:
+            self._servers.popitem()[1].close()
+
+    def run(
+        self,
+        workspace: Path,
+        wanted: Sequence[Exercise],
+        *,
+        gaps_raise: bool = False,
+        seconds: float = SECONDS_PER_RUN,
+        tracebacks: bool = False,
+        environment: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+        watch: Callable[[int, Path], None] | None = None,
+    ) -> Run:
+        """Run the tests mapped to ``wanted`` on the code in ``workspace``.
+
+        Args:
+            gaps_raise: gaps that are left raise; otherwise the reference runs there.
+            seconds: after so long the processes are ended, and what had not finished counts as not passed.
+            tracebacks: what is printed holds them; pytest may need longer for those than for the tests.
+            environment: further variables of this run.
+            before: called in the new process before it runs anything (to set limits); must be picklable.
+            watch: called again and again with the process's id and the recorder's file; ends the run by
+                `RunEndedError`.
+        """
+        tests = list(dict.fromkeys(test for exercise in wanted for test in exercise.tests))
+        if not (ROOT / "tests").is_dir():
+            raise ConfigError(
+                f"The tests of the exercises are not in {ROOT}; run this in a checkout of the repository."
+            )
+        last = time.monotonic() + seconds
+        entries: list[dict] = []
+        printed: list[str] = []
+        ended: dict[str, str] = {}
+        variables = {
+            ENABLED: "1",
+            FOLDER: str(workspace),
+            GAPS: "raise" if gaps_raise else "reference",
+            **(environment or {}),
+        }
+        with tempfile.TemporaryDirectory(prefix="workshop-") as folder:
+            for is_interpreted in (False, True):
+                part = [test for test in tests if test.startswith(KERNEL_TESTS) == is_interpreted]
+                if not part:
+                    continue
+                record = Path(folder) / f"record-{is_interpreted}.jsonl"
+                try:
+                    code, output = self._run_pytest(
+                        ["--tb=short" if tracebacks else "--tb=no", *part],
+                        variables | {RECORD: str(record)},
+                        is_interpreted,
+                        last - time.monotonic(),
+                        before,
+                        None if watch is None else partial(_look, watch, record),
+                    )
+                    printed.append(output)
+                    ended |= dict.fromkeys(part, _how_it_ended(code, seconds))
+                except RunEndedError as reason:
+                    ended |= {test: str(reason) for test in tests if test not in ended}
+                entries += _entries(record)
+                if len(ended) == len(tests):
+                    break
+        results = [entry for entry in entries if "test" in entry]
+        files: dict[str, str | None] = {}
+        for entry in entries:
+            files |= entry.get("files", {})
+        errors = {entry["test"]: entry["error"] for entry in results if entry["outcome"] == "failed"}
+        verdicts = tuple(_judge(exercise, results, files, workspace, ended) for exercise in wanted)
+        return Run(verdicts, errors, "\n".join(printed))
+
+    def _run_pytest(
+        self,
+        arguments: Sequence[str],
+        variables: dict[str, str],
+        is_interpreted: bool,
+        seconds: float,
+        before: Callable[[], None] | None,
+        watch: Callable[[int], None] | None,
+    ) -> tuple[int | None, str]:
+        """Run pytest in a process group of its own: exit code (None: ended by time), output.
+
+        The output goes through a file, so that neither a flood nor a process that was left behind can hold this one up.
+        """
+        with tempfile.TemporaryFile() as printed:
+            process = self._start([*_OPTIONS, *arguments], variables, is_interpreted, printed.fileno(), before)
             try:
-                code, output = run_pytest(
-                    workspace,
-                    ["-p", "tutorial.workshop.recorder", *part],
-                    gaps_raise=gaps_raise,
-                    seconds=last - time.monotonic(),
-                    environment={RECORD: str(record), INTERPRET: str(int(is_interpreted)), **(environment or {})},
-                    before=before,
-                    watch=None if watch is None else partial(_look, watch, record),
-                )
-                printed.append(output)
-                ended |= dict.fromkeys(part, _how_it_ended(code, seconds))
-            except RunEndedError as reason:
-                ended |= {test: str(reason) for test in tests if test not in ended}
-            entries += _entries(record)
-            if len(ended) == len(tests):
-                break
-    results = [entry for entry in entries if "test" in entry]
-    files: dict[str, str | None] = {}
-    for entry in entries:
-        files |= entry.get("files", {})
-    errors = {entry["test"]: entry["error"] for entry in results if entry["outcome"] == "failed"}
-    verdicts = tuple(_judge(exercise, results, files, workspace, ended) for exercise in wanted)
-    return Run(verdicts, errors, "\n".join(printed))
+                code = _wait(process, seconds, watch)
+            finally:
+                process.end()
+            printed.seek(max(0, printed.seek(0, os.SEEK_END) - MOST_OUTPUT))
+            return code, printed.read(MOST_OUTPUT).decode(errors="replace")
+
+    def _start(
+        self,
+        arguments: Sequence[str],
+        variables: dict[str, str],
+        is_interpreted: bool,
+        output: int,
+        before: Callable[[], None] | None,
+    ) -> "_FreshProcess | ForkedProcess":
+        common = {**os.environ, **self.environment, INTERPRET: str(int(is_interpreted))}
+        if not self.forks:
+            return _FreshProcess(arguments, common | variables, output, before)
+        with self._lock:
+            server = self._servers.setdefault(is_interpreted, ForkServer(common))
+        return server.start(arguments, common | variables, output, before)
+
+
+class _FreshProcess(subprocess.Popen[bytes]):
+    """A run of pytest that begins with nothing imported."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: int,
+        before: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(
+            [sys.executable, "-m", "pytest", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=before,
+        )
+
+    def end(self) -> None:
+        """End it and all of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
 
 
 def _look(watch: Callable[[int, Path], None], record: Path, pid: int) -> None:
@@ -148,49 +258,7 @@ def _entries(record: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def run_pytest(
-    workspace: Path,
-    arguments: Sequence[str],
-    *,
-    gaps_raise: bool,
-    seconds: float,
-    environment: Mapping[str, str] | None = None,
-    before: Callable[[], None] | None = None,
-    watch: Callable[[int], None] | None = None,
-) -> tuple[int | None, str]:
-    """Run pytest over the workspace's code in a process group of its own: exit code (None: ended by time), output.
-
-    The output goes through a file, so that neither a flood nor a process that was left behind can hold this one up.
-    """
-    variables = {
-        **os.environ,
-        ENABLED: "1",
-        FOLDER: str(workspace),
-        GAPS: "raise" if gaps_raise else "reference",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        **(environment or {}),
-    }
-    options = ["--workshop", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short", "--benchmark-disable"]
-    with tempfile.TemporaryFile() as printed:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, "-o", f"timeout={SECONDS_PER_TEST}", *arguments],
-            cwd=ROOT,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=before,
-        )
-        try:
-            code = _wait(process, seconds, watch)
-        finally:
-            _end(process)
-        printed.seek(max(0, printed.seek(0, os.SEEK_END) - MOST_OUTPUT))
-        return code, printed.read(MOST_OUTPUT).decode(errors="replace")
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float, watch: Callable[[int], None] | None) -> int | None:
+def _wait(process: "_FreshProcess | ForkedProcess", seconds: float, watch: Callable[[int], None] | None) -> int | None:
     """The exit code, or None if the process still runs after so long."""
     last = time.monotonic() + seconds
     while (left := last - time.monotonic()) > 0:
@@ -232,10 +300,3 @@ def _judge(
 def _covers(named: str, test: str) -> bool:
     """Whether a node id in ``lesson.toml`` means this test: itself, one of its parameters, or its file's collection."""
     return test == named or test.startswith((f"{named}[", f"{named}::")) or test == named.partition("::")[0]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all of its group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -1,4 +1,4 @@
-"""Many submissions, each judged by the tests of its exercises in processes of its own.
+"""Many submissions, each judged by the tests of its exercises in processes of its own, forks of one server.
 
 All exercises of a submission run together first. One that did not pass runs once more, alone: all other exercises, in
 its file and elsewhere, are the reference's then, so that a mistake, an endless loop or a crash in one costs no other
@@ -24,7 +24,7 @@ from json import JSONDecodeError
 from pathlib import Path
 
 from shared.errors import ConfigError
-from tutorial.workshop.check import Outcome, Verdict, run_tests
+from tutorial.workshop.check import CheckServer, Outcome, Verdict
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
 from tutorial.workshop.limits import GRACE, Limits, Watch, end_processes
 from tutorial.workshop.overlay import FOLDER
@@ -33,6 +33,7 @@ from tutorial.workshop.submission import Submission, read_submission
 
 _NO_RECORD = (OSError, LookupError, TypeError, UnicodeDecodeError, JSONDecodeError)
 """What reading the recorder's file can raise if a submission wrote into it."""
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "INFER_TEST_MODELS": ""}
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet would take for a formula at the beginning of a cell."""
 
@@ -82,9 +83,9 @@ def grade(
         found = {path for submission in submissions for path in (*submission.files, *submission.problems)}
         wanted = [exercise for exercise in exercises() if exercise.path in found] or exercises()
     stop = threading.Event()
-    judge = partial(_judge, wanted=wanted, limits=limits, stop=stop)
-    _check_reference(judge, wanted)
-    with ThreadPoolExecutor(jobs) as pool:
+    with CheckServer(_ENVIRONMENT) as server, ThreadPoolExecutor(jobs) as pool:
+        judge = partial(_judge, wanted=wanted, limits=limits, server=server, stop=stop)
+        _check_reference(judge, wanted)
         futures: list[Future[Row]] = [pool.submit(judge, submission) for submission in submissions]
         try:
             for future in futures:
@@ -123,15 +124,17 @@ def _check_reference(judge: Callable[[Submission], Row], wanted: Sequence[Exerci
             )
 
 
-def _judge(submission: Submission, *, wanted: Sequence[Exercise], limits: Limits, stop: threading.Event) -> Row:
+def _judge(
+    submission: Submission, *, wanted: Sequence[Exercise], limits: Limits, server: CheckServer, stop: threading.Event
+) -> Row:
     verdicts = {exercise: _before(submission, exercise) for exercise in wanted}
     written = [exercise for exercise, verdict in verdicts.items() if verdict is None]
     if len(written) > 1:
-        verdicts |= _run(submission, written, limits, stop)
+        verdicts |= _run(submission, written, limits, server, stop)
     for exercise in written:
         verdict = verdicts[exercise]
         if verdict is None or verdict.outcome is not Outcome.PASSED:
-            verdicts |= _run(submission, [exercise], limits, stop)
+            verdicts |= _run(submission, [exercise], limits, server, stop)
     return Row(submission.name, tuple(verdict for verdict in verdicts.values() if verdict is not None))
 
 
@@ -152,7 +155,7 @@ def _before(submission: Submission, exercise: Exercise) -> Verdict | None:
 
 
 def _run(
-    submission: Submission, wanted: Sequence[Exercise], limits: Limits, stop: threading.Event
+    submission: Submission, wanted: Sequence[Exercise], limits: Limits, server: CheckServer, stop: threading.Event
 ) -> Mapping[Exercise, Verdict]:
     """The verdicts on exercises that run together; all others are the reference's."""
     is_alone = len(wanted) == 1
@@ -166,17 +169,13 @@ def _run(
             (workspace / path).write_text(text, encoding="utf-8", newline="")
         environment = {
             "TMPDIR": str(scratch),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-            "INFER_TEST_MODELS": "",
             # Alone, the first test that fails decides, and pytest can say where it was. Together, a test that ends
             # late must not have many others do the same: the watch ends the run, and each exercise runs alone.
             "PYTEST_ADDOPTS": "--exitfirst" if is_alone else "",
             "PYTEST_TIMEOUT": f"{limits.seconds:g}" if is_alone else "0",
         }
         try:
-            run = run_tests(
+            run = server.run(
                 workspace,
                 wanted,
                 seconds=limits.total_seconds(len(wanted)),

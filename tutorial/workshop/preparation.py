@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shared.checkpoints.demo import DEMO_MODEL, list_models, verify_demo_model
 from shared.errors import InferError
-from tutorial.workshop.check import Outcome, run_tests
+from tutorial.workshop.check import CheckServer, Outcome
 from tutorial.workshop.exercises import ROOT, Exercise, exercises
 from tutorial.workshop.skeleton import filled
 from tutorial.workshop.workspace import Workspace
@@ -92,7 +92,8 @@ def _offline_check(checked: Sequence[Exercise]) -> Item:
             for file in Workspace(workspace).start(checked):
                 source = (ROOT / file.relative_to(workspace)).read_text(encoding="utf-8")
                 file.write_text(filled(file.read_text(encoding="utf-8"), source)[0], encoding="utf-8")
-            verdicts = run_tests(workspace, checked, gaps_raise=True, environment=OFFLINE).verdicts
+            with CheckServer(OFFLINE) as server:
+                verdicts = server.run(workspace, checked, gaps_raise=True).verdicts
     except InferError as error:
         return Item(name, False, str(error))
     took = time.perf_counter() - start

@@ -1,0 +1,259 @@
+"""Processes that begin where imports end: a server imports what is heavy once, and each run of pytest is a fork of it.
+
+PyTorch, transformers and pytest's plugins take seconds to import, and the tests of an exercise often take less. The
+server imports packages of other projects alone: a fork installs its workspace before it imports the first module that a
+workspace may replace. The server computes nothing either, so that it has one thread when it forks.
+
+    client ─ requests ─ server ─ forks ─ supervisor ─ forks ─ run
+       └────────── one socket for each run ──┘
+
+A supervisor waits for one run, and ends it when the client says so or is gone. It is a subreaper: each process of the
+run that loses its parent becomes the supervisor's child, also if it left the process group. Invariant: when
+`ForkedProcess.wait` has returned, no process that the run started is left, unless it ended its supervisor on purpose.
+After CPython's ``multiprocessing.forkserver``, whose children have neither an output nor an environment of their own.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+IS_SUPPORTED = sys.platform == "linux"
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PRELOADED = (
+    "torch",
+    "triton",
+    "scipy.stats",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.gemma3.modeling_gemma3",
+    "psutil",
+    "typer.main",
+)
+_NUMBER = struct.Struct("!q")
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+
+
+class ForkServer:
+    """A server process, started when it is first needed and again if it was killed.
+
+    Args:
+        environment: all variables of the server. Those that a package reads when it is imported, such as
+            ``TRITON_INTERPRET``, must be here; a run's own environment comes too late for them.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = {
+            **environment,
+            "OMP_NUM_THREADS": "1",  # no pool of threads that a fork would lack
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not initialise CUDA before the fork
+        }
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: int,
+        before: Callable[[], None] | None = None,
+    ) -> "ForkedProcess":
+        """Run pytest in a fork.
+
+        Args:
+            output: the file that takes its standard output and error.
+            before: called in the fork first (to set limits); must be picklable.
+
+        Raises ChildProcessError if the server ends before the run begins.
+        """
+        ours, theirs = socket.socketpair()
+        request = pickle.dumps((tuple(arguments), dict(environment), before))
+        with self._lock, theirs, contextlib.suppress(BrokenPipeError):  # the end of file below says so too
+            if self._process is None or self._process.poll() is not None:
+                self._launch()
+            assert self._control is not None
+            socket.send_fds(self._control, [b"r"], [theirs.fileno(), output])
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            ours.sendall(_NUMBER.pack(len(request)) + request)
+        pid = _read_number(ours)
+        if pid is None:
+            ours.close()
+            raise ChildProcessError("the server of the tests ended before the run began")
+        return ForkedProcess(pid, ours)
+
+    def close(self) -> None:
+        """End the server; runs that go on are ended by their supervisors when their client is."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._control = None
+
+    def _launch(self) -> None:
+        self.close()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tutorial.workshop.fork_server", str(theirs.fileno())],
+                cwd=_ROOT,
+                env=self.environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # an interruption reaches the client alone, which then ends this
+            )
+
+
+class ForkedProcess:
+    """A run in a process group of its own; the part of `subprocess.Popen` that is needed, for a process of another."""
+
+    def __init__(self, pid: int, supervisor: socket.socket) -> None:
+        self.pid = pid
+        self._supervisor = supervisor
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, negative for a signal; raises `subprocess.TimeoutExpired`."""
+        if self._code is None:
+            if not select.select([self._supervisor], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("pytest", timeout or 0)
+            code = _read_number(self._supervisor)
+            self._supervisor.close()
+            self._code = -signal.SIGKILL if code is None else code  # None: the run killed its supervisor
+        return self._code
+
+    def end(self) -> None:
+        """Kill the run and all that it started; returns when they are gone."""
+        if self._code is None:
+            with contextlib.suppress(OSError):
+                self._supervisor.shutdown(socket.SHUT_WR)
+            self.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _read_number(channel: socket.socket) -> int | None:
+    """A number from the other end, None if that has closed."""
+    data = _read(channel, _NUMBER.size)
+    return None if data is None else int(_NUMBER.unpack(data)[0])
+
+
+def _read(channel: socket.socket, num_bytes: int) -> bytes | None:
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while len(data) < num_bytes and (part := channel.recv(num_bytes - len(data))):
+            data += part
+    return data if len(data) == num_bytes else None
+
+
+def _serve(control: socket.socket) -> bytes:
+    """The server: import, then fork for each request. Returns the request, in a fork that is a run."""
+    for name in _PRELOADED:
+        with contextlib.suppress(ImportError):  # the tests that need it will say so
+            importlib.import_module(name)
+    for plugin in entry_points(group="pytest11"):
+        with contextlib.suppress(ImportError):
+            plugin.load()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to every page, and so copy it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if not descriptors:
+            os._exit(0)  # the client is gone
+        if os.fork() == 0:
+            control.close()
+            return _supervise(socket.socket(fileno=descriptors[0]), descriptors[1])
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _supervise(client: socket.socket, output: int) -> bytes:
+    """Fork a run, wait until it ends or is to end, and end what it started; returns the request, in the run alone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    request = _read(client, _read_number(client) or 0)
+    if not request:
+        os._exit(1)
+    run = os.fork()
+    if run == 0:
+        client.close()
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        return request
+    os.close(output)
+    client.sendall(_NUMBER.pack(run))
+    select.select([client.fileno(), os.pidfd_open(run)], [], [])
+    code = _end_children(run)
+    with contextlib.suppress(BrokenPipeError):
+        client.sendall(_NUMBER.pack(code))
+    os._exit(0)
+
+
+def _end_children(run: int) -> int:
+    """Kill all processes below this one, until there are none; the exit code of ``run``."""
+    import psutil
+
+    code = 0
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code
+        if pid == run:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def _run_pytest(request: bytes) -> int:
+    arguments, environment, before = pickle.loads(request)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["pytest", *arguments]
+    random.seed()  # forks of one server would draw the same numbers
+    if before is not None:
+        before()
+    import pytest
+
+    # Plugins that are imported already cannot have their assertions rewritten, and hold none that matter here.
+    return int(pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]))
+
+
+def _main() -> None:
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    code = 1
+    try:
+        code = _run_pytest(request)
+    except BaseException:
+        traceback.print_exc()
+    # What follows in an interpreter that ends, freeing all modules, takes longer than many a run.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _main()
