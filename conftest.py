@@ -92,12 +92,12 @@ def tiny_checkpoints(session_folder: Path) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def reference_tokens(session_folder: Path) -> ReferenceTokens:
-    """``reference_tokens(folder, prompt_ids, n)``: the greedy tokens of transformers."""
-    cache = session_folder / "reference_tokens"
-    cache.mkdir(exist_ok=True)
-    return ReferenceTokens(cache)
+    """``reference_tokens(folder, prompt_ids, n)``: the greedy tokens of transformers; their model is freed."""
+    answers = session_folder / "reference_tokens"
+    answers.mkdir(exist_ok=True)
+    return ReferenceTokens(answers)
 
 
 @pytest.fixture(scope="session")

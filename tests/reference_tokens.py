@@ -1,20 +1,14 @@
 """The greedy tokens of transformers, computed once for all the processes of a test run."""
 
 import json
-from functools import lru_cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
 
 from shared.parity.reference import greedy_tokens, load_reference
-
-
-@lru_cache(maxsize=1)
-def model_of(folder: Path) -> Any:
-    return load_reference(folder, torch.float32)
 
 
 def version(folder: Path) -> list[tuple[str, int, int]]:
@@ -29,15 +23,16 @@ class ReferenceTokens:
     test asked for. A lock on the file lets one process compute while the others wait.
     """
 
-    def __init__(self, cache: Path) -> None:
-        self.cache = cache
+    def __init__(self, answers: Path) -> None:
+        self.answers = answers
+        self.model = cache(partial(load_reference, dtype=torch.float32))
 
     def __call__(self, folder: Path, prompt_ids: list[int], num_tokens: int) -> list[int]:
         key = sha256(repr((version(folder), prompt_ids)).encode()).hexdigest()
-        file = self.cache / f"{key}.json"
+        file = self.answers / f"{key}.json"
         with FileLock(f"{file}.lock"):
             found = json.loads(file.read_text()) if file.exists() else []
             if len(found) < num_tokens:
-                found = greedy_tokens(model_of(folder), prompt_ids, num_tokens)
+                found = greedy_tokens(self.model(folder), prompt_ids, num_tokens)
                 file.write_text(json.dumps(found))
         return found[:num_tokens]

@@ -106,7 +106,7 @@ def test_old_rope_buffers_in_a_checkpoint_are_passed_over(folder: Path) -> None:
 def test_a_shard_outside_the_folder_is_refused(sharded: Path, shard: str) -> None:
     shutil.copy(sharded / "b.safetensors", sharded.parent / "b.safetensors")
     rewrite_index(sharded, shard)
-    with pytest.raises(ModelFolderError, match="leads out of the folder"):
+    with pytest.raises(ModelFolderError, match=r"names the shard .* which leads out of the folder"):
         load_model(sharded)
 
 

@@ -97,7 +97,7 @@ def test_llama_3_keeps_short_waves_and_stretches_long_ones() -> None:
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, 5, 6])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("num_new", "num_keys"), [(1, 1), (1, 7), (4, 7), (6, 6)])
 def test_attention_one_score_after_the_other(
