@@ -158,25 +158,25 @@ def find_config(model: str) -> tuple[str, ModelConfig]:
         return folder.resolve().name, read_config(folder)
     if model in SHAPES:
         return model, parse_config(dict(SHAPES[model]), f"the shape {model}")
-    if model.count("/") == 1 and all(model.split("/")) and not model.startswith((".", "~")) and not folder.exists():
-        return model, read_config(_hub_config(model).parent)
+    is_hub_name = model.count("/") == 1 and all(model.split("/")) and not model.startswith((".", "~"))
     try:
-        return model, read_config(resolve_model(model))
+        return model, read_config(_hub_config(model) if is_hub_name and not folder.exists() else resolve_model(model))
     except ModelFolderError as error:
         raise ModelFolderError(f"{error} A shape does as well: {', '.join(SHAPES)}.") from None
 
 
 def _hub_config(name: str) -> Path:
+    """The folder into which a hub model's configuration is fetched."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, "config.json", local_files_only=constants.HF_HUB_OFFLINE))
+        return Path(hf_hub_download(name, "config.json", local_files_only=constants.HF_HUB_OFFLINE)).parent
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
     raise ModelFolderError(
-        f"The configuration of {name} could not be had from the hub ({reason}); check the name and the network, or "
-        f"give a model's folder or a shape: {', '.join(SHAPES)}."
+        f"The configuration of {name} could not be fetched from the hub ({reason}); check the name and the network, or "
+        "give a model's folder."
     )
 
 

@@ -2,7 +2,7 @@
 
 The best cut depends on shape and chip, and shows only where the kernel runs among others, under a CUDA graph:
 a tuner that times single launches picks wrong ones. So nothing is chosen at run time. The cuts stand here, any of them
-gives the same results to a rounding, and a benchmark that looks for better ones passes its own to ``gemv.linear``.
+gives the same results to a rounding, and a test or a measurement may pass its own to ``gemv.linear``.
 
 Invariants, which the table keeps: a gemv cut for more than one row of x has ``block_k >= K``, since of each row of W
 only the first tile stays in registers, and W shall be read once; what a dot cut has on its way, ``num_stages`` tiles of
