@@ -26,7 +26,7 @@ from benchmarks.kernels.paged_cases import (
     PagedSequences,
     variant_calls,
 )
-from benchmarks.kernels.paged_peers import PEERS, paged_peers
+from benchmarks.kernels.paged_peers import FLASHINFER, PEERS, paged_peers
 from benchmarks.report import Report, rounded
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode
@@ -83,14 +83,14 @@ def paged_case(shape: AttentionShape, device: torch.device, seed: int) -> Case:
         dtype=dtype,
         peers=paged_peers(sequences, dtype),
         spare_sets=4 + 4 * shape.num_sequences * max(shape.lengths) / sum(shape.lengths),  # gathered and padded
-        settings={name: settings for name, (_, settings) in calls.items()},
+        about={name: {"settings": settings} for name, (_, settings) in calls.items()},
     )
 
 
 def finished(row: dict[str, Any], shape: AttentionShape) -> dict[str, Any]:
     """A shape's row of the report: what was measured, and ratios."""
     ours, unsplit = row["variants"]["planned"], row["variants"]["unsplit"]
-    flashinfer = [peer["ours_over_peer"] for name, peer in row["peers"].items() if name.startswith("flashinfer")]
+    flashinfer = [row["peers"][name]["ours_over_peer"] for name in FLASHINFER if name in row["peers"]]
     return row | {
         "num_sequences": shape.num_sequences,
         "num_tokens": sum(shape.lengths),

@@ -47,10 +47,8 @@ class Ceilings:
 
     def results(self) -> dict[str, Any]:
         """For a report, each key with its unit."""
-        eager, graph = (
-            None if seconds is None else rounded(1e6 * seconds)
-            for seconds in (self.launch_seconds_eager, self.launch_seconds_graph)
-        )
+        launches = self.launch_seconds_eager, self.launch_seconds_graph
+        eager, graph = (None if seconds is None else rounded(1e6 * seconds) for seconds in launches)
         return {
             "copy_gb_per_second": rounded(self.copy_bytes_per_second / 1e9),
             "read_gb_per_second": rounded(self.read_bytes_per_second / 1e9),
@@ -101,18 +99,11 @@ def measure_ceilings(device: str) -> Ceilings:
     factors = tuple(torch.randn(size, size, device=where).to(dtype) for _ in range(2))
     matmul = time_calls(torch.matmul, [factors]).seconds
     del factors
-    launch_eager, launch_graph = _launch_seconds(where) if is_gpu else (None, None)
+    eager, graph = _launch_seconds(where) if is_gpu else (None, None)
     if is_gpu:
         torch.cuda.empty_cache()
-    return Ceilings(
-        copy_bytes_per_second=2 * num_bytes / copy,
-        read_bytes_per_second=num_bytes / read,
-        matmul_flops_per_second=2 * size**3 / matmul,
-        launch_seconds_eager=launch_eager,
-        launch_seconds_graph=launch_graph,
-        matmul_dtype=str(dtype).removeprefix("torch."),
-        buffer_bytes=num_bytes,
-    )
+    rates = 2 * num_bytes / copy, num_bytes / read, 2 * size**3 / matmul
+    return Ceilings(*rates, eager, graph, str(dtype).removeprefix("torch."), num_bytes)
 
 
 def _buffer_bytes(device: torch.device) -> int:
@@ -171,18 +162,15 @@ def hardware_report(device: str) -> Report:
 
 
 def view(report: Report) -> View:
-    """What the machine reached, and with which unit."""
-    reached = report.results
-    rows = [
-        {"what": "copy, read and written", "value": reached["copy_gb_per_second"], "unit": "GB/s"},
-        {"what": "read only", "value": reached["read_gb_per_second"], "unit": "GB/s"},
-        {
-            "what": f"matrix product, {reached['matmul_dtype']}",
-            "value": reached["matmul_tflop_per_second"],
-            "unit": "TFLOP/s",
-        },
-        {"what": "launch, eager", "value": reached["launch_eager_us"], "unit": "µs"},
-        {"what": "launch, inside a CUDA graph", "value": reached["launch_graph_us"], "unit": "µs"},
-    ]
-    table = Table("", [text("ceiling", "what"), Column("reached", "value"), text("", "unit")], rows)
-    return View(f"Ceilings: {report.machine_title}", [], [table])
+    """What the machine reached."""
+    names = {
+        "copy_gb_per_second": "copy, read and written, GB/s",
+        "read_gb_per_second": "read only, GB/s",
+        "matmul_tflop_per_second": f"matrix product, {report.results['matmul_dtype']}, TFLOP/s",
+        "launch_eager_us": "launch, eager, µs",
+        "launch_graph_us": "launch, inside a CUDA graph, µs",
+    }
+    rows = [{"ceiling": name, "reached": report.results[key]} for key, name in names.items()]
+    return View(
+        f"Ceilings: {report.machine_title}", [], [Table("", [text("", "ceiling"), Column("reached", "reached")], rows)]
+    )

@@ -14,9 +14,8 @@ def view(name: str, work: DecodeWork, context: int, ceilings: Any, floors: Seque
     """``ceilings``: machine, source, read_bytes_per_second, matmul_flops_per_second; ``floors``: a row each."""
     config, itemsize = work.config, work.dtype.itemsize
     bandwidth, rate = ceilings.read_bytes_per_second, ceilings.matmul_flops_per_second
-    dtype = str(work.dtype).removeprefix("torch.")
     about = [
-        f"{config.family}, {config.num_layers} layers, {dtype}: {itemsize} bytes a number",
+        f"{config.family}, {config.num_layers} layers, {str(work.dtype)[6:]}: {itemsize} bytes a number",
         f"{ceilings.machine} · {ceilings.source}",
         f"reads {quantity(bandwidth, 'B/s')}, {quantity(rate, 'FLOP/s')} in matrix products: {rate / bandwidth:.1f} "
         "FLOP in the time of one byte; below that, a step waits for memory",
@@ -50,18 +49,15 @@ def view(name: str, work: DecodeWork, context: int, ceilings: Any, floors: Seque
 
 
 def _weights(work: DecodeWork) -> list[dict[str, Any]]:
-    tied = work.config.tie_word_embeddings
-    rows = []
-    for part, parameters in work.parameters.items():
-        read = quantity(parameters * work.dtype.itemsize, "B")
-        if part == "embedding" and tied:
-            part += ", which is the output head too"
-        elif part == "embedding":
-            read = f"{quantity(work.row_bytes, 'B')}: one row"
-        if parameters:
-            rows.append({"part": part, "parameters": parameters, "read": read})
-    read = quantity(work.weight_bytes + work.row_bytes, "B")
-    return [*rows, {"part": "all weights", "parameters": work.num_parameters, "read": read}]
+    def row(part: str, parameters: int, num_bytes: int) -> dict[str, Any]:
+        return {"part": part, "parameters": parameters, "read": quantity(num_bytes, "B")}
+
+    rows = [row(part, found, found * work.dtype.itemsize) for part, found in work.parameters.items() if found]
+    if work.config.tie_word_embeddings:
+        rows[0]["part"] = "embedding, which is the output head too"
+    else:
+        rows[0]["read"] = f"{quantity(work.row_bytes, 'B')}: one row"
+    return [*rows, row("all weights", work.num_parameters, work.weight_bytes + work.row_bytes)]
 
 
 def _steps(work: DecodeWork, context: int, bandwidth: float, rate: float) -> list[tuple[str, str, str]]:
@@ -70,9 +66,8 @@ def _steps(work: DecodeWork, context: int, bandwidth: float, rate: float) -> lis
     windows = [window for window in config.windows if window is not None]
     limited = f" ({len(windows)} layers see at most {min(windows):,})" if windows else ""
     kv = f"2 · {config.num_layers} layers · {config.num_kv_heads} KV heads · {config.head_dim} · {work.dtype.itemsize}"
-    read, computed = quantity(floor.num_bytes, "B"), quantity(floor.flops, "FLOP")
-    reads, computes = quantity(bandwidth, "B/s"), quantity(rate, "FLOP/s")
     heads = f"4 · {config.num_heads} heads · {config.head_dim} for each token seen in each layer"
+    read, computed = quantity(floor.num_bytes, "B"), quantity(floor.flops, "FLOP")
     return [
         ("keys and values", f"{kv} bytes for each token seen", quantity(work.kv_bytes_per_token, "B")),
         ("", f"{context:,} tokens seen{limited}", quantity(work.kv_bytes(context), "B")),
@@ -80,9 +75,9 @@ def _steps(work: DecodeWork, context: int, bandwidth: float, rate: float) -> lis
         ("products", "a multiplication and an addition for each weight", quantity(work.matmul_flops, "FLOP")),
         ("attention", heads, quantity(work.attention_flops(context), "FLOP")),
         ("FLOPs", "products and attention", computed),
-        ("intensity", f"{computed} / {read}", f"{work.intensity(context):.2f} FLOP/B"),
-        ("memory", f"{read} / {reads}", duration(floor.memory_seconds)),
-        ("arithmetic", f"{computed} / {computes}", duration(floor.compute_seconds)),
+        ("intensity", f"{computed} / {read}", f"{floor.flops / floor.num_bytes:.2f} FLOP/B"),
+        ("memory", f"{read} / {quantity(bandwidth, 'B/s')}", duration(floor.memory_seconds)),
+        ("arithmetic", f"{computed} / {quantity(rate, 'FLOP/s')}", duration(floor.compute_seconds)),
         ("floor", f"{number(floor.tokens_per_second)} tokens/s: {_bound(floor)} bound", duration(floor.seconds)),
     ]
 

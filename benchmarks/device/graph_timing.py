@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-CACHES_ROTATED = 4
-"""All sets of inputs together are at least so many times the last cache."""
+CACHES_ROTATED = 4  # all sets of inputs together are at least so many times the last cache
 MOST_INPUT_SETS = 4096
 """Sets at most, even if together they are less. So many are needed only where a set is some kilobytes, which in a
 decode step too lie in the cache: the kernel before has just written them."""
-DEMO_CACHE_BYTES = 1 << 14
-"""What stands for a CPU's last cache at demo size, where the figures show the way and not the machine."""
+DEMO_CACHE_BYTES = 1 << 14  # stands for a CPU's last cache, where the figures show the way and not the machine
 DEMO_TRIALS = 3
 GRAPH_MS = 20
 """Milliseconds of launches that a graph holds, and at least one call of every set: some thousands of calls at most."""
@@ -41,9 +39,8 @@ class Timing(NamedTuple):
 
 def cache_bytes(device: torch.device) -> int:
     """Size of the device's last cache: a GPU's L2; a small stand-in for a CPU's."""
-    if device.type != "cuda":
-        return DEMO_CACHE_BYTES
-    return torch.cuda.get_device_properties(device).L2_cache_size
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).L2_cache_size if is_gpu else DEMO_CACHE_BYTES
 
 
 def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
@@ -54,11 +51,7 @@ def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
 def rotated_tensors(
     num_sets: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: Callable[[torch.Tensor], Any]
 ) -> list[torch.Tensor]:
-    """One contiguous tensor a set; no two share a cache line, and all are aligned alike.
-
-    Args:
-        fill: given ``[num_sets, numbers]``, writes all of it.
-    """
+    """One contiguous tensor a set, aligned alike, no two in a cache line; ``fill`` writes all ``[sets, numbers]``."""
     numbers = torch.Size(shape).numel()
     line = ALIGNMENT // dtype.itemsize
     rows = torch.empty(num_sets, -(-numbers // line) * line, dtype=dtype, device=device)[:, :numbers]

@@ -31,14 +31,9 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 Call = Callable[..., Any]
 
 
-def normal(scale: float = 1.0, mean: float = 0.0) -> Callable[[torch.Tensor], Any]:
-    """Fills a tensor with normal numbers."""
-    return lambda rows: rows.normal_(mean, scale)
-
-
 @dataclass(frozen=True)
 class Drawn:
-    """An input that every set has of its own; dtype None is the case's."""
+    """An input that every set has of its own, by default normal numbers; dtype None is the case's."""
 
     shape: tuple[int, ...]
     fill: Callable[[torch.Tensor], Any] = torch.Tensor.normal_
@@ -75,7 +70,7 @@ class Case:
     dtype: torch.dtype
     peers: Mapping[str, Peer] = field(default_factory=dict)
     spare_sets: float = 4
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of some of ``ours``, for the report
+    about: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else the report says of ``ours``
 
     @property
     def set_bytes(self) -> int:
@@ -85,12 +80,13 @@ class Case:
     def draw(self, num_sets: int, device: torch.device) -> list[Inputs]:
         """Fresh sets of inputs, from the device's default generator."""
 
-        def column(one: Drawn | None) -> Sequence[Any]:
-            if one is None:
-                return [None] * num_sets
-            return rotated_tensors(num_sets, one.shape, one.dtype or self.dtype, device, one.fill)
-
-        return list(zip(*map(column, self.drawn), strict=True))
+        columns: list[Sequence[Any]] = [
+            rotated_tensors(num_sets, one.shape, one.dtype or self.dtype, device, one.fill)
+            if one
+            else [None] * num_sets
+            for one in self.drawn
+        ]
+        return list(zip(*columns, strict=True))
 
 
 def measure_cases(
@@ -138,10 +134,7 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Se
             "share_of_ceiling": rounded(floor / timing.seconds),
         }
 
-    ours = {
-        name: measured(call, case.op) | ({"settings": case.settings[name]} if name in case.settings else {})
-        for name, call in case.ours.items()
-    }
+    ours = {name: measured(call, case.op) | case.about.get(name, {}) for name, call in case.ours.items()}
     own_us = next(iter(ours.values()))["time_us"]
     others: dict[str, dict[str, Any]] = {}
     for name in peers:

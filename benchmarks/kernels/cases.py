@@ -8,12 +8,13 @@ one matrix product where ours has one. Invariant: that of :mod:`benchmarks.kerne
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.kernels.case import Call, Case, Drawn, Peer, normal
+from benchmarks.kernels.case import Call, Case, Drawn, Peer
 from shared.kernels import gemv
 from shared.kernels.rmsnorm import add_rms_norm, rms_norm
 from shared.models.causal_lm import CausalLM
@@ -49,6 +50,10 @@ class ModelShapes:
         self.hidden_size, self.eps, self.offset = len(model.norm.weight), model.norm.eps, model.norm.offset
         self.intermediate_size = block.down_proj.weight.shape[1]
         self.vocab_size = len(model.head.weight)
+
+    def fill_norm(self, weights: torch.Tensor) -> None:
+        """What the weights of a norm are drawn from: near the one that leaves a number as it is."""
+        weights.normal_(1.0 - self.offset, 0.1)
 
     def case(
         self,
@@ -121,8 +126,8 @@ def projection_case(
         ours,
         op,
         Drawn((rows, K)),
-        Drawn((weight_rows, K), normal(K**-0.5)),
-        Drawn((K,), normal(0.1, 1.0 - shapes.offset)) if has_norm else None,
+        Drawn((weight_rows, K), partial(torch.Tensor.normal_, std=K**-0.5)),
+        Drawn((K,), shapes.fill_norm) if has_norm else None,
         Drawn((rows, N)) if has_residual else None,
     )
 
@@ -146,7 +151,7 @@ def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
         summed = residual + norm_op.rms_norm(x, post, eps, offset)
         return norm_op.rms_norm(summed, weight, eps, offset), summed
 
-    x, weight = Drawn((rows, n)), Drawn((n,), normal(0.1, 1.0 - offset))
+    x, weight = Drawn((rows, n)), Drawn((n,), shapes.fill_norm)
     num_bytes, added_bytes = (3 * rows + 1) * n * shapes.dtype.itemsize, (4 * rows + 2) * n * shapes.dtype.itemsize
     described, added = f"{n}, + residual", f"norm, + {n}, norm"
     return [

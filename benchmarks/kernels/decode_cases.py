@@ -3,11 +3,12 @@
 Introduced in phase 3.1. Invariant: that of :mod:`benchmarks.kernels.case`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.kernels.case import Case, Drawn, normal
+from benchmarks.kernels.case import Case, Drawn
 from benchmarks.kernels.cases import ModelShapes, NormOf
 from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.kv_write import kv_write
@@ -50,7 +51,7 @@ def kv_write_case(shapes: ModelShapes, rows: int, device: torch.device) -> Case:
         offsets.copy_(torch.arange(rows, device=device) * D)
 
     memory = Drawn((1, Hkv, rows, D))
-    weight = None if norm is None else Drawn((D,), normal(0.1, 1.0 - norm.offset))
+    weight = None if norm is None else Drawn((D,), shapes.fill_norm)
     moved = 2 * rows * sum(heads) * D + (0 if norm is None else 2 * D)
     angles = rows * D * table.element_size()  # a cosine and a sine for each pair of numbers
     return shapes.case(
@@ -114,7 +115,7 @@ def sampler_cases(shapes: ModelShapes, rows: int, device: torch.device) -> list[
             "read",
             lambda logits: sample(logits, batch),
             lambda logits: sampler_op.sample(logits, batch),
-            Drawn((rows, V), normal(LOGIT_SCALE)),
+            Drawn((rows, V), partial(torch.Tensor.normal_, std=LOGIT_SCALE)),
         )
 
     drawn = f"temperature {DRAWING.temperature}, top-k {DRAWING.top_k}, top-p {DRAWING.top_p}"

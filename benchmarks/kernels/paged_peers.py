@@ -20,31 +20,23 @@ from benchmarks.kernels.paged_cases import BLOCK_SIZE, PagedSequences
 from shared.errors import ConfigError
 
 FLASHINFER_WORKSPACE = 256 << 20
-PEERS = (
-    "flashinfer",
-    "flashinfer_tensor_cores",
-    "sdpa_gathered",
-    "sdpa_contiguous",
-    "flex_gathered",
-    "flex_contiguous",
-)
+FLASHINFER = ("flashinfer", "flashinfer_tensor_cores")
+PEERS = (*FLASHINFER, "sdpa_gathered", "sdpa_contiguous", "flex_gathered", "flex_contiguous")
+Maker = Callable[[PagedSequences], Call]
 
 
 def paged_peers(sequences: PagedSequences, dtype: torch.dtype) -> dict[str, Peer]:
     """``PEERS`` over these sequences; making a call raises ConfigError where it cannot be had, with the reason."""
     device = sequences.lengths.device
     in_order = PagedSequences(sequences.shape, device, None).attend  # what a pool holds that is taken for one piece
-    found = {
-        "flashinfer": Peer(partial(_flashinfer, sequences, dtype, False), sequences.attend),
-        "flashinfer_tensor_cores": Peer(partial(_flashinfer, sequences, dtype, True), sequences.attend),
-    }
+    found = {name: Peer(partial(_flashinfer, sequences, dtype, name), sequences.attend) for name in FLASHINFER}
     for name, library in (("sdpa", _sdpa), ("flex", _flex)):
         found[f"{name}_gathered"] = Peer(partial(_pytorch, sequences, library, _gathered), sequences.attend)
         found[f"{name}_contiguous"] = Peer(partial(_pytorch, sequences, library, _contiguous), in_order)
     return found
 
 
-def _flashinfer(sequences: PagedSequences, dtype: torch.dtype, uses_tensor_cores: bool) -> Call:
+def _flashinfer(sequences: PagedSequences, dtype: torch.dtype, name: str) -> Call:
     try:
         import flashinfer
     except ImportError as error:
@@ -56,7 +48,7 @@ def _flashinfer(sequences: PagedSequences, dtype: torch.dtype, uses_tensor_cores
         torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
         "NHD",
         use_cuda_graph=True,
-        use_tensor_cores=uses_tensor_cores,
+        use_tensor_cores=name.endswith("tensor_cores"),
         paged_kv_indptr_buffer=torch.empty_like(indptr),
         paged_kv_indices_buffer=torch.empty_like(sequences.tables),
         paged_kv_last_page_len_buffer=torch.empty_like(last),
@@ -66,11 +58,7 @@ def _flashinfer(sequences: PagedSequences, dtype: torch.dtype, uses_tensor_cores
     return lambda q, keys, values: wrapper.run(q, (keys, values))
 
 
-def _pytorch(
-    sequences: PagedSequences,
-    library: Callable[[PagedSequences], Call],
-    memory: Callable[[PagedSequences], Callable[[torch.Tensor], torch.Tensor]],
-) -> Call:
+def _pytorch(sequences: PagedSequences, library: Maker, memory: Maker) -> Call:
     """``library``'s attention over what ``memory`` makes of a pool: keys or values ``[B, S, Hkv, D]``."""
     dense, attend = memory(sequences), library(sequences)
 
@@ -80,7 +68,7 @@ def _pytorch(
     return call
 
 
-def _gathered(sequences: PagedSequences) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gathered(sequences: PagedSequences) -> Call:
     """Every sequence's blocks, padded to the longest, are copied into one piece first."""
     widest, longest = max(map(len, sequences.rows)), max(sequences.shape.lengths)
     padded = torch.tensor([row + [0] * (widest - len(row)) for row in sequences.rows], device=sequences.lengths.device)
@@ -88,7 +76,7 @@ def _gathered(sequences: PagedSequences) -> Callable[[torch.Tensor], torch.Tenso
     return lambda pool: pool.index_select(0, rows).view(len(padded), -1, *pool.shape[2:])[:, :longest]
 
 
-def _contiguous(sequences: PagedSequences) -> Callable[[torch.Tensor], torch.Tensor]:
+def _contiguous(sequences: PagedSequences) -> Call:
     """The pool taken for one contiguous cache: other numbers for a sequence than its blocks hold, as many of them."""
     lengths = sequences.shape.lengths
     if set(lengths) != {lengths[0]} or lengths[0] % BLOCK_SIZE:

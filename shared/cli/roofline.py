@@ -162,7 +162,7 @@ def _as_json(name: str, work: "DecodeWork", context: int, ceilings: Ceilings, fl
         "kv_bytes_per_token": work.kv_bytes_per_token,
         "kv_bytes": work.kv_bytes(context),
         "flops_per_token": work.flops(context),
-        "flops_per_byte": work.intensity(context),
+        "flops_per_byte": work.flops(context) / work.num_bytes(context),
         "ceilings": asdict(ceilings),
         "floors": [
             asdict(floor)

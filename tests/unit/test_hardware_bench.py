@@ -30,7 +30,7 @@ def test_the_command_reports_bandwidth_and_on_a_cpu_no_launches(tmp_path):
     assert found["launch_eager_us"] is found["launch_graph_us"] is None
     written = tmp_path / f"hardware-{machine_name('cpu')}.json"
     assert json.loads(written.read_text())["results"] == found
-    assert "| read only |" in written.with_suffix(".md").read_text()
+    assert "| read only, GB/s |" in written.with_suffix(".md").read_text()
     assert "matrix product, float32" in result.stdout
 
 
