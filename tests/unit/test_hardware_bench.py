@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.device.graph_timing import (
-    ALIGNMENT,
-    MOST_INPUT_SETS,
-    cache_bytes,
-    num_input_sets,
-    rotated_tensors,
-    time_calls,
-)
+from benchmarks.device import graph_timing
+from benchmarks.device.graph_timing import cache_bytes, num_input_sets, rotated_tensors, time_calls
 from benchmarks.hardware import measure_ceilings
 from benchmarks.machine import machine_name
 from shared.cli import app
@@ -37,8 +31,8 @@ def test_the_command_reports_bandwidth_and_on_a_cpu_no_launches(tmp_path):
 @given(set_bytes=st.integers(1, 1 << 31), cache=st.integers(1, 1 << 28))
 def test_the_sets_fill_the_cache_four_times_with_none_to_spare(set_bytes, cache):
     sets = num_input_sets(set_bytes, cache)
-    assert 2 <= sets <= MOST_INPUT_SETS
-    assert sets == MOST_INPUT_SETS or sets * set_bytes >= 4 * cache
+    assert 2 <= sets <= graph_timing.MOST_INPUT_SETS
+    assert sets == graph_timing.MOST_INPUT_SETS or sets * set_bytes >= 4 * cache
     assert sets == 2 or (sets - 1) * set_bytes < 4 * cache
 
 
@@ -46,7 +40,7 @@ def test_the_sets_fill_the_cache_four_times_with_none_to_spare(set_bytes, cache)
 def test_no_two_sets_share_a_cache_line(shape, sets):
     tensors = rotated_tensors(sets, tuple(shape), torch.bfloat16, torch.device("cpu"), lambda rows: rows.fill_(3))
     for before, after in pairwise(tensor.data_ptr() for tensor in tensors):
-        assert (after - before) % ALIGNMENT == 0
+        assert (after - before) % graph_timing.ALIGNMENT == 0
         assert after - before >= tensors[0].numel() * 2
     for tensor in tensors:
         assert tensor.shape == tuple(shape)
