@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.hardware import device_of
-from benchmarks.kernels.case import Case, Drawn, check_options, dtype_of, is_gpu, measure_cases, ratio, report_of
+from benchmarks.kernels.case import check_options, dtype_of, is_gpu, measure_cases, ratio, report_of
 from benchmarks.kernels.paged_cases import (
     BLOCK_SIZE,
     DEMO_SHAPES,
+    FLASHINFER,
+    PEERS,
     SHAPES,
     AttentionShape,
     PagedSequences,
-    variant_calls,
+    paged_case,
 )
-from benchmarks.kernels.paged_peers import FLASHINFER, PEERS, paged_peers
 from benchmarks.report import Report, rounded
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode
@@ -57,34 +57,14 @@ def measure_attention(
     check_options(seed, shape=(shapes or (), known), peer=(peers or (), PEERS))
     peers = PEERS if peers is None else tuple(peers)
     chosen = [known[name] for name in dict.fromkeys(shapes or known)]
-    cases = [paged_case(shape, device_of(device), seed) for shape in chosen]
+    where = device_of(device)
+    cases = [paged_case(PagedSequences(shape, where, seed), dtype_of(where)) for shape in chosen]
     ceilings, rows = measure_cases(cases, peers, device, seed, progress)
     results: dict[str, Any] = {"ceilings": ceilings}
     results["planning_us"] = {str(count): planning_us(count) for count in PLANNED_SEQUENCES}
     results["shapes"] = {shape.name: finished(row, shape) for shape, row in zip(chosen, rows, strict=True)}
     flags = {"shapes": list(results["shapes"]), "peers": list(peers), "block_size": BLOCK_SIZE}
     return report_of("attention", results, flags, device, seed, model={})
-
-
-def paged_case(shape: AttentionShape, device: torch.device, seed: int) -> Case:
-    """A shape over blocks in random order."""
-    sequences, dtype = PagedSequences(shape, device, seed), dtype_of(device)
-    calls, (Hq, Hkv, D) = variant_calls(sequences, dtype), shape.heads
-    memory = Drawn((len(sequences.tables), BLOCK_SIZE, Hkv, D))
-    return Case(
-        kernel="attention",
-        size=shape.name,
-        shape=f"{Hq} over {Hkv} heads of {D}",
-        num_bytes=shape.num_bytes(dtype.itemsize),
-        ceiling="read",
-        ours={name: call for name, (call, _) in calls.items()},
-        op=sequences.attend,
-        drawn=(Drawn((shape.num_sequences, Hq, D)), memory, memory),
-        dtype=dtype,
-        peers=paged_peers(sequences, dtype),
-        spare_sets=4 + 4 * shape.num_sequences * max(shape.lengths) / sum(shape.lengths),  # gathered and padded
-        about={name: {"settings": settings} for name, (_, settings) in calls.items()},
-    )
 
 
 def finished(row: dict[str, Any], shape: AttentionShape) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from shared.kernels.launch import INTERPRETED, LAUNCHES
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of a number, in units of its own magnitude plus the root mean square of all: a few roundings."""
 
+SPARE_SETS = 4  # of inputs that the check in fp32 takes; a peer that finds no memory for more is a finding
 Call = Callable[..., Any]
 
 
@@ -55,8 +56,7 @@ class Peer:
 class Case:
     """What is called at one size, each with the same inputs and results as ``op``.
 
-    ``size`` is what the report files it under; ``ours`` has our calls by name, first the one that an engine makes;
-    ``spare_sets``: how many sets of inputs the check and the peers need room for besides those that are timed.
+    ``size`` is what the report files it under; ``ours`` has our calls by name, first the one that an engine makes.
     """
 
     kernel: str
@@ -69,7 +69,6 @@ class Case:
     drawn: tuple[Drawn | None, ...]
     dtype: torch.dtype
     peers: Mapping[str, Peer] = field(default_factory=dict)
-    spare_sets: float = 4
     about: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else the report says of ``ours``
 
     @property
@@ -214,12 +213,12 @@ def check_options(seed: int, **options: tuple[Sequence[str], Collection[str]]) -
 
 
 def check_memory(cases: Sequence[Case], device: torch.device) -> None:
-    """Raise CapacityError if a case's inputs, with what check and peers need, do not fit the GPU."""
+    """Raise CapacityError if a case's inputs, with those of its check, do not fit the GPU."""
     if device.type != "cuda":
         return
     free, cache = torch.cuda.mem_get_info(device)[0], cache_bytes(device)
     for case in cases:
-        needed = case.set_bytes * (num_input_sets(case.set_bytes, cache) + case.spare_sets)
+        needed = case.set_bytes * (num_input_sets(case.set_bytes, cache) + SPARE_SETS)
         if needed > free:
             said = f"takes {needed / 2**30:.1f} GiB to measure and {free / 2**30:.1f} GiB of the GPU's memory are free"
             raise CapacityError(f"{case.kernel} {case.size} ({case.shape}) {said}; choose others.")

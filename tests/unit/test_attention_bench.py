@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import benchmarks.bench_attention as bench
 import benchmarks.kernels.case as case_module
 import benchmarks.kernels.paged_cases as paged_cases
-import benchmarks.kernels.paged_peers as paged_peers
 from benchmarks.hardware import Ceilings
 from benchmarks.kernels.paged_cases import BLOCK_SIZE, DEMO_SHAPES, SHAPES, PagedSequences
 from benchmarks.kernels.view import view
@@ -49,7 +48,7 @@ def demo() -> Report:
     """Every shape and peer at demo size, FlashInfer by its stand-in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(case_module, "measure_ceilings", lambda device: CEILINGS)
-        patch.setattr(paged_peers, "FLASHINFER_WORKSPACE", 16)
+        patch.setattr(paged_cases, "FLASHINFER_WORKSPACE", 16)
         package = type("flashinfer", (), {"BatchDecodeWithPagedKVCacheWrapper": Wrapper})
         patch.setitem(sys.modules, "flashinfer", package)
         return bench.measure_attention(device="cpu")
@@ -69,7 +68,7 @@ def test_bytes_and_block_tables_are_those_counted_by_hand():
 @pytest.mark.parametrize("shape", DEMO_SHAPES, ids=lambda shape: shape.name)
 def test_the_op_is_the_formula_over_the_gathered_blocks(shape):
     sequences = PagedSequences(shape, CPU, 3)
-    ((q, keys, values),) = bench.paged_case(shape, CPU, 3).draw(1, CPU)
+    ((q, keys, values),) = paged_cases.paged_case(sequences, torch.float32).draw(1, CPU)
     for b, (row, length) in enumerate(zip(sequences.rows, shape.lengths, strict=True)):
         k, v = (memory[row].flatten(0, 1)[:length].transpose(0, 1) for memory in (keys, values))
         expected = naive_attention(q[b, None], k, v, scale=shape.scale)[0]
@@ -86,7 +85,7 @@ def test_a_demo_report_is_complete_and_has_the_committed_keys(demo):
     for row in demo.results["shapes"].values():
         assert committed.keys() <= row.keys()
         assert committed["variants"].keys() == row["variants"].keys()
-        assert committed["peers"].keys() == row["peers"].keys() == set(paged_peers.PEERS)
+        assert committed["peers"].keys() == row["peers"].keys() == set(paged_cases.PEERS)
         assert row["times_unsplit"] is None, "nothing is launched, so nothing is split"
         for variant in row["variants"].values():
             assert variant["error"] is None
