@@ -94,11 +94,7 @@ def test_quantities_and_durations_are_readable() -> None:
 
 
 def test_models_are_found_by_folder_and_by_shape(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    name, config = find_config(str(tiny_checkpoints["llama"]))
-    assert name == "tiny-llama"
-    assert config == find_config("tiny-llama")[1]
-    with pytest.raises(ModelFolderError, match=r"neither a folder nor a known model.*llama-3\.2-1b"):
-        find_config("nothing-of-the-kind")
+    assert find_config(str(tiny_checkpoints["llama"])) == find_config("tiny-llama")
     with pytest.raises(ModelFolderError, match=r"no config\.json"):
         find_config(str(tmp_path))
 
@@ -131,11 +127,9 @@ def test_rates_are_measured_or_a_data_sheets_or_given(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("no-such-model", "no-such-model"),
+        ("no-such-model", "neither a folder nor a known model"),
         ("tiny-llama --context 2049", "--context is 2049"),
-        ("tiny-llama --context 0", "--context is 0"),
         ("tiny-llama --batch 4,x", "--batch is '4,x'"),
-        ("tiny-llama --batch 0", "--batch is '0'"),
         ("tiny-llama --gpu abacus", "'abacus'"),
         ("tiny-llama --bandwidth 0 --flops 1", "--bandwidth is 0"),
         ("tiny-llama --bandwidth 1 --flops nan", "--flops is nan"),
