@@ -1,8 +1,8 @@
 """What the machine can do at best: the ceilings that every other figure stands beside. Introduced in phase 3.1.
 
-A datasheet's bandwidth is never reached, by anyone; what the simplest kernels reach is the ceiling worth comparing
-with. Four numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions
-a second of a large matrix product, and what a launch costs before any work.
+No program reaches a data sheet's bandwidth; what the simplest kernels reach is the ceiling worth comparing with. Four
+numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions a second
+of a large matrix product, and what a launch costs before any work.
 
     infer bench hardware
 
@@ -10,23 +10,21 @@ Invariant: ceilings hold for one run. Clocks and neighbours change, so a benchma
 """
 
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+import timeit
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.device.graph_timing import time_calls
 from benchmarks.report import Report, rounded
+from benchmarks.view import Column, Table, View, text
 from shared.errors import CapacityError
 from shared.kernels.launch import check_launchable, tl, triton
 
 GPU_BUFFER_BYTES = 1 << 30
 CPU_BUFFER_BYTES = 1 << 28
 LEAST_BUFFER_BYTES = 1 << 26
-GPU_MATMUL_SIZE = 8192
-CPU_MATMUL_SIZE = 1024
 READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))
 """Numbers a tile, tiles a program, warps: which cut reads fastest depends on the chip, so the best one counts."""
 LAUNCHES = 2000
@@ -44,23 +42,20 @@ class Ceilings:
     matmul_dtype: str
     buffer_bytes: int
 
-    def bytes_per_second(self, kind: str) -> float:
-        """The ceiling ``read`` or ``copy``."""
-        return {"read": self.read_bytes_per_second, "copy": self.copy_bytes_per_second}[kind]
+    def bytes_per_second(self, kind: Literal["read", "copy"]) -> float:
+        return self.read_bytes_per_second if kind == "read" else self.copy_bytes_per_second
 
     def results(self) -> dict[str, Any]:
         """For a report, each key with its unit."""
-
-        def micro(seconds: float | None) -> float | None:
-            return None if seconds is None else rounded(1e6 * seconds)
-
+        launches = self.launch_seconds_eager, self.launch_seconds_graph
+        eager, graph = (None if seconds is None else rounded(1e6 * seconds) for seconds in launches)
         return {
             "copy_gb_per_second": rounded(self.copy_bytes_per_second / 1e9),
             "read_gb_per_second": rounded(self.read_bytes_per_second / 1e9),
             "matmul_tflop_per_second": rounded(self.matmul_flops_per_second / 1e12),
             "matmul_dtype": self.matmul_dtype,
-            "launch_eager_us": micro(self.launch_seconds_eager),
-            "launch_graph_us": micro(self.launch_seconds_graph),
+            "launch_eager_us": eager,
+            "launch_graph_us": graph,
             "buffer_bytes": self.buffer_bytes,
         }
 
@@ -95,27 +90,20 @@ def measure_ceilings(device: str) -> Ceilings:
     where = device_of(device)
     is_gpu = where.type == "cuda"
     check_launchable(where)
-    size, dtype = (GPU_MATMUL_SIZE, torch.bfloat16) if is_gpu else (CPU_MATMUL_SIZE, torch.float32)
+    size, dtype = (8192, torch.bfloat16) if is_gpu else (1024, torch.float32)  # of the matrices
     num_bytes = _buffer_bytes(where)
     a, b = (torch.rand(num_bytes // 4, device=where) for _ in range(2))
-    copy = _seconds(lambda source, target: target.copy_(source), [(a, b), (b, a)])
+    copy = time_calls(lambda source, target: target.copy_(source), [(a, b), (b, a)]).seconds
     read = _read_seconds(a)
     del a, b
-    factors = [(torch.randn(size, size, device=where).to(dtype), torch.randn(size, size, device=where).to(dtype))]
-    matmul = _seconds(torch.matmul, factors)
+    factors = tuple(torch.randn(size, size, device=where).to(dtype) for _ in range(2))
+    matmul = time_calls(torch.matmul, [factors]).seconds
     del factors
-    launch_eager, launch_graph = _launch_seconds(where) if is_gpu else (None, None)
+    eager, graph = _launch_seconds(where) if is_gpu else (None, None)
     if is_gpu:
         torch.cuda.empty_cache()
-    return Ceilings(
-        copy_bytes_per_second=2 * num_bytes / copy,
-        read_bytes_per_second=num_bytes / read,
-        matmul_flops_per_second=2 * size**3 / matmul,
-        launch_seconds_eager=launch_eager,
-        launch_seconds_graph=launch_graph,
-        matmul_dtype=str(dtype).removeprefix("torch."),
-        buffer_bytes=num_bytes,
-    )
+    rates = 2 * num_bytes / copy, num_bytes / read, 2 * size**3 / matmul
+    return Ceilings(*rates, eager, graph, str(dtype).removeprefix("torch."), num_bytes)
 
 
 def _buffer_bytes(device: torch.device) -> int:
@@ -123,27 +111,18 @@ def _buffer_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return CPU_BUFFER_BYTES
     free = torch.cuda.mem_get_info(device)[0]
-    num_bytes = GPU_BUFFER_BYTES
-    while num_bytes > free // 4:
-        num_bytes //= 2
-    if num_bytes < LEAST_BUFFER_BYTES:
+    if free < 4 * LEAST_BUFFER_BYTES:
         raise CapacityError(
             f"{free / 2**30:.2f} GiB of the GPU's memory are free, too little to measure its bandwidth, which takes "
             f"{4 * LEAST_BUFFER_BYTES / 2**30:.2f} GiB; end the programs that hold the rest, or use --device cpu."
         )
-    return num_bytes
-
-
-def _seconds(call: Any, input_sets: Sequence[tuple[torch.Tensor, ...]]) -> float:
-    """Of one call that takes long enough for a few to tell."""
-    is_gpu = input_sets[0][0].is_cuda
-    return time_calls(call, input_sets, trials=9 if is_gpu else 3, min_calls=10 if is_gpu else 1).seconds
+    return min(GPU_BUFFER_BYTES, 1 << (free // 4).bit_length() - 1)
 
 
 def _read_seconds(x: torch.Tensor) -> float:
     """To read all of x: on a GPU by the best cut of our kernel, on a CPU by PyTorch's sum."""
     if not x.is_cuda:
-        return _seconds(torch.sum, [(x,)])
+        return time_calls(torch.sum, [(x,)]).seconds
     total = x.sum(dtype=torch.float64)
     times = []
     for block, tiles, num_warps in READ_CUTS:
@@ -155,7 +134,7 @@ def _read_seconds(x: torch.Tensor) -> float:
         read(x, sums)
         if abs(sums.sum(dtype=torch.float64) / total - 1) > 1e-4:
             raise RuntimeError(f"the read kernel summed {sums.sum()} where {total} is right")
-        times.append(_seconds(read, [(x, sums)]))
+        times.append(time_calls(read, [(x, sums)]).seconds)
     return min(times)
 
 
@@ -166,40 +145,32 @@ def _launch_seconds(device: torch.device) -> tuple[float, float]:
     def touch(x: torch.Tensor) -> None:
         touch_kernel[(1,)](x, num_warps=1)
 
-    in_graph = time_calls(touch, [(x,)], min_calls=LAUNCHES).seconds
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize(device)
-        started = time.perf_counter()
+    in_graph = time_calls(touch, [(x,)] * LAUNCHES).seconds
+
+    def launch_all() -> None:
         for _ in range(LAUNCHES):
             touch(x)
         torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - started) / LAUNCHES)
-    return statistics.median(times), in_graph
+
+    return statistics.median(timeit.repeat(launch_all, number=1, repeat=5)) / LAUNCHES, in_graph
 
 
-def hardware_report(ceilings: Ceilings, device: str) -> Report:
-    """A report of the machine alone."""
-    return Report(
-        name="hardware",
-        model={},
-        engines={},
-        seed=0,
-        flags={"device": device},
-        results=ceilings.results(),
-        device=device,
+def hardware_report(device: str) -> Report:
+    """Measure the machine alone."""
+    results = measure_ceilings(device).results()
+    return Report("hardware", model={}, engines={}, seed=0, flags={"device": device}, results=results, device=device)
+
+
+def view(report: Report) -> View:
+    """What the machine reached."""
+    names = {
+        "copy_gb_per_second": "copy, read and written, GB/s",
+        "read_gb_per_second": "read only, GB/s",
+        "matmul_tflop_per_second": f"matrix product, {report.results['matmul_dtype']}, TFLOP/s",
+        "launch_eager_us": "launch, eager, µs",
+        "launch_graph_us": "launch, inside a CUDA graph, µs",
+    }
+    rows = [{"ceiling": name, "reached": report.results[key]} for key, name in names.items()]
+    return View(
+        f"Ceilings: {report.machine_title}", [], [Table("", [text("", "ceiling"), Column("reached", "reached")], rows)]
     )
-
-
-def table_rows(ceilings: Ceilings) -> list[tuple[str, str]]:
-    """What was measured, and the figure with its unit, for a reader."""
-    values = asdict(ceilings)
-    rows = [
-        ("copy, read and written", f"{values['copy_bytes_per_second'] / 1e9:,.1f} GB/s"),
-        ("read only", f"{values['read_bytes_per_second'] / 1e9:,.1f} GB/s"),
-        (f"matrix product, {ceilings.matmul_dtype}", f"{values['matmul_flops_per_second'] / 1e12:,.3g} TFLOP/s"),
-    ]
-    for name, key in (("eager", "launch_seconds_eager"), ("inside a CUDA graph", "launch_seconds_graph")):
-        if values[key] is not None:
-            rows.append((f"launch, {name}", f"{1e6 * values[key]:.2f} µs"))
-    return rows

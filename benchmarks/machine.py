@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors")
+PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "flashinfer-python")
 
 # What a processor's name can do without: marks, and in a file name also the maker and what follows from the model.
 _MARKS = re.compile(r"\((r|tm|c)\)|\b(cpu|processor)\b|@", re.IGNORECASE)

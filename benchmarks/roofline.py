@@ -98,7 +98,7 @@ class DecodeWork:
 
     def kv_bytes(self, context: int) -> int:
         """Keys and values that attention touches for one token; a windowed layer sees no more than its window."""
-        return sum(_seen(context, window) for window in self.config.windows) * self._layer_kv_bytes
+        return self._seen(context) * self._layer_kv_bytes
 
     def mean_kv_bytes(self, first: int, last: int) -> float:
         """The mean of :meth:`kv_bytes` over contexts from ``first`` to ``last``, both included."""
@@ -112,8 +112,7 @@ class DecodeWork:
 
     def attention_flops(self, context: int) -> int:
         """Of scores and weighted sums, for one token: 4 · Hq · D for each token seen, in each layer."""
-        seen = sum(_seen(context, window) for window in self.config.windows)
-        return 4 * self.config.num_heads * self.config.head_dim * seen
+        return 4 * self.config.num_heads * self.config.head_dim * self._seen(context)
 
     def flops(self, context: int, batch: int = 1) -> int:
         """Of a step: the batch shares no arithmetic."""
@@ -122,10 +121,6 @@ class DecodeWork:
     def num_bytes(self, context: int, batch: int = 1) -> int:
         """Of a step: the batch shares the weights, and nothing else."""
         return self.weight_bytes + batch * (self.row_bytes + self.kv_bytes(context))
-
-    def intensity(self, context: int, batch: int = 1) -> float:
-        """FLOPs for each byte moved."""
-        return self.flops(context, batch) / self.num_bytes(context, batch)
 
     def floor(self, context: int, bandwidth: float, flops_rate: float, batch: int = 1) -> Floor:
         """The floor on a machine that reads ``bandwidth`` bytes and computes ``flops_rate`` FLOPs a second."""
@@ -143,45 +138,43 @@ class DecodeWork:
             return None
         return max(1, math.floor(self.weight_bytes / bandwidth / per_sequence) + 1)
 
+    def _seen(self, context: int) -> int:
+        """Tokens, summed over the layers."""
+        return sum(context if window is None else min(context, window) for window in self.config.windows)
+
     @property
     def _layer_kv_bytes(self) -> int:
         return 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
 
 
 def find_config(model: str) -> tuple[str, ModelConfig]:
-    """Name and shape of a model folder, a shape that checkpoints can be made in, a known model, or one of the hub.
+    """Name and shape of a model folder, a shape, a known model, or a hub model, of which only the shape is fetched.
 
-    Of the hub's models only ``config.json`` is fetched. Raises ModelFolderError with what would be right.
+    Raises ModelFolderError with what would be right.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve().name, read_config(folder)
     if model in SHAPES:
         return model, parse_config(dict(SHAPES[model]), f"the shape {model}")
-    if model.count("/") == 1 and all(model.split("/")) and not model.startswith((".", "~")) and not folder.exists():
-        return model, read_config(_hub_config(model).parent)
+    is_hub_name = model.count("/") == 1 and all(model.split("/")) and not model.startswith((".", "~"))
     try:
-        return model, read_config(resolve_model(model))
+        return model, read_config(_hub_config(model) if is_hub_name and not folder.exists() else resolve_model(model))
     except ModelFolderError as error:
         raise ModelFolderError(f"{error} A shape does as well: {', '.join(SHAPES)}.") from None
 
 
 def _hub_config(name: str) -> Path:
+    """The folder into which a hub model's configuration is fetched."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, "config.json", local_files_only=constants.HF_HUB_OFFLINE))
+        return Path(hf_hub_download(name, "config.json", local_files_only=constants.HF_HUB_OFFLINE)).parent
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    raise ModelFolderError(
-        f"The configuration of {name} could not be had from the hub ({reason}); check the name and the network, or "
-        f"give a model's folder or a shape: {', '.join(SHAPES)}."
-    )
-
-
-def _seen(context: int, window: int | None) -> int:
-    return context if window is None else min(context, window)
+    said = "check the name and the network, or give a model's folder."
+    raise ModelFolderError(f"The configuration of {name} could not be fetched from the hub ({reason}); {said}")
 
 
 def _part(name: str) -> str:

@@ -17,6 +17,7 @@ from rich.text import Text
 NOTHING = "–"
 EIGHTHS = " ▏▎▍▌▋▊▉"
 WIDEST_BAR = 32
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 Row = Mapping[str, Any]
 
@@ -52,6 +53,25 @@ def megabytes(value: float | None) -> str:
 def percentiles(values: Mapping[str, float] | None) -> str:
     """``12.1 / 30.2 / 51.0``, in the order in which they stand."""
     return " / ".join(map(number, values.values())) if values else NOTHING
+
+
+def quantity(value: float, unit: str) -> str:
+    """Four digits and the unit with its prefix: ``2.472 GB``, ``786 TFLOP/s``."""
+    for size, prefix in PREFIXES:
+        if value >= size:
+            value, unit = value / size, prefix + unit
+            break
+    return f"{value:,.0f} {unit}" if value == int(value) < 1000 else f"{_four_digits(value)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that they fill: ``818.5 µs``, ``2.310 ms``."""
+    size, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
+    return f"{_four_digits(seconds * size)} {unit}"
+
+
+def _four_digits(value: float) -> str:
+    return f"{value:,.{3 if value < 10 else 2 if value < 100 else 1}f}"
 
 
 @dataclass(frozen=True)

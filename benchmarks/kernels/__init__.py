@@ -1,1 +1,1 @@
-"""The kernels' benchmark: its cases, their check, and the sweep over tilings."""
+"""The kernel benchmarks: what they call, what they compare it with, and how a report shows it."""

@@ -1,14 +1,15 @@
 """The cases of a decode step that have no weight matrix: the cache's write, attention, the sampler.
 
-Introduced in phase 3.1. Invariant: that of :mod:`benchmarks.kernels.cases`, whose other half this is.
+Introduced in phase 3.1. Invariant: that of :mod:`benchmarks.kernels.case`.
 """
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.kernels.cases import Drawn, KernelCase, ModelShapes, NormOf, normal
+from benchmarks.kernels.case import Case, Drawn
+from benchmarks.kernels.cases import ModelShapes, NormOf
 from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.kv_write import kv_write
 from shared.kernels.sampler import sample
@@ -24,82 +25,51 @@ DRAWING = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
 LOGIT_SCALE = 3.0
 
 
-@dataclass(frozen=True)
-class HeadTransform:
-    """What ``kv_write`` reads of a layer: its RoPE table and, where the family has them, two norms."""
-
-    table: torch.Tensor
-    q_norm: NormOf | None
-    k_norm: NormOf | None
-
-    __call__ = NormAndRotate.forward  # which reads these three fields
-
-
-def kv_write_case(shapes: ModelShapes, rows: int, dtype: torch.dtype, device: torch.device) -> KernelCase:
+def kv_write_case(shapes: ModelShapes, rows: int, device: torch.device) -> Case:
     """Norm, rotate and store ``rows`` tokens of one QKV result. Each set has a memory that they fill."""
     heads, D = shapes.block.heads, shapes.block.head_dim
     Hq, Hkv, _ = heads
     norm = shapes.block.qk.q_norm
     table = rope_table(shapes.config.rope, D, min(NUM_POSITIONS, shapes.config.max_position_embeddings), device)
 
-    def transform(q_weight: Any, k_weight: Any) -> HeadTransform:
-        if norm is None:
-            return HeadTransform(table, None, None)
-        eps, offset = norm.eps, norm.offset
-        return HeadTransform(table, NormOf(q_weight, eps, offset), NormOf(k_weight, eps, offset))
+    def transform(*weights: Any) -> NormAndRotate:
+        norms: Any = weights if norm is None else [NormOf(weight, norm.eps, norm.offset) for weight in weights]
+        return NormAndRotate(table, *norms)
 
-    def ours(
-        qkv: Any, positions: Any, offsets: Any, keys: Any, values: Any, q_weight: Any, k_weight: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def ours(qkv: Any, positions: Any, offsets: Any, keys: Any, values: Any, *weights: Any) -> tuple[torch.Tensor, ...]:
         q, k, v = qkv.split(heads, dim=1)
-        qk: Any = transform(q_weight, k_weight)
-        return kv_write(q, k, v, positions, qk, keys, values, offsets, rows * D), keys, values
+        return kv_write(q, k, v, positions, transform(*weights), keys, values, offsets, rows * D), keys, values
 
-    def eager(
-        qkv: Any, positions: Any, offsets: Any, keys: Any, values: Any, q_weight: Any, k_weight: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def op(qkv: Any, positions: Any, offsets: Any, keys: Any, values: Any, *weights: Any) -> tuple[torch.Tensor, ...]:
         q, k, v = qkv.split(heads, dim=1)
-        qk: Any = transform(q_weight, k_weight)
-        q, k = qk(q, k, positions)
+        q, k = transform(*weights).forward(q, k, positions)
         keys[0].transpose(0, 1).copy_(k)
         values[0].transpose(0, 1).copy_(v)
         return q, keys, values
-
-    def fill_positions(positions: torch.Tensor) -> None:
-        positions.random_(len(table))
 
     def fill_offsets(offsets: torch.Tensor) -> None:
         offsets.copy_(torch.arange(rows, device=device) * D)
 
     memory = Drawn((1, Hkv, rows, D))
-    weight = None if norm is None else Drawn((D,), normal(0.1, 1.0 - norm.offset))
-    drawn = (
-        Drawn((rows, sum(heads), D)),
-        Drawn((rows,), fill_positions, torch.int64),
-        Drawn((rows,), fill_offsets, torch.int64),
-        memory,
-        memory,
-        weight,
-        weight,
-    )
+    weight = None if norm is None else Drawn((D,), shapes.fill_norm)
     moved = 2 * rows * sum(heads) * D + (0 if norm is None else 2 * D)
     angles = rows * D * table.element_size()  # a cosine and a sine for each pair of numbers
-    return KernelCase(
-        kernel="kv_write",
-        size=str(rows),
-        shape=f"{'norm, ' if norm else ''}{Hq} + 2 × {Hkv} heads of {D}",
-        num_bytes=moved * dtype.itemsize + angles + 2 * rows * torch.int64.itemsize,
-        ceiling="copy",
-        ours=ours,
-        eager=eager,
-        drawn=drawn,
-        dtype=dtype,
+    return shapes.case(
+        "kv_write",
+        rows,
+        f"{'norm, ' if norm else ''}{Hq} + 2 × {Hkv} heads of {D}",
+        moved * shapes.dtype.itemsize + angles + 2 * rows * torch.int64.itemsize,
+        "copy",
+        ours,
+        op,
+        Drawn((rows, sum(heads), D)),
+        Drawn((rows,), lambda positions: positions.random_(len(table)), torch.int64),
+        Drawn((rows,), fill_offsets, torch.int64),
+        *(memory, memory, weight, weight),
     )
 
 
-def attention_case(
-    shapes: ModelShapes, context: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> KernelCase:
+def attention_case(shapes: ModelShapes, context: int, window: int | None, device: torch.device) -> Case:
     """One sequence of ``context`` tokens; with a window the kernel reads the last ``window`` of them."""
     block = shapes.block
     Hq, Hkv, _ = block.heads
@@ -113,40 +83,39 @@ def attention_case(
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         return decode_attention(q, keys, values, regions, lengths, **about, workspace=workspace)
 
-    def eager(q: Any, keys: Any, values: Any) -> torch.Tensor:
+    def op(q: Any, keys: Any, values: Any) -> torch.Tensor:
         k, v = keys[0, :, context - seen :], values[0, :, context - seen :]
         return sdpa_attention(q, k, v, scale=scale, softcap=softcap)
 
-    return KernelCase(
-        kernel="decode_attention" if window is None else "decode_attention_windowed",
-        size=str(context),
-        shape=f"{Hq} over {Hkv} heads of {D}" + (f", last {seen}" if window else ""),
-        num_bytes=(2 * seen * Hkv * D + 2 * Hq * D) * dtype.itemsize,
-        ceiling="read",
-        ours=ours,
-        eager=eager,
-        drawn=(Drawn((1, Hq, D)), Drawn((1, Hkv, context, D)), Drawn((1, Hkv, context, D))),
-        dtype=dtype,
+    memory = Drawn((1, Hkv, context, D))
+    return shapes.case(
+        "decode_attention" if window is None else "decode_attention_windowed",
+        context,
+        f"{Hq} over {Hkv} heads of {D}" + (f", last {seen}" if window else ""),
+        (2 * seen * Hkv * D + 2 * Hq * D) * shapes.dtype.itemsize,
+        "read",
+        ours,
+        op,
+        *(Drawn((1, Hq, D)), memory, memory),
     )
 
 
-def sampler_cases(shapes: ModelShapes, rows: int, dtype: torch.dtype, device: torch.device) -> list[KernelCase]:
+def sampler_cases(shapes: ModelShapes, rows: int, device: torch.device) -> list[Case]:
     """A greedy batch, and one that draws with temperature, top-k and top-p."""
     V = shapes.vocab_size
 
-    def case(kernel: str, described: str, params: SamplingParams) -> KernelCase:
+    def case(kernel: str, described: str, params: SamplingParams) -> Case:
         drawing = [SamplingRow(params, seed=row, index=row, token_ids=()) for row in range(rows)]
         batch = SamplingBatch.of(drawing, device=device)
-        return KernelCase(
-            kernel=kernel,
-            size=str(rows),
-            shape=f"{V}, {described}",
-            num_bytes=rows * (V * dtype.itemsize + torch.int64.itemsize),
-            ceiling="read",
-            ours=lambda logits: sample(logits, batch),
-            eager=lambda logits: sampler_op.sample(logits, batch),
-            drawn=(Drawn((rows, V), normal(LOGIT_SCALE)),),
-            dtype=dtype,
+        return shapes.case(
+            kernel,
+            rows,
+            f"{V}, {described}",
+            rows * (V * shapes.dtype.itemsize + torch.int64.itemsize),
+            "read",
+            lambda logits: sample(logits, batch),
+            lambda logits: sampler_op.sample(logits, batch),
+            Drawn((rows, V), partial(torch.Tensor.normal_, std=LOGIT_SCALE)),
         )
 
     drawn = f"temperature {DRAWING.temperature}, top-k {DRAWING.top_k}, top-p {DRAWING.top_p}"

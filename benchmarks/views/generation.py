@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.report import Report
+from benchmarks.view import duration, quantity
 from benchmarks.views.ladder import figure, trials
-from benchmarks.views.roofline import duration, quantity
 from benchmarks.views.table import NOTHING, Row, Shown, markdown_tables, percent, print_tables
 
 

@@ -13,10 +13,7 @@ import pytest
 import torch
 
 import shared.kernels.planned_tiling as tilings
-from benchmarks.attention.cases import SHAPES
-from benchmarks.bench_attention import measure_shape
-from benchmarks.device.graph_timing import TRIALS
-from benchmarks.hardware import measure_ceilings
+from benchmarks.bench_attention import measure_attention
 from phases.phase_06.engine import Engine as Paged
 from phases.phase_06_1.engine import Engine
 from shared.attention.descriptor import AttentionPlan, Grid
@@ -114,8 +111,7 @@ def test_planning_takes_no_time_that_a_step_would_notice(
 @pytest.mark.gpu
 def test_mixed_lengths_are_three_times_as_fast_as_unsplit() -> None:
     """One layer's attention, checked, then timed in a CUDA graph over inputs that are in no cache."""
-    shape = next(one for one in SHAPES if one.name == "mixed")
-    row = measure_shape(shape, torch.device("cuda"), torch.bfloat16, measure_ceilings("cuda"), (), TRIALS, seed=0)
+    row = measure_attention(["mixed"], device="cuda", peers=()).results["shapes"]["mixed"]
     variants = row["variants"]
     assert [one["error"] for one in variants.values()] == [None] * len(variants)
     assert row["times_unsplit"] >= 3, row

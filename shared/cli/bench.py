@@ -2,9 +2,8 @@
 
 import typer
 
-from shared.cli.bench_attention import ATTENTION_EPILOG, attention
 from shared.cli.bench_generation import COMMANDS as GENERATION_COMMANDS
-from shared.cli.bench_hardware import HARDWARE_EPILOG, KERNELS_EPILOG, hardware, kernels
+from shared.cli.bench_hardware import COMMANDS as KERNEL_COMMANDS
 from shared.cli.bench_serving import COMMANDS as SERVING_COMMANDS
 from shared.cli.terminal import examples
 
@@ -13,8 +12,5 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog=examples("infer bench hardware", "infer bench kernels", "infer bench generation", "infer bench serving"),
 )
-app.command("hardware", epilog=HARDWARE_EPILOG)(hardware)
-app.command("kernels", epilog=KERNELS_EPILOG)(kernels)
-app.command("attention", epilog=ATTENTION_EPILOG)(attention)
-for _name, (_command, _epilog) in (GENERATION_COMMANDS | SERVING_COMMANDS).items():
+for _name, (_command, _epilog) in (KERNEL_COMMANDS | GENERATION_COMMANDS | SERVING_COMMANDS).items():
     app.command(_name, epilog=_epilog)(_command)

@@ -72,6 +72,8 @@ def roofline(
     The ceilings are measured on this machine in a few seconds, or given, or those of a GPU's data sheet.
     """
     from benchmarks.roofline import DecodeWork, find_config
+    from benchmarks.roofline_view import view
+    from benchmarks.view import show
 
     name, config = find_config(model)
     limit = config.max_position_embeddings
@@ -81,13 +83,11 @@ def roofline(
     batches = _batches(batch)
     ceilings = _ceilings(gpu, bandwidth, flops, device)
     work = DecodeWork(config, _dtype(dtype, config.dtype, ceilings))
-    rates = ceilings.read_bytes_per_second, ceilings.matmul_flops_per_second
-    floors = [work.floor(context, *rates, batch=size) for size in batches]
-    turning = work.turning_batch(context, *rates)
+    floors = [work.floor(context, *_rates(ceilings), batch=size) for size in batches]
     if as_json:
-        typer.echo(json.dumps(_as_json(name, work, context, ceilings, floors, turning)))
+        typer.echo(json.dumps(_as_json(name, work, context, ceilings, floors)))
     else:
-        _print(name, work, context, ceilings, floors, turning)
+        show(view(name, work, context, ceilings, floors), stdout_console())
 
 
 def _ceilings(gpu: str | None, bandwidth: float | None, flops: float | None, device: str | None) -> Ceilings:
@@ -150,9 +150,7 @@ def _batches(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _as_json(
-    name: str, work: "DecodeWork", context: int, ceilings: Ceilings, floors: "list[Floor]", turning: int | None
-) -> dict[str, Any]:
+def _as_json(name: str, work: "DecodeWork", context: int, ceilings: Ceilings, floors: "list[Floor]") -> dict[str, Any]:
     return {
         "model": name,
         "dtype": str(work.dtype).removeprefix("torch."),
@@ -162,7 +160,7 @@ def _as_json(
         "kv_bytes_per_token": work.kv_bytes_per_token,
         "kv_bytes": work.kv_bytes(context),
         "flops_per_token": work.flops(context),
-        "flops_per_byte": work.intensity(context),
+        "flops_per_byte": work.flops(context) / work.num_bytes(context),
         "ceilings": asdict(ceilings),
         "floors": [
             asdict(floor)
@@ -173,13 +171,5 @@ def _as_json(
             }
             for floor in floors
         ],
-        "compute_bound_from_batch": turning,
+        "compute_bound_from_batch": work.turning_batch(context, *_rates(ceilings)),
     }
-
-
-def _print(
-    name: str, work: "DecodeWork", context: int, ceilings: Ceilings, floors: "list[Floor]", turning: int | None
-) -> None:
-    from benchmarks.views.roofline import print_roofline
-
-    print_roofline(stdout_console(), name, work, context, ceilings, floors, turning)

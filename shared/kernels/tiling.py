@@ -2,7 +2,7 @@
 
 The fastest tiling depends on shape and GPU, and can be measured only among other kernels, under a CUDA graph: an
 autotuner that times single launches picks wrong ones. So nothing is tuned at run time. All tilings give the same
-results up to rounding, and a benchmark that searches for faster ones passes its own to ``gemv.linear``.
+results up to rounding, and a test or a benchmark may pass its own to ``gemv.linear``.
 
 Invariants of the table: a gemv tiling for more than one row of x has ``block_k >= K``, since only the first tile of
 each row of W stays in registers, and W must be read once; the loads of a dot tiling in flight, ``num_stages`` tiles of

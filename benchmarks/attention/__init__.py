@@ -1,1 +1,0 @@
-"""The attention benchmark: its cases, its peers, and the sweep over tilings."""

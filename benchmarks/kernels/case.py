@@ -1,0 +1,224 @@
+"""One thing that is measured: inputs, our calls, and others that do the same. Introduced in phase 3.1.
+
+A case is checked, then timed. The tests of the kernels compare in fp64, with poisoned memory and at awkward sizes; here
+each call is compared once more at the sizes and on the GPU that are measured.
+
+Invariants: nothing wrong is timed; the reference is the op in fp32 on the same inputs, so that it shares neither a
+kernel's code nor its rounding; ``num_bytes`` counts what any implementation must move, each input read once and each
+result written once, and what a call moves besides is its own loss.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.device.graph_timing import Inputs, cache_bytes, num_input_sets, rotated_tensors, time_calls
+from benchmarks.hardware import Ceilings, device_of, measure_ceilings
+from benchmarks.report import Report, rounded
+from benchmarks.setup import check_least
+from benchmarks.timing import Steps
+from shared.checkpoints.progress import Progress
+from shared.errors import CapacityError, ConfigError
+from shared.kernels.launch import INTERPRETED, LAUNCHES
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest error of a number, in units of its own magnitude plus the root mean square of all: a few roundings."""
+
+SPARE_SETS = 4  # of inputs that the check in fp32 takes; a peer that finds no memory for more is a finding
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An input that every set has of its own, by default normal numbers; dtype None is the case's."""
+
+    shape: tuple[int, ...]
+    fill: Callable[[torch.Tensor], Any] = torch.Tensor.normal_
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation: ``make`` gives its call, or raises where it cannot be had.
+
+    ``op`` is what its results are compared with; None where it is the case's op itself, in the case's dtype.
+    """
+
+    make: Callable[[], Call]
+    op: Call | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is called at one size, each with the same inputs and results as ``op``.
+
+    ``size`` is what the report files it under; ``ours`` has our calls by name, first the one that an engine makes.
+    """
+
+    kernel: str
+    size: str
+    shape: str  # for a reader
+    num_bytes: int
+    ceiling: Literal["read", "copy"]  # what it is measured against: does it read nearly everything it moves?
+    ours: Mapping[str, Call]
+    op: Call
+    drawn: tuple[Drawn | None, ...]
+    dtype: torch.dtype
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    about: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else the report says of ``ours``
+
+    @property
+    def set_bytes(self) -> int:
+        """Bytes of one set of inputs."""
+        return sum(torch.Size(one.shape).numel() * (one.dtype or self.dtype).itemsize for one in self.drawn if one)
+
+    def draw(self, num_sets: int, device: torch.device) -> list[Inputs]:
+        """Fresh sets of inputs, from the device's default generator."""
+
+        columns: list[Sequence[Any]] = [
+            rotated_tensors(num_sets, one.shape, one.dtype or self.dtype, device, one.fill)
+            if one
+            else [None] * num_sets
+            for one in self.drawn
+        ]
+        return list(zip(*columns, strict=True))
+
+
+def measure_cases(
+    cases: Sequence[Case], peers: Sequence[str], device: str, seed: int, progress: Progress | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The ceilings, and a row for each case, measured after another over inputs that are drawn with ``seed``."""
+    where = device_of(device)
+    check_memory(cases, where)
+    ceilings = measure_ceilings(device)
+    steps, rows = Steps(progress, len(cases)), []
+    torch.manual_seed(seed)
+    for case in cases:
+        with steps.step(f"{case.kernel} {case.size}"):
+            rows.append(measure_case(case, where, ceilings, peers))
+    return ceilings.results(), rows
+
+
+def report_of(
+    name: str, results: dict[str, Any], flags: dict[str, Any], device: str, seed: int, model: dict[str, Any]
+) -> Report:
+    """A report without an engine; ``flags`` besides those that every kernel benchmark has."""
+    dtype = str(dtype_of(torch.device(device))).removeprefix("torch.")
+    flags |= {"device": device, "dtype": dtype, "is_demo_size": not is_gpu(device)}
+    return Report(name, model, {}, seed, flags, results, device)
+
+
+def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Sequence[str]) -> dict[str, Any]:
+    """The case's part of a report: ours and the peers asked for, checked and timed over the same inputs."""
+    sets = case.draw(num_input_sets(case.set_bytes, cache_bytes(device)), device)
+    floor = case.num_bytes / ceilings.bytes_per_second(case.ceiling)
+    reference = functools.cache(lambda op: results_of(op, tuple(map(widened, sets[0]))))
+
+    def measured(call: Call, op: Call | None) -> dict[str, Any]:
+        row: dict[str, Any] = {"error": None, "launches": 0}
+        if op is not None:
+            row = compare(call, sets[0], reference(op), case.dtype)
+        row["predicted_us"] = rounded(1e6 * (floor + row["launches"] * (ceilings.launch_seconds_graph or 0.0)))
+        if row["error"] is not None:
+            return row | dict.fromkeys(("time_us", "spread", "gb_per_second", "share_of_ceiling"))
+        timing = time_calls(call, sets)
+        return row | {
+            "time_us": rounded(1e6 * timing.seconds),
+            "spread": rounded(timing.spread, 2),
+            "gb_per_second": rounded(case.num_bytes / timing.seconds / 1e9),
+            "share_of_ceiling": rounded(floor / timing.seconds),
+        }
+
+    ours = {name: measured(call, case.op) | case.about.get(name, {}) for name, call in case.ours.items()}
+    own_us = next(iter(ours.values()))["time_us"]
+    others: dict[str, dict[str, Any]] = {}
+    for name in peers:
+        try:
+            row = measured(case.peers[name].make(), case.peers[name].op) | {"missing": None}
+        except Exception as error:  # what others cannot do is a finding, not a failure
+            said = next((line for line in str(error).splitlines() if line.strip()), "no message")
+            row = {"error": None, "time_us": None, "missing": f"{type(error).__name__}: {said.strip()[:200]}"}
+        others[name] = row | {"ours_over_peer": ratio(own_us, row["time_us"])}
+    return {
+        "shape": case.shape,
+        "bytes": case.num_bytes,
+        "ceiling": case.ceiling,
+        "floor_us": rounded(1e6 * floor),
+        "input_sets": len(sets),
+        "variants": ours,
+        "peers": others,
+    }
+
+
+def ratio(time: float | None, other: float | None) -> float | None:
+    """Of two times; None where one was not measured."""
+    return None if time is None or other is None else rounded(time / other, 3)
+
+
+def compare(call: Call, inputs: Inputs, expected: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    """``error``, what is wrong with a call's results (None: nothing), their ``largest_error``, and its ``launches``."""
+    before = LAUNCHES.total()
+    actual = results_of(call, inputs)
+    row: dict[str, Any] = {"error": None, "largest_error": 0.0, "launches": LAUNCHES.total() - before}
+    for found, right in zip(actual, expected, strict=True):
+        if not right.is_floating_point():
+            if not torch.equal(found, right):
+                said = f"chose {found.tolist()} where the op in fp32 chooses {right.tolist()}"
+                return row | {"error": said, "largest_error": None}
+            continue
+        scale = right.abs() + right.square().mean().sqrt()
+        error, allowed = float(((found.float() - right).abs() / scale).max()), TOLERANCES[dtype]
+        if not error <= allowed:  # a NaN fails too
+            said = f"differs from the op in fp32 by {error:.2g} of a number's size where {allowed:.2g} is allowed"
+            return row | {"error": said, "largest_error": rounded(error, 2) if math.isfinite(error) else None}
+        row["largest_error"] = max(row["largest_error"], rounded(error, 2))
+    return row
+
+
+def results_of(call: Call, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        returned = call(*inputs)
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def widened(value: Any) -> Any:
+    """A floating tensor in fp32, always a copy, so that an op may write into it; anything else as it is."""
+    is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(torch.float32, copy=True) if is_floating else value
+
+
+def is_gpu(device: str) -> bool:
+    """Whether real shapes are measured; without a GPU tiny ones stand in."""
+    return torch.device(device).type == "cuda"
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    """What decode computes in there: bf16 on a GPU, fp32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def check_options(seed: int, **options: tuple[Sequence[str], Collection[str]]) -> None:
+    """Raise ConfigError for a value of an option that is not one of those known, and under Triton's interpreter."""
+    check_least(seed=(seed, 0))
+    for option, (given, known) in options.items():
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"--{option} is {name!r}; it must be one of {', '.join(known)}.")
+    if INTERPRETED:
+        raise ConfigError("TRITON_INTERPRET is set, and the interpreter's times say nothing of a kernel's; unset it.")
+
+
+def check_memory(cases: Sequence[Case], device: torch.device) -> None:
+    """Raise CapacityError if a case's inputs, with those of its check, do not fit the GPU."""
+    if device.type != "cuda":
+        return
+    free, cache = torch.cuda.mem_get_info(device)[0], cache_bytes(device)
+    for case in cases:
+        needed = case.set_bytes * (num_input_sets(case.set_bytes, cache) + SPARE_SETS)
+        if needed > free:
+            said = f"takes {needed / 2**30:.1f} GiB to measure and {free / 2**30:.1f} GiB of the GPU's memory are free"
+            raise CapacityError(f"{case.kernel} {case.size} ({case.shape}) {said}; choose others.")

@@ -1,0 +1,81 @@
+"""Either kernel benchmark as a reader sees it. Introduced in phase 3.1."""
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.report import Report
+from benchmarks.view import Column, Row, Table, View, number, percent, text, times
+
+DEMO = "demo size: tiny shapes on a CPU, where our launchers call the ops; the figures show the way, not a GPU's speed"
+FIGURES = (
+    Column("µs", "time_us"),
+    Column("GB/s", "gb_per_second"),
+    Column("of ceiling", "share_of_ceiling", percent),
+)
+
+
+def view(report: Report) -> View:
+    """Of a report of `measure_kernels` or `measure_attention`."""
+    flags, ceilings = report.flags, report.results["ceilings"]
+    calls = list(calls_of(report))
+    reached = f"read {number(ceilings['read_gb_per_second'])} GB/s, copy {number(ceilings['copy_gb_per_second'])} GB/s"
+    if ceilings["launch_graph_us"] is not None:
+        reached += f", a launch in a graph {ceilings['launch_graph_us']} µs"
+    about = [f"{flags['dtype']}; ceilings of this run: {reached}"]
+    if "shapes" in report.results:
+        title = f"Decode attention: paged KV cache on {report.machine_title}"
+        plans = ", ".join(f"{us} µs for {count}" for count, us in report.results["planning_us"].items())
+        about.append(f"blocks of {flags['block_size']} tokens; a plan of sequences: {plans}")
+        columns = [text("shape", "label"), text("", "call"), *FIGURES, Column("ours / peer", "ours_over_peer", times)]
+        rows = [call for call in calls if call["is_ours"] or call["time_us"]]
+    else:
+        title = f"Kernels: {report.model['name']} on {report.machine_title}"
+        about.append("a case's number is its rows, of attention its tokens; predicted: bytes at the ceiling, launches")
+        columns = [text("case", "case"), text("shape", "shape"), *FIGURES, Column("predicted µs", "predicted_us")]
+        rows = [call for call in calls if call["is_ours"]]
+        columns += [Column("eager µs", "eager_us"), Column("compiled µs", "compiled_us")]
+    table = Table("", columns, rows, style=lambda row: "red" if row.get("error") else "")
+    about += [DEMO] if flags["is_demo_size"] else []
+    return View(title, about, [table], notes(report), [*errors(report), *missing(calls)])
+
+
+def calls_of(report: Report) -> Iterator[Row]:
+    """A row for each call that was timed, ours before the peers, with what is said of its case."""
+    for kernel, sizes in report.results.get("kernels", {}).items():
+        for size, row in sizes.items():
+            about = row | {"case": f"{kernel} {size}"}
+            yield about | {"call": "ours", "is_ours": True}
+            for peer in ("eager", "compiled") if report.flags["compile"] else ("eager",):
+                figures = {"time_us": row[f"{peer}_us"], "missing": row[f"{peer}_missing"]}
+                yield about | {"call": peer, "is_ours": False} | figures
+    for name, row in report.results.get("shapes", {}).items():
+        label = f"{name}: {row['shape']}"
+        for calls, is_ours in ((row["variants"], True), (row["peers"], False)):
+            for call, figures in calls.items():
+                about = row | {"case": name, "label": label, "call": call.replace("_", " "), "is_ours": is_ours}
+                yield about | figures
+                label = ""
+
+
+def errors(report: Report) -> list[str]:
+    """A line for each result of ours that was wrong."""
+    wrong = (call for call in calls_of(report) if call["is_ours"] and call["error"])
+    return [f"wrong: {call['case']} {call['call']}: {call['error']}" for call in wrong]
+
+
+def missing(calls: Sequence[Row]) -> list[str]:
+    """Why a peer has no time."""
+    reasons: dict[str, list[str]] = {}
+    for call in calls:
+        if not call["is_ours"] and (why := call["missing"] or call.get("error")):
+            reasons.setdefault(f"no {call['call']}: {why}", []).append(call["case"])
+    return [f"{reason} ({', '.join(cases)})" for reason, cases in reasons.items()]
+
+
+def notes(report: Report) -> list[str]:
+    """How ours compares with FlashInfer, where that was measured."""
+    shapes = report.results.get("shapes", {}).values()
+    ratios = [row["ours_over_flashinfer"] for row in shapes if row.get("ours_over_flashinfer")]
+    if not ratios:
+        return []
+    spread = f"{times(min(ratios))} to {times(max(ratios))}"
+    return [f"Our planned kernel takes {spread} the time of FlashInfer's faster one; below 1 ours is faster."]
