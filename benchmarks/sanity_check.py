@@ -5,16 +5,17 @@ ones on a CPU; on a GPU real ones, made there, one at a time, in a folder that i
 
 An answer is right if transformers agrees token by token: it runs, in fp32 and on the weights as the phase rounded them,
 over the prompt and our answer, and each of our tokens must have its highest logit, or in bf16 and fp16 one within the
-bound of `shared.parity.thresholds`. Invariant: whatever is wrong with one model becomes a row, and the others are still
-checked.
+bound of `shared.parity.thresholds`. Invariants: a model asked for by name is there when the check begins; whatever is
+wrong with one model becomes a row, and the others are still checked.
 """
 
 import gc
+import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,50 +23,63 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.contenders import allocated, generating_lessons, held_tensors, is_cuda, storage_bytes
-from benchmarks.generation.sanity_subjects import Subject, find_subjects
 from benchmarks.report import Report, engine_settings, rounded
+from benchmarks.setup import check_least
 from benchmarks.timing import Steps, run, torch_threads
+from benchmarks.view import Column, Row, Table, View, count, megabytes, text
+from shared.checkpoints.demo import KNOWN_MODELS, local_model_folder
+from shared.checkpoints.make import make_checkpoint
 from shared.checkpoints.progress import Progress
+from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
-from shared.lessons import Lesson, lessons
+from shared.lessons import Lesson
 from shared.loading.config_json import read_config
 from shared.loading.placement import check_device, default_dtype
+from shared.loading.resolve import resolve_model
 from shared.parity.reference import load_reference
 from shared.parity.thresholds import THRESHOLDS, argmax_shortfall
 
 PROMPT = "The capital of France is"
 MOST_TOKENS = 64
 PATH = re.compile(r"(?<![\w.~])~?(?:/[^\s/,;:'\"]+)*/(?=[^\s/,;:'\"]+)")  # the folders before a path's last part
+KEYS = ("load_seconds", "answer_seconds", "memory_bytes", "num_tokens", "flips", "shortfall", "text")
+"""Of a row, beside ``model``, ``phase`` and ``problem`` (None where all is well); None where it did not come to that.
+
+``flips`` counts tokens that are not transformers' likeliest, ``shortfall`` is how far the worst of them lies below it,
+over the root mean square of its row of logits.
+"""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One model in one phase; ``problem`` is None where all is well.
+class Subject:
+    """A model to check; ``folder`` gives its folder, making it first in the folder handed over if need be."""
 
-    ``flips`` counts tokens that are not transformers' likeliest, ``shortfall`` is how far the worst of them lies below
-    it, over the root mean square of its row of logits; both None where it did not come to that.
-    """
-
-    model: str
-    phase: str
-    problem: str | None
-    load_seconds: float | None = None
-    answer_seconds: float | None = None
-    memory_bytes: int | None = None
-    num_tokens: int | None = None
-    flips: int | None = None
-    shortfall: float | None = None
-    text: str | None = None
+    name: str
+    folder: Callable[[Path], Path]
 
 
-@dataclass
-class PhaseAnswer:
-    """What one phase said, to be judged once its engine is gone."""
+def find_subjects(models: Sequence[str] | None, shapes: Sequence[str] | None, seed: int, device: str) -> list[Subject]:
+    """What is to be checked, each once, in order: fetched models, folders, shapes to make."""
+    here: list[str] = []
+    if models is None and shapes is None:
+        models = [name for name in KNOWN_MODELS if local_model_folder(name) is not None]
+        here = [folder for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder]
+        shapes = [name for name in SHAPES if name.startswith("tiny-") != is_cuda(device)]
+    if unknown := [name for name in shapes or () if name not in SHAPES]:
+        raise ConfigError(f"There is no shape {unknown[0]!r}; known: {', '.join(SHAPES)}.")
 
-    row: Row
-    prompt_ids: list[int]
-    token_ids: list[int]
+    def known(name: str) -> Subject:
+        folder = resolve_model(name)
+        return Subject(name if name in KNOWN_MODELS else folder.name, lambda made: folder)
+
+    def at_hand(path: str) -> Subject:  # one that is not there becomes a row when it is opened
+        return Subject(Path(path).name, lambda made: resolve_model(path))
+
+    def to_make(name: str) -> Subject:
+        return Subject(name, lambda folder: make_checkpoint(name, folder, seed=seed, device=device.partition(":")[0]))
+
+    return [*map(known, models or ()), *map(at_hand, here), *map(to_make, shapes or ())]
 
 
 def check_models(
@@ -86,18 +100,14 @@ def check_models(
     that was asked for by name and is not there.
     """
     check_device(device)
-    if not 1 <= new_tokens <= MOST_TOKENS:
-        raise ConfigError(f"new_tokens is {new_tokens}; it must be from 1 to {MOST_TOKENS}.")
-    if seed < 0 or (threads is not None and threads < 1):
-        raise ConfigError(f"seed is {seed} and threads {threads}; they must be at least 0 and 1.")
-    chosen = generating_lessons(
-        [lesson.number for lesson in lessons() if lesson.generates] if phases is None else phases
-    )
-    subjects = find_subjects(models, shapes, seed, device)
+    check_least(new_tokens=(new_tokens, 1), seed=(seed, 0), threads=(threads, 1))
+    if new_tokens > MOST_TOKENS:
+        raise ConfigError(f"new_tokens is {new_tokens}; it must be at most {MOST_TOKENS}.")
+    chosen = generating_lessons(phases)
     settings = EngineConfig(model="each", dtype=dtype, device=device)
-
+    subjects = find_subjects(models, shapes, seed, device)
     steps = Steps(progress, len(subjects))
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     with torch_threads(threads):
         for subject in subjects:
             with steps.step(subject.name), tempfile.TemporaryDirectory(prefix="infer-sanity-") as made:
@@ -109,9 +119,9 @@ def check_models(
             seed=seed,
             flags={"new_tokens": new_tokens, "device": device, "dtype": dtype, "threads": torch.get_num_threads()},
             results={
-                "num_failed": sum(row.problem is not None for row in rows),
+                "num_failed": sum(row["problem"] is not None for row in rows),
                 "num_checked": len(rows),
-                "rows": [asdict(row) for row in rows],
+                "rows": rows,
             },
             device=device,
         )
@@ -119,43 +129,46 @@ def check_models(
 
 def check_model(
     subject: Subject, made: Path, chosen: Sequence[Lesson], new_tokens: int, dtype: str | None, device: str
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """A model's rows: each phase answers and is let go, then transformers judges all the answers."""
+    rows = {
+        lesson.number: {"model": subject.name, "phase": lesson.number, "problem": None} | dict.fromkeys(KEYS)
+        for lesson in chosen
+    }
     try:
         folder = subject.folder(made)
         shape = read_config(folder)
     except Exception as error:  # whatever it is, it is this model's row
-        return [Row(subject.name, lesson.number, problem(error)) for lesson in chosen]
-    rows: dict[str, Row] = {}
-    answers: dict[str, PhaseAnswer] = {}
+        return [row | {"problem": problem(error)} for row in rows.values()]
+    answers: dict[str, tuple[list[int], list[int]]] = {}
     for lesson in chosen:
-        config = EngineConfig(
-            model=str(folder), dtype=dtype, device=device, max_seq_len=min(512, shape.max_position_embeddings)
-        )
+        longest = min(512, shape.max_position_embeddings)
+        config = EngineConfig(model=str(folder), dtype=dtype, device=device, max_seq_len=longest)
         try:
-            answers[lesson.number] = _answer(subject.name, lesson, config, new_tokens)
+            answers[lesson.number] = _answer(rows[lesson.number], lesson, config, new_tokens)
         except Exception as error:
-            rows[lesson.number] = Row(subject.name, lesson.number, problem(error))
-        _let_go(device)
+            rows[lesson.number]["problem"] = problem(error)
+        _free(device)
     if answers:
         weights = getattr(torch, dtype) if dtype else default_dtype(shape, torch.device(device))
         try:
-            rows |= _judge(folder, answers, weights, device)
+            _judge(rows, folder, answers, weights, device)
         except Exception as error:
-            reason = f"transformers cannot judge it: {problem(error)}"
-            rows |= {number: _with(answer.row, problem=reason) for number, answer in answers.items()}
-        _let_go(device)
-    return [rows[lesson.number] for lesson in chosen]
+            for number in answers:
+                rows[number]["problem"] = f"transformers cannot judge it: {problem(error)}"
+        _free(device)
+    return list(rows.values())
 
 
 def problem(error: Exception) -> str:
     """The first line of what went wrong; of paths the last part, since a report holds no folder of its machine."""
     first = (str(error).strip() or type(error).__name__).partition("\n")[0]
-    text = PATH.sub("", " ".join(first.split()))
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    said = PATH.sub("", " ".join(first.split()))
+    return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
 
 
-def _answer(name: str, lesson: Lesson, config: EngineConfig, new_tokens: int) -> PhaseAnswer:
+def _answer(row: dict[str, Any], lesson: Lesson, config: EngineConfig, new_tokens: int) -> tuple[list[int], list[int]]:
+    """Fill a phase's row; returns its prompt and its answer."""
     before = allocated(config.device)
     if is_cuda(config.device):
         torch.cuda.reset_peak_memory_stats(config.device)
@@ -163,52 +176,77 @@ def _answer(name: str, lesson: Lesson, config: EngineConfig, new_tokens: int) ->
     engine = lesson.engine_alone(config)
     loaded = time.perf_counter()
     prompt_ids = engine.tokenizer.encode(PROMPT)
-    answer = run(engine, prompt_ids, new_tokens)
-    ended = time.perf_counter()
-    if is_cuda(config.device):
-        held = torch.cuda.max_memory_allocated(config.device) - before
-    else:
-        held = storage_bytes(held_tensors(engine))
-    row = Row(
-        name,
-        lesson.number,
-        None if len(answer.token_ids) == new_tokens else f"{len(answer.token_ids)} tokens instead of {new_tokens}",
-        load_seconds=rounded(loaded - started),
-        answer_seconds=rounded(ended - loaded),
-        memory_bytes=held,
-        num_tokens=len(answer.token_ids),
-        text=engine.tokenizer.decode(answer.token_ids),
-    )
-    return PhaseAnswer(row, prompt_ids, answer.token_ids)
+    token_ids = run(engine, prompt_ids, new_tokens).token_ids
+    row |= {
+        "load_seconds": rounded(loaded - started),
+        "answer_seconds": rounded(time.perf_counter() - loaded),
+        "memory_bytes": torch.cuda.max_memory_allocated(config.device) - before
+        if is_cuda(config.device)
+        else storage_bytes(held_tensors(engine)),
+        "num_tokens": len(token_ids),
+        "text": engine.tokenizer.decode(token_ids),
+    }
+    if len(token_ids) != new_tokens:
+        row["problem"] = f"{len(token_ids)} tokens instead of {new_tokens}"
+    return prompt_ids, token_ids
 
 
 @torch.inference_mode()
-def _judge(folder: Path, answers: dict[str, PhaseAnswer], dtype: torch.dtype, device: str) -> dict[str, Row]:
+def _judge(
+    rows: Mapping[str, dict[str, Any]],
+    folder: Path,
+    answers: Mapping[str, tuple[list[int], list[int]]],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
     """Compare with transformers in fp32; answers that are equal are run once."""
     truth = load_reference(folder, torch.float32, round_to=None if dtype == torch.float32 else dtype).to(device)
     bound = THRESHOLDS[dtype].argmax
     judged: dict[tuple[int, ...], tuple[int, float]] = {}
-    rows = {}
-    for number, answer in answers.items():
-        key = tuple(answer.token_ids)
+    for number, (prompt_ids, token_ids) in answers.items():
+        key = tuple(token_ids)
         if key not in judged:
-            ids = torch.tensor([answer.prompt_ids + answer.token_ids[:-1]], device=device)
-            logits = truth(ids, use_cache=False).logits[0, len(answer.prompt_ids) - 1 :]
-            chosen = F.one_hot(torch.tensor(answer.token_ids, device=device), logits.shape[-1])
+            ids = torch.tensor([prompt_ids + token_ids[:-1]], device=device)
+            logits = truth(ids, use_cache=False).logits[0, len(prompt_ids) - 1 :]
+            chosen = F.one_hot(torch.tensor(token_ids, device=device), logits.shape[-1])
             shortfall = argmax_shortfall(chosen, logits)
             judged[key] = int((shortfall > 0).sum()), shortfall.max().item()
         flips, worst = judged[key]
-        wrong = f"a token lies {worst:.2g} below transformers' likeliest, and {bound:.2g} is allowed"
-        told = answer.row.problem or (None if worst <= bound else wrong)
-        rows[number] = _with(answer.row, problem=told, flips=flips, shortfall=rounded(worst))
-    return rows
+        rows[number].update(flips=flips, shortfall=rounded(worst))
+        if worst > bound and rows[number]["problem"] is None:
+            rows[number]["problem"] = (
+                f"a token lies {worst:.2g} below transformers' likeliest, and {bound:.2g} is allowed"
+            )
 
 
-def _with(row: Row, **changes: Any) -> Row:
-    return Row(**asdict(row) | changes)
-
-
-def _let_go(device: str) -> None:
+def _free(device: str) -> None:
     gc.collect()
     if is_cuda(device):
         torch.cuda.empty_cache()
+
+
+def view(report: Report) -> View:
+    """The table, then how many failed."""
+    failed, checked = report.results["num_failed"], report.results["num_checked"]
+    columns = [
+        text("model", "model"),
+        text("phase", "phase"),
+        Column("load (s)", "load_seconds"),
+        Column("answer (s)", "answer_seconds"),
+        Column("memory (MB)", "memory_bytes", megabytes),
+        Column("tokens", "num_tokens", count),
+        Column("flips", "flips", count),
+        text("result", lambda row: row["problem"] or "ok"),
+    ]
+
+    def style(row: Row) -> str:
+        return "red" if row["problem"] else ""
+
+    summary = f"All {checked} loaded, answered and agreed with transformers."
+    return View(
+        f"Sanity check: every model in every phase on {report.machine_title}",
+        [report.date[:10]],
+        [Table("", columns, report.results["rows"], style)],
+        notes=[] if failed else [summary],
+        warnings=[f"{failed} of {checked} failed."] if failed else [],
+    )
