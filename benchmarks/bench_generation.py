@@ -18,13 +18,12 @@ from typing import Any
 from benchmarks.contenders import Contender, Turns, generating_lessons, is_ours, label, load_engine, speeds
 from benchmarks.generation.peers import choose_peers, load_peers
 from benchmarks.generation.step_trace import StepTrace, TraceWindow
-from benchmarks.hardware import measure_ceilings
+from benchmarks.hardware import Ceilings, measure_ceilings
 from benchmarks.report import Report, rounded
 from benchmarks.roofline import DecodeWork
 from benchmarks.setup import Setup, check_least, check_positive
 from benchmarks.timing import Run
-from benchmarks.view import Bar, Bars, Column, Row, Table, View, count, megabytes, number, percent, text, times
-from shared.checkpoints.progress import Progress
+from benchmarks.view import NOTHING, Bar, Bars, Column, Row, Table, View, count, megabytes, number, percent, text, times
 from shared.engine.config import EngineConfig
 from shared.lessons import newest_lesson
 
@@ -53,28 +52,24 @@ def measure_generation(
     peers: Sequence[str] | None = None,
     size: GenerationSize | None = None,
     pack_weights: bool = False,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
     max_seconds: float = ANSWER_SECONDS,
-    ceilings: Any = None,
-    progress: Progress | None = None,
+    ceilings: Ceilings | None = None,
+    **where: Any,
 ) -> Report:
     """Speed, share of the limit, work on the device and memory of each contender.
 
     Args:
-        model: a folder, a known name or a hub name.
         phases: numbers of phases that generate; by default the uncached loop, the cached one, and the newest phase.
         peers: names of `benchmarks.generation.peers.PEERS`; by default all that can run here.
         size: by default W1 on a GPU and the demo size on a CPU.
         pack_weights: the phases' setting; the report's name says so.
-        ceilings: what `benchmarks.hardware.measure_ceilings` gives; by default it is called, in this process.
+        ceilings: the machine's; by default they are measured.
+        where: device, dtype, threads, seed and progress, as `Setup` takes them.
 
     Raises:
         ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
     """
-    setup = Setup(model, device, dtype, threads, seed, progress)
+    setup = Setup(model, **where)
     size = size or (W1 if setup.is_gpu else DEMO)
     check_least(
         prompt_tokens=(size.prompt_tokens, 1),
@@ -96,7 +91,8 @@ def measure_generation(
     names = [lesson.number for lesson in rungs] + peers
     with setup.running(1 + len(rungs) + len(programs) + len(names) * (2 + size.trials)) as steps:
         with steps.step("the machine's ceilings"):
-            ceilings = ceilings or measure_ceilings(device)
+            ceilings = ceilings or measure_ceilings(setup.device)
+            rate = ceilings.read_bytes_per_second
         turns = Turns(setup, steps, max_seconds)
         for lesson in rungs:
             turns.load(lesson.number, partial(load_engine, lesson, config))
@@ -110,7 +106,7 @@ def measure_generation(
             with steps.step(f"{label(name)}: profile"):
                 window = TraceWindow(first, min(size.window, size.new_tokens - first), setup.target)
                 trace = window.trace(contender.answer, turns.prompts.draw(size.prompt_tokens), size.new_tokens)
-            results[name] = _figures(contender, runs[name], runs[names[0]], trace, setup.work, size, ceilings)
+            results[name] = _figures(contender, runs[name], runs[names[0]], trace, setup.work, size.prompt_tokens, rate)
         needed = limit_bytes(setup.work, size.prompt_tokens, size.new_tokens)
         weights = setup.work.weight_bytes + setup.work.row_bytes
         results |= {
@@ -118,8 +114,8 @@ def measure_generation(
             "limit": {
                 "weights_bytes_per_token": weights,
                 "kv_bytes_per_token": round(needed - weights),
-                "us_per_token": rounded(1e6 * needed / ceilings.read_bytes_per_second),
-                "tokens_per_second": rounded(ceilings.read_bytes_per_second / needed),
+                "us_per_token": rounded(1e6 * needed / rate),
+                "tokens_per_second": rounded(rate / needed),
             },
             "ceilings": ceilings.results(),
         }
@@ -142,20 +138,19 @@ def limit_bytes(work: DecodeWork, prompt_tokens: int, num_tokens: int, packed: f
 
 
 def _figures(
-    contender: Contender,
-    own: list[Run],
-    first: list[Run],
-    trace: StepTrace,
-    work: DecodeWork,
-    size: GenerationSize,
-    ceilings: Any,
+    contender: Contender, own: list[Run], first: list[Run], trace: StepTrace, work: DecodeWork, prompt: int, rate: float
 ) -> dict[str, Any]:
-    """``own`` answers, those of the ``first`` contender to the same prompts, and what was traced of one more."""
+    """``own`` answers, those of the ``first`` contender to the same prompts, and what was traced of one more.
+
+    Args:
+        prompt: tokens of each prompt.
+        rate: bytes a second that the machine reads.
+    """
     told = speeds(own)
     num_tokens = statistics.median_low(len(run.token_ids) for run in own)
     is_packed = isinstance(contender.settings, EngineConfig) and contender.settings.pack_weights
     packed = 2 / work.dtype.itemsize if is_packed else 1.0
-    least_seconds = limit_bytes(work, size.prompt_tokens, num_tokens, packed) / ceilings.read_bytes_per_second
+    least_seconds = limit_bytes(work, prompt, num_tokens, packed) / rate
     kernel_us = trace.kernel_us_per_token
     equal, compared = _least_equal([(a.token_ids, b.token_ids) for a, b in zip(own, first, strict=True)])
     return {
@@ -191,18 +186,18 @@ def _ratios(runs: dict[str, list[Run]]) -> dict[str, float]:
 def _least_equal(pairs: list[tuple[list[int], list[int]]]) -> tuple[int, int]:
     """Of pairs of answers the one that parts earliest: how many first tokens are equal, of how many that both have."""
     found = []
-    for ours, theirs in pairs:
-        both = list(zip(ours, theirs, strict=False))  # an answer that was broken off is the shorter
-        found.append((sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both)), len(both)))
+    for pair in pairs:
+        both = list(zip(*pair, strict=False))  # an answer that was broken off is the shorter
+        found.append((len(list(takewhile(lambda ids: ids[0] == ids[1], both))), len(both)))
     return min(found, key=lambda counts: (counts[0] - counts[1], counts[0]))
 
 
 def view(report: Report) -> View:
     """Speeds with their share of the limit, ratios, work on the device where there is a GPU, and memory."""
     flags, results = report.flags, report.results
-    names = flags["contenders"]
-    rows = [results[name] | {"name": name} for name in names]
-    limit, bandwidth = results["limit"], results["ceilings"]["read_gb_per_second"]
+    rows = [results[name] | {"name": name} for name in flags["contenders"]]
+    ours = [row for row in rows if is_ours(row["name"])]
+    limit, ratios = results["limit"], results["ratios"]
     title = text("", "title")
     speed = [
         title,
@@ -213,47 +208,50 @@ def view(report: Report) -> View:
         Column("tokens computed", "tokens_computed", count),
         text("same tokens", lambda row: f"{row['equal_tokens']} of {row['compared_tokens']}"),
     ]
+    over = [
+        Column(f"over {other['name'].replace('_', ' ')}", partial(_ratio, ratios, other["name"]), times)
+        for other in rows
+        if any(_ratio(ratios, other["name"], row) for row in ours)
+    ]
     work = [
         title,
         Column("kernels (µs)", "kernel_us_per_token"),
         Column("share of limit", "kernel_share_of_bandwidth", percent),
-        Column("kernels", "kernels_per_token", _each),
-        Column("copies", "copies_per_token", _each),
-        Column("host launches", "host_launches_per_token", _each),
-        Column("ours", "own_launches_per_token", _each),
+        *(
+            Column(
+                key.replace("_", " "), f"{key}_per_token", lambda value: NOTHING if value is None else f"{value:.4g}"
+            )
+            for key in ("kernels", "copies", "host_launches", "own_launches")
+        ),
     ]
-    memory = [title] + [
-        Column(heading, f"memory_{key}_bytes", megabytes)
-        for heading, key in (("weights (MB)", "weights"), ("KV cache (MB)", "kv"), ("other (MB)", "other"))
+    memory = [
+        Column(f"{what} (MB)", f"memory_{key}_bytes", megabytes)
+        for what, key in (("weights", "weights"), ("KV cache", "kv"), ("other", "other"))
     ]
-    tables = [Table("Speed", speed, rows)]
-    ours = [row for row in rows if is_ours(row["name"])]
-    over = [
-        Column(f"over {other.replace('_', ' ')}", partial(_ratio, results["ratios"], other), times)
-        for other in names
-        if any(_ratio(results["ratios"], other, row) for row in ours)
-    ]
-    if over:
-        tables.append(Table("Decode speed", [title, *over], ours))
     has_kernels = any(row["kernel_us_per_token"] is not None for row in rows)
-    if has_kernels:
-        tables.append(Table("Work on the GPU for one token", work, rows))
+    tables = [Table("Speed", speed, rows)]
+    tables += [Table("Decode speed", [title, *over], ours)] if over else []
+    tables += [Table("Work on the GPU for one token", work, rows)] if has_kernels else []
     gigabytes = (limit["weights_bytes_per_token"] + limit["kv_bytes_per_token"]) / 1e9
     note = (
-        f"The limit: a token reads {number(gigabytes)} GB of weights, keys and values; at the {number(bandwidth)} GB/s "
-        f"measured in this run that takes {number(limit['us_per_token'] / 1e3)} ms: "
-        f"{number(limit['tokens_per_second'])} tokens/s."
+        f"The limit: a token reads {number(gigabytes)} GB of weights, keys and values; at the "
+        f"{number(results['ceilings']['read_gb_per_second'])} GB/s measured in this run that takes "
+        f"{number(limit['us_per_token'] / 1e3)} ms: {number(limit['tokens_per_second'])} tokens/s."
     )
-    packed = ["Packed weights are half as many bytes, in the share of the limit too, and are not in the memory table."]
+    packed = "Packed weights are half as many bytes, in the share of the limit too, and are not in the memory table."
     size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {flags['dtype']}"
     demo = ", demo size (no GPU)" if flags["is_demo_size"] else ""
     return View(
         f"Generation: {report.model['name']} on {report.machine_title}",
         [f"{size}, median of {flags['trials']}{demo}; {report.date[:10]}"],
-        [*tables, Table("Memory", memory, rows)],
-        notes=[note, *(packed if flags.get("pack_weights") else [])],
+        [*tables, Table("Memory", [title, *memory], rows)],
+        notes=[note, packed] if flags.get("pack_weights") else [note],
         panels=_panels(rows, limit, has_kernels),
     )
+
+
+def _ratio(ratios: dict[str, float], under: str, row: Row) -> float | None:
+    return ratios.get(f"{row['name']}_over_{under}")
 
 
 def _panels(rows: Sequence[Row], limit: dict[str, Any], has_kernels: bool) -> list[Bars]:
@@ -261,23 +259,14 @@ def _panels(rows: Sequence[Row], limit: dict[str, Any], has_kernels: bool) -> li
     newest = [row["name"] for row in rows if is_ours(row["name"])][-1]
     speed, parts = [], []
     for row in rows:
-        name, ms, kernel_us = row["name"], row["ms_per_token"], row["kernel_us_per_token"]
-        colour = "ours" if name == newest else "first" if is_ours(name) else "peer"
+        colour = "ours" if row["name"] == newest else "first" if is_ours(row["name"]) else "peer"
         tokens, share = row["decode_tokens_per_second"], percent(row["share_of_bandwidth"])
         speed.append(Bar(row["title"], [tokens], f"{number(tokens)} tok/s, {share}", colour))
-        kernels = min(ms, (kernel_us or 0) / 1e3)
+        ms = row["ms_per_token"]
+        kernels = min(ms, (row["kernel_us_per_token"] or 0) / 1e3)
         reading = min(limit["us_per_token"] / 1e3, kernels)
         parts.append(Bar(row["title"], [reading, kernels - reading, ms - kernels], f"{number(ms)} ms"))
     line = limit["tokens_per_second"], f"limit {number(limit['tokens_per_second'])}"
-    found = [Bars("Decode speed, and its share of the limit", [("", speed)], line)]
     names = ("reading", "other kernel time", "no kernel runs")
+    found = [Bars("Decode speed, and its share of the limit", [("", speed)], line)]
     return [*found, Bars("One token", [("", parts)], part_names=names)] if has_kernels else found
-
-
-def _ratio(ratios: dict[str, float], under: str, row: Row) -> float | None:
-    return ratios.get(f"{row['name']}_over_{under}")
-
-
-def _each(value: float | None) -> str:
-    """A count of calls for a token, which may be a fraction."""
-    return number(value) if value is None or value >= 100 else f"{value:.4g}"

@@ -48,20 +48,6 @@ class Contender:
     peak: int = 0
     num_answers: int = 0
 
-    def run(
-        self, prompt_ids: list[int], new_tokens: int, min_decoded: int, max_seconds: float | None, device: str
-    ) -> Run:
-        """One timed answer."""
-        bound = max_seconds if self.num_answers >= self.num_unbounded else None
-        self.num_answers += 1
-        before = allocated(device)
-        if is_cuda(device):
-            torch.cuda.reset_peak_memory_stats(device)
-        found = timed(self.answer, prompt_ids, new_tokens, min_decoded, bound)
-        if is_cuda(device):
-            self.peak = max(self.peak, self.resident + torch.cuda.max_memory_allocated(device) - before)
-        return found
-
     def memory(self) -> dict[str, int | None]:
         """Bytes of weights, of the KV cache and of the rest, which on a GPU has activations at their peak in it."""
         rest = max(self.peak, self.resident) - self.weights - (self.kv or 0)
@@ -71,13 +57,13 @@ class Contender:
 class Turns:
     """Contenders answer the same prompts one after the other, each first as often as the others.
 
-    ``max_seconds`` of decoding break an answer off.
+    ``max_seconds`` of decoding break an answer off, once it has ``min_decoded`` tokens.
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
         self.device = setup.device
         self.steps = steps
-        self.max_seconds = max_seconds
+        self.bound: tuple[int, float | None] = MIN_DECODED, max_seconds
         self.prompts = SyntheticPrompts(setup.shape.vocab_size, setup.seed)
         self.contenders: dict[str, Contender] = {}
         self.num_rounds = 0
@@ -91,33 +77,41 @@ class Turns:
         for name, contender in self.contenders.items():
             with self.steps.step(f"{label(name)}: warm up"):
                 for _ in range(contender.num_warm_ups):
-                    prompt = self.prompts.draw(prompt_tokens)
-                    contender.run(prompt, new_tokens, MIN_DECODED, self.max_seconds, self.device)
+                    self._answer(contender, self.prompts.draw(prompt_tokens), new_tokens, self.bound)
             contender.peak = 0
 
     def round(
-        self,
-        what: str,
-        prompt_tokens: int,
-        new_tokens: int,
-        min_decoded: int = MIN_DECODED,
-        max_seconds: float | None = None,
+        self, what: str, prompt_tokens: int, new_tokens: int, bound: tuple[int, float | None] | None = None
     ) -> dict[str, Run]:
-        """Each contender's answer to one new prompt, by name."""
+        """Each contender's answer to one new prompt, by name; ``bound``: another least number of tokens and time."""
         prompt = self.prompts.draw(prompt_tokens)
-        order = rotated(tuple(self.contenders), self.num_rounds)
-        self.num_rounds += 1
-        found = {}
-        for name in order:
+        found: dict[str, Run] = {}
+        for name in rotated(tuple(self.contenders), self.num_rounds):
             with self.steps.step(f"{label(name)}: {what}"):
-                bound = max_seconds or self.max_seconds
-                found[name] = self.contenders[name].run(prompt, new_tokens, min_decoded, bound, self.device)
-        return {name: found[name] for name in self.contenders}
+                found[name] = self._answer(self.contenders[name], prompt, new_tokens, bound or self.bound)
+        self.num_rounds += 1
+        return found
 
     def trials(self, number: int, prompt_tokens: int, new_tokens: int) -> dict[str, list[Run]]:
         """The answers of so many rounds, by contender."""
         rounds = [self.round(f"trial {n + 1} of {number}", prompt_tokens, new_tokens) for n in range(number)]
         return {name: [answers[name] for answers in rounds] for name in self.contenders}
+
+    def _answer(
+        self, contender: Contender, prompt_ids: list[int], new_tokens: int, bound: tuple[int, float | None]
+    ) -> Run:
+        min_decoded, max_seconds = bound
+        if contender.num_answers < contender.num_unbounded:
+            max_seconds = None
+        contender.num_answers += 1
+        before = allocated(self.device)
+        if is_cuda(self.device):
+            torch.cuda.reset_peak_memory_stats(self.device)
+        run = timed(contender.answer, prompt_ids, new_tokens, min_decoded, max_seconds)
+        if is_cuda(self.device):
+            peak = contender.resident + torch.cuda.max_memory_allocated(self.device) - before
+            contender.peak = max(contender.peak, peak)
+        return run
 
 
 def label(name: str) -> str:
@@ -126,7 +120,7 @@ def label(name: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a contender is a phase."""
+    """Whether a contender is a phase, by its number."""
     return name[0].isdigit()
 
 

@@ -16,7 +16,6 @@ from benchmarks.contenders import Turns, generating_lessons, load_engine, speeds
 from benchmarks.report import Report, rounded
 from benchmarks.setup import Setup, check_least
 from benchmarks.view import Bar, Bars, Column, Lines, Row, Table, View, count, number, text, times
-from shared.checkpoints.progress import Progress
 from shared.engine.config import DEFAULT_MAX_SEQ_LEN
 from shared.errors import ConfigError, RequestError
 
@@ -25,17 +24,17 @@ from shared.errors import ConfigError, RequestError
 class LadderSize:
     """How much is measured; ``context_lengths`` None means those of ``CONTEXT_LENGTHS`` that the model can hold."""
 
-    prompt_tokens: int
-    new_tokens: int
-    trials: int
-    context_lengths: tuple[int, ...] | None
+    prompt_tokens: int = 64
+    new_tokens: int = 16
+    trials: int = 3
+    context_lengths: tuple[int, ...] | None = None
 
 
 CONTEXT_LENGTHS = (16, 32, 64, 128, 256, 512)
-DEFAULT = LadderSize(prompt_tokens=64, new_tokens=16, trials=3, context_lengths=None)
+DEFAULT = LadderSize()
 QUICK = LadderSize(prompt_tokens=32, new_tokens=12, trials=1, context_lengths=())
-POINT_TOKENS, MIN_POINT_TOKENS, POINT_SECONDS = 16, 2, 0.5
-"""A point of the curve times so many tokens at most; after this time it ends, once it has the least number."""
+POINT_TOKENS, POINT_BOUND = 16, (2, 0.5)
+"""Most tokens that a point of the curve times; it ends after so many tokens and seconds."""
 WARM_UP_TOKENS = 3
 
 
@@ -47,26 +46,20 @@ def measure_ladder(
     trials: int = DEFAULT.trials,
     phases: Sequence[str] | None = None,
     context_lengths: Sequence[int] | None = None,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
-    progress: Progress | None = None,
+    **where: Any,
 ) -> Report:
     """Decode speed, time to first token, tokens computed, and milliseconds a token by context, of each phase.
 
     Args:
-        model: a folder, a known name or a hub name.
         prompt_tokens, new_tokens: of each answer; at least 1 and 2 (speed needs an interval).
         phases: numbers of phases that generate; by default all there are.
-        context_lengths: tokens before the first timed one, for the curve; by default those of ``CONTEXT_LENGTHS`` that
-            the model can hold, and none for an empty sequence.
-        progress: called with (what is being done, steps done, steps in all).
+        context_lengths: tokens before the first timed one, for the curve; none for an empty sequence.
+        where: device, dtype, threads, seed and progress, as `Setup` takes them.
 
     Raises:
         ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
     """
-    setup = Setup(model, device, dtype, threads, seed, progress)
+    setup = Setup(model, **where)
     check_least(prompt_tokens=(prompt_tokens, 1), new_tokens=(new_tokens, 2), trials=(trials, 1))
     setup.check_length(prompt_tokens + new_tokens, f"prompt_tokens {prompt_tokens} and new_tokens {new_tokens}")
     contexts = _contexts(context_lengths, setup.shape.max_position_embeddings)
@@ -82,25 +75,22 @@ def measure_ladder(
         turns.warm_up(prompt_tokens, min(new_tokens, WARM_UP_TOKENS))
         runs = turns.trials(trials, prompt_tokens, new_tokens)
         curve = {
-            str(length): turns.round(
-                f"{length} tokens of context", length, POINT_TOKENS + 1, MIN_POINT_TOKENS, POINT_SECONDS
-            )
+            str(length): turns.round(f"{length} tokens of context", length, POINT_TOKENS + 1, POINT_BOUND)
             for length in contexts
         }
         first = runs[rungs[0].number]
         base = statistics.median(run.decode_tokens_per_second for run in first)
         results: dict[str, Any] = {}
         for lesson in rungs:
-            own, name = runs[lesson.number], lesson.number
-            results[name] = {
+            own = runs[lesson.number]
+            gaps = {length: point[lesson.number].intervals for length, point in curve.items()}
+            results[lesson.number] = {
                 "title": lesson.title,
                 **speeds(own),
                 "speedup": rounded(statistics.median(run.decode_tokens_per_second for run in own) / base),
                 "equal_output": [run.token_ids for run in own] == [run.token_ids for run in first],
-                "ms_per_token": {
-                    length: rounded(1e3 * statistics.median(point[name].intervals)) for length, point in curve.items()
-                },
-                "tokens_timed": {length: len(point[name].intervals) for length, point in curve.items()},
+                "ms_per_token": {length: rounded(1e3 * statistics.median(found)) for length, found in gaps.items()},
+                "tokens_timed": {length: len(found) for length, found in gaps.items()},
             }
         flags = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials, "contexts": list(contexts)}
         engines = {name: contender.settings for name, contender in turns.contenders.items()}

@@ -10,6 +10,7 @@ either way; on a CPU, where the profiler slows every operation, of the operation
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from benchmarks.report import Report, rounded
 from benchmarks.setup import Setup, check_least
 from benchmarks.timing import Run
 from benchmarks.view import Column, Table, View, number, percent, text
-from shared.checkpoints.progress import Progress
 from shared.errors import ConfigError
 from shared.lessons import Lesson, newest_lesson
 
@@ -36,26 +36,25 @@ def measure_profile(
     prompt_tokens: int | None = None,
     steps: int | None = None,
     trace: Path | None = None,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
-    progress: Progress | None = None,
+    **where: Any,
 ) -> Report:
     """Profile ``steps`` decode steps behind ``prompt_tokens``; ``trace`` names a file for the Chrome trace.
 
     The defaults are 256 tokens and 16 steps on a GPU, 32 and 4 on a CPU; the phase is the newest of the main line.
+    ``where``: device, dtype, threads, seed and progress, as `Setup` takes them.
     Raises ConfigError, RequestError or ModelFolderError before anything is computed.
     """
-    setup = Setup(model, device, dtype, threads, seed, progress)
+    setup = Setup(model, **where)
     prompt_tokens = (256 if setup.is_gpu else 32) if prompt_tokens is None else prompt_tokens
     steps = (16 if setup.is_gpu else 4) if steps is None else steps
     check_least(prompt_tokens=(prompt_tokens, 1), steps=(steps, 1))
     (lesson,) = generating_lessons([newest_lesson().number if phase is None else phase])
     new_tokens = LEAD + steps + 1
     setup.check_length(prompt_tokens + new_tokens, f"prompt_tokens {prompt_tokens} and {new_tokens} new ones")
-    if trace is not None:
-        _check_writable(trace)
+    if trace is not None and not (trace.parent.is_dir() and trace.name.endswith((".json", ".json.gz"))):
+        raise ConfigError(
+            f"The trace cannot go to {trace}; name a file ending in .json.gz or .json in a folder that is there."
+        )
     config = setup.config(max_seq_len=prompt_tokens + new_tokens)
 
     with setup.running(4) as progress_steps:
@@ -106,11 +105,12 @@ def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
 
 def merged(rows: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
     """Rows of the same short name as one, the longest first."""
-    found: dict[str, tuple[int, float]] = {}
-    for name, calls, us in rows:
-        before = found.get(short_name(name), (0, 0.0))
-        found[short_name(name)] = before[0] + calls, before[1] + us
-    return sorted(((name, calls, us) for name, (calls, us) in found.items()), key=lambda row: -row[2])
+    calls: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for name, count, us in rows:
+        calls[short_name(name)] += count
+        times[short_name(name)] += us  # type: ignore[assignment]
+    return [(name, calls[name], us) for name, us in times.most_common()]
 
 
 _TEMPLATE = re.compile(r"<[^<>]*>")
@@ -138,13 +138,6 @@ def short_name(name: str) -> str:
         telling = next((functor for functor in found if functor not in _WRAPPERS), None)
         name = f"{base} [{telling}]" if telling else base
     return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir() or not path.parent.is_dir() or not path.name.endswith((".json", ".json.gz")):
-        raise ConfigError(
-            f"The trace cannot go to {path}; name a file ending in .json.gz or .json in a folder that is there."
-        )
 
 
 def view(report: Report, top: int = 40) -> View:

@@ -15,18 +15,17 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.contenders import allocated, generating_lessons, held_tensors, is_cuda, storage_bytes
+from benchmarks.contenders import allocated, generating_lessons, is_cuda, load_engine
 from benchmarks.report import Report, engine_settings, rounded
-from benchmarks.setup import check_least
-from benchmarks.timing import Steps, run, torch_threads
-from benchmarks.view import Column, Row, Table, View, count, megabytes, text
+from benchmarks.setup import Setup, check_least
+from benchmarks.timing import Steps, timed, torch_threads
+from benchmarks.view import Column, Table, View, count, megabytes, text
 from shared.checkpoints.demo import KNOWN_MODELS, local_model_folder
 from shared.checkpoints.make import make_checkpoint
 from shared.checkpoints.progress import Progress
@@ -34,11 +33,11 @@ from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson
-from shared.loading.config_json import read_config
-from shared.loading.placement import check_device, default_dtype
+from shared.loading.placement import check_device
 from shared.loading.resolve import resolve_model
 from shared.parity.reference import load_reference
 from shared.parity.thresholds import THRESHOLDS, argmax_shortfall
+from shared.text.tokenizer import Tokenizer
 
 PROMPT = "The capital of France is"
 MOST_TOKENS = 64
@@ -50,36 +49,31 @@ KEYS = ("load_seconds", "answer_seconds", "memory_bytes", "num_tokens", "flips",
 over the root mean square of its row of logits.
 """
 
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to check; ``folder`` gives its folder, making it first in the folder handed over if need be."""
-
-    name: str
-    folder: Callable[[Path], Path]
+Subject = tuple[str, Callable[[Path], Path]]
+"""A model's name, and what gives its folder, making it first in the folder handed over if need be."""
 
 
 def find_subjects(models: Sequence[str] | None, shapes: Sequence[str] | None, seed: int, device: str) -> list[Subject]:
     """What is to be checked, each once, in order: fetched models, folders, shapes to make."""
-    here: list[str] = []
+    at_hand: list[str] = []
     if models is None and shapes is None:
         models = [name for name in KNOWN_MODELS if local_model_folder(name) is not None]
-        here = [folder for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder]
+        at_hand = [folder for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder]
         shapes = [name for name in SHAPES if name.startswith("tiny-") != is_cuda(device)]
     if unknown := [name for name in shapes or () if name not in SHAPES]:
         raise ConfigError(f"There is no shape {unknown[0]!r}; known: {', '.join(SHAPES)}.")
 
     def known(name: str) -> Subject:
         folder = resolve_model(name)
-        return Subject(name if name in KNOWN_MODELS else folder.name, lambda made: folder)
-
-    def at_hand(path: str) -> Subject:  # one that is not there becomes a row when it is opened
-        return Subject(Path(path).name, lambda made: resolve_model(path))
+        return name if name in KNOWN_MODELS else folder.name, lambda made: folder
 
     def to_make(name: str) -> Subject:
-        return Subject(name, lambda folder: make_checkpoint(name, folder, seed=seed, device=device.partition(":")[0]))
+        return name, lambda made: make_checkpoint(name, made, seed=seed, device=device.partition(":")[0])
 
-    return [*map(known, models or ()), *map(at_hand, here), *map(to_make, shapes or ())]
+    def found(path: str) -> Subject:  # one that is not there becomes a row when it is opened
+        return Path(path).name, lambda made: resolve_model(path)
+
+    return [*map(known, models or ()), *map(found, at_hand), *map(to_make, shapes or ())]
 
 
 def check_models(
@@ -110,19 +104,16 @@ def check_models(
     rows: list[dict[str, Any]] = []
     with torch_threads(threads):
         for subject in subjects:
-            with steps.step(subject.name), tempfile.TemporaryDirectory(prefix="infer-sanity-") as made:
+            with steps.step(subject[0]), tempfile.TemporaryDirectory(prefix="infer-sanity-") as made:
                 rows += check_model(subject, Path(made), chosen, new_tokens, dtype, device)
+        failed = sum(row["problem"] is not None for row in rows)
         return Report(
             name="sanity",
             model={"name": "models", "revision": None, "config_sha256": None, "config": {}},
             engines={lesson.number: engine_settings(settings, "each") for lesson in chosen},
             seed=seed,
             flags={"new_tokens": new_tokens, "device": device, "dtype": dtype, "threads": torch.get_num_threads()},
-            results={
-                "num_failed": sum(row["problem"] is not None for row in rows),
-                "num_checked": len(rows),
-                "rows": rows,
-            },
+            results={"num_failed": failed, "num_checked": len(rows), "rows": rows},
             device=device,
         )
 
@@ -131,32 +122,30 @@ def check_model(
     subject: Subject, made: Path, chosen: Sequence[Lesson], new_tokens: int, dtype: str | None, device: str
 ) -> list[dict[str, Any]]:
     """A model's rows: each phase answers and is let go, then transformers judges all the answers."""
-    rows = {
-        lesson.number: {"model": subject.name, "phase": lesson.number, "problem": None} | dict.fromkeys(KEYS)
-        for lesson in chosen
-    }
+    name, folder = subject
+    head = {"model": name, "problem": None}
+    rows = {lesson.number: head | {"phase": lesson.number} | dict.fromkeys(KEYS) for lesson in chosen}
     try:
-        folder = subject.folder(made)
-        shape = read_config(folder)
+        setup = Setup(str(folder(made)), device, dtype)
+        tokenizer = Tokenizer.load(setup.folder)
     except Exception as error:  # whatever it is, it is this model's row
         return [row | {"problem": problem(error)} for row in rows.values()]
-    answers: dict[str, tuple[list[int], list[int]]] = {}
+    prompt_ids = tokenizer.encode(PROMPT)
+    answers: dict[str, list[int]] = {}
     for lesson in chosen:
-        longest = min(512, shape.max_position_embeddings)
-        config = EngineConfig(model=str(folder), dtype=dtype, device=device, max_seq_len=longest)
         try:
-            answers[lesson.number] = _answer(rows[lesson.number], lesson, config, new_tokens)
+            answers[lesson.number] = _answer(rows[lesson.number], lesson, setup, prompt_ids, new_tokens)
+            rows[lesson.number]["text"] = tokenizer.decode(answers[lesson.number])
         except Exception as error:
             rows[lesson.number]["problem"] = problem(error)
         _free(device)
-    if answers:
-        weights = getattr(torch, dtype) if dtype else default_dtype(shape, torch.device(device))
-        try:
-            _judge(rows, folder, answers, weights, device)
-        except Exception as error:
-            for number in answers:
-                rows[number]["problem"] = f"transformers cannot judge it: {problem(error)}"
-        _free(device)
+    try:
+        if answers:
+            _judge(rows, setup, prompt_ids, answers)
+    except Exception as error:
+        for number in answers:
+            rows[number]["problem"] = f"transformers cannot judge it: {problem(error)}"
+    _free(device)
     return list(rows.values())
 
 
@@ -167,56 +156,49 @@ def problem(error: Exception) -> str:
     return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
 
 
-def _answer(row: dict[str, Any], lesson: Lesson, config: EngineConfig, new_tokens: int) -> tuple[list[int], list[int]]:
-    """Fill a phase's row; returns its prompt and its answer."""
-    before = allocated(config.device)
-    if is_cuda(config.device):
-        torch.cuda.reset_peak_memory_stats(config.device)
+def _answer(row: dict[str, Any], lesson: Lesson, setup: Setup, prompt_ids: list[int], new_tokens: int) -> list[int]:
+    """A phase's answer; fills its row."""
+    before = allocated(setup.device)
+    if setup.is_gpu:
+        torch.cuda.reset_peak_memory_stats(setup.device)
     started = time.perf_counter()
-    engine = lesson.engine_alone(config)
+    config = setup.config(max_seq_len=min(512, setup.shape.max_position_embeddings))
+    contender = load_engine(lesson, config)[lesson.number]
     loaded = time.perf_counter()
-    prompt_ids = engine.tokenizer.encode(PROMPT)
-    token_ids = run(engine, prompt_ids, new_tokens).token_ids
+    token_ids = timed(contender.answer, prompt_ids, new_tokens).token_ids
     row |= {
         "load_seconds": rounded(loaded - started),
         "answer_seconds": rounded(time.perf_counter() - loaded),
-        "memory_bytes": torch.cuda.max_memory_allocated(config.device) - before
-        if is_cuda(config.device)
-        else storage_bytes(held_tensors(engine)),
+        "memory_bytes": torch.cuda.max_memory_allocated(setup.device) - before if setup.is_gpu else contender.resident,
         "num_tokens": len(token_ids),
-        "text": engine.tokenizer.decode(token_ids),
     }
     if len(token_ids) != new_tokens:
         row["problem"] = f"{len(token_ids)} tokens instead of {new_tokens}"
-    return prompt_ids, token_ids
+    return token_ids
 
 
 @torch.inference_mode()
 def _judge(
-    rows: Mapping[str, dict[str, Any]],
-    folder: Path,
-    answers: Mapping[str, tuple[list[int], list[int]]],
-    dtype: torch.dtype,
-    device: str,
+    rows: Mapping[str, dict[str, Any]], setup: Setup, prompt_ids: list[int], answers: Mapping[str, list[int]]
 ) -> None:
     """Compare with transformers in fp32; answers that are equal are run once."""
-    truth = load_reference(folder, torch.float32, round_to=None if dtype == torch.float32 else dtype).to(device)
+    dtype = setup.work.dtype
+    truth = load_reference(setup.folder, torch.float32, round_to=None if dtype == torch.float32 else dtype)
+    truth = truth.to(setup.device)
     bound = THRESHOLDS[dtype].argmax
     judged: dict[tuple[int, ...], tuple[int, float]] = {}
-    for number, (prompt_ids, token_ids) in answers.items():
-        key = tuple(token_ids)
+    for number, token_ids in answers.items():
+        key, row = tuple(token_ids), rows[number]
         if key not in judged:
-            ids = torch.tensor([prompt_ids + token_ids[:-1]], device=device)
+            ids = torch.tensor([prompt_ids + token_ids[:-1]], device=setup.device)
             logits = truth(ids, use_cache=False).logits[0, len(prompt_ids) - 1 :]
-            chosen = F.one_hot(torch.tensor(token_ids, device=device), logits.shape[-1])
+            chosen = F.one_hot(torch.tensor(token_ids, device=setup.device), logits.shape[-1])
             shortfall = argmax_shortfall(chosen, logits)
             judged[key] = int((shortfall > 0).sum()), shortfall.max().item()
-        flips, worst = judged[key]
-        rows[number].update(flips=flips, shortfall=rounded(worst))
-        if worst > bound and rows[number]["problem"] is None:
-            rows[number]["problem"] = (
-                f"a token lies {worst:.2g} below transformers' likeliest, and {bound:.2g} is allowed"
-            )
+        row["flips"], worst = judged[key]
+        row["shortfall"] = rounded(worst)
+        if worst > bound and row["problem"] is None:
+            row["problem"] = f"a token lies {worst:.2g} below transformers' likeliest, and {bound:.2g} is allowed"
 
 
 def _free(device: str) -> None:
@@ -238,15 +220,10 @@ def view(report: Report) -> View:
         Column("flips", "flips", count),
         text("result", lambda row: row["problem"] or "ok"),
     ]
-
-    def style(row: Row) -> str:
-        return "red" if row["problem"] else ""
-
-    summary = f"All {checked} loaded, answered and agreed with transformers."
     return View(
         f"Sanity check: every model in every phase on {report.machine_title}",
         [report.date[:10]],
-        [Table("", columns, report.results["rows"], style)],
-        notes=[] if failed else [summary],
+        [Table("", columns, report.results["rows"], lambda row: "red" if row["problem"] else "")],
+        notes=[] if failed else [f"All {checked} loaded, answered and agreed with transformers."],
         warnings=[f"{failed} of {checked} failed."] if failed else [],
     )

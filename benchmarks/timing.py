@@ -110,15 +110,13 @@ class Steps:
     """Counts finished steps for a progress display."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress = progress
+        self.progress = progress or (lambda *_: None)
         self.total = total
         self.done = 0
 
     @contextmanager
     def step(self, text: str) -> Iterator[None]:
-        if self.progress:
-            self.progress(text, self.done, self.total)
+        self.progress(text, self.done, self.total)
         yield
         self.done += 1
-        if self.progress:
-            self.progress(text, self.done, self.total)
+        self.progress(text, self.done, self.total)

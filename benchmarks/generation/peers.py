@@ -54,26 +54,25 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
     """transformers in one or both of its ways, with its default attention.
 
     The first eager answer is never broken off: in it cuDNN plans its attention for each length. No compiled one is; of
-    these one compiles, and two record the CUDA graph and replay it.
+    its warm-ups one compiles, and two record the CUDA graph and replay it.
     """
     from transformers import CompileConfig, GenerationConfig
 
-    model, resident = load_weighed(
-        lambda: load_reference(setup.folder, setup.work.dtype).to(setup.target), setup.device
-    )
+    load = partial(load_reference, setup.folder, setup.work.dtype)
+    model, resident = load_weighed(lambda: load().to(setup.target), setup.device)
     model.generation_config = GenerationConfig()  # the folder's own would bring its end ids back
-    found = {}
+    weights, found = storage_bytes(model.parameters()), {}
     for name in names:
-        is_compiled = name == "transformers_compiled"
+        settings: dict[str, Any] = {"do_sample": False, "attention": "sdpa"}
         ways: dict[str, Any] = {}
-        if is_compiled:
+        if is_compiled := name == "transformers_compiled":
             ways = {"cache_implementation": "static", "compile_config": CompileConfig()}
-        told = ways | {"compile_config": CompileConfig().to_dict()} if is_compiled else ways
+            settings |= ways | {"compile_config": CompileConfig().to_dict()}
         found[name] = Contender(
             PEERS[name],
             partial(generate_with, model, ways),
-            {"generate": {"do_sample": False, "attention": "sdpa"} | told},
-            storage_bytes(model.parameters()),
+            {"generate": settings},
+            weights,
             None,
             resident,
             num_warm_ups=3 if is_compiled else 1,
@@ -84,14 +83,11 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
 
 def load_vllm(setup: Setup, max_seq_len: int) -> Contender:
     """vLLM's engine in this process, for one request at a time."""
-    engine, resident = load_weighed(
-        lambda: vllm_peer.VllmEngine(setup.folder, setup.work.dtype, max_seq_len), setup.device
-    )
-    settings = engine.settings | {"version": engine.version}
-    kv = engine.settings["kv_cache_memory_bytes"]
-    return Contender(
-        PEERS["vllm"], partial(answer_with, engine), settings, engine.weight_bytes, kv, resident, num_unbounded=1
-    )
+    load = partial(vllm_peer.VllmEngine, setup.folder, setup.work.dtype, max_seq_len)
+    engine, resident = load_weighed(load, setup.device)
+    settings, kv = engine.settings | {"version": engine.version}, engine.settings["kv_cache_memory_bytes"]
+    answer = partial(answer_with, engine)
+    return Contender(PEERS["vllm"], answer, settings, engine.weight_bytes, kv, resident, num_unbounded=1)
 
 
 class _Enough(Exception):  # noqa: N818

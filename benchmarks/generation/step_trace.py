@@ -66,9 +66,7 @@ class StepTrace:
         } | {"own_launches_per_token": rounded(self.own_launches / self.steps)}
 
     def rows(self) -> list[tuple[str, int, float]]:
-        """Name, calls and microseconds: of kernels and copies on a GPU, elsewhere of PyTorch's operations, each
-        without what it calls.
-        """
+        """Name, calls and microseconds: of kernels and copies, or without a GPU of PyTorch's operations themselves."""
         if self.kernels:
             return [(entry.key, entry.count, entry.self_device_time_total) for entry in (*self.kernels, *self.copies)]
         return [(entry.key, entry.count, entry.self_cpu_time_total) for entry in self.operations]

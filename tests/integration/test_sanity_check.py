@@ -61,7 +61,7 @@ def test_a_broken_folder_is_a_row_beside_a_shape_that_is_made_and_removed(
     assert str(tmp_path) not in json.dumps(found)
     assert "3 of 4 failed." in result.stdout
     assert "[red]cut" in result.stdout  # markup stays text
-    assert list(made.iterdir()) == []
+    assert not list(made.glob("infer-sanity-*"))
 
 
 def test_a_wrong_answer_is_found_and_shown(tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,26 +91,23 @@ def test_without_choice_everything_at_hand_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("INFER_TEST_MODELS", str(tmp_path / "mine"))
     for device, is_tiny in (("cpu", True), ("cuda", False)):
         shapes = [name for name in SHAPES if name.startswith("tiny-") == is_tiny]
-        assert [subject.name for subject in find_subjects(None, None, 0, device)] == ["mine", *shapes]
-    assert [subject.name for subject in find_subjects(None, ["tiny-llama"], 0, "cpu")] == ["tiny-llama"]
+        assert [name for name, _ in find_subjects(None, None, 0, device)] == ["mine", *shapes]
+    assert [name for name, _ in find_subjects(None, ["tiny-llama"], 0, "cpu")] == ["tiny-llama"]
 
 
 def test_problems_name_no_folder_of_the_machine() -> None:
     error = ModelFolderError("/home/someone/models/mine has no config.json\nmore; fetch it.")
     assert problem(error) == "mine has no config.json"
-    assert problem(RuntimeError("CUDA out of memory")) == "RuntimeError: CUDA out of memory"
-    assert problem(ValueError("3 tokens/s and owner/name stay")) == "3 tokens/s and owner/name stay"
+    assert problem(RuntimeError("3 tokens/s and owner/name stay")) == "RuntimeError: 3 tokens/s and owner/name stay"
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"new_tokens": 0}, "new_tokens is 0"),
         ({"new_tokens": 65}, "new_tokens is 65"),
         ({"phases": ["01b"]}, "generates no text"),
         ({"shapes": ["huge"]}, "no shape 'huge'"),
         ({"models": ["no-such-model"]}, "no-such-model"),
-        ({"dtype": "int3"}, "int3"),
         ({"seed": -1}, "seed is -1"),
     ],
 )

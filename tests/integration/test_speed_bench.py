@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks import bench_generation, ladder, profile_generation
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
-from benchmarks.contenders import MIN_DECODED, held_tensors, load_engine, storage_bytes
+from benchmarks.contenders import MIN_DECODED, load_engine
 from benchmarks.generation.peers import load_transformers
 from benchmarks.generation.step_trace import StepTrace, TraceWindow
 from benchmarks.hardware import Ceilings
@@ -207,44 +207,26 @@ def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
     }  # fmt: skip
 
 
-def test_memory_behind_views_counts_once() -> None:
-    base = torch.zeros(100)
-    holder = SimpleNamespace(a=base, rows=[base[10:20], base.view(10, 10)], other={"x": (torch.zeros(5),)}, name="n")
-    holder.itself = holder
-    assert storage_bytes(held_tensors(holder)) == 4 * 105
-
-
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{0}>, 3>(int, {0})"
+NAMES = {
+    "gemv_rows_kernel": "gemv_rows_kernel",
+    "aten::mm": "aten::mm",
+    "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, float, cublasGemvParamsEx<int> >(int)": (
+        "gemvx::kernel"
+    ),
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, 4> >(int)": (
+        "reduce_kernel [ArgMaxOps]"
+    ),
+    "void (anonymous namespace)::softmax_warp_forward<float, float, 11>(float*, int)": "softmax_warp_forward",
+    "void cutlass::Kernel2<cutlass_80_wmma_bf16_gemm>(cutlass_80_wmma_bf16_gemm::Params)": (
+        "cutlass::Kernel2 [cutlass_80_wmma_bf16_gemm]"
+    ),
+    "x" * 200: "x" * (LONGEST - 1) + "…",
+}
 
 
-@pytest.mark.parametrize(
-    ("signature", "name"),
-    [
-        ("gemv_rows_kernel", "gemv_rows_kernel"),
-        ("aten::mm", "aten::mm"),
-        (
-            "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, __nv_bfloat16, float, false, 7, "
-            "cublasGemvParamsEx<int, cublasGemvTensor<__nv_bfloat16 const>, float> >(cublasGemvParamsEx<int>)",
-            "gemvx::kernel",
-        ),
-        (
-            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, unsigned "
-            "int, long, 4, 4> >(at::native::ReduceOp<float, at::native::ArgMaxOps<float>, unsigned int, long, 4, 4>)",
-            "reduce_kernel [ArgMaxOps]",
-        ),
-        ("void (anonymous namespace)::softmax_warp_forward<float, float, 11>(float*, int)", "softmax_warp_forward"),
-        (
-            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>(cutlass_80_wmma_tensorop_bf16::Params)",
-            "cutlass::Kernel2 [cutlass_80_wmma_tensorop_bf16_s161616gemm]",
-        ),
-        ("x" * 200, "x" * (LONGEST - 1) + "…"),
-    ],
-)
-def test_names_can_be_read(signature: str, name: str) -> None:
-    assert short_name(signature) == name
-
-
-def test_kernels_of_one_short_name_are_one_row() -> None:
+def test_kernels_have_short_names_and_those_of_one_name_are_one_row() -> None:
+    assert {signature: short_name(signature) for signature in NAMES} == NAMES
     both = [(ADD.format("float"), 2, 3.0), ("gemv", 1, 4.0), (ADD.format("double"), 3, 2.0)]
     assert merged(both) == [("vectorized_elementwise_kernel [CUDAFunctor_add]", 5, 5.0), ("gemv", 1, 4.0)]
 
@@ -301,28 +283,21 @@ GENERATION = {"prompt_tokens": 5, "new_tokens": 6, "trials": 1, "window": 1}
     ("command", "settings", "error", "told"),
     [
         ("ladder", {"prompt_tokens": 0}, ConfigError, "prompt_tokens is 0"),
-        ("ladder", {"new_tokens": 1}, ConfigError, "new_tokens is 1"),
-        ("ladder", {"trials": 0}, ConfigError, "trials is 0"),
         ("ladder", {"threads": 0}, ConfigError, "threads is 0"),
         ("ladder", {"prompt_tokens": 2040, "new_tokens": 9}, RequestError, "2048 tokens"),
         ("ladder", {"context_lengths": [16, 2048]}, RequestError, "context length is 2048"),
         ("ladder", {"context_lengths": [0]}, ConfigError, "context length is 0"),
-        ("ladder", {"phases": ["99"]}, ConfigError, "99"),
         ("ladder", {"phases": ["01a"]}, ConfigError, "generates no text"),
         ("ladder", {"phases": []}, ConfigError, "No phase"),
-        ("ladder", {"dtype": "int3"}, ConfigError, "int3"),
         ("ladder", {"device": "cuda:77"}, ConfigError, "cuda:77"),
         ("ladder", {"seed": -1}, ConfigError, "seed is -1"),
         ("generation", {"size": {"new_tokens": 2}}, ConfigError, "new_tokens is 2"),
-        ("generation", {"size": {"window": 0}}, ConfigError, "window is 0"),
-        ("generation", {"size": {"prompt_tokens": 2048}}, RequestError, "2048 tokens"),
         ("generation", {"max_seconds": 0.0}, ConfigError, "max_seconds is 0"),
         ("generation", {"peers": ["nobody"]}, ConfigError, "no peer 'nobody'"),
         ("generation", {"peers": ["transformers_compiled"]}, ConfigError, "needs a GPU"),
         ("generation", {"peers": ["vllm"]}, ConfigError, "an installed vLLM"),
         ("generation", {"pack_weights": True, "phases": ["02"]}, ConfigError, "arrives in phase 03"),
         ("profile", {"steps": 0}, ConfigError, "steps is 0"),
-        ("profile", {"prompt_tokens": 2040, "steps": 8}, RequestError, "2048 tokens"),
         ("profile", {"trace": Path("nowhere/at/all.json.gz")}, ConfigError, "nowhere"),
         ("profile", {"trace": Path("trace.txt")}, ConfigError, "trace.txt"),
     ],
@@ -348,12 +323,9 @@ def test_contenders_too_large_for_the_memory_are_refused(folder: Path, monkeypat
         measure_ladder(str(folder))
 
 
-@pytest.mark.parametrize("arguments", [["--contexts", "64,many"], ["--phase", "99"], ["--prompt-tokens", "2048"]])
-def test_a_command_refuses_in_one_paragraph(folder: Path, arguments: list[str]) -> None:
-    result = infer("ladder", "--model", folder, *arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output
-    assert arguments[1] in result.output
+def test_a_command_refuses_in_one_paragraph(folder: Path) -> None:
+    result = infer("ladder", "--model", folder, "--contexts", "64,many")
+    assert (result.exit_code, "64,many" in result.output, "Traceback" in result.output) == (2, True, False)
 
 
 @pytest.mark.gpu

@@ -51,38 +51,27 @@ def test_the_file_tells_everything_and_no_path(report, tmp_path):
         write_report(report, paths[0] / "reports")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("results.02.ms_per_token.16", 41.2), ("results.03.1.peer", None), ("results.02.trials.1", 7.5), ("seed", 7)],
-)
-def test_a_value_is_read_by_its_dotted_key(report, tmp_path, key, value):
-    assert read_value(write_report(report, tmp_path)[0], key) == value
-
-
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
+def test_a_value_is_read_by_its_dotted_key_and_a_missing_one_names_those_there_are(report, tmp_path):
+    path = write_report(report, tmp_path)[0]
+    found = {"results.02.ms_per_token.16": 41.2, "results.03.1.peer": None, "results.02.trials.1": 7.5, "seed": 7}
+    assert {key: read_value(path, key) for key in found} == found
+    for key, told in (
         ("results.04.speedup", "results has 02, 03.1"),
         ("results.03.1.speed", "results.03.1 has decode_tokens_per_second"),
         ("results.02.trials.2", "results.02.trials is a list of 2"),
         ("results.02.trials.-1", "list of 2"),
         ("seed.x", "seed is a plain value"),
         ("", "its top level has"),
-    ],
-)
-def test_a_missing_key_names_those_there_are(report, tmp_path, key, told):
-    with pytest.raises(ConfigError) as caught:
-        read_value(write_report(report, tmp_path)[0], key)
-    assert told in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [None, "{", '"text'])
-def test_a_file_that_is_no_report_is_refused(tmp_path, content):
-    path = tmp_path / "report.json"
-    if content is not None:
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_value(path, key)
+        assert told in str(caught.value)
+    for content in ("{", '"text'):
         path.write_text(content)
-    with pytest.raises(ConfigError, match=r"report\.json"):
-        read_value(path, "seed")
+        with pytest.raises(ConfigError, match=r"ladder-.*\.json"):
+            read_value(path, "seed")
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        read_value(tmp_path / "none.json", "seed")
 
 
 @given(st.floats(min_value=1e-12, max_value=1e12))

@@ -62,14 +62,11 @@ def test_turns_rotate_and_prompts_repeat_with_the_seed_alone():
     assert all(type(token_id) is int and 0 <= token_id < 50 for token_id in drawn[0])
 
 
-def test_threads_are_given_back_even_after_an_error():
+def test_threads_are_given_back_even_after_an_error_and_steps_count_up():
     before = torch.get_num_threads()
     with pytest.raises(KeyError, match=str(before + 1)), torch_threads(before + 1):
         raise KeyError(torch.get_num_threads())
     assert torch.get_num_threads() == before
-
-
-def test_steps_count_up_to_the_total():
     seen: list[tuple[str, int, int]] = []
     steps = Steps(lambda *step: seen.append(step), 2)
     for what in ("load", "measure"):
