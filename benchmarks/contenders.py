@@ -61,7 +61,7 @@ class Turns:
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
-        self.device = setup.device
+        self.device = str(setup.target)
         self.steps = steps
         self.bound: tuple[int, float | None] = MIN_DECODED, max_seconds
         self.prompts = SyntheticPrompts(setup.shape.vocab_size, setup.seed)

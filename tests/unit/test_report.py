@@ -96,7 +96,6 @@ def test_a_model_is_described_by_name_revision_shape_and_checksum(tmp_path):
 
 def test_the_machine_is_named_by_what_computes_and_not_by_whose_it_is():
     found = machine.describe_machine()
-    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert 1 <= found["cores"] <= (os.cpu_count() or 1)
     assert (found["gpu"] is None) == (found["num_gpus"] == 0)
     words = set(re.findall(r"[\w.-]+", json.dumps(found)))
