@@ -1,33 +1,31 @@
-"""One request alone (W1): each phase beside transformers, measured against the limit of the memory.
+"""One request alone (W1): phases beside transformers and vLLM, measured against the limit of the memory.
 
 Introduced in phase 3.1. Prompt 256, answer 256, greedy, past any end of sequence. All contenders live in one process
 and take turns, trial by trial; medians count. Afterwards each answers once more with the profiler on some steps in the
 middle. Beside every speed stands its share of the limit: the bytes that a token must read (weights, keys and values at
 the answer's mean context) over the bandwidth that was measured in the same run.
 
-Invariants: nothing is computed before every setting has been checked; no contender sees a prompt twice.
+Invariants: nothing is computed before every setting has been checked; a share is below 1, or something was not counted.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
-import psutil
-import torch
-
-from benchmarks.contenders import Contender, answer_and_peak, generating_lessons, load_engine, load_transformers
-from benchmarks.generation.results import figures, limit, ratios
-from benchmarks.generation.step_trace import StepTrace, TraceWindow, prepare_profiler
-from benchmarks.report import Report, describe_model, engine_settings
+from benchmarks.contenders import Contender, Turns, generating_lessons, is_ours, label, load_engine, speeds
+from benchmarks.generation.peers import choose_peers, load_peers
+from benchmarks.generation.step_trace import StepTrace, TraceWindow
+from benchmarks.hardware import Ceilings, measure_ceilings
+from benchmarks.report import Report, rounded
 from benchmarks.roofline import DecodeWork
-from benchmarks.timing import Run, Steps, SyntheticPrompts, rotated, torch_threads
-from shared.checkpoints.progress import Progress
+from benchmarks.setup import Setup, check_least, check_positive
+from benchmarks.timing import Run
+from benchmarks.view import NOTHING, Bar, Bars, Column, Row, Table, View, count, megabytes, number, percent, text, times
 from shared.engine.config import EngineConfig
-from shared.errors import CapacityError, ConfigError, RequestError
 from shared.lessons import newest_lesson
-from shared.loading.config_json import read_config
-from shared.loading.placement import check_device, default_dtype
-from shared.loading.resolve import resolve_model
 
 
 @dataclass(frozen=True)
@@ -44,176 +42,231 @@ W1 = GenerationSize(prompt_tokens=256, new_tokens=256, trials=3, window=16)
 DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3, window=4)
 """Without a GPU: the same measurement in a minute, with the demo model."""
 ANSWER_SECONDS = 15.0
-"""An answer breaks off after so much decoding; phase 2, which computes everything anew for each token, may need it."""
-WARM_UPS = {"transformers_compiled": 3}
-"""Answers before the first trial: one to compile, two to record the CUDA graph and replay it; anyone else needs one."""
-
-
-def default_size(device: str) -> GenerationSize:
-    return W1 if torch.device(device).type == "cuda" else DEMO
-
-
-def default_phases() -> list[str]:
-    """The uncached loop, the cached one, and the newest phase of the main line."""
-    return list(dict.fromkeys(["02", "03", newest_lesson().number]))
+"""An answer is broken off after so much decoding; phase 2, which computes every token anew each time, may need it."""
 
 
 def measure_generation(
     model: str,
     *,
     phases: Sequence[str] | None = None,
+    peers: Sequence[str] | None = None,
     size: GenerationSize | None = None,
-    with_transformers: bool = True,
-    with_compiled: bool | None = None,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
+    pack_weights: bool = False,
     max_seconds: float = ANSWER_SECONDS,
-    ceilings: Any = None,
-    progress: Progress | None = None,
+    ceilings: Ceilings | None = None,
+    **where: Any,
 ) -> Report:
     """Speed, share of the limit, work on the device and memory of each contender.
 
     Args:
-        model: a folder, a known name or a hub name.
-        phases: numbers of phases that generate; by default those of `default_phases`.
+        phases: numbers of phases that generate; by default the uncached loop, the cached one, and the newest phase.
+        peers: names of `benchmarks.generation.peers.PEERS`; by default all that can run here.
         size: by default W1 on a GPU and the demo size on a CPU.
-        with_compiled: transformers' compiled way too; by default where there is a GPU, and nowhere else possible.
-        ceilings: what `benchmarks.hardware.measure_ceilings` gives; by default it is called, in this process.
+        pack_weights: the phases' setting; the report's name says so.
+        ceilings: the machine's; by default they are measured.
+        where: device, dtype, threads, seed and progress, as `Setup` takes them.
 
     Raises:
         ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
     """
-    target = check_device(device)
-    size = size or default_size(device)
-    rungs = generating_lessons(default_phases() if phases is None else phases)
-    folder = resolve_model(model)
-    shape = read_config(folder)
-    _check_size(size, seed, threads, max_seconds, shape.max_position_embeddings)
-    ways = _ways(with_transformers, with_compiled, target)
-    config = EngineConfig(
-        model=str(folder), dtype=dtype, device=device, max_seq_len=size.prompt_tokens + size.new_tokens
+    setup = Setup(model, **where)
+    size = size or (W1 if setup.is_gpu else DEMO)
+    check_least(
+        prompt_tokens=(size.prompt_tokens, 1),
+        new_tokens=(size.new_tokens, 3),
+        trials=(size.trials, 1),
+        window=(size.window, 1),
     )
-    work = DecodeWork(shape, config.torch_dtype or default_dtype(shape, target))
-    _check_memory(work, len(rungs) + bool(ways), target)
+    check_positive(max_seconds=max_seconds)
+    longest = size.prompt_tokens + size.new_tokens
+    setup.check_length(longest, f"prompt_tokens {size.prompt_tokens} and new_tokens {size.new_tokens}")
+    rungs = generating_lessons(["02", "03", newest_lesson().number] if phases is None else phases)
+    config = setup.config(max_seq_len=longest, pack_weights=pack_weights)
+    for lesson in rungs:
+        config.check(lesson.load("engine").SUPPORTED)
+    peers = choose_peers(peers, setup.is_gpu)
+    programs = list(dict.fromkeys(name.partition("_")[0] for name in peers))
+    setup.check_memory(len(rungs) + len(programs), "name fewer phases with --phase, leave the peers out (--no-peers)")
 
-    names = [lesson.number for lesson in rungs] + [f"transformers_{way}" for way in ways]
-    steps = Steps(progress, 1 + len(rungs) + bool(ways) + len(names) * (2 + size.trials))
-    prompts = SyntheticPrompts(shape.vocab_size, seed)
-    with torch_threads(threads):
+    names = [lesson.number for lesson in rungs] + peers
+    with setup.running(1 + len(rungs) + len(programs) + len(names) * (2 + size.trials)) as steps:
         with steps.step("the machine's ceilings"):
-            ceilings = ceilings or _measure_ceilings(device)
-        contenders: dict[str, Contender] = {}
+            ceilings = ceilings or measure_ceilings(setup.device)
+            rate = ceilings.read_bytes_per_second
+        turns = Turns(setup, steps, max_seconds)
         for lesson in rungs:
-            with steps.step(f"phase {lesson.number}: load"):
-                contenders[lesson.number] = load_engine(lesson, config, max_seconds)
-        if ways:
-            with steps.step("transformers: load"):
-                peers = load_transformers(folder, work.dtype, device, ways, max_seconds)
-                contenders |= {peer.name: peer for peer in peers}
-        for name, contender in contenders.items():
-            with steps.step(f"{name}: warm up"):
-                for _ in range(WARM_UPS.get(name, 1)):
-                    contender.answer(prompts.draw(size.prompt_tokens), size.new_tokens)
-        runs: dict[str, list[Run]] = {name: [] for name in contenders}
-        for trial in range(size.trials):
-            prompt = prompts.draw(size.prompt_tokens)
-            for name in rotated(names, trial):
-                with steps.step(f"{name}: trial {trial + 1} of {size.trials}"):
-                    runs[name].append(answer_and_peak(contenders[name], prompt, size.new_tokens, device))
-        traces = {}
-        for name, contender in contenders.items():
-            with steps.step(f"{name}: profile"):
-                traces[name] = _trace(contender, prompts.draw(size.prompt_tokens), size, target)
-
-        about = describe_model(model)
-        return Report(
-            name="generation",
-            model=about,
-            engines={name: _settings(contender, about["name"]) for name, contender in contenders.items()},
-            seed=seed,
-            flags=asdict(size)
-            | {
-                "contenders": names,
-                "dtype": str(work.dtype).removeprefix("torch."),
-                "device": device,
-                "threads": torch.get_num_threads(),
-                "is_demo_size": target.type != "cuda",
+            turns.load(lesson.number, partial(load_engine, lesson, config))
+        for program in programs:
+            turns.load(program, partial(load_peers, program, peers, setup, longest))
+        turns.warm_up(size.prompt_tokens, size.new_tokens)
+        runs = turns.trials(size.trials, size.prompt_tokens, size.new_tokens)
+        first = max(1, (size.new_tokens - size.window) // 2)
+        results: dict[str, Any] = {}
+        for name, contender in turns.contenders.items():
+            with steps.step(f"{label(name)}: profile"):
+                window = TraceWindow(first, min(size.window, size.new_tokens - first), setup.target)
+                trace = window.trace(contender.answer, turns.prompts.draw(size.prompt_tokens), size.new_tokens)
+            results[name] = _figures(contender, runs[name], runs[names[0]], trace, setup.work, size.prompt_tokens, rate)
+        needed = limit_bytes(setup.work, size.prompt_tokens, size.new_tokens)
+        weights = setup.work.weight_bytes + setup.work.row_bytes
+        results |= {
+            "ratios": _ratios(runs),
+            "limit": {
+                "weights_bytes_per_token": weights,
+                "kv_bytes_per_token": round(needed - weights),
+                "us_per_token": rounded(1e6 * needed / rate),
+                "tokens_per_second": rounded(rate / needed),
             },
-            results={
-                name: figures(contender, runs[name], runs[names[0]], traces[name], work, size.prompt_tokens, ceilings)
-                for name, contender in contenders.items()
-            }
-            | {
-                "ratios": ratios(runs),
-                "limit": limit(work, size.prompt_tokens, size.new_tokens, ceilings),
-                "ceilings": ceilings.results(),
-            },
-            device=device,
+            "ceilings": ceilings.results(),
+        }
+        return setup.report(
+            "generation-packed" if pack_weights else "generation",
+            {name: contender.settings for name, contender in turns.contenders.items()},
+            asdict(size) | {"contenders": names, "pack_weights": pack_weights},
+            results,
         )
 
 
-def _trace(contender: Contender, prompt: list[int], size: GenerationSize, device: torch.device) -> StepTrace:
-    """The work of the window's steps, which lie in the middle of the answer."""
-    prepare_profiler(device)
-    first = max(1, (size.new_tokens - size.window) // 2)
-    window = TraceWindow(first, min(size.window, size.new_tokens - first), device)
-    contender.trace(prompt, size.new_tokens, window)
-    return window.result
+def limit_bytes(work: DecodeWork, prompt_tokens: int, num_tokens: int, packed: float = 1.0) -> float:
+    """Bytes that a decode step of an answer of ``num_tokens`` must read, at its mean context.
+
+    The first decode step runs the first token of the answer and sees the prompt and itself. ``packed``: bytes of a
+    weight as it is kept over those of the dtype.
+    """
+    kv = work.mean_kv_bytes(prompt_tokens + 1, prompt_tokens + num_tokens - 1)
+    return packed * (work.weight_bytes + work.row_bytes) + kv
 
 
-def _settings(contender: Contender, model_name: str) -> dict[str, Any]:
-    config = contender.settings.get("config")
-    return contender.settings if config is None else engine_settings(config, model_name)
+def _figures(
+    contender: Contender, own: list[Run], first: list[Run], trace: StepTrace, work: DecodeWork, prompt: int, rate: float
+) -> dict[str, Any]:
+    """``own`` answers, those of the ``first`` contender to the same prompts, and what was traced of one more.
 
-
-def _measure_ceilings(device: str) -> Any:
-    from benchmarks.hardware import measure_ceilings
-
-    return measure_ceilings(device)
-
-
-def _ways(with_transformers: bool, with_compiled: bool | None, device: torch.device) -> tuple[str, ...]:
-    if with_compiled and device.type != "cuda":
-        raise ConfigError(
-            "transformers compiles its decode step on a GPU alone and the device is cpu; leave --compiled away, or "
-            "choose --device cuda."
-        )
-    if not with_transformers:
-        return ()
-    return ("eager", "compiled") if with_compiled is not False and device.type == "cuda" else ("eager",)
-
-
-def _check_size(size: GenerationSize, seed: int, threads: int | None, max_seconds: float, longest: int) -> None:
-    least = {
-        "prompt_tokens": (size.prompt_tokens, 1),
-        "new_tokens": (size.new_tokens, 3),
-        "trials": (size.trials, 1),
-        "window": (size.window, 1),
-        "seed": (seed, 0),
-        "threads": (1 if threads is None else threads, 1),
+    Args:
+        prompt: tokens of each prompt.
+        rate: bytes a second that the machine reads.
+    """
+    told = speeds(own)
+    num_tokens = statistics.median_low(len(run.token_ids) for run in own)
+    is_packed = isinstance(contender.settings, EngineConfig) and contender.settings.pack_weights
+    packed = 2 / work.dtype.itemsize if is_packed else 1.0
+    least_seconds = limit_bytes(work, prompt, num_tokens, packed) / rate
+    kernel_us = trace.kernel_us_per_token
+    equal, compared = _least_equal([(a.token_ids, b.token_ids) for a, b in zip(own, first, strict=True)])
+    return {
+        "title": contender.title,
+        **told,
+        "ms_per_token": rounded(1e3 * statistics.median(gap for run in own for gap in run.intervals)),
+        "share_of_bandwidth": rounded(least_seconds * told["decode_tokens_per_second"]),
+        "new_tokens": num_tokens,
+        "equal_tokens": equal,
+        "compared_tokens": compared,
+        "kernel_us_per_token": None if kernel_us is None else rounded(kernel_us),
+        "kernel_share_of_bandwidth": None if kernel_us is None else rounded(1e6 * least_seconds / kernel_us),
+        **trace.counts(),
+        **contender.memory(),
     }
-    for name, (value, bound) in least.items():
-        if value < bound:
-            raise ConfigError(f"{name} is {value}; it must be at least {bound}.")
-    if not max_seconds > 0:
-        raise ConfigError(f"max_seconds is {max_seconds}; it must be positive.")
-    if size.prompt_tokens + size.new_tokens > longest:
-        raise RequestError(
-            f"prompt_tokens {size.prompt_tokens} and new_tokens {size.new_tokens} make "
-            f"{size.prompt_tokens + size.new_tokens}; this model holds {longest} tokens of prompt and answer together, "
-            "so ask for less."
-        )
 
 
-def _check_memory(work: DecodeWork, num_copies: int, device: torch.device) -> None:
-    """Taking turns needs every contender, with its own weights, at once."""
-    needed = num_copies * work.resident_bytes
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if needed > free:
-        raise CapacityError(
-            f"{num_copies} contenders with their own weights need {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB "
-            "are free; name fewer phases with --phase, leave transformers away with --no-transformers, or take a "
-            "smaller model or dtype."
-        )
+def _ratios(runs: dict[str, list[Run]]) -> dict[str, float]:
+    """Decode speed of each contender over each other, ours over a peer's and a later phase's over an earlier one's: the
+    median over trials of the ratio within a trial.
+    """
+    found = {}
+    names = list(runs)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            over, under = (name, other) if is_ours(name) else (other, name)
+            pairs = zip(runs[over], runs[under], strict=True)
+            ratio = statistics.median(a.decode_tokens_per_second / b.decode_tokens_per_second for a, b in pairs)
+            found[f"{over}_over_{under}"] = rounded(ratio)
+    return found
+
+
+def _least_equal(pairs: list[tuple[list[int], list[int]]]) -> tuple[int, int]:
+    """Of pairs of answers the one that parts earliest: how many first tokens are equal, of how many that both have."""
+    found = []
+    for pair in pairs:
+        both = list(zip(*pair, strict=False))  # an answer that was broken off is the shorter
+        found.append((len(list(takewhile(lambda ids: ids[0] == ids[1], both))), len(both)))
+    return min(found, key=lambda counts: (counts[0] - counts[1], counts[0]))
+
+
+def view(report: Report) -> View:
+    """Speeds with their share of the limit, ratios, work on the device where there is a GPU, and memory."""
+    flags, results = report.flags, report.results
+    rows = [results[name] | {"name": name} for name in flags["contenders"]]
+    ours = [row for row in rows if is_ours(row["name"])]
+    limit, ratios = results["limit"], results["ratios"]
+    title = text("", "title")
+    speed = [
+        title,
+        Column("first token (ms)", "time_to_first_token_ms"),
+        Column("decode (tok/s)", "decode_tokens_per_second"),
+        Column("ms/token", "ms_per_token"),
+        Column("share of limit", "share_of_bandwidth", percent),
+        Column("tokens computed", "tokens_computed", count),
+        text("same tokens", lambda row: f"{row['equal_tokens']} of {row['compared_tokens']}"),
+    ]
+    over = [
+        Column(f"over {other['name'].replace('_', ' ')}", partial(_ratio, ratios, other["name"]), times)
+        for other in rows
+        if any(_ratio(ratios, other["name"], row) for row in ours)
+    ]
+    work = [
+        title,
+        Column("kernels (µs)", "kernel_us_per_token"),
+        Column("share of limit", "kernel_share_of_bandwidth", percent),
+        *(
+            Column(
+                key.replace("_", " "), f"{key}_per_token", lambda value: NOTHING if value is None else f"{value:.4g}"
+            )
+            for key in ("kernels", "copies", "host_launches", "own_launches")
+        ),
+    ]
+    memory = [
+        Column(f"{what} (MB)", f"memory_{key}_bytes", megabytes)
+        for what, key in (("weights", "weights"), ("KV cache", "kv"), ("other", "other"))
+    ]
+    has_kernels = any(row["kernel_us_per_token"] is not None for row in rows)
+    tables = [Table("Speed", speed, rows)]
+    tables += [Table("Decode speed", [title, *over], ours)] if over else []
+    tables += [Table("Work on the GPU for one token", work, rows)] if has_kernels else []
+    gigabytes = (limit["weights_bytes_per_token"] + limit["kv_bytes_per_token"]) / 1e9
+    note = (
+        f"The limit: a token reads {number(gigabytes)} GB of weights, keys and values; at the "
+        f"{number(results['ceilings']['read_gb_per_second'])} GB/s measured in this run that takes "
+        f"{number(limit['us_per_token'] / 1e3)} ms: {number(limit['tokens_per_second'])} tokens/s."
+    )
+    packed = "Packed weights are half as many bytes, in the share of the limit too, and are not in the memory table."
+    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {flags['dtype']}"
+    demo = ", demo size (no GPU)" if flags["is_demo_size"] else ""
+    return View(
+        f"Generation: {report.model['name']} on {report.machine_title}",
+        [f"{size}, median of {flags['trials']}{demo}; {report.date[:10]}"],
+        [*tables, Table("Memory", [title, *memory], rows)],
+        notes=[note, packed] if flags.get("pack_weights") else [note],
+        panels=_panels(rows, limit, has_kernels),
+    )
+
+
+def _ratio(ratios: dict[str, float], under: str, row: Row) -> float | None:
+    return ratios.get(f"{row['name']}_over_{under}")
+
+
+def _panels(rows: Sequence[Row], limit: dict[str, Any], has_kernels: bool) -> list[Bars]:
+    """Speed below the limit; where kernels were timed, a token's time in its parts."""
+    newest = [row["name"] for row in rows if is_ours(row["name"])][-1]
+    speed, parts = [], []
+    for row in rows:
+        colour = "ours" if row["name"] == newest else "first" if is_ours(row["name"]) else "peer"
+        tokens, share = row["decode_tokens_per_second"], percent(row["share_of_bandwidth"])
+        speed.append(Bar(row["title"], [tokens], f"{number(tokens)} tok/s, {share}", colour))
+        ms = row["ms_per_token"]
+        kernels = min(ms, (row["kernel_us_per_token"] or 0) / 1e3)
+        reading = min(limit["us_per_token"] / 1e3, kernels)
+        parts.append(Bar(row["title"], [reading, kernels - reading, ms - kernels], f"{number(ms)} ms"))
+    line = limit["tokens_per_second"], f"limit {number(limit['tokens_per_second'])}"
+    names = ("reading", "other kernel time", "no kernel runs")
+    found = [Bars("Decode speed, and its share of the limit", [("", speed)], line)]
+    return [*found, Bars("One token", [("", parts)], part_names=names)] if has_kernels else found

@@ -1,24 +1,24 @@
-"""Whoever answers in the generation benchmark: a phase's engine, or transformers, with what it keeps in memory.
+"""The contenders of a speed benchmark, and the turns they take: phases' engines, transformers, vLLM. Introduced in
+phase 3.
 
-Introduced in phase 3.1. Invariant: contenders differ only in how they answer. All get the same prompts and as many new
-tokens, and each is loaded before the first is timed.
+Invariant: contenders differ only in how they answer. All are loaded before the first is timed; all get the same prompts
+and as many new tokens; none sees a prompt twice, so none can profit from what an earlier answer left in its memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.generation.step_trace import TraceWindow
-from benchmarks.generation.transformers_peer import TransformersPeer
-from benchmarks.timing import Run, run
+from benchmarks.report import rounded
+from benchmarks.setup import Setup
+from benchmarks.timing import Answer, Run, Steps, SyntheticPrompts, answer_with, rotated, timed
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson, lessons
-from shared.sampling.params import SamplingParams
 
 MIN_DECODED = 8
 """Tokens that an answer has before a bound of seconds may break it off."""
@@ -26,95 +26,140 @@ MIN_DECODED = 8
 
 @dataclass
 class Contender:
-    """One that answers, and that answers once more through a window.
+    """One that answers.
 
-    Bytes: of the ``weights``; of keys and values, None where unknown; ``resident``, all that it holds; ``peak``, the
-    most that it held while it answered, None on a CPU. A GPU's are those of PyTorch's allocator, a CPU's the tensors'.
+    Args:
+        settings: for the report.
+        weights, kv: bytes of each; None where the KV cache's are unknown.
+        resident: bytes of all that it holds.
+        num_warm_ups: answers before the first trial.
+        num_unbounded: answers before a bound of seconds may break one off.
+        peak: the most bytes that it held while it answered, on a GPU.
     """
 
-    name: str
     title: str
-    answer: Callable[[list[int], int], Run]
-    trace: Callable[[list[int], int, TraceWindow], None]
-    settings: dict[str, Any]
+    answer: Answer
+    settings: EngineConfig | dict[str, Any]
     weights: int
     kv: int | None
     resident: int
-    peak: int | None = None
+    num_warm_ups: int = 1
+    num_unbounded: float = 0
+    peak: int = 0
+    num_answers: int = 0
 
-    @property
-    def other(self) -> int | None:
-        """What is neither weights nor, where that is known, keys and values; on a GPU activations at their peak too."""
-        return max(self.peak or 0, self.resident) - self.weights - (self.kv or 0)
-
-
-def generating_lessons(numbers: Sequence[str]) -> list[Lesson]:
-    """The phases asked for, in their own order, each once; raises ConfigError for one that answers no prompts."""
-    asked = {find_lesson(number).number for number in numbers}
-    found = [lesson for lesson in lessons() if lesson.number in asked]
-    able = ", ".join(lesson.number for lesson in lessons() if lesson.generates)
-    if not found:
-        raise ConfigError(f"No phase was named; name at least one of {able}, or none at all for the usual ones.")
-    for lesson in found:
-        if not lesson.generates:
-            raise ConfigError(f"Phase {lesson.number} generates no text, so it has no answers; phases that do: {able}.")
-    return found
+    def memory(self) -> dict[str, int | None]:
+        """Bytes of weights, of the KV cache and of the rest, which on a GPU has activations at their peak in it."""
+        rest = max(self.peak, self.resident) - self.weights - (self.kv or 0)
+        return {"memory_weights_bytes": self.weights, "memory_kv_bytes": self.kv, "memory_other_bytes": rest}
 
 
-def load_engine(lesson: Lesson, config: EngineConfig, max_seconds: float | None) -> Contender:
-    """A phase's engine; its answers break off after ``max_seconds`` of decoding."""
-    before = allocated(config.device)
-    engine = lesson.engine_alone(config)
-    weights = storage_bytes(engine.model.parameters())
-    kv = engine.stats().get("cache bytes", 0)
+class Turns:
+    """Contenders answer the same prompts one after the other, each first as often as the others.
 
-    def answer(prompt_ids: list[int], new_tokens: int) -> Run:
-        return run(engine, prompt_ids, new_tokens, MIN_DECODED, max_seconds)
-
-    def trace(prompt_ids: list[int], new_tokens: int, window: TraceWindow) -> None:
-        params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
-        with closing(engine.generate(prompt_ids, params)) as outputs:
-            for _ in outputs:
-                if not window.token():
-                    break
-
-    held = allocated(config.device) - before if is_cuda(config.device) else storage_bytes(held_tensors(engine))
-    title = f"phase {lesson.number}: {lesson.title}"
-    return Contender(lesson.number, title, answer, trace, {"config": engine.config}, weights, kv, held)
-
-
-def load_transformers(
-    folder: Path, dtype: torch.dtype, device: str, ways: tuple[str, ...], max_seconds: float | None
-) -> list[Contender]:
-    """transformers in one or both of its ways, on one copy of the weights.
-
-    Answers of the eager way break off after ``max_seconds`` of decoding, but for the first: in it cuDNN plans its
-    attention for each length. So does the compiled way compile in its first ones, and none of its answers break off.
+    ``max_seconds`` of decoding break an answer off, once it has ``min_decoded`` tokens.
     """
+
+    def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
+        self.device = str(setup.target)
+        self.steps = steps
+        self.bound: tuple[int, float | None] = MIN_DECODED, max_seconds
+        self.prompts = SyntheticPrompts(setup.shape.vocab_size, setup.seed)
+        self.contenders: dict[str, Contender] = {}
+        self.num_rounds = 0
+
+    def load(self, name: str, load: Callable[[], Mapping[str, Contender]]) -> None:
+        """Load one contender, or several that share their weights."""
+        with self.steps.step(f"{label(name)}: load"):
+            self.contenders |= load()
+
+    def warm_up(self, prompt_tokens: int, new_tokens: int) -> None:
+        for name, contender in self.contenders.items():
+            with self.steps.step(f"{label(name)}: warm up"):
+                for _ in range(contender.num_warm_ups):
+                    self._answer(contender, self.prompts.draw(prompt_tokens), new_tokens, self.bound)
+            contender.peak = 0
+
+    def round(
+        self, what: str, prompt_tokens: int, new_tokens: int, bound: tuple[int, float | None] | None = None
+    ) -> dict[str, Run]:
+        """Each contender's answer to one new prompt, by name; ``bound``: another least number of tokens and time."""
+        prompt = self.prompts.draw(prompt_tokens)
+        found: dict[str, Run] = {}
+        for name in rotated(tuple(self.contenders), self.num_rounds):
+            with self.steps.step(f"{label(name)}: {what}"):
+                found[name] = self._answer(self.contenders[name], prompt, new_tokens, bound or self.bound)
+        self.num_rounds += 1
+        return found
+
+    def trials(self, number: int, prompt_tokens: int, new_tokens: int) -> dict[str, list[Run]]:
+        """The answers of so many rounds, by contender."""
+        rounds = [self.round(f"trial {n + 1} of {number}", prompt_tokens, new_tokens) for n in range(number)]
+        return {name: [answers[name] for answers in rounds] for name in self.contenders}
+
+    def _answer(
+        self, contender: Contender, prompt_ids: list[int], new_tokens: int, bound: tuple[int, float | None]
+    ) -> Run:
+        min_decoded, max_seconds = bound
+        if contender.num_answers < contender.num_unbounded:
+            max_seconds = None
+        contender.num_answers += 1
+        before = allocated(self.device)
+        if is_cuda(self.device):
+            torch.cuda.reset_peak_memory_stats(self.device)
+        run = timed(contender.answer, prompt_ids, new_tokens, min_decoded, max_seconds)
+        if is_cuda(self.device):
+            peak = contender.resident + torch.cuda.max_memory_allocated(self.device) - before
+            contender.peak = max(contender.peak, peak)
+        return run
+
+
+def label(name: str) -> str:
+    """``phase 03`` of a phase's number; a peer's name as it is."""
+    return f"phase {name}" if is_ours(name) else name
+
+
+def is_ours(name: str) -> bool:
+    """Whether a contender is a phase, by its number."""
+    return name[0].isdigit()
+
+
+def speeds(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the answers of one contender tell, for a report."""
+    trials = [run.decode_tokens_per_second for run in runs]
+    return {
+        "time_to_first_token_ms": rounded(1e3 * statistics.median(run.times[0] for run in runs)),
+        "decode_tokens_per_second": rounded(statistics.median(trials)),
+        "decode_tokens_per_second_trials": [rounded(speed) for speed in trials],
+        "tokens_computed": statistics.median_low(run.tokens_computed for run in runs),
+    }
+
+
+def generating_lessons(numbers: Sequence[str] | None) -> list[Lesson]:
+    """The phases asked for, in their own order, each once, or all that generate; ConfigError for any other."""
+    able = [lesson for lesson in lessons() if lesson.generates]
+    names = ", ".join(lesson.number for lesson in able)
+    asked = {lesson.number for lesson in able} if numbers is None else {find_lesson(n).number for n in numbers}
+    if not asked:
+        raise ConfigError(f"No phase was named; name at least one of {names}, or none at all for the usual ones.")
+    if wrong := sorted(asked - {lesson.number for lesson in able}):
+        raise ConfigError(f"Phase {wrong[0]} generates no text, so it has no answers; phases that do: {names}.")
+    return [lesson for lesson in able if lesson.number in asked]
+
+
+def load_engine(lesson: Lesson, config: EngineConfig) -> dict[str, Contender]:
+    """A phase's engine, for one request at a time."""
+    engine, resident = load_weighed(lambda: lesson.engine_alone(config), config.device)
+    weights, kv = storage_bytes(engine.model.parameters()), engine.stats().get("cache bytes", 0)
+    title = f"phase {lesson.number}: {lesson.title}"
+    return {lesson.number: Contender(title, partial(answer_with, engine), engine.config, weights, kv, resident)}
+
+
+def load_weighed(load: Callable[[], Any], device: str) -> tuple[Any, int]:
+    """What ``load`` makes, and its bytes: on a GPU those of PyTorch's allocator, on a CPU those of its tensors."""
     before = allocated(device)
-    peer = TransformersPeer(folder, dtype, torch.device(device))
-    held = allocated(device) - before if is_cuda(device) else storage_bytes(held_tensors(peer.model))
-
-    def is_enough(times: Sequence[float]) -> bool:
-        return max_seconds is not None and len(times) > MIN_DECODED and times[-1] - times[0] >= max_seconds
-
-    def contender(way: str) -> Contender:
-        is_bounded = False
-
-        def answer(prompt_ids: list[int], new_tokens: int) -> Run:
-            nonlocal is_bounded
-            found = peer.run(way, prompt_ids, new_tokens, is_enough if is_bounded else None)
-            is_bounded = way == "eager"
-            return found
-
-        def trace(prompt_ids: list[int], new_tokens: int, window: TraceWindow) -> None:
-            peer.run(way, prompt_ids, new_tokens, lambda _: not window.token())
-
-        title = "transformers, " + ("static cache, compiled" if way == "compiled" else "eager")
-        name, settings = f"transformers_{way}", {"generate": peer.settings(way)}
-        return Contender(name, title, answer, trace, settings, peer.weight_bytes, None, held)
-
-    return [contender(way) for way in ways]
+    loaded = load()
+    return loaded, allocated(device) - before if is_cuda(device) else storage_bytes(held_tensors(loaded))
 
 
 def is_cuda(device: str) -> bool:
@@ -126,22 +171,9 @@ def allocated(device: str) -> int:
     return torch.cuda.memory_allocated(device) if is_cuda(device) else 0
 
 
-def answer_and_peak(contender: Contender, prompt_ids: list[int], new_tokens: int, device: str) -> Run:
-    """One answer, with the contender's ``peak`` raised to the most that it held meanwhile."""
-    if not is_cuda(device):
-        return contender.answer(prompt_ids, new_tokens)
-    before = allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    answer = contender.answer(prompt_ids, new_tokens)
-    peak = contender.resident + torch.cuda.max_memory_allocated(device) - before
-    contender.peak = max(contender.peak or 0, peak)
-    return answer
-
-
 def storage_bytes(tensors: Iterator[Any]) -> int:
     """Bytes of the memory behind tensors, each piece once however many tensors look at it."""
-    pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(pieces.values())
+    return sum({(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in tensors}.values())
 
 
 def held_tensors(root: Any) -> Iterator[torch.Tensor]:

@@ -69,10 +69,11 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
                 axes.barh(row, part, left=start, height=0.62, color=colour)
                 start += part
             longest = max(longest, start)
-            _write(axes, f"{bar.text}  {bar.label}", (start, row), (6, 0), INK, 9)
+            ground = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}  # the line of the limit does not cross it
+            _write(axes, f"{bar.text}  {bar.label}", (start, row), (6, 0), INK, 9, bbox=ground)
             row += 1
     if panel.limit:
-        axes.axvline(panel.limit[0], color=INK, lw=1, ls=(0, (4, 3)))
+        axes.vlines(panel.limit[0], -0.6, row - 0.4, color=INK, lw=1, ls=(0, (4, 3)))
         _write(axes, panel.limit[1], (panel.limit[0], row - 0.4), (-4, -8), QUIET, 9, ha="right")
     offset = 0.0
     for name, colour in zip(panel.part_names, PARTS, strict=False):

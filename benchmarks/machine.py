@@ -9,7 +9,8 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _CLOCK = re.compile(r"\b(\d+)\.(\d*?)0+(?=\s?ghz\b)", re.IGNORECASE)
 def describe_machine() -> dict[str, Any]:
     """Processor, memory, GPUs (``gpu`` is None without one), system, and ``versions`` of what computes."""
     gpus = _num_gpus(None)
+    versions = {"python": platform.python_version()}
+    versions |= {package: version(package) for package in PACKAGES if find_spec(package)}
     return {
         "cpu": cpu_model(),
         "cores": num_cores(),
@@ -36,21 +39,8 @@ def describe_machine() -> dict[str, Any]:
         "num_gpus": gpus,
         "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if gpus else None,
         "os": f"{_system()}, {platform.machine()}",
-        "versions": versions(),
+        "versions": versions | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
     }
-
-
-def versions() -> dict[str, str]:
-    """Python, CUDA if torch was built with it, and every package of ``PACKAGES`` that is installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
 
 
 def machine_name(device: str | None = None) -> str:
@@ -75,24 +65,18 @@ def machine_title(device: str | None = None) -> str:
 
 def num_cores() -> int:
     """Cores that this process may run on, which in a container can be fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
     """The processor as its maker calls it; the architecture's name where the system does not tell."""
+    found = ""
     if sys.platform == "darwin":
-        found = subprocess.run(
-            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
-        )
-        return found.stdout.strip() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    elif (file := Path("/proc/cpuinfo")).exists():
+        found = "".join(re.findall(r"^model name\s*: (.*)", file.read_text(encoding="utf-8"), re.MULTILINE)[:1])
+    return found or platform.processor() or platform.machine()
 
 
 def slug(text: str) -> str:

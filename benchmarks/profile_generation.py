@@ -8,27 +8,22 @@ Invariant: shares are of the time of a token measured without the profiler on a 
 either way; on a CPU, where the profiler slows every operation, of the operations' own sum.
 """
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.contenders import generating_lessons
-from benchmarks.generation.step_trace import Activity, StepTrace, TraceWindow, prepare_profiler
-from benchmarks.kernels.names import short_name
-from benchmarks.report import Report, describe_model, engine_settings, rounded
-from benchmarks.timing import Run, Steps, SyntheticPrompts, run, torch_threads
-from shared.checkpoints.progress import Progress
-from shared.engine.config import EngineConfig
-from shared.errors import ConfigError, RequestError
+from benchmarks.contenders import Turns, generating_lessons, load_engine
+from benchmarks.generation.step_trace import StepTrace, TraceWindow
+from benchmarks.report import Report, rounded
+from benchmarks.setup import Setup, check_least
+from benchmarks.timing import Run
+from benchmarks.view import Column, Table, View, number, percent, text
+from shared.errors import ConfigError
 from shared.lessons import Lesson, newest_lesson
-from shared.loading.config_json import read_config
-from shared.loading.placement import check_device, default_dtype
-from shared.loading.resolve import resolve_model
-from shared.sampling.params import SamplingParams
 
 LEAD = 3
 """Decoded tokens before the profiled steps."""
@@ -41,133 +36,141 @@ def measure_profile(
     prompt_tokens: int | None = None,
     steps: int | None = None,
     trace: Path | None = None,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
-    progress: Progress | None = None,
+    **where: Any,
 ) -> Report:
     """Profile ``steps`` decode steps behind ``prompt_tokens``; ``trace`` names a file for the Chrome trace.
 
     The defaults are 256 tokens and 16 steps on a GPU, 32 and 4 on a CPU; the phase is the newest of the main line.
+    ``where``: device, dtype, threads, seed and progress, as `Setup` takes them.
     Raises ConfigError, RequestError or ModelFolderError before anything is computed.
     """
-    target = check_device(device)
-    is_gpu = target.type == "cuda"
-    prompt_tokens = (256 if is_gpu else 32) if prompt_tokens is None else prompt_tokens
-    steps = (16 if is_gpu else 4) if steps is None else steps
+    setup = Setup(model, **where)
+    prompt_tokens = (256 if setup.is_gpu else 32) if prompt_tokens is None else prompt_tokens
+    steps = (16 if setup.is_gpu else 4) if steps is None else steps
+    check_least(prompt_tokens=(prompt_tokens, 1), steps=(steps, 1))
     (lesson,) = generating_lessons([newest_lesson().number if phase is None else phase])
-    folder = resolve_model(model)
-    shape = read_config(folder)
     new_tokens = LEAD + steps + 1
-    _check(prompt_tokens, steps, seed, threads, prompt_tokens + new_tokens, shape.max_position_embeddings)
-    if trace is not None:
-        _check_writable(trace)
-    config = EngineConfig(model=str(folder), dtype=dtype, device=device, max_seq_len=prompt_tokens + new_tokens)
+    setup.check_length(prompt_tokens + new_tokens, f"prompt_tokens {prompt_tokens} and {new_tokens} new ones")
+    if trace is not None and not (trace.parent.is_dir() and trace.name.endswith((".json", ".json.gz"))):
+        raise ConfigError(
+            f"The trace cannot go to {trace}; name a file ending in .json.gz or .json in a folder that is there."
+        )
+    config = setup.config(max_seq_len=prompt_tokens + new_tokens)
 
-    progress_steps = Steps(progress, 4)
-    prompts = SyntheticPrompts(shape.vocab_size, seed)
-    with torch_threads(threads):
-        with progress_steps.step(f"phase {lesson.number}: load"):
-            engine = lesson.engine_alone(config)
-        with progress_steps.step("warm up"):
-            run(engine, prompts.draw(prompt_tokens), new_tokens)
-        with progress_steps.step("without the profiler"):
-            plain = run(engine, prompts.draw(prompt_tokens), new_tokens)
+    with setup.running(4) as progress_steps:
+        turns = Turns(setup, progress_steps)
+        turns.load(lesson.number, partial(load_engine, lesson, config))
+        turns.warm_up(prompt_tokens, new_tokens)
+        plain = turns.round("without the profiler", prompt_tokens, new_tokens)[lesson.number]
         with progress_steps.step("with the profiler"):
-            prepare_profiler(target)
-            window = TraceWindow(LEAD, steps, target, with_host=True)
-            params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
-            with closing(engine.generate(prompts.draw(prompt_tokens), params)) as outputs:
-                for _ in outputs:
-                    if not window.token():
-                        break
+            window = TraceWindow(LEAD, steps, setup.target, with_host=True)
+            answer = turns.contenders[lesson.number].answer
+            found = window.trace(answer, turns.prompts.draw(prompt_tokens), new_tokens)
             if trace is not None:
                 window.profiler.export_chrome_trace(str(trace))
-        about = describe_model(model)
-        return Report(
-            name=f"profile-{lesson.number}",
-            model=about,
-            engines={lesson.number: engine_settings(config, about["name"])},
-            seed=seed,
-            flags={
-                "phase": lesson.number,
-                "prompt_tokens": prompt_tokens,
-                "steps": steps,
-                "dtype": str(config.torch_dtype or default_dtype(shape, target)).removeprefix("torch."),
-                "device": device,
-                "threads": torch.get_num_threads(),
-                "is_demo_size": not is_gpu,
-            },
-            results={lesson.number: results(lesson, plain, window.result, is_gpu)},
-            device=device,
+        return setup.report(
+            f"profile-{lesson.number}",
+            {lesson.number: config},
+            {"phase": lesson.number, "prompt_tokens": prompt_tokens, "steps": steps},
+            {lesson.number: results(lesson, plain, found)},
         )
 
 
-def results(lesson: Lesson, plain: Run, trace: StepTrace, is_gpu: bool) -> dict[str, Any]:
-    """One token of the window: its time, who spent it, and the table."""
-    intervals = plain.intervals[LEAD - 1 : LEAD - 1 + trace.steps]
-    us_per_token = 1e6 * statistics.median(intervals)
-    rows = merged((*trace.kernels, *trace.copies) if is_gpu else trace.operations)
-    row_us = sum(row.microseconds for row in rows) / trace.steps
-    whole = us_per_token if is_gpu else row_us
+def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
+    """One token of the window: its time, where it went, and the table."""
+    us_per_token = 1e6 * statistics.median(plain.intervals[LEAD - 1 : LEAD - 1 + trace.steps])
+    rows = merged(trace.rows())
+    kernel_us = trace.kernel_us_per_token
+    whole = us_per_token if kernel_us is not None else sum(us for _, _, us in rows) / trace.steps
     return {
         "title": lesson.title,
         "us_per_token": rounded(us_per_token),
         "profiled_us_per_token": rounded(1e6 * trace.seconds / trace.steps),
-        "kernel_us_per_token": rounded(trace.kernel_us_per_token) if is_gpu else None,
-        "idle_us_per_token": rounded(max(0.0, us_per_token - trace.kernel_us_per_token)) if is_gpu else None,
+        "kernel_us_per_token": None if kernel_us is None else rounded(kernel_us),
+        "idle_us_per_token": None if kernel_us is None else rounded(max(0.0, us_per_token - kernel_us)),
         "host_us_per_token": rounded(trace.host_us_per_token),
-        "kernels_per_token": rounded(_count(trace.kernels) / trace.steps) if is_gpu else None,
-        "copies_per_token": rounded(_count(trace.copies) / trace.steps) if is_gpu else None,
-        "host_launches_per_token": rounded(trace.host_launches / trace.steps) if is_gpu else None,
-        "own_launches_per_token": rounded(trace.own_launches / trace.steps),
+        **trace.counts(),
         "rows": [
             {
-                "name": row.name,
-                "count_per_token": rounded(row.count / trace.steps),
-                "us_per_token": rounded(row.microseconds / trace.steps),
-                "us_each": rounded(row.microseconds / row.count),
-                "share": rounded(row.microseconds / trace.steps / whole) if whole else 0.0,
+                "name": name,
+                "count_per_token": rounded(calls / trace.steps),
+                "us_per_token": rounded(us / trace.steps),
+                "us_each": rounded(us / calls),
+                "share": rounded(us / trace.steps / whole) if whole else 0.0,
             }
-            for row in rows
+            for name, calls, us in rows
         ],
     }
 
 
-def merged(activities: Iterable[Activity]) -> list[Activity]:
-    """Activities of the same short name as one, the longest first."""
-    found: dict[str, Activity] = {}
-    for activity in activities:
-        name = short_name(activity.name)
-        before = found.get(name, Activity(name, 0, 0.0))
-        found[name] = Activity(name, before.count + activity.count, before.microseconds + activity.microseconds)
-    return sorted(found.values(), key=lambda activity: -activity.microseconds)
+def merged(rows: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
+    """Rows of the same short name as one, the longest first."""
+    calls: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for name, count, us in rows:
+        calls[short_name(name)] += count
+        times[short_name(name)] += us  # type: ignore[assignment]
+    return [(name, calls[name], us) for name, us in times.most_common()]
 
 
-def _count(activities: Iterable[Activity]) -> int:
-    return sum(activity.count for activity in activities)
+_TEMPLATE = re.compile(r"<[^<>]*>")
+_TELLING = re.compile(r"\b(?:\w+Functor(?:_\w+)?|\w+_kernel_cuda|\w+Ops?|cutlass_\w{8,})\b")
+_WRAPPERS = {"ReduceOp", "BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor"}  # what they wrap is told behind them
+_GENERIC = {"kernel", "run", "operator", "device_kernel", "Kernel", "Kernel2"}  # names that say nothing by themselves
+LONGEST = 72
 
 
-def _check(prompt_tokens: int, steps: int, seed: int, threads: int | None, needed: int, longest: int) -> None:
-    least = {
-        "prompt_tokens": (prompt_tokens, 1),
-        "steps": (steps, 1),
-        "seed": (seed, 0),
-        "threads": (1 if threads is None else threads, 1),
-    }
-    for name, (value, bound) in least.items():
-        if value < bound:
-            raise ConfigError(f"{name} is {value}; it must be at least {bound}.")
-    if needed > longest:
-        raise RequestError(
-            f"prompt_tokens {prompt_tokens} and {needed - prompt_tokens} new ones make {needed}; this model holds "
-            f"{longest} tokens of prompt and answer together, so ask for less."
-        )
+def short_name(name: str) -> str:
+    """A kernel's name without types, namespaces and arguments; at most `LONGEST` characters.
+
+    A C++ kernel is reported by its whole signature, hundreds of characters, of which one part tells what it does: the
+    functor. So a signature becomes ``elementwise_kernel [CUDAFunctor_add]``; names of PyTorch's operations, of copies
+    and of Triton's kernels stay as they are.
+    """
+    if ("::" in name or "<" in name) and not name.startswith("aten::"):
+        name = name.replace("(anonymous namespace)::", "").replace("->", "")
+        bare = name
+        while (shorter := _TEMPLATE.sub("", bare)) != bare:
+            bare = shorter
+        path = bare.partition("(")[0].strip().split(" ")[-1].split("::")
+        base = "::".join(path[-2:]) if path[-1] in _GENERIC and len(path) > 1 else path[-1]
+        found = _TELLING.findall(name, name.find(path[-1]) + len(path[-1]))
+        telling = next((functor for functor in found if functor not in _WRAPPERS), None)
+        name = f"{base} [{telling}]" if telling else base
+    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
 
 
-def _check_writable(path: Path) -> None:
-    if path.is_dir() or not path.parent.is_dir() or not path.name.endswith((".json", ".json.gz")):
-        raise ConfigError(
-            f"The trace cannot go to {path}; name a file ending in .json.gz or .json in a folder that is there."
-        )
+def view(report: Report, top: int = 40) -> View:
+    """What a token took and how much of that ran where, then the ``top`` longest rows."""
+    flags = report.flags
+    result = report.results[flags["phase"]]
+    is_gpu = result["kernel_us_per_token"] is not None
+    facts = [
+        f"A token takes {number(result['us_per_token'])} µs without the profiler, "
+        f"{number(result['profiled_us_per_token'])} µs with it.",
+        f"The host works for {number(result['host_us_per_token'])} µs of it in PyTorch's operations, profiled.",
+    ]
+    if is_gpu:
+        facts[1:1] = [
+            f"{result['kernels_per_token']:g} kernels run for {number(result['kernel_us_per_token'])} µs; for "
+            f"{number(result['idle_us_per_token'])} µs no kernel runs, and the GPU waits for the host.",
+            f"The host makes {result['host_launches_per_token']:g} launches, {result['own_launches_per_token']:g} of "
+            f"them of kernels in shared/kernels; {result['copies_per_token']:g} copies and fills.",
+        ]
+    columns = [
+        text("kernel" if is_gpu else "operation", "name"),
+        Column("a token", "count_per_token", "{:g}".format),
+        Column("µs a token", "us_per_token"),
+        Column("µs each", "us_each"),
+        Column("share", "share", percent),
+    ]
+    rows, left = result["rows"][:top], result["rows"][top:]
+    rest = f"{len(left)} more rows, {number(sum(row['us_per_token'] for row in left))} µs a token together."
+    size = f"{flags['steps']} decode steps behind {flags['prompt_tokens']} tokens, batch 1, {flags['dtype']}"
+    demo = ", demo size (no GPU)" if flags["is_demo_size"] else ""
+    return View(
+        f"Profile: phase {flags['phase']} ({result['title']}), {report.model['name']} on {report.machine_title}",
+        [f"{size}{demo}; {report.date[:10]}", "", *facts],
+        [Table("", columns, rows)],
+        notes=[rest if left else f"{len(rows)} rows, all shown."],
+    )

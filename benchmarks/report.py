@@ -24,10 +24,6 @@ from shared.loading.resolve import resolve_model
 SCHEMA = 1
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 @dataclass(frozen=True)
 class Report:
     """What one benchmark found.
@@ -46,7 +42,7 @@ class Report:
     flags: dict[str, Any]
     results: dict[str, Any]
     device: str = "cpu"
-    date: str = field(default_factory=_now)
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     machine: dict[str, Any] = field(default_factory=describe_machine)
     machine_name: str = field(init=False)  # for file names
     machine_title: str = field(init=False)  # for people
@@ -69,13 +65,9 @@ class Report:
 
     def line(self) -> str:
         """The one JSON line that a benchmark prints last: what was run, where, and the results."""
-        head = {
-            "benchmark": self.name,
-            "model": self.model.get("name"),
-            "machine": self.machine_name,
-            "date": self.date,
-        }
-        return json.dumps(head | {"flags": self.flags, "results": self.results}, ensure_ascii=False, allow_nan=False)
+        head = {"benchmark": self.name, "model": self.model.get("name"), "machine": self.machine_name}
+        rest = {"date": self.date, "flags": self.flags, "results": self.results}
+        return json.dumps(head | rest, ensure_ascii=False, allow_nan=False)
 
 
 def write_report(
@@ -120,20 +112,28 @@ def _save_figure(view: View, path: Path) -> None:
 def read_value(path: str | Path, key: str) -> Any:
     """The value at a dotted key of a report, such as ``results.02.decode_tokens_per_second`` or ``flags.contexts.0``.
 
-    A key of the file may itself hold points (phase 03.1); a number picks an element of a list. Raises ConfigError where
+    A name may itself hold points (phase 03.1): of the names that fit, the longest counts. Raises ConfigError where
     there is no such file or key, naming the keys that there are.
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        node = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"The report {path} cannot be read ({error.strerror or error}); check its name.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a JSON report ({error}); measure it again.") from error
-    found, where = _walk(content, key.split("."), [])
-    if where is not None:
-        raise ConfigError(f"{path.name} has no key {key!r}; {where}")
-    return found
+    rest: str | None = key
+    while rest is not None:
+        at = {str(i): item for i, item in enumerate(node)} if isinstance(node, list) else node
+        fitting = [name for name in at if f"{rest}.".startswith(f"{name}.")] if isinstance(at, dict) else []
+        if not fitting:
+            where = key.removesuffix(rest).rstrip(".") or "its top level"
+            has = f"has {', '.join(at)}" if isinstance(at, dict) else "is a plain value"
+            has = f"is a list of {len(node)}, counted from 0" if isinstance(node, list) else has
+            raise ConfigError(f"{path.name} has no key {key!r}; {where} {has}.")
+        name = max(fitting, key=len)
+        node, rest = at[name], rest[len(name) + 1 :] if rest != name else None
+    return node
 
 
 def describe_model(model: str) -> dict[str, Any]:
@@ -163,23 +163,3 @@ def rounded(value: float, digits: int = 4) -> float:
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, digits - 1 - math.floor(math.log10(abs(value))))
-
-
-def _walk(node: Any, parts: list[str], passed: list[str]) -> tuple[Any, str | None]:
-    """The value below ``node``, or None and what there is at the last place that the key reached."""
-    if not parts:
-        return node, None
-    if isinstance(node, list):
-        if parts[0].isdecimal() and int(parts[0]) < len(node):
-            return _walk(node[int(parts[0])], parts[1:], [*passed, parts[0]])
-        return None, f"{'.'.join(passed)} is a list of {len(node)}, counted from 0."
-    if not isinstance(node, dict):
-        return None, f"{'.'.join(passed)} is a plain value."
-    deepest: str | None = None
-    for length in range(len(parts), 0, -1):
-        name = ".".join(parts[:length])
-        if name in node:
-            found, deepest = _walk(node[name], parts[length:], [*passed, name])
-            if deepest is None:
-                return found, None
-    return None, deepest or f"{'.'.join(passed) or 'its top level'} has {', '.join(node)}."

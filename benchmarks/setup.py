@@ -111,9 +111,16 @@ class Setup:
             yield Steps(self.progress, num_steps)
 
     def report(
-        self, name: str, engines: Mapping[str, EngineConfig], flags: Mapping[str, Any], results: dict[str, Any]
+        self,
+        name: str,
+        engines: Mapping[str, EngineConfig | dict[str, Any]],
+        flags: Mapping[str, Any],
+        results: dict[str, Any],
     ) -> Report:
-        """The report; make it while :meth:`running`, since it says how many threads computed."""
+        """The report; make it while :meth:`running`, since it says how many threads computed.
+
+        ``engines`` are configurations, and of what is not ours the settings.
+        """
         about = describe_model(self.model)
         common = {
             "dtype": str(self.work.dtype).removeprefix("torch."),
@@ -124,7 +131,10 @@ class Setup:
         return Report(
             name=name,
             model=about,
-            engines={key: engine_settings(config, about["name"]) for key, config in engines.items()},
+            engines={
+                key: config if isinstance(config, dict) else engine_settings(config, about["name"])
+                for key, config in engines.items()
+            },
             seed=self.seed,
             flags=dict(flags) | common,
             results=results,

@@ -1,12 +1,14 @@
 """Timing answers: one run, token by token, and what makes runs comparable. Introduced in phase 3.
 
-Invariant: every engine that is compared gets the same prompts, the same threads, and its turn first as often as others.
+Invariant: contenders that are compared get the same prompts and the same threads, and each goes first as often as the
+others.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,15 @@ import torch
 from shared.checkpoints.progress import Progress
 from shared.sampling.params import SamplingParams
 
+OnToken = Callable[[int], bool]
+"""Called with each token when it reaches the host; False breaks the answer off."""
+Answer = Callable[[list[int], int, OnToken], int]
+"""Answers a prompt with so many tokens, greedily and past any end of sequence; returns how many tokens it computed."""
+
 
 @dataclass(frozen=True)
 class Run:
-    """One answer: its tokens, when each came (seconds from the start), and how many the engine computed for it."""
+    """One answer: its tokens, when each came (seconds from the start), and how many tokens were computed for it."""
 
     token_ids: list[int]
     times: list[float]
@@ -35,33 +42,44 @@ class Run:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-def run(
-    engine: Any,
-    prompt_ids: list[int],
-    new_tokens: int,
-    min_decoded: int | None = None,
-    max_seconds: float | None = None,
+def timed(
+    answer: Answer, prompt_ids: list[int], new_tokens: int, min_decoded: int = 0, max_seconds: float | None = None
 ) -> Run:
-    """Let an engine answer, greedily and past any end of sequence, and time every token.
+    """Time every token of an answer.
 
-    With ``max_seconds`` it breaks off once that much time went into decoding and ``min_decoded`` tokens were decoded.
+    With ``max_seconds`` it is broken off once decoding took that long and ``min_decoded`` tokens were decoded.
     """
-    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
     token_ids: list[int] = []
     times: list[float] = []
-    computed = engine.stats()["tokens computed"]
     start = time.perf_counter()
+
+    def on_token(token_id: int) -> bool:
+        times.append(time.perf_counter() - start)
+        token_ids.append(token_id)
+        return max_seconds is None or len(times) <= min_decoded or times[-1] - times[0] < max_seconds
+
+    tokens_computed = answer(prompt_ids, new_tokens, on_token)
+    return Run(token_ids, times, tokens_computed)
+
+
+def answer_with(engine: Any, prompt_ids: list[int], new_tokens: int, on_token: OnToken) -> int:
+    """Let a phase's engine answer: an `Answer` once the engine is bound."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+    before = engine.stats()["tokens computed"]
     with closing(engine.generate(prompt_ids, params)) as outputs:
         for output in outputs:  # an id is known on the host, so a GPU has finished the step
-            times.append(time.perf_counter() - start)
-            token_ids.append(output.token_id)
-            if max_seconds is not None and len(times) > (min_decoded or 0) and times[-1] - times[0] >= max_seconds:
+            if not on_token(output.token_id):
                 break
-    return Run(token_ids, times, engine.stats()["tokens computed"] - computed)
+    return engine.stats()["tokens computed"] - before
+
+
+def run(engine: Any, prompt_ids: list[int], new_tokens: int) -> Run:
+    """Time an answer of a phase's engine."""
+    return timed(partial(answer_with, engine), prompt_ids, new_tokens)
 
 
 def rotated(items: Sequence[str], turn: int) -> list[str]:
-    """The items, beginning with another one each turn, so that no engine always goes first."""
+    """The items, beginning with another one each turn."""
     start = turn % len(items)
     return [*items[start:], *items[:start]]
 
@@ -92,15 +110,13 @@ class Steps:
     """Counts finished steps for a progress display."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress = progress
+        self.progress = progress or (lambda *_: None)
         self.total = total
         self.done = 0
 
     @contextmanager
     def step(self, text: str) -> Iterator[None]:
-        if self.progress:
-            self.progress(text, self.done, self.total)
+        self.progress(text, self.done, self.total)
         yield
         self.done += 1
-        if self.progress:
-            self.progress(text, self.done, self.total)
+        self.progress(text, self.done, self.total)

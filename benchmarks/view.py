@@ -16,7 +16,9 @@ from rich.text import Text
 
 NOTHING = "–"
 EIGHTHS = " ▏▎▍▌▋▊▉"
-WIDEST_BAR = 32
+LEAST_BAR, WIDEST_BAR = 8, 32
+GAP = 3
+"""Between two columns of a table in a terminal."""
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 Row = Mapping[str, Any]
@@ -78,7 +80,8 @@ def _four_digits(value: float) -> str:
 class Column:
     """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there.
 
-    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out.
+    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out. ``is_detail`` columns
+    are left out of a terminal that is too narrow for them, the last one first.
     """
 
     heading: str
@@ -86,6 +89,7 @@ class Column:
     form: Callable[[Any], str] = number
     is_text: bool = False
     is_bar: bool = False
+    is_detail: bool = False
 
     def get(self, row: Row) -> Any:
         """The value of a row; None where the row lacks the key."""
@@ -194,24 +198,36 @@ def markdown(view: View) -> str:
 
 
 def _rich_table(table: Table, width: int) -> RichTable:
+    columns = list(table.columns)
+    widths = {column.heading: _width(column, table.rows) for column in columns}
+    while (room := width - sum(widths[column.heading] + GAP for column in columns) + GAP) < 0:
+        if not (details := [column for column in columns if column.is_detail]):
+            break
+        columns.remove(details[-1])
     found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black")
-    for column in table.columns:
-        found.add_column(
-            column.heading, justify="left" if column.is_text or column.is_bar else "right", no_wrap=column.is_bar
-        )
-    longest = {
-        column.heading: max((column.get(row) or 0 for row in table.rows), default=0)
-        for column in table.columns
-        if column.is_bar
-    }
-    room = max(8, min(WIDEST_BAR, width // 5))
+    bars = [column for column in columns if column.is_bar]
+    for column in columns:
+        justify: Any = "left" if column.is_text or column.is_bar else "right"
+        fixed = widths[column.heading] if bars and room >= 0 and not column.is_bar else None
+        found.add_column(column.heading, justify=justify, width=fixed, no_wrap=column.is_bar)
+    longest = max((column.get(row) or 0 for column in bars for row in table.rows), default=0) or 1
+
+    def cell(column: Column, row: Row) -> Text:
+        if not column.is_bar:
+            return Text(column.cell(row))
+        bar = _bar((column.get(row) or 0) / longest, min(WIDEST_BAR, LEAST_BAR + max(0, room)))
+        return Text(bar, style=table.style(row) or "cyan")
+
     for row in table.rows:
-        cells = [
-            _bar((column.get(row) or 0) / (longest[column.heading] or 1), room) if column.is_bar else column.cell(row)
-            for column in table.columns
-        ]
-        found.add_row(*map(Text, cells), style=table.style(row))
+        found.add_row(*(cell(column, row) for column in columns), style=table.style(row))
     return found
+
+
+def _width(column: Column, rows: Sequence[Row]) -> int:
+    """Columns of the terminal for the cells on one line, the heading on two, and the shortest bars."""
+    words = column.heading.split()
+    heading = min(max(len(" ".join(words[:cut])), len(" ".join(words[cut:]))) for cut in range(len(words) + 1))
+    return LEAST_BAR if column.is_bar else max(heading, *(len(column.cell(row)) for row in rows), 0)
 
 
 def _bar(share: float, room: int) -> str:

@@ -1,24 +1,24 @@
-"""What runs during some decode steps: kernels, copies and launches, counted and timed. Introduced in phase 3.1.
+"""What runs during some decode steps: kernels, copies and launches, from PyTorch's profiler. Introduced in phase 3.1.
 
-A window counts an answer's tokens. Once it has seen ``first`` of them it lets the device finish, starts PyTorch's
-profiler, and stops it ``steps`` tokens later, when the device has finished again: what it holds is the work of so many
-steps. It works on whatever makes tokens one by one, an engine of ours or transformers' ``generate``.
+A window counts an answer's tokens. After ``first`` of them it waits for the device and starts the profiler; ``steps``
+tokens later it waits again and stops it. It sees any contender, an engine of ours or a peer.
 
-Invariant: a kernel is what ran on the GPU and is neither a copy, a fill nor a mark of the profiler; so a CUDA graph's
-kernels count one by one, and its launch as one launch of the host.
+Invariant: a kernel is what ran on the GPU and is neither a copy, a fill nor a mark of the profiler. So the kernels of a
+CUDA graph count one by one, and its launch as one launch of the host.
 """
 
 import re
 import time
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.report import rounded
+from benchmarks.timing import Answer
 from shared.kernels.launch import LAUNCHES
 
 COPIES = ("Memcpy", "Memset")
@@ -28,50 +28,56 @@ WAITS = re.compile(r"cuda(Stream|Event)Synchronize|cudaMemcpyAsync|cu(Stream|Eve
 MARKS = ("ProfilerStep", "Activity Buffer", "Command Buffer", "cudaDeviceSynchronize")
 
 
-@dataclass(frozen=True)
-class Activity:
-    """All calls of one kernel, one kind of copy, or one PyTorch operation, in the window."""
-
-    name: str
-    count: int
-    microseconds: float
-
-
-@dataclass(frozen=True)
 class StepTrace:
-    """The work of ``steps`` decode steps; activities are in order of time, the longest first.
+    """The work of ``steps`` decode steps, from the profiler's ``key_averages()``.
 
-    ``operations`` are PyTorch's, by the host's own time in them (without what they call), only where the host was
-    traced. ``host_launches`` counts calls that start GPU work, ``own_launches`` those of this project's kernels.
+    Args:
+        seconds: that the steps took, with the profiler's own cost in them.
+        own_launches: launches of this project's kernels.
     """
 
-    steps: int
-    seconds: float  # with the profiler's own cost in it
-    kernels: tuple[Activity, ...]
-    copies: tuple[Activity, ...]
-    operations: tuple[Activity, ...]
-    host_launches: int
-    own_launches: int
-
-    @property
-    def kernel_us_per_token(self) -> float:
-        return sum(kernel.microseconds for kernel in self.kernels) / self.steps
+    def __init__(self, averages: Iterable[Any], steps: int, seconds: float, own_launches: int) -> None:
+        self.steps = steps
+        self.seconds = seconds
+        self.own_launches = own_launches
+        seen = [entry for entry in averages if not (entry.is_user_annotation or entry.key.startswith(MARKS))]
+        on_gpu = [entry for entry in seen if entry.device_type == DeviceType.CUDA]
+        self.kernels = [entry for entry in on_gpu if not entry.key.startswith(COPIES)]
+        self.copies = [entry for entry in on_gpu if entry.key.startswith(COPIES)]
+        self.operations = [entry for entry in seen if entry.device_type == DeviceType.CPU]
 
     @property
     def host_us_per_token(self) -> float:
         """The host's own work, without what it waited for the GPU."""
-        busy = (call.microseconds for call in self.operations if not WAITS.match(call.name))
-        return sum(busy) / self.steps
+        return sum(call.self_cpu_time_total for call in self.operations if not WAITS.match(call.key)) / self.steps
+
+    @property
+    def kernel_us_per_token(self) -> float | None:
+        """None where there is no GPU."""
+        return sum(kernel.self_device_time_total for kernel in self.kernels) / self.steps if self.kernels else None
+
+    def counts(self) -> dict[str, float | None]:
+        """Of one token; None where there is no GPU."""
+        launches = [call for call in self.operations if HOST_LAUNCH.match(call.key)]
+        found = {"kernels": self.kernels, "copies": self.copies, "host_launches": launches}
+        return {
+            f"{name}_per_token": rounded(sum(entry.count for entry in entries) / self.steps) if self.kernels else None
+            for name, entries in found.items()
+        } | {"own_launches_per_token": rounded(self.own_launches / self.steps)}
+
+    def rows(self) -> list[tuple[str, int, float]]:
+        """Name, calls and microseconds: of kernels and copies, or without a GPU of PyTorch's operations themselves."""
+        if self.kernels:
+            return [(entry.key, entry.count, entry.self_device_time_total) for entry in (*self.kernels, *self.copies)]
+        return [(entry.key, entry.count, entry.self_cpu_time_total) for entry in self.operations]
 
 
 @dataclass
 class TraceWindow:
-    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer; call :meth:`token` after each token.
+    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer.
 
     Args:
         first: tokens to let pass, at least 1, so that the prefill is over.
-        steps: decode steps to trace.
-        device: what computes; on a CPU the host's operations are traced, there being nothing else.
         with_host: trace the host's operations beside a GPU's kernels too, at more cost to the host.
     """
 
@@ -80,84 +86,43 @@ class TraceWindow:
     device: torch.device
     with_host: bool = False
     num_tokens: int = 0
-    profiler: Any = field(default=None, init=False)
-    trace: StepTrace | None = field(default=None, init=False)
+    profiler: Any = None
+    result: StepTrace | None = None
 
-    def token(self) -> bool:
+    def trace(self, answer: Answer, prompt_ids: list[int], new_tokens: int) -> StepTrace:
+        """Trace an answer; raises ValueError if it ends inside the window."""
+        with profile(activities=self.activities(with_host=True)):  # its loading falls into no window
+            torch.ones(1, device=self.device).add_(1)
+            self.finish()
+        answer(prompt_ids, new_tokens, self.token)
+        if self.result is None:
+            raise ValueError(f"the answer ended after {self.num_tokens} tokens, before {self.first + self.steps}")
+        return self.result
+
+    def token(self, token_id: int) -> bool:
         """Count one token; whether the window is still open or to come."""
         self.num_tokens += 1
         if self.num_tokens == self.first:
-            self._open()
+            self.profiler = profile(activities=self.activities(self.with_host))
+            self.finish()
+            self.profiler.start()
+            self.launched = LAUNCHES.total()
+            self.started = time.perf_counter()
         elif self.num_tokens == self.first + self.steps:
-            self._close()
-        return self.trace is None
+            self.finish()
+            seconds = time.perf_counter() - self.started  # up to here, so that the profiler's end is not in it
+            self.profiler.stop()
+            launched = LAUNCHES.total() - self.launched
+            self.result = StepTrace(self.profiler.key_averages(), self.steps, seconds, launched)
+        return self.result is None
 
-    @property
-    def result(self) -> StepTrace:
-        """The finished trace; raises ValueError if the answer ended inside the window."""
-        if self.trace is None:
-            raise ValueError(f"the answer ended after {self.num_tokens} tokens, before {self.first + self.steps}")
-        return self.trace
+    def activities(self, with_host: bool) -> list[ProfilerActivity]:
+        """What the profiler records: a CPU's operations, a GPU's kernels, or both."""
+        if self.device.type != "cuda":
+            return [ProfilerActivity.CPU]
+        return [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if with_host else [])]
 
-    def _open(self) -> None:
-        self.profiler = profile(activities=activities(self.device, self.with_host))
-        _finish(self.device)
-        self.profiler.start()
-        self.launched = sum(LAUNCHES.values())
-        self.started = time.perf_counter()
-
-    def _close(self) -> None:
-        _finish(self.device)
-        seconds = time.perf_counter() - self.started  # up to here, so that the profiler's end is not in it
-        self.profiler.stop()
-        launched = sum(LAUNCHES.values()) - self.launched
-        self.trace = read_events(self.profiler.events(), self.steps, seconds, launched)
-
-
-def activities(device: torch.device, with_host: bool) -> list[ProfilerActivity]:
-    """What the profiler records: a CPU's operations, a GPU's kernels, or both."""
-    if device.type != "cuda":
-        return [ProfilerActivity.CPU]
-    return [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if with_host else [])]
-
-
-def prepare_profiler(device: torch.device) -> None:
-    """Start and stop the profiler once, so that its loading falls into no window."""
-    with profile(activities=activities(device, with_host=True)):
-        torch.ones(1, device=device).add_(1)
-        _finish(device)
-
-
-def read_events(events: Iterable[Any], steps: int, seconds: float, own_launches: int) -> StepTrace:
-    """Sort the profiler's events (``FunctionEvent`` of torch.autograd.profiler_util) into a trace."""
-    kernels: Counter[str] = Counter()
-    copies: Counter[str] = Counter()
-    operations: Counter[str] = Counter()
-    times: dict[str, float] = {}
-    host_launches = 0
-    for event in events:
-        if getattr(event, "is_user_annotation", False) or event.name.startswith(MARKS):
-            continue
-        if event.device_type == DeviceType.CUDA:
-            kind = copies if event.name.startswith(COPIES) else kernels
-            microseconds = event.time_range.elapsed_us()
-        elif event.device_type == DeviceType.CPU:
-            host_launches += HOST_LAUNCH.match(event.name) is not None
-            kind, microseconds = operations, event.self_cpu_time_total
-        else:
-            continue
-        kind[event.name] += 1
-        times[event.name] = times.get(event.name, 0.0) + microseconds
-
-    def ordered(kind: Counter[str]) -> tuple[Activity, ...]:
-        found = (Activity(name, count, times[name]) for name, count in kind.items())
-        return tuple(sorted(found, key=lambda activity: -activity.microseconds))
-
-    return StepTrace(
-        steps, seconds, ordered(kernels), ordered(copies), ordered(operations), host_launches, own_launches
-    )
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -18,16 +18,18 @@ from shared.cli.bench_options import (
     Seed,
     Threads,
     computing_device,
+    present,
     step_progress,
-    tell_written,
 )
 from shared.cli.options import DEFAULT_MODEL, fetch_if_known
-from shared.cli.terminal import examples, stdout_console
+from shared.cli.terminal import examples
+from shared.engine.config import EngineConfig
 
 GENERATION_EPILOG = examples(
     "infer bench generation",
-    "infer bench generation --phase 02 --phase 03 --no-transformers",
-    "infer bench generation --model ./llama-1b --device cuda --no-compiled --out reports",
+    "infer bench generation --phase 02 --phase 03 --no-peers",
+    "infer bench generation --phase 03 --pack-weights --threads 2 --out reports",
+    "infer bench generation --model ./llama-1b --device cuda --peer transformers_compiled --peer vllm",
 )
 PROFILE_EPILOG = examples(
     "infer bench profile",
@@ -57,20 +59,23 @@ def generation(
     window: Annotated[
         int | None, typer.Option("--window", help="Decode steps to profile; 16, without a GPU 4.")
     ] = None,
-    with_transformers: Annotated[
-        bool, typer.Option("--transformers/--no-transformers", help="Measure transformers' generate beside.")
-    ] = True,
-    with_compiled: Annotated[
-        bool | None,
+    peer: Annotated[
+        list[str] | None,
         typer.Option(
-            "--compiled/--no-compiled",
-            help="And transformers with a static cache, compiled; only on a GPU, where it is the default.",
+            "--peer",
+            help="A peer to measure: transformers_eager, transformers_compiled, vllm; repeat it. Default: all that can "
+            "run here. The last two need a GPU, and vllm must be installed.",
             show_default=False,
         ),
     ] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Measure phases alone.")] = False,
+    pack_weights: Annotated[
+        bool,
+        typer.Option("--pack-weights", help=EngineConfig.__dataclass_fields__["pack_weights"].metadata["help"]),
+    ] = False,
     max_seconds: Annotated[
         float,
-        typer.Option("--max-seconds", help="Break an answer off after so much decoding; not transformers' compiled."),
+        typer.Option("--max-seconds", help="Break an answer off after so much decoding; never a compiled one."),
     ] = 15.0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
@@ -80,25 +85,23 @@ def generation(
     device: Device = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure one request alone: phases beside transformers, and each beside the limit of the memory.
+    """Measure one request alone: phases beside transformers and vLLM, and each beside the limit of the memory.
 
     The last line on standard output is the result as JSON.
     """
-    from benchmarks.bench_generation import default_size, measure_generation
-    from benchmarks.report import write_report
-    from benchmarks.views.generation import markdown, print_generation
-    from benchmarks.views.generation_figure import save_figure
+    from benchmarks.bench_generation import DEMO, W1, measure_generation, view
 
     device = computing_device(device)
     fetch_if_known(model)
+    size = W1 if device.startswith("cuda") else DEMO
     given = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials, "window": window}
     with step_progress() as progress:
         report = measure_generation(
             model,
             phases=phase or None,
-            size=replace(default_size(device), **{name: value for name, value in given.items() if value is not None}),
-            with_transformers=with_transformers,
-            with_compiled=with_compiled,
+            peers=[] if no_peers else peer or None,
+            size=replace(size, **{name: value for name, value in given.items() if value is not None}),
+            pack_weights=pack_weights,
             seed=seed,
             dtype=dtype,
             device=device,
@@ -106,13 +109,7 @@ def generation(
             max_seconds=max_seconds,
             progress=progress,
         )
-    console = stdout_console()
-    print_generation(report, console)
-    if out is not None:
-        drawn = write_report(report, out, table=markdown(report), figure=lambda path: save_figure(report, path))
-        tell_written(console, drawn)
-    typer.echo("")
-    typer.echo(report.line())
+    present(report, view(report), out)
 
 
 def profile(
@@ -124,7 +121,7 @@ def profile(
         int | None, typer.Option("--prompt-tokens", help="Tokens before the profiled steps; 256, without a GPU 32.")
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Decode steps to profile; 16, without a GPU 4.")] = None,
-    top: Annotated[int, typer.Option("--top", help="Rows of the table on the screen.")] = 20,
+    top: Annotated[int, typer.Option("--top", help="Rows of the table.")] = 20,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -141,9 +138,7 @@ def profile(
 
     The last line on standard output is the result as JSON.
     """
-    from benchmarks.profile_generation import measure_profile
-    from benchmarks.report import write_report
-    from benchmarks.views.profile import markdown, print_profile
+    from benchmarks.profile_generation import measure_profile, view
 
     device = computing_device(device)
     fetch_if_known(model)
@@ -160,14 +155,7 @@ def profile(
             threads=threads,
             progress=progress,
         )
-    console = stdout_console()
-    print_profile(report, console, top)
-    written = [trace] if trace is not None else []
-    if out is not None:
-        written += write_report(report, out, table=markdown(report))
-    tell_written(console, written)
-    typer.echo("")
-    typer.echo(report.line())
+    present(report, view(report, top), out, [trace] if trace is not None else [])
 
 
 def sanity(
@@ -194,9 +182,7 @@ def sanity(
     Models: those that were fetched, the folders that INFER_TEST_MODELS names, and shapes made here. The exit code is 1
     if anything failed. The last line on standard output is the result as JSON.
     """
-    from benchmarks.report import write_report
-    from benchmarks.sanity_check import check_models
-    from benchmarks.views.sanity import markdown, print_sanity
+    from benchmarks.sanity_check import check_models, view
 
     device = computing_device(device)
     with step_progress() as progress:
@@ -211,12 +197,7 @@ def sanity(
             threads=threads,
             progress=progress,
         )
-    console = stdout_console()
-    print_sanity(report, console)
-    if out is not None:
-        tell_written(console, write_report(report, out, table=markdown(report)))
-    typer.echo("")
-    typer.echo(report.line())
+    present(report, view(report), out)
     if report.results["num_failed"]:
         raise typer.Exit(1)
 

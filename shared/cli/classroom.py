@@ -179,7 +179,7 @@ def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
 
 
 def _print_ladder(ladder: "PersonalLadder") -> None:
-    from benchmarks.views.ladder import figure
+    from benchmarks.view import number
     from tutorial.workshop.chart_figure import doubts, said, whose
 
     typer.echo(f"{ladder.model} · {ladder.machine_title} · {ladder.flags['dtype']}\n{said(ladder)}\n")
@@ -187,8 +187,8 @@ def _print_ladder(ladder: "PersonalLadder") -> None:
         typer.echo(f"{rung.number}  {rung.title}")
         if rung.own_speed is not None:
             ratio = typer.style(f"{rung.ratio:.2f}× the reference", bold=True)
-            typer.echo(f"      yours      {figure(rung.own_speed):>6} tok/s  {ratio}")
-        typer.echo(f"      reference  {figure(rung.reference_speed):>6} tok/s")
+            typer.echo(f"      yours      {number(rung.own_speed):>6} tok/s  {ratio}")
+        typer.echo(f"      reference  {number(rung.reference_speed):>6} tok/s")
         for line in [*whose(rung), *doubts(rung)]:
             typer.echo(f"      {line}")
     if ladder.unchecked:

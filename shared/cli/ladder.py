@@ -4,15 +4,14 @@ The command only reads its options and prints; `benchmarks.ladder` measures. Inv
 is one JSON line; progress goes to standard error.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shared.cli.bench_options import Device, computing_device
+from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, computing_device, present, step_progress
 from shared.cli.options import DEFAULT_MODEL, fetch_if_known
-from shared.cli.terminal import examples, stderr_console, stdout_console
+from shared.cli.terminal import examples
 from shared.errors import ConfigError
 
 EPILOG = examples(
@@ -24,12 +23,7 @@ EPILOG = examples(
 
 
 def ladder(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model", "-m", help="A model folder, a known name, or a hub name owner/name.", envvar="INFER_MODEL"
-        ),
-    ] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt-tokens", help="Tokens of each prompt; 64, or 32 with --quick.")
     ] = None,
@@ -52,37 +46,21 @@ def ladder(
     out: Annotated[
         Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="CPU threads of PyTorch. Default: as it chooses.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")
-    ] = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
     device: Device = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the synthetic prompts.")] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Seconds instead of half a minute: less of everything.")
-    ] = False,
+    seed: Seed = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Take seconds: less of everything, and no curve.")] = False,
 ) -> None:
     """Let every phase answer the same prompts on this machine, in turns, and draw how fast it decodes.
 
     The last line on standard output is the result as JSON.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from benchmarks.ladder import DEFAULT, QUICK, measure_ladder
-    from benchmarks.report import write_report
-    from benchmarks.views.ladder import markdown, print_ladder
+    from benchmarks.ladder import DEFAULT, QUICK, measure_ladder, view
 
     fetch_if_known(model)
     size = QUICK if quick else DEFAULT
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("look at the model", total=None)
-
-        def progress(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total)
-
+    with step_progress() as progress:
         report = measure_ladder(
             model,
             prompt_tokens=size.prompt_tokens if prompt_tokens is None else prompt_tokens,
@@ -96,17 +74,7 @@ def ladder(
             threads=threads,
             progress=progress,
         )
-    console = stdout_console()
-    print_ladder(report, console)
-    if out is not None:
-        from benchmarks.views.ladder_figure import save_figure
-
-        paths = write_report(report, out, table=markdown(report), figure=lambda path: save_figure(report, path))
-        console.print()
-        for path in paths:
-            console.print(f"wrote {path}", style="bright_black", highlight=False, soft_wrap=True)
-    typer.echo("")
-    typer.echo(report.line())
+    present(report, view(report), out)
 
 
 def _lengths(text: str) -> list[int]:

@@ -342,7 +342,7 @@ def test_a_phase_page_shows_what_was_measured(site: Path, origin: str, page: Any
     assert any(re.fullmatch(r"ladder-.*\.png", chart) for chart in charts)
     reports = page.eval_on_selector_all("#measured a", "all => all.map(link => link.getAttribute('href'))")
     assert any(link.startswith("../benchmarks/reports/ladder-") for link in reports)
-    assert any(link.startswith("../benchmarks/reports/beside-transformers") for link in reports)
+    assert any(link.startswith("../benchmarks/reports/generation-packed-") for link in reports)
 
 
 def test_quoted_source_leads_to_its_line(site: Path) -> None:

@@ -1,14 +1,19 @@
-"""Reports: written whole, read by key, free of paths."""
+"""Reports: written whole, read by key, free of paths; and the machine, told well enough to judge a figure."""
 
 import json
+import os
+import re
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.machine import machine_name
+from benchmarks import machine
 from benchmarks.report import Report, describe_model, engine_settings, read_value, rounded, write_report
+from benchmarks.view import Bar, Bars, Column, Table, View, text
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, ModelFolderError
 
@@ -26,109 +31,47 @@ def report() -> Report:
 
 
 def test_the_file_tells_everything_and_no_path(report, tmp_path):
-    (path,) = write_report(report, tmp_path / "a" / "b")
-    assert path == tmp_path / "a" / "b" / f"ladder-owner-some-model-{machine_name('cpu')}.json"
-    content = json.loads(path.read_text())
-    assert content["schema"] == 1
-    assert content["seed"] == 7
-    assert content["results"] == RESULTS
+    rows = [{"name": number} | result for number, result in RESULTS.items()]
+    columns = [text("phase", "name"), Column("tok/s", "decode_tokens_per_second")]
+    panel = Bars("Speed", [("", [Bar(row["name"], [row["decode_tokens_per_second"]], "") for row in rows])])
+    view = View("Speed: a model", ["about"], [Table("", columns, rows)], panels=[panel])
+    paths = write_report(report, tmp_path / "a" / "b", view=view)
+    stem = f"ladder-owner-some-model-{machine.machine_name('cpu')}"
+    assert [path.name for path in paths] == [stem + end for end in (".json", ".md", ".png")]
+    content = json.loads(paths[0].read_text())
+    assert (content["schema"], content["seed"], content["results"]) == (1, 7, RESULTS)
     assert content["engines"]["02"] == engine_settings(EngineConfig(), "owner/some model")
-    assert set(EngineConfig.__dataclass_fields__) <= set(content["engines"]["02"])
     assert {"python", "torch", "transformers"} <= set(content["versions"])
-    assert content["machine"]["cpu"]
-    assert "versions" not in content["machine"]
-    assert "/somewhere" not in path.read_text()
-    assert str(tmp_path) not in path.read_text()
-
-
-def test_table_and_figure_stand_beside_it(report, tmp_path):
-    def figure(path: Path) -> None:
-        path.write_bytes(b"picture")
-
-    paths = write_report(report, tmp_path, table="| a |", figure=figure)
-    assert [path.suffix for path in paths] == [".json", ".md", ".png"]
-    assert {path.stem for path in paths} == {report.file_stem}
-    assert paths[1].read_text() == "| a |\n"
-    assert paths[2].read_bytes() == b"picture"
-
-
-def test_the_line_is_one_line_of_json_with_the_results(report):
+    assert "/somewhere" not in paths[0].read_text()
+    assert "| 03.1 | 31.0 |" in paths[1].read_text()
+    assert paths[2].stat().st_size > 1000
+    assert json.loads(report.line())["results"] == RESULTS
     assert "\n" not in report.line()
-    line = json.loads(report.line())
-    assert line["results"] == RESULTS
-    assert line["machine"] == machine_name("cpu")
-
-
-def test_a_folder_that_cannot_be_made_is_refused(report, tmp_path):
-    (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_report(report, tmp_path / "file" / "reports")
+        write_report(report, paths[0] / "reports")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("results.02.decode_tokens_per_second", 7.5),
-        ("results.02.ms_per_token.16", 41.2),
-        ("results.03.1.ms_per_token.16", 30.5),
-        ("results.03.1.peer", None),
-        ("results.02.trials.1", 7.5),
-        ("flags.trials", 2),
-        ("seed", 7),
-    ],
-)
-def test_a_value_is_read_by_its_dotted_key(report, tmp_path, key, value):
-    assert read_value(write_report(report, tmp_path)[0], key) == value
-
-
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
+def test_a_value_is_read_by_its_dotted_key_and_a_missing_one_names_those_there_are(report, tmp_path):
+    path = write_report(report, tmp_path)[0]
+    found = {"results.02.ms_per_token.16": 41.2, "results.03.1.peer": None, "results.02.trials.1": 7.5, "seed": 7}
+    assert {key: read_value(path, key) for key in found} == found
+    for key, told in (
         ("results.04.speedup", "results has 02, 03.1"),
         ("results.03.1.speed", "results.03.1 has decode_tokens_per_second"),
         ("results.02.trials.2", "results.02.trials is a list of 2"),
         ("results.02.trials.-1", "list of 2"),
         ("seed.x", "seed is a plain value"),
         ("", "its top level has"),
-    ],
-)
-def test_a_missing_key_names_those_there_are(report, tmp_path, key, told):
-    with pytest.raises(ConfigError) as caught:
-        read_value(write_report(report, tmp_path)[0], key)
-    assert told in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [None, "{", '"text'])
-def test_a_file_that_is_no_report_is_refused(tmp_path, content):
-    path = tmp_path / "report.json"
-    if content is not None:
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_value(path, key)
+        assert told in str(caught.value)
+    for content in ("{", '"text'):
         path.write_text(content)
-    with pytest.raises(ConfigError, match=r"report\.json"):
-        read_value(path, "seed")
-
-
-names = st.text("abc01", min_size=1, max_size=4)
-trees = st.recursive(
-    st.integers() | st.text(max_size=3),
-    lambda inner: st.dictionaries(names, inner, min_size=1, max_size=3),
-    max_leaves=12,
-)
-
-
-@given(tree=st.dictionaries(names, trees, min_size=1, max_size=4))
-def test_every_leaf_can_be_read(tree, tmp_path_factory):
-    path = tmp_path_factory.getbasetemp() / "tree.json"
-    path.write_text(json.dumps(tree))
-
-    def leaves(node, key):
-        if isinstance(node, dict):
-            for name, value in node.items():
-                yield from leaves(value, [*key, name])
-        else:
-            yield ".".join(key), node
-
-    for key, value in leaves(tree, []):
-        assert read_value(path, key) == value
+        with pytest.raises(ConfigError, match=r"ladder-.*\.json"):
+            read_value(path, "seed")
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        read_value(tmp_path / "none.json", "seed")
 
 
 @given(st.floats(min_value=1e-12, max_value=1e12))
@@ -137,27 +80,59 @@ def test_rounding_keeps_four_digits(value):
     assert len(f"{rounded(value):.10e}".split("e")[0].replace(".", "").rstrip("0")) <= 4
 
 
-def test_the_model_is_described_by_name_shape_and_checksum(tmp_path):
-    folder = tmp_path / "my-model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"hidden_size": 8, "_name_or_path": "/secret/place"}')
-    about = describe_model(str(folder))
-    assert about["name"] == "my-model"
-    assert about["revision"] is None
-    assert about["config"] == {"hidden_size": 8}
-    before = about["config_sha256"]
-    (folder / "config.json").write_text('{"hidden_size": 9}')
-    assert describe_model(str(folder))["config_sha256"] != before
-
-
-def test_a_snapshot_of_the_hub_keeps_its_revision(tmp_path):
+def test_a_model_is_described_by_name_revision_shape_and_checksum(tmp_path):
     folder = tmp_path / "models--owner--name" / "snapshots" / "abc123"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"hidden_size": 8, "_name_or_path": "/secret/place"}')
     about = describe_model(str(folder))
-    assert (about["name"], about["revision"]) == ("owner/name", "abc123")
-
-
-def test_a_model_that_is_not_there_is_refused(tmp_path):
+    assert (about["name"], about["revision"], about["config"]) == ("owner/name", "abc123", {"hidden_size": 8})
+    plain = folder.rename(tmp_path / "my-model")
+    assert describe_model(str(plain)) == about | {"name": "my-model", "revision": None}
+    (plain / "config.json").write_text("{}")
+    assert describe_model(str(plain))["config_sha256"] != about["config_sha256"]
     with pytest.raises(ModelFolderError):
-        describe_model(str(tmp_path / "nothing"))
+        describe_model(str(folder))
+
+
+def test_the_machine_is_named_by_what_computes_and_not_by_whose_it_is():
+    found = machine.describe_machine()
+    assert 1 <= found["cores"] <= (os.cpu_count() or 1)
+    assert (found["gpu"] is None) == (found["num_gpus"] == 0)
+    words = set(re.findall(r"[\w.-]+", json.dumps(found)))
+    assert found["cpu"]
+    assert socket.gethostname() not in words
+    assert not any(path != Path("/") and str(path) in json.dumps(found) for path in (Path.home(), Path.cwd()))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "threads", "name", "title"),
+    [
+        ("Intel(R) Xeon(R) Processor @ 2.50GHz", 2, "cpu-2x-xeon-2.5ghz", "Intel Xeon 2.5GHz, 2 threads"),
+        ("Intel(R) Xeon(R) CPU @ 2.00GHz", 1, "cpu-1x-xeon-2ghz", "Intel Xeon 2GHz, 1 thread"),
+        ("AMD EPYC 7763 64-Core Processor", 99, "cpu-64x-epyc-7763", "AMD EPYC 7763 64-Core, 64 threads"),
+        ("11th Gen Intel(R) Core(TM) i7-1185G7 @ 3.00GHz", 4, "cpu-4x-core-i7-1185g7-3ghz", None),
+        ("", 3, "cpu-3x-unknown", None),
+    ],
+)
+def test_a_processor_gets_a_short_name(monkeypatch, cpu, threads, name, title):
+    monkeypatch.setattr(machine, "cpu_model", lambda: cpu)
+    monkeypatch.setattr(machine, "num_cores", lambda: 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert machine.machine_name("cpu") == name
+    assert title is None or machine.machine_title("cpu") == title
+
+
+@pytest.mark.parametrize(("count", "name"), [(1, "nvidia-h100-80gb-hbm3"), (4, "4x-nvidia-h100-80gb-hbm3")])
+def test_a_gpu_names_the_machine_unless_the_cpu_computes(monkeypatch, count, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert machine.machine_name() == machine.machine_name("cuda:0") == name
+    assert machine.machine_name("cpu").startswith("cpu-")
+
+
+@given(st.text())
+def test_a_slug_is_safe_in_a_file_name(told):
+    made = machine.slug(told)
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", made)
+    assert machine.slug(made) == made

@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.views.ladder import figure, trials
-from benchmarks.views.ladder_figure import FIRST, INK, NEWEST, PAPER, QUIET
+from benchmarks.figure import FIRST, INK, NEWEST, PAPER, QUIET
+from benchmarks.ladder import trials
+from benchmarks.view import number
 from shared.errors import ConfigError
 from tutorial.workshop.chart import PersonalLadder, PersonalRung
 
@@ -101,7 +102,7 @@ def _draw_rung(axes: Axes, rung: PersonalRung, notes: list[str], top: float) -> 
     for speed, colour, name, weight in bars:
         axes.barh(top + BAR / 2, speed, height=BAR, color=colour)
         axes.annotate(
-            f"{figure(speed)} tok/s   {name}",
+            f"{number(speed)} tok/s   {name}",
             (speed, top + BAR / 2),
             xytext=(7, 0),
             textcoords="offset points",

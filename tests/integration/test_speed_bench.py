@@ -1,0 +1,342 @@
+"""Ladder, generation and profile on tiny models: real measurements, and counts and sums that hold on any machine."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+from typer.testing import CliRunner
+
+from benchmarks import bench_generation, ladder, profile_generation
+from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
+from benchmarks.contenders import MIN_DECODED, load_engine
+from benchmarks.generation.peers import load_transformers
+from benchmarks.generation.step_trace import StepTrace, TraceWindow
+from benchmarks.hardware import Ceilings
+from benchmarks.ladder import measure_ladder
+from benchmarks.profile_generation import LONGEST, measure_profile, merged, short_name
+from benchmarks.report import Report, read_value
+from benchmarks.roofline import DecodeWork
+from benchmarks.setup import Setup
+from benchmarks.timing import Run, timed
+from benchmarks.view import markdown, show
+from shared.cache.contiguous import kv_bytes
+from shared.cli import app
+from shared.errors import CapacityError, ConfigError, InferError, RequestError
+from shared.lessons import find_lesson, lessons, newest_lesson
+from shared.loading.config_json import read_config
+
+SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2, window=3)
+CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32", 1 << 26)
+PHASES = [lesson.number for lesson in lessons() if lesson.generates]
+NEWEST = newest_lesson().number
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoints: dict[str, Path]) -> Path:
+    return tiny_checkpoints["gemma3_text"]
+
+
+@pytest.fixture(scope="module")
+def rungs(folder: Path) -> Report:
+    return measure_ladder(str(folder), prompt_tokens=5, new_tokens=4, trials=2, context_lengths=[3, 40], threads=1)
+
+
+@pytest.fixture(scope="module")
+def generated(folder: Path) -> Report:
+    return measure_generation(str(folder), phases=["02", "03"], size=SIZE, ceilings=CEILINGS, threads=1)
+
+
+def infer(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu", "--threads", "1"])
+
+
+def test_every_phase_that_generates_is_a_rung_and_answers_the_same(rungs: Report, folder: Path) -> None:
+    assert list(rungs.results) == list(rungs.engines) == PHASES
+    for result in rungs.results.values():
+        assert result["equal_output"]
+        assert len(result["decode_tokens_per_second_trials"]) == 2
+        assert list(result["ms_per_token"]) == list(result["tokens_timed"]) == ["3", "40"]
+        assert min(*result["ms_per_token"].values(), result["time_to_first_token_ms"], result["speedup"]) > 0
+        assert min(result["tokens_timed"].values()) >= 2
+    assert rungs.results["02"]["speedup"] == 1.0
+    # Without a cache the i-th new token pays for prompt and answer so far; with one, every token is computed once.
+    assert rungs.results["02"]["tokens_computed"] == sum(5 + i for i in range(4))
+    assert rungs.results["03"]["tokens_computed"] == 5 + 3
+    assert rungs.flags["contexts"] == [3, 40]
+    assert rungs.engines["02"]["model"] == folder.name
+    assert str(folder.parent) not in json.dumps(rungs.to_dict())
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_ladder_fits_the_terminal(rungs: Report, width: int) -> None:
+    console = Console(width=width, record=True, force_terminal=True)
+    show(ladder.view(rungs), console)
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert ("tokens" in "".join(lines[3:6])) == (width == 100)
+    for number, result in rungs.results.items():
+        assert any(line.startswith(f"{number} {result['title']}  ") and "█" in line for line in lines)
+        assert f"| {number} {result['title']} |" in markdown(ladder.view(rungs))
+
+
+def test_contexts_are_those_the_model_can_hold(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 60}))
+    found = measure_ladder(str(tmp_path), prompt_tokens=2, new_tokens=2, trials=1, phases=[NEWEST, "2", "02"])
+    assert found.flags["contexts"] == [16, 32]
+    assert list(found.results) == ["02", NEWEST]
+
+
+def test_contenders_answer_the_same_at_a_share_of_the_bytes_that_a_token_must_read(
+    generated: Report, folder: Path
+) -> None:
+    results, names = generated.results, generated.flags["contenders"]
+    assert names == ["02", "03", "transformers_eager"]
+    work = DecodeWork(read_config(folder), torch.float32)
+    # Five decode steps see 8 to 12 tokens, fewer than the window of 16; the tied head is the embedding.
+    needed = work.resident_bytes + 10 * work.kv_bytes_per_token
+    assert limit_bytes(work, 7, 6) == needed
+    assert limit_bytes(work, 7, 6, packed=0.5) == needed - work.resident_bytes / 2
+    assert results["limit"]["tokens_per_second"] == pytest.approx(1e9 / needed, rel=1e-3)
+    assert sum(results["limit"][f"{part}_bytes_per_token"] for part in ("weights", "kv")) == needed
+    for name in names:
+        found = results[name]
+        assert found["new_tokens"] == found["equal_tokens"] == found["compared_tokens"] == SIZE.new_tokens, name
+        assert found["tokens_computed"] == (sum(range(7, 7 + 6)) if name == "02" else 7 + 5)
+        share = found["decode_tokens_per_second"] / results["limit"]["tokens_per_second"]
+        assert found["share_of_bandwidth"] == pytest.approx(share, rel=2e-3)
+        assert found["memory_weights_bytes"] == work.resident_bytes
+        assert found["memory_other_bytes"] >= 0
+        assert found["kernel_us_per_token"] is found["kernels_per_token"] is found["host_launches_per_token"] is None
+        assert found["own_launches_per_token"] == 0
+    kv = kv_bytes(work.config, 7 + 6, torch.float32)
+    assert [results[name]["memory_kv_bytes"] for name in names] == [0, kv, None]
+    assert set(results["ratios"]) == {"03_over_02", "02_over_transformers_eager", "03_over_transformers_eager"}
+    trials = [results[name]["decode_tokens_per_second_trials"] for name in ("03", "02")]
+    ratio = sum(a / b for a, b in zip(*trials, strict=True)) / 2
+    assert results["ratios"]["03_over_02"] == pytest.approx(ratio, rel=2e-3)
+    assert generated.engines["transformers_eager"]["generate"] == {"do_sample": False, "attention": "sdpa"}
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_view_shows_work_where_there_is_a_gpu(generated: Report, has_gpu: bool) -> None:
+    seen = {"kernel_us_per_token": 1.0, "kernel_share_of_bandwidth": 0.5, "kernels_per_token": 131.0}
+    results = dict(generated.results)
+    for name in generated.flags["contenders"] if has_gpu else ():
+        results[name] = results[name] | seen | {"copies_per_token": 2.0, "host_launches_per_token": 133.0}
+    view = bench_generation.view(Report("generation", generated.model, {}, 0, generated.flags, results))
+    assert len(view.panels) == 1 + has_gpu
+    assert markdown(view).count("| transformers, eager |") == 2 + has_gpu
+    assert ("| 131 |" in markdown(view)) == has_gpu
+    assert "over transformers eager" in markdown(view)
+
+
+def test_an_answer_that_takes_too_long_is_judged_by_what_it_has(folder: Path) -> None:
+    size = GenerationSize(prompt_tokens=4, new_tokens=30, trials=1, window=2)
+    found = measure_generation(str(folder), phases=["02"], size=size, ceilings=CEILINGS, max_seconds=1e-9).results
+    ours, theirs = found["02"], found["transformers_eager"]
+    assert ours["new_tokens"] == theirs["new_tokens"] == theirs["equal_tokens"] == MIN_DECODED + 1
+    assert ours["tokens_computed"] == sum(range(4, 4 + MIN_DECODED + 1))
+    assert theirs["tokens_computed"] == 4 + MIN_DECODED
+
+
+def test_a_window_traces_its_steps_and_no_others(folder: Path) -> None:
+    """One matrix product a projection: their count says how many steps were seen, of ours and of transformers."""
+    setup = Setup(str(folder))
+    ours = load_engine(find_lesson("03"), setup.config())["03"]
+    theirs = load_transformers(["transformers_eager"], setup)["transformers_eager"]
+    products = 7 * setup.shape.num_layers + 1
+    for contender in (ours, theirs):
+        trace = TraceWindow(first=2, steps=3, device=CPU).trace(contender.answer, [7] * 5, 9)
+        assert {name: calls for name, calls, _ in trace.rows()}["aten::linear"] == 3 * products
+        assert trace.host_us_per_token > 0
+    # Past any end of sequence, although the folder names end ids.
+    assert len(timed(theirs.answer, [7, 300, 42], 40).token_ids) == 40
+    with pytest.raises(ValueError, match="ended after 2 tokens"):
+        TraceWindow(first=1, steps=3, device=CPU).trace(ours.answer, [7] * 5, 2)
+
+
+def gpu_trace() -> StepTrace:
+    """Two steps: three kernels and copies of a graph, launched by the host four times, which then waits."""
+    calls = [("gemv", 5.0), ("gemv", 7.0), ("norm", 20.0), ("Memcpy HtoD (Pinned -> Device)", 1.0)]
+    calls += [("Memset (Device)", 1.0), ("decode", 999.0)]
+    host = ["cudaLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaLaunchKernelExC", "cudaStreamSynchronize"]
+    common: dict[str, Any] = {"thread": 0, "use_device": "cuda", "stack": [], "is_user_annotation": False}
+    events = [
+        FunctionEvent(id=i, name=name, start_us=0, end_us=us, device_type=DeviceType.CUDA, **common)
+        for i, (name, us) in enumerate(calls)
+    ]
+    events[-1].is_user_annotation = True
+    spans = [
+        *((name, 2.0) for name in host[:-1]),
+        (host[-1], 500.0),
+        ("cudaDeviceSynchronize", 500.0),
+        ("aten::mm", 4.0),
+    ]
+    events += [
+        FunctionEvent(id=100 + i, name=name, start_us=1000 * i, end_us=1000 * i + us, **common)
+        for i, (name, us) in enumerate(spans)
+    ]
+    averages = EventList(events, use_device="cuda")
+    averages._build_tree()
+    return StepTrace(averages.key_averages(), steps=2, seconds=0.004, own_launches=2)
+
+
+def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
+    trace = gpu_trace()
+    assert trace.kernel_us_per_token == (5 + 7 + 20) / 2
+    counts = {"kernels": 1.5, "copies": 1, "host_launches": 2, "own_launches": 1}
+    assert trace.counts() == {f"{name}_per_token": count for name, count in counts.items()}
+    assert trace.host_us_per_token == (4 * 2.0 + 4.0) / 2  # waiting is no work
+    plain = Run([1] * 8, [0.5 + 0.0001 * i for i in range(8)], 10)
+    found = profile_generation.results(find_lesson("03"), plain, trace)
+    assert [found[f"{name}us_per_token"] for name in ("", "kernel_", "idle_", "profiled_")] == [100, 16, 84, 2000]
+    assert found["rows"][1] == {
+        "name": "gemv", "count_per_token": 1, "us_per_token": 6, "us_each": 6, "share": pytest.approx(0.06)
+    }  # fmt: skip
+
+
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{0}>, 3>(int, {0})"
+NAMES = {
+    "gemv_rows_kernel": "gemv_rows_kernel",
+    "aten::mm": "aten::mm",
+    "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, float, cublasGemvParamsEx<int> >(int)": (
+        "gemvx::kernel"
+    ),
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, 4> >(int)": (
+        "reduce_kernel [ArgMaxOps]"
+    ),
+    "void (anonymous namespace)::softmax_warp_forward<float, float, 11>(float*, int)": "softmax_warp_forward",
+    "void cutlass::Kernel2<cutlass_80_wmma_bf16_gemm>(cutlass_80_wmma_bf16_gemm::Params)": (
+        "cutlass::Kernel2 [cutlass_80_wmma_bf16_gemm]"
+    ),
+    "x" * 200: "x" * (LONGEST - 1) + "…",
+}
+
+
+def test_kernels_have_short_names_and_those_of_one_name_are_one_row() -> None:
+    assert {signature: short_name(signature) for signature in NAMES} == NAMES
+    both = [(ADD.format("float"), 2, 3.0), ("gemv", 1, 4.0), (ADD.format("double"), 3, 2.0)]
+    assert merged(both) == [("vectorized_elementwise_kernel [CUDAFunctor_add]", 5, 5.0), ("gemv", 1, 4.0)]
+
+
+def test_the_ladder_s_command_ends_with_json_and_writes_what_it_shows(folder: Path, tmp_path: Path) -> None:
+    arguments = ["--phase", 2, "--prompt-tokens", 4, "--new-tokens", 3, "--trials", 1, "--contexts", "2,6"]
+    result = infer("ladder", "--model", folder, *arguments, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.stdout.splitlines()[-1])
+    stem = tmp_path / f"ladder-tiny-gemma3-{line['machine']}"
+    assert sorted(tmp_path.iterdir()) == [Path(f"{stem}{end}") for end in (".json", ".md", ".png")]
+    assert read_value(f"{stem}.json", "results") == line["results"]
+    assert read_value(f"{stem}.json", "machine.torch_threads") == line["flags"]["threads"] == 1
+    assert line["results"]["02"]["tokens_computed"] == 4 + 5 + 6
+
+
+def test_generation_s_command_packs_weights_and_says_so_in_the_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_generation, "measure_ceilings", lambda device: CEILINGS)
+    arguments = ["--phase", 3, "--no-peers", "--pack-weights", "--prompt-tokens", 4, "--new-tokens", 3, "--trials", 1]
+    result = infer("bench", "generation", "--model", folder, *arguments, "--window", 1, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.stdout.splitlines()[-1])
+    assert list(line["results"]) == ["03", "ratios", "limit", "ceilings"]
+    assert line["results"]["ratios"] == {}
+    report = tmp_path / f"generation-packed-tiny-gemma3-{line['machine']}.json"
+    assert read_value(report, "engines.03.pack_weights") is True
+    assert read_value(report, "results.03.tokens_computed") == 4 + 2
+
+
+def test_profile_s_command_counts_the_operations_of_a_token_and_writes_its_trace(folder: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json.gz"
+    arguments = ["--phase", "03", "--prompt-tokens", 3, "--steps", 2, "--top", 3, "--trace", trace]
+    result = infer("bench", "profile", "--model", folder, *arguments, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])["results"]["03"]
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["aten::linear"]["count_per_token"] == 7 * read_config(folder).num_layers + 1
+    assert rows["aten::embedding"]["count_per_token"] == 1
+    assert sum(row["share"] for row in rows.values()) == pytest.approx(1, abs=0.01)
+    assert found["kernel_us_per_token"] is found["idle_us_per_token"] is None
+    assert f"{len(rows) - 3} more rows, " in result.stdout
+    assert len(list(tmp_path.iterdir())) == 3
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        assert any(event.get("name") == "aten::embedding" for event in json.load(file)["traceEvents"])
+
+
+MEASURES = {"ladder": measure_ladder, "generation": measure_generation, "profile": measure_profile}
+GENERATION = {"prompt_tokens": 5, "new_tokens": 6, "trials": 1, "window": 1}
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "error", "told"),
+    [
+        ("ladder", {"prompt_tokens": 0}, ConfigError, "prompt_tokens is 0"),
+        ("ladder", {"threads": 0}, ConfigError, "threads is 0"),
+        ("ladder", {"prompt_tokens": 2040, "new_tokens": 9}, RequestError, "2048 tokens"),
+        ("ladder", {"context_lengths": [16, 2048]}, RequestError, "context length is 2048"),
+        ("ladder", {"context_lengths": [0]}, ConfigError, "context length is 0"),
+        ("ladder", {"phases": ["01a"]}, ConfigError, "generates no text"),
+        ("ladder", {"phases": []}, ConfigError, "No phase"),
+        ("ladder", {"device": "cuda:77"}, ConfigError, "cuda:77"),
+        ("ladder", {"seed": -1}, ConfigError, "seed is -1"),
+        ("generation", {"size": {"new_tokens": 2}}, ConfigError, "new_tokens is 2"),
+        ("generation", {"max_seconds": 0.0}, ConfigError, "max_seconds is 0"),
+        ("generation", {"peers": ["nobody"]}, ConfigError, "no peer 'nobody'"),
+        ("generation", {"peers": ["transformers_compiled"]}, ConfigError, "needs a GPU"),
+        ("generation", {"peers": ["vllm"]}, ConfigError, "an installed vLLM"),
+        ("generation", {"pack_weights": True, "phases": ["02"]}, ConfigError, "arrives in phase 03"),
+        ("profile", {"steps": 0}, ConfigError, "steps is 0"),
+        ("profile", {"trace": Path("nowhere/at/all.json.gz")}, ConfigError, "nowhere"),
+        ("profile", {"trace": Path("trace.txt")}, ConfigError, "trace.txt"),
+    ],
+)
+def test_bad_settings_are_refused_before_any_work(
+    folder: Path, command: str, settings: dict[str, Any], error: type[InferError], told: str
+) -> None:
+    def progress(*_: object) -> None:
+        raise AssertionError("work began")
+
+    if "size" in settings:
+        settings = {"size": GenerationSize(**GENERATION | settings["size"])}
+    with pytest.raises(error) as caught:
+        MEASURES[command](str(folder), **settings, progress=progress)
+    assert told in str(caught.value)
+
+
+def test_contenders_too_large_for_the_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1000))
+    with pytest.raises(CapacityError, match=r"3 engines.*--no-peers"):
+        measure_generation(str(folder), phases=["02", "03"], size=SIZE)
+    with pytest.raises(CapacityError, match=rf"{len(PHASES)} engines.*--phase"):
+        measure_ladder(str(folder))
+
+
+def test_a_command_refuses_in_one_paragraph(folder: Path) -> None:
+    result = infer("ladder", "--model", folder, "--contexts", "64,many")
+    assert (result.exit_code, "64,many" in result.output, "Traceback" in result.output) == (2, True, False)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_seen(folder: Path) -> None:
+    size = GenerationSize(prompt_tokens=16, new_tokens=12, trials=1, window=4)
+    found = measure_generation(str(folder), size=size, device="cuda", peers=["transformers_eager"]).results
+    profile = measure_profile(str(folder), device="cuda", prompt_tokens=16, steps=4).results[NEWEST]
+    for result in (found["02"], found["03"], found["transformers_eager"], found[NEWEST], profile):
+        assert result["kernels_per_token"] > 10
+        assert result["kernel_us_per_token"] > 0
+    assert found["03"]["own_launches_per_token"] == 0
+    assert found[NEWEST]["own_launches_per_token"] > 10
+    assert profile["host_launches_per_token"] >= profile["own_launches_per_token"]
+    assert not any(row["name"].startswith("aten::") for row in profile["rows"])
