@@ -74,7 +74,7 @@ def check(
     output = ""
     if written:
         what = f"running the tests of {', '.join(exercise.number for exercise in written)}"
-        with working(what), CheckServer() as server:
+        with working(what), CheckServer(forks=False) as server:  # one run imports what it needs, a server everything
             run = server.run(workspace.root, written, tracebacks=verbose)
         output = run.output
         for verdict in run.verdicts:

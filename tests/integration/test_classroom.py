@@ -39,6 +39,7 @@ HAZARDS = {
     "exits": "import sys; sys.exit(0)",
     "forks": "import os, time\nfor _ in range(6): os.fork()\ntime.sleep(600)",
     "floods": "while True: print('x' * 10000)",
+    "escapes": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\n    time.sleep(600)\nos._exit(0)",
 }
 
 
@@ -81,7 +82,8 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str
     table = root / "grades.csv"
     limits = ["--only", STOPPING.number, "--seconds", "6", "--memory", "2", "--jobs", "2", "--csv", str(table)]
     before = {process.pid for process in psutil.process_iter()}
-    result = CliRunner().invoke(app, ["workshop", "grade", *(str(root / name) for name in names), *limits])
+    command = ["workshop", "grade", *(str(root / name) for name in names), *limits]
+    result = CliRunner().invoke(app, command, env={"CLASS": str(root)})  # forks show the variables of their server
     assert result.exit_code == 0, result.output
     left = []
     for process in psutil.process_iter():
@@ -105,6 +107,7 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str
         ("exits", "failed", "SystemExit"),
         ("forks", "not run", "more than"),
         ("floods", "failed", "File too large"),
+        ("escapes", "not run", "the run ended before this"),
         ("late", "to do", ""),
         ("binary", "not run", "no UTF-8 text"),
         ("deleted", "not started", "is not in it"),
@@ -120,9 +123,10 @@ def test_each_submission_gets_its_row(graded: tuple, name: str, outcome: str, re
     (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name] and "/1" in line]
     assert outcome in line
     assert "passed by" in shown
-    assert "2/13" in shown
+    assert "2/14" in shown
 
 
+@pytest.mark.usefixtures("one_server")
 def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both stand in one file, and the first ends no run of their tests."""
     monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted: None)  # proved above
@@ -134,6 +138,7 @@ def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatc
     assert row.num_passed == 1
 
 
+@pytest.mark.usefixtures("one_server")
 def test_limits_within_which_the_reference_fails_grade_nobody(tmp_path: Path) -> None:
     folder = hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING)))
     with pytest.raises(ConfigError, match=r"The reference itself does not pass 02x5 here \(.*--memory"):
@@ -269,6 +274,7 @@ def test_prepare_says_what_is_ready_and_what_is_missing(tmp_path: Path, monkeypa
     assert lines["check"].startswith("ready    check        02x5, solved, pass their tests without a network")
 
 
+@pytest.mark.usefixtures("one_server")
 def test_prepare_reports_a_check_that_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(preparation.OFFLINE, "PYTEST_PLUGINS", "tutorial.workshop.no_such_plugin")
     item = list(preparation.look([STOPPING]))[-1]

@@ -1,12 +1,18 @@
-"""``infer workshop`` as a learner uses it, and their code inside other commands: real processes, real files."""
+"""``infer workshop`` as a learner uses it, and their code inside other commands: real files, and real processes except
+that most checks are made from this one, with a server that many of them share."""
 
 import os
 import subprocess
 import sys
+import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from shared.cli import app
+from tutorial.workshop.check import CheckServer, Outcome
 from tutorial.workshop.exercises import exercises, find_exercise, reference
 
 ROOT = Path(__file__).parents[2]
@@ -18,8 +24,28 @@ KV_BYTES = "return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 class Learner:
     """Somebody at a terminal, with a workspace of their own."""
 
-    def __init__(self, workspace: Path) -> None:
+    def __init__(self, workspace: Path, server: CheckServer) -> None:
         self.workspace = workspace
+        self.server = server
+
+    def check(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """``infer workshop check`` in this process."""
+        environment = {"INFER_WORKSPACE": str(self.workspace), "NO_COLOR": "1"}
+        done = CliRunner().invoke(app, ["workshop", "check", *arguments], env=environment)
+        return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+    def fork(self, code: str, *, is_interpreted: bool = False, **variables: str) -> str:
+        """What these lines print in a process that has imported nothing of the project."""
+        self.workspace.mkdir(exist_ok=True)
+        file = self.workspace / "test_lines.py"
+        file.write_text("def test_lines():\n" + textwrap.indent(code, "    "))
+        options = ["-s", "--tb=native", "-p", "no:cacheprovider", "--rootdir", str(self.workspace), "-c", os.devnull]
+        variables |= {"INFER_WORKSHOP": "1", "INFER_WORKSPACE": str(self.workspace)}
+        with tempfile.TemporaryFile() as printed:
+            process = self.server._start([*options, str(file)], variables, is_interpreted, printed.fileno(), None)
+            process.wait(120)
+            printed.seek(0)
+            return printed.read().decode()
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "INFER_WORKSPACE": str(self.workspace), "NO_COLOR": "1", **variables}
@@ -45,8 +71,8 @@ class Learner:
 
 
 @pytest.fixture
-def learner(tmp_path: Path) -> Learner:
-    return Learner(tmp_path / "workspace")
+def learner(tmp_path: Path, one_server: CheckServer) -> Learner:
+    return Learner(tmp_path / "workspace", one_server)
 
 
 def test_from_start_to_passed(learner: Learner) -> None:
@@ -56,13 +82,13 @@ def test_from_start_to_passed(learner: Learner) -> None:
     assert f"03x1  line {GAP_LINE:>4}" in started.stdout
     assert "infer workshop check 03 --only 03x1" in started.stdout
 
-    todo = learner.workshop("check", "03", "--only", "03x1")
+    todo = learner.check("03", "--only", "03x1")
     assert todo.returncode == 1
     assert "to do" in todo.stdout
     assert "0 of 1 passed" in todo.stdout
 
     learner.write(KV_BYTES_GAP, KV_BYTES.replace("num_kv_heads", "num_heads"))
-    wrong = learner.workshop("check")
+    wrong = learner.check()
     assert wrong.returncode == 1
     assert "failed" in wrong.stdout
     assert "AssertionError" in wrong.stdout
@@ -81,7 +107,7 @@ def test_from_start_to_passed(learner: Learner) -> None:
 def test_an_error_names_the_learner_s_own_line(learner: Learner) -> None:
     learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, "return config.num_layerz")
-    checked = learner.workshop("check")
+    checked = learner.check()
     assert checked.returncode == 1
     assert "AttributeError" in checked.stdout
     assert f"contiguous.py:{GAP_LINE}" in checked.stdout
@@ -98,7 +124,7 @@ def test_an_error_names_the_learner_s_own_line(learner: Learner) -> None:
 def test_broken_code_is_reported_and_never_passes(learner: Learner, code: str, message: str) -> None:
     learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, code)
-    checked = learner.workshop("check")
+    checked = learner.check()
     assert checked.returncode == 1
     assert message in checked.stdout
     assert "0 of 1 passed" in checked.stdout
@@ -109,7 +135,7 @@ def test_a_function_that_comes_from_elsewhere_does_not_pass(learner: Learner) ->
     learner.write(KV_BYTES_GAP, "return 0")
     reference = ROOT / "shared" / "cache" / "contiguous.py"
     learner.cache.write_text(f"exec(compile(open({str(reference)!r}).read(), {str(reference)!r}, 'exec'))\n")
-    checked = learner.workshop("check")
+    checked = learner.check()
     assert checked.returncode == 1
     assert "kv_bytes that ran is not the workspace's" in checked.stdout
 
@@ -134,7 +160,7 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
     done = learner.infer(*command, INFER_WORKSHOP="1")
     assert done.returncode == 0, done.stderr
     assert "workshop: your code for 03x1; 03x2, 03x3, 03x4 still to do (the reference runs there)" in done.stderr
-    assert done.stdout == learner.infer(*command).stdout
+    assert done.stdout == CliRunner().invoke(app, command).stdout
     learner.write(KV_BYTES, "return (")
     broken = learner.infer(*command, INFER_WORKSHOP="1")
     assert broken.returncode == 2
@@ -169,10 +195,20 @@ def test_inspect_sees_the_text_that_runs(learner: Learner) -> None:
     look = (
         "import shared.cli, inspect; from shared.cache import contiguous; print(inspect.getsource(contiguous.kv_bytes))"
     )
-    filled = learner.run(sys.executable, "-c", look, INFER_WORKSHOP="1")
-    assert KV_BYTES in filled.stdout
-    raising = learner.run(sys.executable, "-c", look, INFER_WORKSHOP="1", INFER_WORKSHOP_GAPS="raise")
-    assert KV_BYTES_GAP in raising.stdout
+    assert KV_BYTES in learner.fork(look)
+    assert KV_BYTES_GAP in learner.fork(look, INFER_WORKSHOP_GAPS="raise")
+
+
+def test_where_forks_are_not_supported_each_check_is_a_process_of_its_own(learner: Learner) -> None:
+    learner.workshop("start", "02", "--only", "02x5")
+    exercise = find_exercise("02x5")
+    with CheckServer(forks=False) as server:
+        run = server.run(learner.workspace, [exercise], gaps_raise=True)
+        assert run.verdicts[0].outcome is Outcome.FAILED
+        assert set(run.errors.values()) == {f"NotImplementedError: {exercise.message}"}
+        ended = server.run(learner.workspace, [exercise], seconds=0.2)
+        assert ended.verdicts[0].outcome is Outcome.NOT_RUN
+        assert ended.verdicts[0].reason == "the run was ended after 0.2 s"
 
 
 def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
@@ -186,13 +222,13 @@ def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
         sigmoid.format("", ""), sigmoid.format("1.5957691216057308 * ", " * (1.0 + 0.044715 * gate * gate)")
     )
     learner.write(gap, code.replace("tl.sigmoid", "tl.sigmod"), kernel)
-    wrong = learner.workshop("check", "03.1", "--only", "03.1x1")
+    wrong = learner.check("03.1", "--only", "03.1x1")
     assert wrong.returncode == 1
     assert "AttributeError: module 'triton.language' has no attribute 'sigmod'" in wrong.stdout
     number = next(number for number, line in enumerate(kernel.read_text().splitlines(), 1) if "sigmod" in line)
     assert f"shared/kernels/gated.py:{number}" in wrong.stdout
     learner.write("tl.sigmod", "tl.sigmoid", kernel)
-    right = learner.workshop("check")
+    right = learner.check()
     assert right.returncode == 0, right.stdout + right.stderr
     assert "36 tests, run on gated_activation of" in right.stdout
 
@@ -206,12 +242,10 @@ def test_the_interpreter_runs_the_text_of_a_kernel_that_the_workspace_gives(lear
         "print(torch.allclose(gated.swiglu(gate, up), swiglu(gate, up), atol=1e-6))\n"
         "print(gated.gated_kernel.fn.__code__.co_filename)\n"
     )
-    filled = learner.run(sys.executable, "-c", code, INFER_WORKSHOP="1", TRITON_INTERPRET="1")
-    assert filled.stdout == f"True\n{learner.workspace / 'shared/kernels/gated.py'}\n", filled.stderr
-    raising = learner.run(
-        sys.executable, "-c", code, INFER_WORKSHOP="1", TRITON_INTERPRET="1", INFER_WORKSHOP_GAPS="raise"
-    )
-    assert "NotImplementedError: exercise 03.1x1: both gated activations, GELU without a tanh" in raising.stderr
+    filled = learner.fork(code, is_interpreted=True)
+    assert f"True\n{learner.workspace / 'shared/kernels/gated.py'}\n" in filled
+    raising = learner.fork(code, is_interpreted=True, INFER_WORKSHOP_GAPS="raise")
+    assert "NotImplementedError: exercise 03.1x1: both gated activations, GELU without a tanh" in raising
 
 
 def test_solution_asks_first_and_shows_the_difference(learner: Learner) -> None:

@@ -33,6 +33,12 @@ INTERPRET = "TRITON_INTERPRET"
 SECONDS_PER_TEST = 60
 SECONDS_PER_RUN = 300
 SECONDS_PER_LOOK = 0.1
+_PACKAGES = (
+    *("torch", "psutil", "scipy.stats"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gemma3")),
+)
+"""What the tests of exercises import."""
+_PACKAGES_OF_KERNELS = ("torch", "psutil", "triton")
 _OPTIONS = (
     *("--workshop", "-p", "tutorial.workshop.recorder", "-p", "no:cacheprovider", "--benchmark-disable"),
     *("-q", "--no-header", "-o", f"timeout={SECONDS_PER_TEST}"),
@@ -85,7 +91,8 @@ class CheckServer:
 
     Args:
         environment: further variables of all runs. Those that a package reads when it is imported must be here.
-        forks: otherwise each run is a new process that imports everything, as where forks are not supported.
+        forks: otherwise each run is a process that imports what it needs: where forks are not supported, or where a
+            single run follows, for which the imports of a server would be too many.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, *, forks: bool = IS_SUPPORTED) -> None:
@@ -207,7 +214,10 @@ class CheckServer:
         if not self.forks:
             return _FreshProcess(arguments, common | variables, output, before)
         with self._lock:
-            server = self._servers.setdefault(is_interpreted, ForkServer(common))
+            if is_interpreted not in self._servers:
+                packages = _PACKAGES_OF_KERNELS if is_interpreted else _PACKAGES
+                self._servers[is_interpreted] = ForkServer(packages, common)
+            server = self._servers[is_interpreted]
         return server.start(arguments, common | variables, output, before)
 
 

@@ -36,16 +36,6 @@ from pathlib import Path
 IS_SUPPORTED = sys.platform == "linux"
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PRELOADED = (
-    "torch",
-    "triton",
-    "scipy.stats",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.gemma3.modeling_gemma3",
-    "psutil",
-    "typer.main",
-)
 _NUMBER = struct.Struct("!q")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
@@ -54,11 +44,13 @@ class ForkServer:
     """A server process, started when it is first needed and again if it was killed.
 
     Args:
+        packages: modules to import, none of this project; one that is missing is passed over.
         environment: all variables of the server. Those that a package reads when it is imported, such as
             ``TRITON_INTERPRET``, must be here; a run's own environment comes too late for them.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, packages: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.packages = tuple(packages)
         self.environment = {
             **environment,
             "OMP_NUM_THREADS": "1",  # no pool of threads that a fork would lack
@@ -112,7 +104,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tutorial.workshop.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tutorial.workshop.fork_server", str(theirs.fileno()), *self.packages],
                 cwd=_ROOT,
                 env=self.environment,
                 pass_fds=[theirs.fileno()],
@@ -164,9 +156,9 @@ def _read(channel: socket.socket, num_bytes: int) -> bytes | None:
     return data if len(data) == num_bytes else None
 
 
-def _serve(control: socket.socket) -> bytes:
+def _serve(control: socket.socket, packages: Sequence[str]) -> bytes:
     """The server: import, then fork for each request. Returns the request, in a fork that is a run."""
-    for name in _PRELOADED:
+    for name in packages:
         with contextlib.suppress(ImportError):  # the tests that need it will say so
             importlib.import_module(name)
     for plugin in entry_points(group="pytest11"):
@@ -242,7 +234,7 @@ def _run_pytest(request: bytes) -> int:
 
 
 def _main() -> None:
-    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    request = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     code = 1
     try:
         code = _run_pytest(request)

@@ -92,7 +92,7 @@ def _offline_check(checked: Sequence[Exercise]) -> Item:
             for file in Workspace(workspace).start(checked):
                 source = (ROOT / file.relative_to(workspace)).read_text(encoding="utf-8")
                 file.write_text(filled(file.read_text(encoding="utf-8"), source)[0], encoding="utf-8")
-            with CheckServer(OFFLINE) as server:
+            with CheckServer(OFFLINE, forks=False) as server:
                 verdicts = server.run(workspace, checked, gaps_raise=True).verdicts
     except InferError as error:
         return Item(name, False, str(error))
