@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.engine.output import OutputStream, StepOutput
+from shared.engine.output_processor import OutputProcessor
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
@@ -44,3 +45,14 @@ def test_what_was_held_back_may_complete_a_stop_string(tokenizer: Tokenizer) -> 
     outputs = stream(tokenizer, ids, " \ufffd", 50)
     assert "".join(output.text for output in outputs) == "The"
     assert (outputs[-1].finish_reason, outputs[-1].stop) == (FinishReason.STOP, " \ufffd")
+
+
+def test_no_output_follows_the_one_that_ends_a_request(tokenizer: Tokenizer) -> None:
+    """Of several tokens that were committed before the outputs were made."""
+    request, processor = Request("a", [1], SamplingParams(), 0), OutputProcessor(tokenizer, 100)
+    processor.add(request)
+    ids = [5, min(tokenizer.eos_ids), 6]
+    for token_id in ids:
+        request.append(token_id)
+    assert processor.catch_up() == [request]
+    assert [output.token_id for output in processor.take()] == ids[:2]
