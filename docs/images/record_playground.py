@@ -2,7 +2,7 @@
 
     python docs/images/record_playground.py [--model MODEL] [--seconds S] [--dark] [--out FILE]
 
-Requests of other clients give the charts something to show, and the page continues a text beside them. The KV memory
+Requests of other clients give the charts something to show, and the page continues a text beside them. The KV cache
 below has a picture of its own, pool.png. Nothing is fetched.
 """
 

@@ -1,10 +1,9 @@
-"""Draws pool.png: the KV memory on the server's page, with few blocks and too many requests. Introduced in phase 6.
+"""Draws pool.png: the KV cache on the server's page, with few blocks and too many requests. Introduced in phase 6.
 
     python docs/images/record_pool.py [--model MODEL] [--dark] [--trace] [--out FILE]
 
-The server has a pool that several answers cannot share to their ends; the picture is taken when somebody who was
-preempted has memory again. With --trace it is the page of `infer trace` for such a pool, at a step in which somebody is
-recomputed. Nothing is fetched.
+The server's pool is too small for the requests; the picture is taken when a preempted request has been readmitted. With
+--trace it is the page of `infer trace` for such a pool, at a step that recomputes a request. Nothing is downloaded.
 """
 
 import argparse
@@ -30,19 +29,19 @@ def record_server(options: argparse.Namespace) -> None:
 
 
 def record_trace(options: argparse.Namespace) -> None:
-    """Save the timeline and the memory after the first step that recomputes somebody."""
+    """Save the timeline and the KV cache after the first step that recomputes a request."""
     with trace(options.model, *TRACED) as address, window(options) as tab:
         tab.goto(address)
         again = tab.locator("rect.recompute").first
         if not again.count():
-            raise SystemExit("Nobody was preempted; the pool is too large for this model.")
+            raise SystemExit("No request was preempted; the pool is too large for this model.")
         tab.locator("input[type=range]").fill(str(again.get_attribute("data-first")))
         tab.evaluate("document.activeElement.blur()")
         capture(tab, ".controls", "#details", options.out)
 
 
 def main() -> None:
-    arguments = parser("Draw the KV memory.", "pool.png", width=1400, height=1400)
+    arguments = parser("Draw the KV cache.", "pool.png", width=1400, height=1400)
     add_model(arguments)
     arguments.add_argument("--trace", action="store_true", help="the page of infer trace instead of the server's")
     options = arguments.parse_args()

@@ -94,7 +94,7 @@ def serving(model: str, *settings: str) -> Iterator[Server]:
 
 
 def complete(server: Server, prompt: str, **parameters: Any) -> None:
-    """Send a completion request as another client, and return at once; nobody sees the answer."""
+    """Send a completion request as another client, and return at once; the response is discarded."""
     body = {"model": server.model, "prompt": prompt, **parameters}
     request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")

@@ -79,8 +79,8 @@ def reserve(self, n: int) -> bool:
 
 ```diff phases=02..03 target=Engine.prefill
  def prefill(self, request: Request) -> torch.Tensor:
--    \"\"\"Run the prompt; logits ``[1, V]`` of the token that follows it.\"\"\"
-+    \"\"\"Run the prompt into an empty cache; logits ``[1, V]`` of the token that follows it.\"\"\"
+-    \"\"\"Run the prompt; logits ``[1, V]`` of the next token.\"\"\"
++    \"\"\"Run the prompt into an empty cache; logits ``[1, V]`` of the next token.\"\"\"
 +    self.cache.release()
      return self.forward(request)
 ```

@@ -22,6 +22,11 @@ from tutorial.checker.references import CHECKS, unknown_commands
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# Requests are not people: words that no file of these folders uses. A folder of EXEMPT is not checked yet.
+PEOPLE = re.compile(r"\b(whoever|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
+SPOKEN = ("shared", "phases", "docs")
+EXEMPT = ("shared/cli", "shared/server")
+
 
 @cache
 def recorder() -> ModuleType:
@@ -49,6 +54,21 @@ def test_what_a_page_cites_stands_in_the_report(page: Path) -> None:
     text = read_chapter(page)
     found = [problem for line in cited_lines(text) for problem in check_citations(text, line, ROOT)]
     assert not found, "\n".join(f"{page.name}:{problem.line}: {problem.message}" for problem in found)
+
+
+@pytest.mark.parametrize("folder", SPOKEN)
+def test_requests_are_not_spoken_of_as_people(folder: str) -> None:
+    files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".md")]
+    exempt = [ROOT / name for name in EXEMPT]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files
+        if not any(path.is_relative_to(part) for part in exempt)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if PEOPLE.search(line)
+    ]
+    assert files, f"{folder} has no files"
+    assert not found, "\n".join(found)
 
 
 def test_the_readme_shows_exactly_the_phases_that_exist() -> None:
