@@ -161,7 +161,7 @@ def test_bad_prompts_are_refused_before_anything_is_computed(
     ("settings", "message"),
     [
         ({"max_seq_len": 1}, "max_seq_len is 1"),
-        ({"max_seq_len": 10**6}, "max_seq_len is 1000000 and the model was made for"),
+        ({"max_seq_len": 10**6}, "max_seq_len is 1000000 and the model supports"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
         ({"attention_backend": "magic"}, "attention_backend is 'magic'"),
         ({"seed": -1}, "seed is -1"),

@@ -414,7 +414,7 @@ def test_a_step_that_is_broken_off_loses_no_output(
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_an_aborted_request_frees_its_region_and_changes_nobodys_tokens(
+def test_an_aborted_request_frees_its_region_and_changes_no_other_tokens(
     tiny_checkpoints: dict[str, Path], num_steps: int
 ) -> None:
     folder = tiny_checkpoints["llama"]

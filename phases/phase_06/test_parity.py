@@ -113,7 +113,7 @@ def test_each_answer_of_a_changing_batch_with_preemptions_is_that_of_phase_5(mod
 
 
 @pytest.mark.parametrize("config", [{}, {"batching_mode": "static"}])
-def test_where_nobody_has_to_give_way_each_answer_is_as_if_alone(
+def test_without_preemption_each_answer_is_as_if_alone(
     tiny_checkpoints: dict[str, Path], config: dict[str, str]
 ) -> None:
     folder = tiny_checkpoints["qwen3"]
