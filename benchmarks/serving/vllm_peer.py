@@ -1,0 +1,118 @@
+"""vLLM beside ours: its engine in this process, behind the calls of a phase's engine. Introduced in phase 4.
+
+Written against vLLM 0.26. Prompts go in as ids and ids come out, so no tokenizer takes part, and prefixes are not
+cached. It has memory for as many tokens as ours; scheduling, graphs and kernels are its own choice.
+"""
+
+import gc
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.cache.contiguous import kv_bytes
+from shared.engine.output import StepOutput
+from shared.errors import ConfigError
+from shared.loading.config_json import read_config
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so its steps can be timed
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled at first use, with sources that may have to be fetched
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def is_installed() -> bool:
+    """Whether vLLM can be imported and has a GPU."""
+    return importlib.util.find_spec("vllm") is not None and torch.cuda.is_available()
+
+
+class VllmEngine:
+    """vLLM with a model folder, serving like an engine of phase 4 or later. Raises ConfigError without vLLM or a GPU.
+
+    ``last_step`` stays None, since nothing tells from outside what a step computed. A step may give no output.
+    """
+
+    last_step = None
+
+    def __init__(self, folder: str | Path, dtype: torch.dtype, max_seq_len: int, max_batch_size: int = 1) -> None:
+        if not is_installed():
+            raise ConfigError("The contender vllm needs a GPU and vLLM; install it with `pip install vllm==0.26.0`.")
+        os.environ.update(ENVIRONMENT)
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        # 256 tokens for each sequence's last block, and a quarter for layers that vLLM groups with padding
+        tokens = max_batch_size * (max_seq_len + 256) * 5 // 4
+        free, total = torch.cuda.mem_get_info()
+        given: dict[str, Any] = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": max_seq_len,
+            "max_num_seqs": max_batch_size,
+            "kv_cache_memory_bytes": kv_bytes(read_config(Path(folder)), tokens, dtype),
+            "gpu_memory_utilization": round(0.9 * free / total, 3),  # it must be free, and is not taken
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+        }
+        self.max_seq_len, self.settings = max_seq_len, {"version": vllm.__version__} | given
+        self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)
+        self.engine: Any = vllm.LLM(model=str(folder), **given).llm_engine
+        self.weight_bytes: int = sum(self.engine.apply_model(lambda model: sum(p.nbytes for p in model.parameters())))
+        self.new_prompts: dict[str, int] = {}  # the tokens of a prompt whose first token has not come
+        self.num_tokens_computed = 0
+
+    def stats(self) -> dict[str, int]:
+        return {"tokens computed": self.num_tokens_computed}  # if none was computed twice
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
+        """Hand a request over, to be answered past any end of sequence."""
+        request_id = request_id or "alone"
+        asked = {"temperature": params.temperature, "max_tokens": params.max_new_tokens}
+        theirs = self.params(**asked, ignore_eos=True, detokenize=False)
+        self.engine.add_request(request_id, {"type": "token", "prompt_token_ids": list(prompt)}, theirs)
+        self.new_prompts[request_id] = len(prompt)
+        return request_id
+
+    def step(self) -> list[StepOutput]:
+        """One step of vLLM: the tokens that it gave."""
+        outputs = []
+        for answer in self.engine.step():
+            token_ids = answer.outputs[0].token_ids
+            for n, token_id in enumerate(token_ids, 1):
+                reason = FinishReason.LENGTH if answer.finished and n == len(token_ids) else None
+                outputs.append(StepOutput(answer.request_id, token_id, "", reason))
+                self.num_tokens_computed += self.new_prompts.pop(answer.request_id, 1)
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request."""
+        self.engine.abort_request([request_id])
+        return self.new_prompts.pop(request_id, None) is not None
+
+    def has_work(self) -> bool:
+        return bool(self.engine.has_unfinished_requests())
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
+        """Answer one request alone; closing the iterator drops it."""
+        request_id = self.add_request(prompt, params)
+        try:
+            while self.has_work():
+                yield from self.step()
+        finally:
+            if self.has_work():
+                self.abort(request_id)
+
+    def close(self) -> None:
+        """End the engine and free its memory."""
+        self.engine.engine_core.shutdown()
+        del self.engine
+        gc.collect()
+        torch.cuda.empty_cache()
