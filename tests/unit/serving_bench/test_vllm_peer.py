@@ -75,7 +75,7 @@ def test_tokens_are_handed_on_one_by_one_and_counted(fake_vllm: dict[str, Any], 
     engine = VllmEngine(folder, torch.bfloat16, max_seq_len=64, max_batch_size=3)
     assert (fake_vllm["model"], fake_vllm["dtype"], fake_vllm["max_num_seqs"]) == (str(folder), "bfloat16", 3)
     assert fake_vllm["gpu_memory_utilization"] == 0.675
-    assert (engine.weight_bytes, engine.settings["version"]) == (32, "0.26.0")
+    assert (engine.weight_bytes, engine.version) == (32, "0.26.0")
     engine.add_request([5, 6], SamplingParams(temperature=0.0, max_new_tokens=2), "0")
     engine.add_request([9], SamplingParams(temperature=0.0, max_new_tokens=5), "1")
     assert engine.step() == []
@@ -85,7 +85,7 @@ def test_tokens_are_handed_on_one_by_one_and_counted(fake_vllm: dict[str, Any], 
         [("0", 8), ("1", 11)],
     ]
     assert [output.finish_reason is not None for output in steps[1]] == [True, False]
-    assert engine.stats() == {"tokens computed": 2 + 1 + 1 + 1}
+    assert engine.stats() == {"tokens computed": 2 + 1 + 1 + 1, "cache bytes": fake_vllm["kv_cache_memory_bytes"]}
     engine.abort("1")
     assert not engine.has_work()
     theirs = engine.engine
