@@ -1,161 +1,182 @@
-"""Who serves in the serving benchmarks: an engine with its configuration, loaded once. Introduced in phase 4.
+"""Who serves in the serving benchmarks: one table of engines with their settings. Introduced in phase 4.
 
-The ways to serve: one request after another, by the last phase that answers one at a time; static batches, by phase 4
-and once more padded; continuous batching in regions, under each policy, and in blocks. Invariants: all have the same
-model and dtype, and the same longest sequence where nothing else is said; each is warmed up when it is loaded, at every
-size of batch that it can have on a GPU, so that no trace pays for compilation.
+Each idea has a contender, shown by the phase that brought it or was the last without the next; beside them stand the
+newest phase and the peers. Invariants: all have the same model and dtype, and the same longest sequence where nothing
+else is said; each is warmed up when it is loaded, at every size of batch that it can have on a GPU, so that no trace
+pays for compilation.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks.contenders import allocated, held_tensors, is_cuda, storage_bytes
-from benchmarks.serving.engine_load import OneAtATime, Servable, drive
-from benchmarks.serving.lineup import Lineup
-from benchmarks.serving.padded_baseline import PaddedEngine
+from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import figures
-from benchmarks.serving.run import ServedRun
-from benchmarks.workloads.serving import Trace, TraceRequest
+from benchmarks.serving.transformers_engine import TransformersEngine
+from benchmarks.serving.vllm_peer import VllmEngine, is_installed
+from benchmarks.workloads.serving import Trace
 from shared.engine.config import EngineConfig
-from shared.engine.warm_up import rounds, serve_rounds, warm_up_prompt
-from shared.lessons import Lesson, find_lesson
+from shared.engine.warm_up import rounds, serve_rounds
+from shared.errors import ConfigError
+from shared.lessons import Lesson, find_lesson, lessons, newest_lesson
+
+CONTENDERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("sequential", "one at a time", "sequential", {}),
+    ("transformers", "transformers, padded batches", "transformers", {}),
+    ("static", "static", "static", {}),
+    ("continuous", "continuous, fcfs", "slots", {}),
+    ("fcfs", "continuous, fcfs", "slots", {}),
+    ("prefill_first", "continuous, prefill_first", "slots", {"scheduler_policy": "prefill_first"}),
+    ("decode_round_robin", "continuous, decode_round_robin", "slots", {"scheduler_policy": "decode_round_robin"}),
+    ("wide_slots", "regions", "slots", {}),
+    ("tight_slots", "regions", "slots", {}),
+    ("paged", "", "blocks", {}),
+    ("newest", "", "newest", {}),
+    ("engine", "without HTTP", "last", {}),
+    ("vllm", "vLLM", "vllm", {}),
+    ("http", "over HTTP", "last", {}),
+)
+"""Name, title ("" is the phase's own), what it shows (a role of :func:`roles`, or a peer), and settings."""
+PEERS = {"transformers": TransformersEngine, "vllm": VllmEngine}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An engine class with the settings that differ from the run's."""
+
+    name: str
+    title: str
+    engine: Any
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def serves_many(self) -> bool:
+        return hasattr(self.engine, "add_request")
+
+
+def has_continuous(lesson: Lesson) -> bool:
+    """Whether a phase knows continuous batching."""
+    return hasattr(lesson.engine, "add_request") and "continuous" in lesson.load("engine").SCHEDULERS
+
+
+def roles(main: Sequence[Lesson], last: Lesson) -> dict[str, Lesson]:
+    """Which phase of the main line, up to ``last``, shows what.
+
+    ``slots``: continuous batching in regions; ``blocks``: the first with blocks; ``newest``: the last, if it is newer;
+    ``last`` is what serves over HTTP.
+    """
+    many = [lesson for lesson in main if hasattr(lesson.engine, "add_request") and lesson.number <= last.number]
+    blocks = [lesson for lesson in many if "paged" in lesson.load("engine").MEMORY]
+    found = {
+        "sequential": [lesson for lesson in main if not hasattr(lesson.engine, "add_request")][-1],
+        "static": many[0],
+        "slots": [lesson for lesson in many if has_continuous(lesson) and lesson not in blocks][-1],
+        "last": last,
+    }
+    found |= {"blocks": blocks[0]} if blocks else {}
+    return found | ({"newest": last} if blocks and last != blocks[0] else {})
+
+
+def lineup(number: str | None = None) -> dict[str, Contender]:
+    """The contenders up to a phase, by default the newest; raises ConfigError for one without continuous batching."""
+    able = [lesson for lesson in lessons() if lesson.generates and has_continuous(lesson)]
+    last = newest_lesson() if number is None else find_lesson(number)
+    if last not in able:
+        raise ConfigError(
+            f"Phase {last.number} ({last.title}) has no continuous batching; choose one of "
+            f"{', '.join(other.number for other in able)}, or leave --phase out."
+        )
+    shown, found = roles([lesson for lesson in lessons() if lesson.generates and not lesson.is_side_track], last), {}
+    for name, title, role, settings in CONTENDERS:
+        if role in PEERS and (role != "vllm" or is_installed()):
+            found[name] = Contender(name, title, PEERS[role], settings)
+        elif role in shown:
+            words = title or shown[role].title[:1].lower() + shown[role].title[1:]
+            found[name] = Contender(name, f"{words} (phase {shown[role].number})", shown[role].engine, settings)
+    return found
 
 
 @dataclass
 class Server:
     """An engine that is ready to serve a trace."""
 
-    name: str
-    title: str
-    engine: Servable
+    engine: Any  # a Servable
     config: EngineConfig
     max_batch_size: int
-    memory: dict[str, int | None] = field(default_factory=dict)
+    memory: dict[str, int | None]
 
-    def serve(self, trace: Trace, max_seconds: float | None = None) -> ServedRun:
-        """Serve a trace; on a GPU its peak of memory is kept."""
-        device = self.config.device
+    def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
+        """Serve a trace; what the run says, the tokens that were computed, and on a GPU the peak of memory."""
+        device, computed = self.config.device, self.engine.stats()["tokens computed"]
         gc.collect()
+        before = allocated(device)
         if is_cuda(device):
             torch.cuda.reset_peak_memory_stats(device)
-            before = allocated(device)
         run = drive(self.engine, trace, max_seconds)
         if is_cuda(device):
             peak = torch.cuda.max_memory_allocated(device) - before
             self.memory["peak_activation_bytes"] = max(self.memory["peak_activation_bytes"] or 0, peak)
-        return run
-
-    def measure(self, trace: Trace, max_seconds: float | None = None) -> tuple[ServedRun, dict[str, Any]]:
-        """Serve a trace; the run, and what it says, with the memory and the tokens that were computed."""
-        before = self.engine.stats()["tokens computed"]
-        run = self.serve(trace, max_seconds)
         found = figures(run, self.max_batch_size, self.config.max_decode_interval)
-        computed = self.engine.stats()["tokens computed"] - before
-        return run, {"title": self.title} | found | {"tokens_computed": computed} | self.memory
+        return found | {"tokens_computed": self.engine.stats()["tokens computed"] - computed} | self.memory
 
 
 class Servers:
-    """Makes contenders on demand and keeps them; ``configs`` are those of all it ever made, by name and batch size.
+    """Loads contenders on demand and keeps them; those with the same engine and settings are one.
 
     Args:
         base: what all of them share: model, dtype, device, longest sequence, queue.
+
+    ``configs`` are those of all it ever loaded, by name and batch size; ``peers`` what peers were called with.
     """
 
-    def __init__(self, base: EngineConfig, lineup: Lineup) -> None:
+    def __init__(self, base: EngineConfig) -> None:
         self.base = base
-        self.lineup = lineup
-        self.made: dict[tuple[str, int], Server] = {}
+        self.made: dict[tuple[Any, EngineConfig], Server] = {}
         self.configs: dict[str, EngineConfig] = {}
+        self.peers: dict[str, Any] = {}
 
-    def get(self, name: str, max_batch_size: int = 1) -> Server:
-        """A contender of the lineup (``continuous`` is first come, first served) or a policy's name."""
-        name = "continuous" if name == "fcfs" else name
-        key = name, 1 if name == "sequential" else max_batch_size
+    def get(self, contender: Contender, max_batch_size: int = 1) -> Server:
+        """A contender's server, with the batch size if it serves many and names none of its own."""
+        # A phase of one request at a time knows no setting of a queue.
+        about = {"max_batch_size": max_batch_size} if contender.serves_many else {"max_waiting_requests": 1024}
+        config = EngineConfig(**{**vars(self.base), **about, **contender.settings})
+        key = contender.engine, config
         if key not in self.made:
-            self.made[key] = self._make(*key)
+            self.made[key] = load_server(contender, config)
+            self.configs[f"{contender.name}_{self.made[key].max_batch_size}"] = config
+            if contender.engine is VllmEngine:
+                engine = self.made[key].engine
+                self.peers[contender.name] = engine.settings | {"version": engine.version}
         return self.made[key]
 
-    @contextmanager
-    def lent(self, name: str, title: str, lesson: Lesson, **settings: Any) -> Iterator[Server]:
-        """A contender with settings of its own, gone when the block ends."""
-        server = self._load(name, title, lesson.engine, **settings)
-        try:
-            yield server
-        finally:
-            del server.engine
-            gc.collect()
-            if is_cuda(self.base.device):
-                torch.cuda.empty_cache()
-
-    def _make(self, name: str, max_batch_size: int) -> Server:
-        lineup = self.lineup
-        if name == "sequential":
-            return self._load(name, f"one at a time (phase {lineup.sequential.number})", lineup.sequential.engine)
-        if name == "padded":
-            title = "static, padded (transformers' way)"
-            return self._load(name, title, PaddedEngine, max_batch_size=max_batch_size)
-        if name == "static":
-            lesson = find_lesson("04")
-            return self._load(name, f"static (phase {lesson.number})", lesson.engine, max_batch_size=max_batch_size)
-        if lesson_in_blocks := lineup.in_blocks.get(name):
-            return self._load(name, titled(lesson_in_blocks), lesson_in_blocks.engine, max_batch_size=max_batch_size)
-        policy = "fcfs" if name == "continuous" else name
-        title = f"continuous, {policy} (phase {lineup.slots.number})"
-        settings = {"max_batch_size": max_batch_size, "scheduler_policy": policy}
-        return self._load(name, title, lineup.slots.engine, **settings)
-
-    def _load(self, name: str, title: str, make: Callable[[EngineConfig], Any], **settings: Any) -> Server:
-        server = load_server(name, title, make, self.base, **settings)
-        self.configs[f"{name}_{server.max_batch_size}"] = server.config
-        return server
+    def drop(self) -> None:
+        """Free all that is loaded."""
+        for server in self.made.values():
+            getattr(server.engine, "close", lambda: None)()
+        self.made.clear()
+        gc.collect()
+        if is_cuda(self.base.device):
+            torch.cuda.empty_cache()
 
 
-def titled(lesson: Lesson) -> str:
-    """A phase as a contender: ``paged memory (phase 06)``."""
-    return f"{lesson.title[:1].lower()}{lesson.title[1:]} (phase {lesson.number})"
-
-
-def load_server(
-    name: str, title: str, make: Callable[[EngineConfig], Any], base: EngineConfig, **settings: Any
-) -> Server:
-    """Load an engine with the settings that differ from ``base``, queue in front if it needs one, and warm it up."""
-    is_many = hasattr(make, "add_request")
-    queue = {"max_waiting_requests": base.max_waiting_requests} if is_many else {"max_waiting_requests": 1024}
-    config = EngineConfig(**{**vars(base), **queue, **settings})
+def load_server(contender: Contender, config: EngineConfig) -> Server:
+    """Load an engine, with a queue in front if it needs one, and warm it up."""
     gc.collect()
     before = allocated(config.device)
-    engine = make(config)
+    arguments: tuple[Any, ...] = (config,)
+    if contender.engine is VllmEngine:
+        arguments = config.model, config.torch_dtype, config.max_seq_len, config.max_batch_size
+    engine = contender.engine(*arguments)
     held = allocated(config.device) - before if is_cuda(config.device) else storage_bytes(held_tensors(engine))
-    weights = storage_bytes(engine.model.parameters())
-    memory = {
-        "memory_weights_bytes": weights,
-        "memory_kv_bytes": (kv := _kv_bytes(engine)),
-        "memory_other_bytes": held - weights - kv,
-        "peak_activation_bytes": None,
-    }
-    served = engine if is_many else OneAtATime(engine)
-    server = Server(name, title, served, config, config.max_batch_size if is_many else 1, memory)
+    weights = getattr(engine, "weight_bytes", None) or storage_bytes(engine.model.parameters())
+    kv = engine.stats().get("cache bytes", 0)  # phase 2 keeps none, and transformers' grow with the batch
+    memory = {"memory_weights_bytes": weights, "memory_kv_bytes": kv, "memory_other_bytes": held - weights - kv}
+    served, num = (engine, config.max_batch_size) if contender.serves_many else (OneAtATime(engine), 1)
     pool = getattr(engine, "pool", None)
-    capacity = pool.capacity_tokens if pool is not None else server.max_batch_size * engine.max_seq_len
-    sizes = (server.max_batch_size, engine.max_seq_len)
-    serve_rounds(served, rounds(*sizes, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
-    return server
-
-
-def warm_up_trace(max_batch_size: int, max_seq_len: int, is_gpu: bool) -> Trace:
-    """The last round of a warm-up, for clients of a server."""
-    together = rounds(max_batch_size, max_seq_len, is_gpu=is_gpu)[-1]
-    requests = (TraceRequest(tuple(warm_up_prompt(n, prompt)), new) for n, (prompt, new) in enumerate(together))
-    return Trace(tuple(requests), concurrency=len(together))
-
-
-def _kv_bytes(engine: Any) -> int:
-    """Of keys and values, whatever they are kept in; phase 2 keeps none."""
-    if isinstance(engine, PaddedEngine):
-        return engine.view.keys.nbytes + engine.view.values.nbytes
-    return int(engine.stats().get("cache bytes", 0))
+    capacity = pool.capacity_tokens if pool is not None else num * engine.max_seq_len
+    serve_rounds(served, rounds(num, engine.max_seq_len, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
+    return Server(served, config, num, memory | {"peak_activation_bytes": None})

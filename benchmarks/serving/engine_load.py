@@ -1,15 +1,15 @@
-"""A trace against an engine, with nothing between: a loop that hands over who has come, and steps.
+"""A trace against an engine in this process: a loop that adds the requests that have come, and steps.
 
-Introduced in phase 4. An engine that answers one request at a time, of a phase before 4, is served by
-:class:`OneAtATime`, which is what a server would do with it: a queue, and one after another. Invariants: every
-contender is driven by the same loop; requests are handed over between two steps, in the trace's order; when the loop
-ends, the engine holds nothing of them.
+Introduced in phase 4. Invariants: every contender is driven by the same loop; requests are added between two steps, in
+the trace's order; when the loop ends, the engine holds none of them.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import Any
 
 from benchmarks.serving.run import ServedRequest, ServedRun, TimedStep
 from benchmarks.workloads.serving import Trace
@@ -17,149 +17,152 @@ from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.errors import InferError
 from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
 
 
-class Servable(Protocol):
-    """What the loop needs of an engine."""
+def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> ServedRun:
+    """Serve a trace, greedily and past any end of sequence; after ``max_seconds`` break off what still runs.
 
-    last_step: StepRecord | None
-
-    def stats(self) -> dict[str, int]: ...
-
-    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
-
-    def step(self) -> list[StepOutput]: ...
-
-    def abort(self, request_id: str) -> bool: ...
-
-    def has_work(self) -> bool: ...
-
-
-def drive(engine: Servable, trace: Trace, max_seconds: float | None = None) -> ServedRun:
-    """Serve a trace, greedily and past any end of sequence; after ``max_seconds`` break off what still runs."""
-    waiting = deque(range(len(trace.requests)))  # of the trace, not yet handed over
+    ``engine`` has the methods of a phase's engine from 4 on; its ``last_step`` is None where steps cannot be seen.
+    """
+    waiting = deque(range(len(trace.requests)))  # of the trace, not yet added
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     steps: list[TimedStep] = []
     open_ids: set[int] = set()
-    forwards = engine.stats()["forward passes"]
+    freed = deque([0.0] * (trace.concurrency or 0))  # when the free places of a closed loop became so
+    forwards = engine.stats().get("forward passes")
     start = time.perf_counter()
-    freed: deque[float] = deque()  # when the places that are free in a closed loop became so
-    if trace.concurrency is not None:
-        freed.extend([0.0] * trace.concurrency)
 
     def now() -> float:
         return time.perf_counter() - start
 
+    def due() -> float:
+        """When the next request comes; never, while all places of a closed loop are taken."""
+        if trace.concurrency is None and waiting:
+            return trace.requests[waiting[0]].arrival or 0.0
+        return freed[0] if freed and waiting else math.inf
+
+    def end(n: int, moment: float, error: str | None) -> None:
+        served[n].ended, served[n].error = moment, error
+        open_ids.discard(n)
+        if trace.concurrency is not None:
+            freed.append(moment)
+
     while waiting or open_ids:
-        while waiting:
-            arrival = trace.requests[waiting[0]].arrival
-            if trace.concurrency is not None:
-                if not freed:
-                    break
-                arrival = freed.popleft()
-            assert arrival is not None
-            if arrival > now():
-                break
+        while (arrival := due()) <= now():
             n = waiting.popleft()
-            request = trace.requests[n]
+            if trace.concurrency is not None:
+                freed.popleft()
             served[n].arrived = arrival
+            request = trace.requests[n]
             params = SamplingParams(temperature=0.0, max_new_tokens=request.new_tokens, ignore_eos=True)
             try:
                 engine.add_request(request.prompt_ids, params, str(n))
-            except InferError as error:
-                served[n].error, served[n].ended = str(error), now()
-                if trace.concurrency is not None:
-                    freed.append(now())
-            else:
                 open_ids.add(n)
+            except InferError as error:
+                end(n, now(), str(error))
         if not engine.has_work():
             if waiting:
-                time.sleep(max(0.0, (trace.requests[waiting[0]].arrival or 0.0) - now()))
+                time.sleep(max(0.0, due() - now()))
             continue
         started = now()
         outputs = engine.step()
         ended = now()
-        assert engine.last_step is not None
-        steps.append(TimedStep(started, ended, engine.last_step))
-        for request_id in (*(name for name, _ in engine.last_step.prefilled), *engine.last_step.failed):
-            first = served[int(request_id)]
-            first.scheduled = started if first.scheduled is None else first.scheduled
+        if (record := engine.last_step) is not None:
+            steps.append(TimedStep(started, ended, record))
+            for request_id in (*(name for name, _ in record.prefilled), *record.failed):
+                first = served[int(request_id)]
+                first.scheduled = started if first.scheduled is None else first.scheduled
         for output in outputs:
-            mine = served[int(output.request_id)]
+            n = int(output.request_id)
             if output.token_id is not None:
-                mine.token_ids.append(output.token_id)
-                mine.token_times.append(ended)
+                served[n].token_ids.append(output.token_id)
+                served[n].token_times.append(ended)
             if output.finish_reason is not None:
-                mine.ended, mine.error = ended, output.error
-                open_ids.discard(int(output.request_id))
-                if trace.concurrency is not None:
-                    freed.append(ended)
+                end(n, ended, output.error)
         if max_seconds is not None and ended >= max_seconds:
             break
     for n in open_ids:
         engine.abort(str(n))
-    return ServedRun(served, steps, engine.stats()["forward passes"] - forwards, is_cut=bool(open_ids or waiting))
+    num_forwards = None if forwards is None else engine.stats()["forward passes"] - forwards
+    return ServedRun(served, steps or None, num_forwards, is_cut=bool(open_ids or waiting))
 
 
-class OneAtATime:
-    """A queue in front of an engine that has no ``step``: the first is answered to its end, then the next.
+class BatchQueue:
+    """A queue in front of what answers a batch of requests to its end, then the next; a step is one forward pass.
 
-    One token is one step and one forward pass.
+    Args:
+        answer: of prompts ``[B]`` and the most new tokens of any, yields the tokens ``[B]`` of each step.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.queue: deque[tuple[str, Sequence[int], SamplingParams]] = deque()
-        self.answer: tuple[str, Iterator[StepOutput]] | None = None
+    def __init__(self, answer: Callable[[list[list[int]], int], Generator[list[int]]], max_batch_size: int = 1) -> None:
+        self.answer, self.max_batch_size = answer, max_batch_size
+        self.waiting: deque[tuple[str, list[int], int]] = deque()  # id, prompt, new tokens
+        self.rows: list[str] = []  # of the batch under way, those that have ended too
+        self.open: dict[str, int] = {}  # those that have not: tokens to come
         self.last_step: StepRecord | None = None
-        self.num_forwards = 0
         self.num_steps = 0
 
-    def stats(self) -> dict[str, int]:
-        return {**self.engine.stats(), "forward passes": self.num_forwards}
-
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Put a request at the end of the queue."""
+        """Put a request at the end of the queue; it is answered greedily, past any end of sequence."""
         assert request_id is not None
-        self.queue.append((request_id, prompt, params))
+        self.waiting.append((request_id, list(prompt), params.max_new_tokens))
         return request_id
 
     def step(self) -> list[StepOutput]:
-        """The next token of the answer under way, or the first of the next one."""
-        prefilled: tuple[tuple[str, int], ...] = ()
-        if self.answer is None:
-            request_id, prompt, params = self.queue.popleft()
-            self.answer = request_id, self.engine.generate(prompt, params)
-            prefilled = ((request_id, len(prompt)),)
-        request_id, outputs = self.answer
-        output = next(outputs)
-        output = StepOutput(request_id, output.token_id, output.text, output.finish_reason, output.stop)
-        is_last = output.finish_reason is not None
-        if is_last:
-            self.answer = None
+        """The first tokens of the next batch, or one more of every answer under way."""
+        lengths: list[int] = []
+        if not self.open:
+            taken = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.max_batch_size))]
+            lengths, self.rows = [len(prompt) for _, prompt, _ in taken], [entry[0] for entry in taken]
+            self.open = {request_id: new_tokens for request_id, _, new_tokens in taken}
+            self.tokens = self.answer([prompt for _, prompt, _ in taken], max(self.open.values()))
+        answers = [pair for pair in zip(self.rows, next(self.tokens), strict=True) if pair[0] in self.open]
+        outputs = []
+        for request_id, token_id in answers:
+            self.open[request_id] -= 1
+            reason = None if self.open[request_id] else FinishReason.LENGTH
+            outputs.append(StepOutput(request_id, token_id, "", reason))
+        finished = tuple(output.request_id for output in outputs if output.finish_reason is not None)
+        self.open = {request_id: left for request_id, left in self.open.items() if left}
         self.last_step = StepRecord(
             step=self.num_steps,
-            prefilled=prefilled,
-            decoded=() if prefilled else (request_id,),
-            finished=(request_id,) if is_last else (),
+            prefilled=tuple(zip(self.rows, lengths, strict=False)),
+            decoded=() if lengths else tuple(request_id for request_id, _ in answers),
+            finished=finished,
             failed=(),
-            num_waiting=len(self.queue),
-            num_running=0 if is_last else 1,
+            num_waiting=len(self.waiting),
+            num_running=len(self.open),
             kv_used_tokens=0,
             kv_capacity_tokens=0,
         )
         self.num_steps += 1
-        self.num_forwards += 1
-        return [output]
+        return outputs
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request, wherever it is."""
-        if self.answer is not None and self.answer[0] == request_id:
-            self.answer = None
-            return True
-        before = len(self.queue)
-        self.queue = deque(entry for entry in self.queue if entry[0] != request_id)
-        return len(self.queue) < before
+        """Drop a request; its row stays in the batch while others run."""
+        before = len(self.waiting) + len(self.open)
+        self.waiting = deque(entry for entry in self.waiting if entry[0] != request_id)
+        if self.open.pop(request_id, None) and not self.open:
+            self.tokens.close()
+        return len(self.waiting) + len(self.open) < before
 
     def has_work(self) -> bool:
-        return bool(self.queue or self.answer)
+        return bool(self.waiting or self.open)
+
+
+class OneAtATime(BatchQueue):
+    """An engine that has no ``step``, of a phase before 4, as a server would use it."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(self._answer)
+        self.engine = engine
+
+    def stats(self) -> dict[str, int]:
+        return {**self.engine.stats(), "forward passes": self.num_steps}
+
+    def _answer(self, prompts: list[list[int]], new_tokens: int) -> Generator[list[int]]:
+        params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+        with closing(self.engine.generate(prompts[0], params)) as outputs:
+            for output in outputs:
+                yield [output.token_id]

@@ -2,7 +2,7 @@
 
 Requests go to ``POST /v1/completions`` as token ids, through httpx, and their events are read as they come. Reading
 tens of thousands of events a second keeps a Python process busy, so a trace may be dealt out to several processes; what
-is timed is then the server and not its client. Invariants: a token's moment is when its frame had been read; a stream
+is timed is then the server and not its client. Invariants: a token's moment is when its line had been read; a stream
 counts as answered only if it ended with one ``done`` and as many tokens as were asked for; anything else is an error
 with its cause.
 """
@@ -11,7 +11,7 @@ import asyncio
 import json
 import multiprocessing
 import time
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import httpx
@@ -27,20 +27,26 @@ Share = list[tuple[int, TraceRequest]]
 
 
 class EventReader:
-    """Cuts a stream's bytes into events, however they arrive: a name (None without one) and the data."""
+    """Cuts a stream's bytes into events, however they arrive: a name (None without one) and the data.
+
+    Lines end with a line feed alone: JSON may hold the other characters that Python and httpx take for line ends.
+    """
 
     def __init__(self) -> None:
         self.rest = b""
+        self.event: str | None = None
 
     def feed(self, data: bytes) -> list[tuple[str | None, str]]:
-        """The events that these bytes complete; comments are left out."""
-        *frames, self.rest = (self.rest + data).split(b"\n\n")
+        """The events whose data these bytes complete."""
+        *lines, self.rest = (self.rest + data).split(b"\n")
         events = []
-        for frame in frames:
-            lines = frame.decode().split("\n")
-            fields = dict(line.split(": ", 1) for line in lines if not line.startswith(":") and ": " in line)
-            if "data" in fields:
-                events.append((fields.get("event"), fields["data"]))
+        for line in lines:
+            name, _, value = line.decode().rstrip("\r").partition(": ")
+            if name == "event":
+                self.event = value
+            elif name == "data":
+                events.append((self.event, value))
+                self.event = None
         return events
 
 
@@ -68,40 +74,21 @@ def generate_load(url: str, model: str, trace: Trace, clients: int = 1, run_id: 
     clients = max(1, min(clients, len(trace.requests), trace.concurrency or len(trace.requests)))
     shares: list[Share] = [list(enumerate(trace.requests))[n::clients] for n in range(clients)]
     streams = [None if trace.concurrency is None else len(range(trace.concurrency)[n::clients]) for n in range(clients)]
+    served: dict[int, ServedRequest] = {}
     if clients == 1:
         served = asyncio.run(_send(url, model, shares[0], streams[0], run_id))
     else:
-        served = _send_from_processes(url, model, shares, streams, run_id)
+        context = multiprocessing.get_context("spawn")
+        started = context.Barrier(clients)  # a process that takes its share has waited for all others to be ready
+        with ProcessPoolExecutor(clients, context, started.wait, (START_SECONDS,)) as pool:
+            futures = [pool.submit(_work, url, model, *work, run_id) for work in zip(shares, streams, strict=True)]
+            for future in futures:
+                served |= future.result()
     return ServedRun([served[n] for n in range(len(trace.requests))], steps=None, num_forwards=None)
 
 
-def _send_from_processes(
-    url: str, model: str, shares: list[Share], streams: list[int | None], run_id: str
-) -> dict[int, ServedRequest]:
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(len(shares))
-    served: dict[int, ServedRequest] = {}
-    workers = []
-    for share, num_streams in zip(shares, streams, strict=True):
-        mine, theirs = context.Pipe(duplex=False)
-        worker = context.Process(
-            target=_work, args=(theirs, barrier, url, model, share, num_streams, run_id), daemon=True
-        )
-        worker.start()
-        theirs.close()
-        workers.append((worker, mine))
-    for worker, pipe in workers:
-        try:
-            served |= pipe.recv()
-        except EOFError:
-            raise RuntimeError("A client process of the load generator died; its traceback is above.") from None
-        worker.join()
-    return served
-
-
-def _work(pipe: Connection, barrier: Any, url: str, model: str, share: Share, streams: int | None, run_id: str) -> None:
-    barrier.wait(START_SECONDS)
-    pipe.send(asyncio.run(_send(url, model, share, streams, run_id)))
+def _work(url: str, model: str, share: Share, streams: int | None, run_id: str) -> dict[int, ServedRequest]:
+    return asyncio.run(_send(url, model, share, streams, run_id))
 
 
 async def _send(url: str, model: str, share: Share, streams: int | None, run_id: str) -> dict[int, ServedRequest]:

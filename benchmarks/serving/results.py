@@ -1,15 +1,13 @@
 """What a served trace says: latencies, throughput, fairness, and how full the batch was. Introduced in phase 4.
 
-A request's first token counts from its arrival, so does its whole latency; its queue wait ends where the first step
-that computed it began. Inter-token latencies are the gaps of all requests together. A percentile is interpolated
-linearly between the two nearest values. Only requests with a whole answer count in latencies; throughput counts all
-tokens.
+A request's time to the first token and its whole latency count from its arrival; its queue wait ends where the first
+step that computed it began. Inter-token latencies are the gaps of all requests together. A percentile is interpolated
+linearly. Only requests with a whole answer count in latencies; throughput counts all tokens.
 
-Two incidents are starvation. A stall: a decoding request got no token for more than ``max_decode_interval`` steps. A
-request overtaken: more than ``max_batch_size`` requests that came later were begun in an earlier step. A request that
-was preempted is begun where it was first computed; until it is computed anew it waits and is no decoding request, so
-its wait is no stall: it is seen in the gaps between tokens. Invariant: every figure follows from the run and the two
-bounds; nothing here looks at a clock.
+Two incidents are starvation. A decode stall: a decoding request got no token for more than ``max_decode_interval``
+steps. A request overtaken: more than ``max_batch_size`` requests that came later were begun in an earlier step. A
+preempted request counts as begun where it was first computed; until it is computed anew it waits, which is no stall.
+Invariant: every figure follows from the run and the two bounds; nothing here looks at a clock.
 """
 
 from typing import Any
@@ -20,17 +18,6 @@ from benchmarks.report import rounded
 from benchmarks.serving.run import ServedRun, TimedStep
 
 PERCENTILES = (50, 95, 99)
-STEP_FIGURES = (
-    "steps",
-    "slot_utilisation",
-    "kv_utilisation",
-    "decode_stalls",
-    "requests_overtaken",
-    "preemptions",
-    "tokens_recomputed",
-    "mean_step_ms",
-)
-"""What only an engine's steps tell."""
 
 
 def percentiles(seconds: list[float]) -> dict[str, float] | None:
@@ -44,9 +31,19 @@ def percentiles(seconds: list[float]) -> dict[str, float] | None:
 def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> dict[str, Any]:
     """Everything about a run; what only an engine's steps tell is None where they were not seen."""
     done = run.finished
-    seconds = run.seconds
+    seconds, steps = run.seconds, run.steps or []
     gaps = [b - a for request in done for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
     waits = [request.scheduled - request.arrived for request in done if request.scheduled is not None]
+    of_steps = {
+        "steps": len(steps),
+        "slot_utilisation": slot_utilisation(steps, max_batch_size),
+        "kv_utilisation": kv_utilisation(steps),
+        "decode_stalls": decode_stalls(steps, max_decode_interval),
+        "requests_overtaken": requests_overtaken(steps, bound=max_batch_size),
+        "preemptions": sum(len(step.record.preempted) for step in steps),
+        "tokens_recomputed": tokens_recomputed(steps),
+        "mean_step_ms": 1e3 * _mean([step.ended - step.started for step in steps]),
+    } | saturated_figures(run)
     return {
         "num_requests": len(run.requests),
         "num_finished": len(done),
@@ -54,43 +51,46 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
         "is_cut": run.is_cut,
         "output_tokens": run.num_tokens,
         "seconds": rounded(seconds),
-        "output_tokens_per_second": rounded(output_tokens_per_second(run)),
+        "output_tokens_per_second": rounded(run.num_tokens / seconds) if seconds else 0.0,
         "requests_per_second": rounded(len(done) / seconds) if seconds else 0.0,
         "time_to_first_token_ms": percentiles([r.token_times[0] - r.arrived for r in done if r.token_times]),
         "inter_token_latency_ms": percentiles(gaps),
         "request_latency_ms": percentiles([r.ended - r.arrived for r in done if r.ended is not None]),
         "queue_wait_ms": percentiles(waits),
         "forward_passes": run.num_forwards,
-    } | _step_figures(run, max_batch_size, max_decode_interval)
+        "max_batch_size": max_batch_size,
+    } | {name: (rounded(n) if isinstance(n, float) else n) if steps else None for name, n in of_steps.items()}
 
 
-def _step_figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> dict[str, Any]:
-    steps = run.steps
-    if not steps:
-        return dict.fromkeys(STEP_FIGURES)
+def saturated_figures(run: ServedRun) -> dict[str, Any]:
+    """How many held memory at a time, how full it was and how fast they were, while requests waited.
+
+    That is up to the last step that left any waiting, or to the end if none did: what follows, the last batch
+    emptying, says how long the trace is and not how fast the engine.
+    """
+    steps = run.steps or []
+    last = max((n for n, step in enumerate(steps) if step.record.num_waiting), default=len(steps) - 1)
+    steps = steps[: last + 1]
+    held = [step.record.num_running + len(step.record.finished) + len(step.record.failed) for step in steps]
+    ended = steps[-1].ended if steps else 0.0
+    tokens = sum(moment <= ended for request in run.requests for moment in request.token_times)
     return {
-        "steps": len(steps),
-        "slot_utilisation": rounded(slot_utilisation(steps, max_batch_size)),
-        "kv_utilisation": kv_utilisation(steps),
-        "decode_stalls": decode_stalls(steps, max_decode_interval),
-        "requests_overtaken": requests_overtaken(steps, bound=max_batch_size),
-        "preemptions": sum(len(step.record.preempted) for step in steps),
-        "tokens_recomputed": tokens_recomputed(steps),
-        "mean_step_ms": rounded(1e3 * float(np.mean([step.ended - step.started for step in steps]))),
+        "peak_concurrent": max(held, default=0),
+        "mean_concurrent": _mean(held),
+        "saturated_kv_utilisation": kv_utilisation(steps),
+        "saturated_tokens_per_second": tokens / ended if ended else 0.0,
     }
 
 
 def kv_utilisation(steps: list[TimedStep]) -> float | None:
-    """Share of the KV memory that holds a token, the mean over steps; None where there is no such memory."""
-    capacity = steps[-1].record.kv_capacity_tokens
-    held = float(np.mean([step.record.kv_used_tokens for step in steps]))
-    return rounded(held / capacity) if capacity else None
+    """Share of the KV cache that holds a token, the mean over steps; None where its size is unknown."""
+    capacity = steps[-1].record.kv_capacity_tokens if steps else 0
+    return _mean([step.record.kv_used_tokens for step in steps]) / capacity if capacity else None
 
 
 def slot_utilisation(steps: list[TimedStep], max_batch_size: int) -> float:
     """Of the tokens that as many steps could have given, were every place of the batch taken, the share given."""
-    given = sum(len(step.record.prefilled) + len(step.record.decoded) for step in steps)
-    return given / (len(steps) * max_batch_size)
+    return _mean([len(step.record.prefilled) + len(step.record.decoded) for step in steps]) / max_batch_size
 
 
 def decode_stalls(steps: list[TimedStep], max_decode_interval: int) -> int:
@@ -133,38 +133,10 @@ def tokens_recomputed(steps: list[TimedStep]) -> int:
     return found
 
 
-def output_tokens_per_second(run: ServedRun) -> float:
-    """Throughput of the whole run."""
-    return run.num_tokens / run.seconds if run.seconds else 0.0
-
-
-def saturated_steps(steps: list[TimedStep]) -> list[TimedStep]:
-    """Those up to the last that left any waiting, or all if none did.
-
-    What follows, the last batch emptying, says how long the trace is and not how fast the engine.
-    """
-    last = max((n for n, step in enumerate(steps) if step.record.num_waiting), default=len(steps) - 1)
-    return steps[: last + 1]
-
-
-def saturated_tokens_per_second(run: ServedRun) -> float:
-    """Throughput while requests waited: tokens of the saturated steps over their time."""
-    ended = saturated_steps(run.steps or [])[-1].ended
-    return sum(moment <= ended for request in run.requests for moment in request.token_times) / ended
-
-
-def saturated_figures(run: ServedRun) -> dict[str, Any]:
-    """How many held memory at a time, how full it was and how fast they were, while requests waited."""
-    steps = saturated_steps(run.steps or [])
-    held = [step.record.num_running + len(step.record.finished) + len(step.record.failed) for step in steps]
-    return {
-        "peak_concurrent": max(held),
-        "mean_concurrent": rounded(float(np.mean(held))),
-        "saturated_kv_utilisation": kv_utilisation(steps),
-        "saturated_tokens_per_second": rounded(saturated_tokens_per_second(run)),
-    }
-
-
 def ratio(over: float | None, under: float | None) -> float | None:
     """The quotient, rounded; None where there is none."""
     return rounded(over / under) if over is not None and under else None
+
+
+def _mean(values: list[Any]) -> float:
+    return float(np.mean(values)) if values else 0.0

@@ -1,8 +1,8 @@
 """What became of a trace: each request's moments, and each step of the engine. Introduced in phase 4.
 
-Moments are seconds from the start of the trace, as whoever asked sees them: a token is there when the step that drew it
-has ended or, over HTTP, when its frame has been read. Invariant: a request waits from the moment at which it should
-have been sent, even where the loop that sends it was busy then; what was late is part of what is measured.
+Moments are seconds from the start of the trace, as the client sees them: a token is there when the step that drew it
+has ended or, over HTTP, when its line has been read. Invariant: a request waits from the moment at which it should have
+been sent, even where the loop that sends it was busy then; what was late is part of what is measured.
 """
 
 from dataclasses import dataclass, field
@@ -36,10 +36,10 @@ class TimedStep:
 
 @dataclass
 class ServedRun:
-    """A trace that was served.
+    """A trace that was served; requests stand in its order.
 
-    Requests stand in the trace's order; ``steps`` are None where nobody saw them, over HTTP. ``is_cut``: it was broken
-    off, and requests that had not ended have no error for it.
+    ``steps`` and ``num_forwards`` are None where they cannot be seen: over HTTP, inside a peer. ``is_cut``: the run was
+    broken off, and requests that had not ended have no error for it.
     """
 
     requests: list[ServedRequest]

@@ -39,10 +39,7 @@ class ServedProcess:
     """A server that is ready; see :func:`served`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path, url: str, clients: int) -> None:
-        self.process = process
-        self.log = log
-        self.url = url
-        self.clients = clients
+        self.process, self.log, self.url, self.clients = process, log, url, clients
         self.num_runs = 0
 
     def serve(self, trace: Trace) -> ServedRun:
@@ -66,11 +63,10 @@ class ServedProcess:
 
 def check_can_serve() -> None:
     """Raise ConfigError where a package is missing that the server or its client needs."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             f"Serving over HTTP needs {', '.join(missing)}, not installed here; install the project with its "
-            "dependencies, or choose --way engine and experiments without HTTP."
+            "dependencies, or name contenders and experiments without HTTP."
         )
 
 
@@ -81,18 +77,15 @@ def served(lesson: Lesson, folder: Path, options: Sequence[str], clients: int | 
     Raises ConfigError, with what the server said last, if it does not become ready.
     """
     clients = clients or max(1, min(4, (os.cpu_count() or 1) // 4))
-    command = [sys.executable, "-m", lesson.module_name, "serve", str(folder)]
-    command += ["--served-model-name", MODEL, "--port", "0"]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    command = [sys.executable, "-m", lesson.module_name, "serve", str(folder), "--log-format", "json"]
+    command += ["--served-model-name", MODEL, "--port", "0", *options]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as scratch, _orderly_end():
         log = Path(scratch) / "log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [*command, "--log-format", "json", *options],
+                command,
                 env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

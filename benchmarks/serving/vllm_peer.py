@@ -35,6 +35,12 @@ def is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None and torch.cuda.is_available()
 
 
+def check_installed() -> None:
+    """Raise ConfigError where vLLM cannot run."""
+    if not is_installed():
+        raise ConfigError("The contender vllm needs a GPU and vLLM; install it with `pip install vllm==0.26.0`.")
+
+
 class VllmEngine:
     """vLLM with a model folder, serving like an engine of phase 4 or later. Raises ConfigError without vLLM or a GPU.
 
@@ -44,8 +50,7 @@ class VllmEngine:
     last_step = None
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, max_seq_len: int, max_batch_size: int = 1) -> None:
-        if not is_installed():
-            raise ConfigError("The contender vllm needs a GPU and vLLM; install it with `pip install vllm==0.26.0`.")
+        check_installed()
         os.environ.update(ENVIRONMENT)
         import vllm
         from vllm.sampling_params import RequestOutputKind
@@ -62,7 +67,7 @@ class VllmEngine:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
-        self.max_seq_len, self.settings = max_seq_len, {"version": vllm.__version__} | given
+        self.max_seq_len, self.version, self.settings = max_seq_len, vllm.__version__, given
         self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)
         self.engine: Any = vllm.LLM(model=str(folder), **given).llm_engine
         self.weight_bytes: int = sum(self.engine.apply_model(lambda model: sum(p.nbytes for p in model.parameters())))
@@ -70,7 +75,8 @@ class VllmEngine:
         self.num_tokens_computed = 0
 
     def stats(self) -> dict[str, int]:
-        return {"tokens computed": self.num_tokens_computed}  # if none was computed twice
+        """Tokens computed, if none was computed twice, and bytes of the KV cache."""
+        return {"tokens computed": self.num_tokens_computed, "cache bytes": self.settings["kv_cache_memory_bytes"]}
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Hand a request over, to be answered past any end of sequence."""

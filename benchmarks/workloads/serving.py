@@ -1,12 +1,9 @@
-"""What a serving benchmark asks: requests and the times at which they come, as data. Introduced in phase 4.
+"""Workloads of the serving benchmarks: requests and the times at which they come, as data. Introduced in phase 4.
 
 A workload says how many requests there are, how long they are and how many are open at a time; a trace is one draw from
-it. The trace is drawn once and given to every contender, so they differ in how they serve and in nothing else. Requests
-come in one of two ways. Closed loop: so many are open at any time, and whenever one ends the next is sent. Poisson:
-each comes at its own moment, whoever is busy then, as strangers do.
-
-Invariant: a trace depends on the workload, the vocabulary and the seed alone; lengths and prompts are the same in
-either way to come and at every rate, and a higher rate is the same arrivals, closer together.
+it, given to every contender. Requests come in one of two ways: in a closed loop a fixed number is open, and whenever
+one ends the next is sent; as Poisson arrivals each has its own moment, however busy the engine is then. Invariant: a
+trace depends on the workload, the vocabulary and the seed alone; a higher rate is the same arrivals, closer together.
 """
 
 import zlib
@@ -16,10 +13,12 @@ import numpy as np
 
 from shared.errors import ConfigError
 
+BLOCK_SIZE = 16
+
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests to draw; the bounds of lengths are included, and lengths are uniform between them."""
+    """Requests to draw; lengths are uniform between their bounds, which are included."""
 
     name: str
     title: str
@@ -30,21 +29,8 @@ class Workload:
     shared_prefix_tokens: int = 0  # with which every prompt begins
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "concurrency"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of workload {self.name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("prompt_tokens", "new_tokens"):
-            low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise ConfigError(
-                    f"{name} of workload {self.name} lie between {low} and {high}; the first must be at least 1 and at "
-                    "most the second."
-                )
-        if not 0 <= self.shared_prefix_tokens < self.prompt_tokens[0]:
-            raise ConfigError(
-                f"The shared prefix of workload {self.name} has {self.shared_prefix_tokens} tokens and its shortest "
-                f"prompt {self.prompt_tokens[0]}; each prompt needs a token of its own behind the prefix."
-            )
+        if self.num_requests < 1:
+            raise ConfigError(f"num_requests of workload {self.name} is {self.num_requests}; it must be at least 1.")
 
     @property
     def longest(self) -> int:
@@ -53,11 +39,11 @@ class Workload:
 
     def describe(self) -> str:
         """Its figures in a line, for a table's head."""
-        parts = [f"{self.num_requests} requests, {self.concurrency} open at a time"]
-        parts.append(f"{_between(self.prompt_tokens)} tokens in, {_between(self.new_tokens)} out")
-        if self.shared_prefix_tokens:
-            parts.append(f"the first {self.shared_prefix_tokens} of each prompt the same")
-        return ", ".join(parts)
+        bounds = self.prompt_tokens, self.new_tokens
+        prompts, answers = (str(low) if low == high else f"{low} to {high}" for low, high in bounds)
+        text = f"{self.num_requests} requests, {self.concurrency} open at a time, {prompts} tokens in, {answers} out"
+        prefix = self.shared_prefix_tokens
+        return f"{text}, the first {prefix} of each prompt the same" if prefix else text
 
 
 @dataclass(frozen=True)
@@ -107,8 +93,8 @@ def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | Non
 class ServingSize:
     """How much a serving benchmark asks.
 
-    ``wide_slots``, how many and of how many tokens, is the memory that all contenders of ``capacity`` have; ``trials``
-    are of the comparisons in turns.
+    ``wide_slots``, how many and of how many tokens, is the KV cache that each contender of ``capacity`` has; regions of
+    the trace's longest request and blocks must both divide it. ``trials``: of the comparisons in turns.
     """
 
     max_batch_size: int
@@ -125,17 +111,19 @@ class ServingSize:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of the memory of ``capacity``."""
-        num, width = self.wide_slots
-        return num * width
+        """Tokens of the KV cache of ``capacity``."""
+        return self.wide_slots[0] * self.wide_slots[1]
 
     @property
-    def workloads(self) -> dict[str, Workload]:
-        """W1 to W3, by name."""
-        return {workload.name: workload for workload in (self.w1, self.w2, self.w3)}
+    def capacity_batch(self) -> int:
+        """A batch that blocks of that memory never fill: twice as many as would fit with their whole lengths."""
+        mean = (sum(self.capacity.prompt_tokens) + sum(self.capacity.new_tokens)) / 2
+        return min(self.capacity.num_requests, int(2 * self.capacity_tokens / mean))
 
-    def with_tail_requests(self, num_requests: int) -> "ServingSize":
-        return replace(self, tail=replace(self.tail, num_requests=num_requests))
+    @property
+    def server_batch(self) -> int:
+        """The batch of the server: it holds the streams of every experiment that goes over HTTP."""
+        return max(self.max_batch_size, self.streams.concurrency)
 
 
 MIXED_PROMPTS, MIXED_ANSWERS = (32, 1024), (64, 256)
@@ -172,6 +160,8 @@ DEMO = ServingSize(
 """Without a GPU: the same measurements in a few minutes, with the demo model."""
 
 
-def _between(bounds: tuple[int, int]) -> str:
-    low, high = bounds
-    return str(low) if low == high else f"{low} to {high}"
+def default_size(device: str, is_large: bool = False) -> ServingSize:
+    """Full size on a GPU, otherwise the demo size; ``is_large`` raises W2 to 64 at a time, on a GPU alone."""
+    if is_large and not device.startswith("cuda"):
+        raise ConfigError("--large opens 64 long requests at a time and the device is cpu; leave it out, or use a GPU.")
+    return LARGE if is_large else FULL if device.startswith("cuda") else DEMO

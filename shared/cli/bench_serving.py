@@ -11,23 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli.bench_options import (
-    Device,
-    Dtype,
-    Model,
-    Seed,
-    Threads,
-    computing_device,
-    step_progress,
-    tell_written,
-)
+from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, computing_device, present, step_progress
 from shared.cli.options import DEFAULT_MODEL, fetch_if_known
-from shared.cli.terminal import examples, stdout_console
+from shared.cli.terminal import examples
 
 SERVING_EPILOG = examples(
     "infer bench serving",
     "infer bench serving --experiment tail --tail-requests 128",
-    "infer bench serving --experiment workloads --way engine --contender static --contender continuous",
+    "infer bench serving --experiment workloads --contender static --contender continuous",
     "infer bench serving --experiment capacity --experiment whole-step",
     "infer bench serving --model ./llama-1b --device cuda --out reports",
 )
@@ -52,17 +43,13 @@ def serving(
             "Default: all.",
         ),
     ] = None,
-    way: Annotated[
-        list[str] | None,
-        typer.Option("--way", help="How the workloads are served: engine, http; repeat it. Default: both."),
-    ] = None,
     contender: Annotated[
         list[str] | None,
         typer.Option(
             "--contender",
             "-c",
-            help="Of the workloads: sequential, padded, static, continuous, paged or newest, if it is newer than that; "
-            "repeat it. Default: all.",
+            help="Of the workloads: sequential, transformers, static, continuous, paged, newest, vllm (where it is "
+            "installed) or http; repeat it. Default: all.",
         ),
     ] = None,
     phase: Annotated[
@@ -72,16 +59,17 @@ def serving(
     large: Annotated[bool, typer.Option("--large", help="W2 with 64 requests open at a time; on a GPU.")] = False,
     rate: Annotated[
         float | None,
-        typer.Option("--rate", help="Let the workloads' requests come by chance, so many a second, not in a loop."),
+        typer.Option("--rate", help="Poisson arrivals of the workloads, so many a second, instead of a closed loop."),
     ] = None,
     tail_requests: Annotated[
         int | None, typer.Option("--tail-requests", help="Requests of the tail; 512, without a GPU 24.")
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", help="Of together, whole-step and http-overhead: the median counts; 3.")
+        int | None, typer.Option("--trials", help="Of what is measured in turns: the median counts; 3.")
     ] = None,
     clients: Annotated[
-        int | None, typer.Option("--clients", help="Processes that send and read; by the number of cores up to 4.")
+        int | None,
+        typer.Option("--clients", help="Client processes; by the number of cores up to 4."),
     ] = None,
     max_seconds: Annotated[
         float | None, typer.Option("--max-seconds", help="Break a trace off after so long, where there is no HTTP.")
@@ -97,42 +85,30 @@ def serving(
     Ctrl-C ends it with a report of the experiments that were completed. The last line on standard output is the result
     as JSON.
     """
-    from benchmarks.bench_serving import default_size, measure_serving
-    from benchmarks.report import write_report
-    from benchmarks.views.serving import markdown, print_serving
-    from benchmarks.views.serving_figure import save_figure
+    from benchmarks.bench_serving import measure_serving
+    from benchmarks.serving.view import view
+    from benchmarks.setup import Setup
+    from benchmarks.workloads.serving import default_size
 
     device = computing_device(device)
     size = default_size(device, large)
     if tail_requests is not None:
-        size = size.with_tail_requests(tail_requests)
+        size = replace(size, tail=replace(size.tail, num_requests=tail_requests))
     if trials is not None:
         size = replace(size, trials=trials)
     fetch_if_known(model)
     with step_progress() as progress:
         report = measure_serving(
-            model,
+            Setup(model, device, dtype, threads, seed, progress),
             experiments=experiment or None,
-            ways=way or None,
             contenders=contender or None,
             phase=phase,
             size=size,
             rate=rate,
             max_seconds=max_seconds,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            threads=threads,
             clients=clients,
-            progress=progress,
         )
-    console = stdout_console()
-    print_serving(report, console)
-    if out is not None:
-        drawn = write_report(report, out, table=markdown(report), figure=lambda path: save_figure(report, path))
-        tell_written(console, drawn)
-    typer.echo("")
-    typer.echo(report.line())
+    present(report, view(report), out)
 
 
 def matrix(
@@ -152,30 +128,15 @@ def matrix(
 
     The last line on standard output is the result as JSON.
     """
-    from benchmarks.report import write_report
-    from benchmarks.run_matrix import run_matrix
-    from benchmarks.views.matrix import markdown, print_matrix, save_figure
+    from benchmarks.run_matrix import run_matrix, view
+    from benchmarks.setup import Setup
 
     device = computing_device(device)
     fetch_if_known(model)
     with step_progress() as progress:
-        report = run_matrix(
-            model,
-            phases=phase or None,
-            max_seconds=max_seconds,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            progress=progress,
-        )
-    console = stdout_console()
-    print_matrix(report, console)
-    if out is not None:
-        drawn = write_report(report, out, table=markdown(report), figure=lambda path: save_figure(report, path))
-        tell_written(console, drawn)
-    typer.echo("")
-    typer.echo(report.line())
+        setup = Setup(model, device, dtype, threads, seed, progress)
+        report = run_matrix(setup, phases=phase or None, max_seconds=max_seconds)
+    present(report, view(report), out)
 
 
 COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {

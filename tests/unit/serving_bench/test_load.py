@@ -1,19 +1,26 @@
 """How a trace is put to an engine, and how requests and events go to and from a server."""
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.serving.engine_load import OneAtATime, drive
-from benchmarks.serving.load_generator import EventReader, request_body
+from benchmarks.serving.load_generator import EventReader
 from benchmarks.serving.results import figures, slot_utilisation
+from benchmarks.serving.transformers_engine import TransformersEngine
 from benchmarks.workloads.serving import Trace, TraceRequest, make_trace
+from phases.phase_03.engine import Engine as Plain
+from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.errors import QueueFullError
+from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
 from tests.unit.serving_bench.by_hand import MIXED, step
 
@@ -120,7 +127,7 @@ def test_one_at_a_time_answers_in_order_and_counts_its_steps() -> None:
             is_last = n == params.max_new_tokens - 1
             yield StepOutput("its own id", prompt[0] + n, "", FinishReason.LENGTH if is_last else None)
 
-    queue = OneAtATime(SimpleNamespace(generate=generate, stats=lambda: {"tokens computed": 7}))
+    queue: Any = OneAtATime(SimpleNamespace(generate=generate, stats=lambda: {"tokens computed": 7}))
     trace = Trace((TraceRequest((10,), 3), TraceRequest((20,), 1), TraceRequest((30,), 2)), concurrency=3)
     run = drive(queue, trace)
     assert [r.token_ids for r in run.requests] == [[10, 11, 12], [20], [30, 31]]
@@ -129,8 +136,8 @@ def test_one_at_a_time_answers_in_order_and_counts_its_steps() -> None:
     assert slot_utilisation(run.steps, 1) == 1
     assert [s.record.num_waiting for s in run.steps] == [2, 2, 2, 1, 0, 0]
     assert queue.stats() == {"tokens computed": 7, "forward passes": 6}
-    queue.add_request((1,), SimpleNamespace(max_new_tokens=2), "a")
-    queue.add_request((1,), SimpleNamespace(max_new_tokens=2), "b")
+    for name in "ab":
+        queue.add_request((1,), SamplingParams(temperature=0.0, max_new_tokens=2), name)
     queue.step()
     assert queue.abort("a")
     assert queue.abort("b")
@@ -138,19 +145,48 @@ def test_one_at_a_time_answers_in_order_and_counts_its_steps() -> None:
     assert not queue.has_work()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_transformers_gives_the_plain_loops_tokens(tiny_checkpoints: dict[str, Path], family: str) -> None:
+    """In batches of three, of prompts of 3 to 40 tokens, more than Gemma's window, and answers of 1 to 9."""
+    config = EngineConfig(model=str(tiny_checkpoints[family]), max_seq_len=64)
+    rows = make_trace(replace(MIXED, num_requests=5, prompt_tokens=(40, 40)), 300, seed=0).requests
+    lengths = [(40, 9), (3, 1), (17, 5), (8, 4), (25, 8)]
+    requests = [TraceRequest(row.prompt_ids[:n], new) for row, (n, new) in zip(rows, lengths, strict=True)]
+    trace = Trace(tuple(requests), concurrency=5)
+    padded = TransformersEngine(replace(config, max_batch_size=3))
+    plain = drive(OneAtATime(Plain(config)), trace)
+    run = drive(padded, trace)
+    assert [r.token_ids for r in run.requests] == [r.token_ids for r in plain.requests]
+    # Three rows of the longest prompt and of the longest answer's decoding; then two.
+    assert padded.num_tokens_computed == 3 * (40 + 8) + 2 * (25 + 7)
+    assert run.num_forwards == 9 + 8
+    assert [len(step.record.decoded) for step in run.steps][1:9] == [2, 2, 2, 2, 1, 1, 1, 1]
+    cut = drive(padded, trace, max_seconds=1e-9)
+    assert cut.is_cut
+    assert not padded.has_work()
+    again = drive(padded, trace)
+    assert [r.token_ids for r in again.requests] == [r.token_ids for r in plain.requests], "the batch before is over"
+
+
+def test_what_generate_raises_is_raised_by_the_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = TransformersEngine(EngineConfig(model=str(folder), max_seq_len=30))
+
+    def generate(**_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(padded.model, "generate", generate)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drive(padded, Trace((TraceRequest((5,), 3),), concurrency=1))
+
+
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\n\r")), max_size=6), st.data())
 def test_events_are_read_however_the_bytes_arrive(texts: list[str], data: st.DataObject) -> None:
+    end = data.draw(st.sampled_from(["\n", "\r\n"]))
     stream = "".join(f": still here\n\nevent: token\ndata: [{text}]\n\n" for text in texts) + "data: [DONE]\n\n"
-    raw = stream.encode()
+    raw = stream.replace("\n", end).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
     reader, events = EventReader(), []
     for start, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         events += reader.feed(raw[start:end])
     assert events == [("token", f"[{text}]") for text in texts] + [(None, "[DONE]")]
     assert reader.rest == b""
-
-
-def test_a_request_asks_for_what_the_engine_alone_is_asked() -> None:
-    body = request_body(TraceRequest((4, 5), 9), "m")
-    assert body["prompt"] == [4, 5]
-    assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (9, 0, True)

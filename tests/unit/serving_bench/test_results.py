@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.report import rounded
 from benchmarks.serving.results import (
     decode_stalls,
     figures,
@@ -10,7 +9,6 @@ from benchmarks.serving.results import (
     ratio,
     requests_overtaken,
     saturated_figures,
-    saturated_tokens_per_second,
     slot_utilisation,
     tokens_recomputed,
 )
@@ -79,9 +77,9 @@ def test_a_request_that_was_preempted_counts_from_its_first_prefill() -> None:
     # Of the six steps that left any waiting: who held memory in them, those who ended in them too.
     told = saturated_figures(run)
     assert told["peak_concurrent"] == 3
-    assert told["mean_concurrent"] == rounded((2 + 3 + 1 + 1 + 1 + 1) / 6)
-    assert told["saturated_kv_utilisation"] == rounded((10 + 12 + 7 + 8 + 9 + 0) / 600)
-    assert told["saturated_tokens_per_second"] == rounded(1 / 6)
+    assert told["mean_concurrent"] == pytest.approx((2 + 3 + 1 + 1 + 1 + 1) / 6)
+    assert told["saturated_kv_utilisation"] == pytest.approx((10 + 12 + 7 + 8 + 9 + 0) / 600)
+    assert told["saturated_tokens_per_second"] == pytest.approx(1 / 6)
 
 
 def test_overtaking_is_counted_by_the_first_prefill() -> None:
@@ -126,9 +124,9 @@ def test_overtaken_is_who_was_begun_after_too_many_that_came_later() -> None:
 def test_saturated_throughput_ends_with_the_last_step_that_left_any_waiting() -> None:
     steps = [step(0, 1, num_waiting=3), step(1, 2, num_waiting=1), step(2, 4, num_waiting=0), step(4, 9)]
     run = ServedRun([request(0.0, 0.0, [1.0, 2.0, 4.0, 9.0]), request(0.0, 0.0, [2.0, 4.0])], steps, 4)
-    assert saturated_tokens_per_second(run) == 3 / 2
+    assert saturated_figures(run)["saturated_tokens_per_second"] == 3 / 2
     never = ServedRun([request(0.0, 0.0, [1.0, 2.0])], [step(0, 1), step(1, 2)], 2)
-    assert saturated_tokens_per_second(never) == 2 / 2
+    assert saturated_figures(never)["saturated_tokens_per_second"] == 2 / 2
 
 
 def test_regions_and_ratios() -> None:

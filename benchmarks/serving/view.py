@@ -1,0 +1,171 @@
+"""Reports of the serving benchmark and of the matrix as a reader sees them. Introduced in phase 4.
+
+Invariant: everything shown is read from the report; nothing is measured here.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks.report import Report
+from benchmarks.serving.contenders import PEERS
+from benchmarks.serving.experiments import EXPERIMENTS, SATURATED, SPEED, Experiment, value_at
+from benchmarks.view import (
+    Bar,
+    Bars,
+    Column,
+    Table,
+    View,
+    count,
+    megabytes,
+    number,
+    percent,
+    percentiles,
+    text,
+    times,
+)
+
+Runs = dict[str, dict[str, Any]]
+COUNTED = ("num_errors", "preemptions", "tokens_recomputed")
+NAME = text("", "title")
+TOKENS = Column("tokens/s", SPEED)
+LATENCIES = {
+    "queue_wait_ms": "queue wait",
+    "time_to_first_token_ms": "first token",
+    "inter_token_latency_ms": "between tokens",
+    "request_latency_ms": "whole",
+}
+PERCENTILES = tuple(Column(f"{words}, P50 / P95 / P99 (ms)", key, percentiles) for key, words in LATENCIES.items())
+PLACES = Column("places used", "slot_utilisation", percent)
+WAITING = Column("tokens/s while requests wait", SATURATED)
+COMPUTED = Column("tokens computed", "tokens_computed", count)
+STEP, STEPS = Column("ms/step", "mean_step_ms"), Column("steps", "steps", count)
+REQUESTS = Column("requests/s", "requests_per_second")
+PEAK, BATCH = Column("at a time, peak", "peak_concurrent", count), Column("batch of up to", "max_batch_size", count)
+WRITTEN = Column("memory written", "saturated_kv_utilisation", percent)
+TRIALS = Column("tokens/s of each trial", "tokens_per_second_trials", lambda found: " / ".join(map(number, found)))
+INCIDENTS = tuple(Column(name.replace("_", " "), name, count) for name in COUNTED)
+PASSES = Column("forward passes", "forward_passes", count)
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "speeds": (TOKENS, Column("over the first", "gain", times), REQUESTS, PLACES, STEPS, PASSES, COMPUTED),
+    "latencies": PERCENTILES,
+    "fairness": (*PERCENTILES, TOKENS, Column("starvation incidents", lambda run: incidents(run), count)),
+    "loop": (WAITING, TOKENS, PLACES, STEP, PASSES),
+    "held": (PEAK, Column("mean", "mean_concurrent"), BATCH, WRITTEN, WAITING),
+    "costs": (*INCIDENTS, COMPUTED, STEP, TOKENS),
+    "trials": (Column("tokens/s, median", "tokens_per_second_median"), TRIALS),
+}
+RATIOS = (
+    *(
+        text(words, key)
+        for key, words in {"experiment": "experiment", "words": "what", "of": "of", "over": "over"}.items()
+    ),
+    Column("ratio", "ratio", times),
+)
+MEMORY = {
+    "memory_weights_bytes": "weights",
+    "memory_kv_bytes": "KV cache",
+    "memory_other_bytes": "other",
+    "peak_activation_bytes": "activations at the peak",
+}
+
+
+def about(report: Report) -> list[str]:
+    """What was run, in a line."""
+    flags, size = report.flags, ", demo size (no GPU)" if report.flags["is_demo_size"] else ""
+    words = f"greedy, {flags['dtype']}, batches of up to {flags['max_batch_size']}, seed {report.seed}{size}"
+    return [f"{words}; {report.date[:10]}."]
+
+
+def all_runs(node: Any) -> Runs:
+    """Every served trace below a node of the results, by its dotted key."""
+    if not isinstance(node, dict):
+        return {}
+    if "num_errors" in node:
+        return {"": node}
+    return {f"{key}.{rest}".rstrip("."): run for key in node for rest, run in all_runs(node[key]).items()}
+
+
+def incidents(run: Mapping[str, Any]) -> int:
+    """Decode stalls and requests overtaken."""
+    return (run["decode_stalls"] or 0) + (run["requests_overtaken"] or 0)
+
+
+def view(report: Report) -> View:
+    """A report of `measure_serving`."""
+    tables, speeds, latencies = [], [], []
+    for experiment, name, heading, found in _parts(report):
+        runs = all_runs(found)
+        for n, shown in enumerate(experiment.shows):
+            tables.append(Table(f"{heading} ({shown})" if n else heading, (NAME, *COLUMNS[shown]), [*runs.values()]))
+        group = f"{experiment.name}: {report.flags['workloads'][name]['title']}"
+        speeds.append((group, [_bar(key, run, experiment.speed) for key, run in runs.items()]))
+        latencies.append((group, [_bar(key, run, "request_latency_ms.p99") for key, run in runs.items()]))
+    sized = [run for run in all_runs(report.results).values() if "memory_kv_bytes" in run]
+    rows = {(run["title"], run["memory_kv_bytes"]): run for run in sized}
+    columns = (NAME, *(Column(words, key, megabytes) for key, words in MEMORY.items()))
+    tables += [Table("Memory (MB)", columns, [*rows.values()])] if rows else []
+    tables += [Table("Ratios", RATIOS, ratios)] if (ratios := _ratios(report)) else []
+    panels = [Bars("Output tokens a second", speeds), Bars("Whole latency at P99, milliseconds", latencies)]
+    title = f"Serving: {report.model['name']} on {report.machine_title}"
+    return View(title, about(report), tables, _notes(report), panels=panels)
+
+
+def _bar(name: str, run: Mapping[str, Any], key: str) -> Bar:
+    value = value_at(run, key) or 0.0
+    return Bar(run["title"], [value], number(value), "peer" if name in PEERS else "ours")
+
+
+def _parts(report: Report) -> Iterator[tuple[Experiment, str, str, Any]]:
+    """Each experiment and workload that was run: the workload's name, a heading and the results."""
+    for experiment in EXPERIMENTS:
+        found = report.results.get(experiment.key, {})
+        for name in experiment.workloads if found else ():
+            workload = report.flags["workloads"][name]
+            heading = f"{workload['title']}: {workload['about']}"
+            if experiment.name in ("policies", "whole-step"):
+                heading = f"{experiment.name.capitalize()}, {heading}"
+            if experiment.load:
+                rate = number(found["rate_requests_per_second"])
+                heading = f"{workload['title']}: {workload['num_requests']} Poisson requests at {rate} a second, "
+                heading += f"{found['load']} of what static batching can do"
+            if experiment.resized:
+                heading += f"; {megabytes(found['wide_slots']['memory_kv_bytes'])} MB of KV cache for each"
+            if experiment.in_turns:
+                heading += f"; median of {report.flags['trials']} trials in turns"
+            yield experiment, name, heading, found[name] if len(experiment.workloads) > 1 else found
+
+
+def _ratios(report: Report) -> list[dict[str, Any]]:
+    """A row for each ratio: what is compared, of which contender over which."""
+    return [
+        {
+            "experiment": f"{experiment.name}, {report.flags['workloads'][name]['title']}",
+            "of": found[over]["title"],
+            "over": found[each.under]["title"],
+            "words": each.words,
+            "ratio": found[key],
+            "is_note": each.under in PEERS and over in ("newest", "paged"),
+        }
+        for experiment, name, _, found in _parts(report)
+        for each in experiment.ratios
+        for over in all_runs(found)
+        if found.get(key := f"{over}_over_{each.under}{each.suffix}") is not None
+    ]
+
+
+def _notes(report: Report) -> list[str]:
+    """The ratios over peers, and what went wrong."""
+    notes = [
+        f"{row['experiment']}: {row['of']} has {times(row['ratio'])} the {row['words']} of {row['over']}."
+        for row in _ratios(report)
+        if row["is_note"]
+    ]
+    runs = all_runs(report.results).values()
+    errors, preemptions, recomputed = (sum(run.get(key) or 0 for run in runs) for key in COUNTED)
+    notes.append(f"Errors: {errors}. Decode stalls and requests overtaken: {sum(map(incidents, runs))}.")
+    notes.append(f"Preemptions: {preemptions:,}. Tokens recomputed: {recomputed:,}.")
+    if cut := sum(run["is_cut"] for run in runs):
+        notes.append(f"{cut} of the runs were broken off after {report.flags['max_seconds']:g} s.")
+    if not report.flags["is_demo_size"] and "vllm" not in report.flags.get("peers", {}):
+        notes.append("vLLM was not measured; it is a contender where it is installed.")
+    return notes
