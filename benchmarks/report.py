@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,43 +69,27 @@ class Report:
         return json.dumps(head | rest, ensure_ascii=False, allow_nan=False)
 
 
-def write_report(
-    report: Report,
-    folder: str | Path,
-    *,
-    view: View | None = None,
-    table: str | None = None,
-    figure: Callable[[Path], None] | None = None,
-) -> list[Path]:
-    """Write the JSON report, with the tables of ``view`` as Markdown and its panels as a PNG beside it.
+def write_report(report: Report, folder: str | Path, *, view: View) -> list[Path]:
+    """Write the JSON report, and beside it the tables of ``view`` as Markdown and its panels, if any, as a PNG.
 
     Returns the paths, JSON first. Raises ConfigError if the folder cannot be written.
     """
-    if view is not None:
-        table, figure = markdown(view), (lambda path: _save_figure(view, path)) if view.panels else None
     folder = Path(folder)
+    paths = [folder / f"{report.file_stem}.{end}" for end in ("json", "md", *(["png"] if view.panels else []))]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{report.file_stem}.json"]
         text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         paths[0].write_text(text + "\n", encoding="utf-8")
-        if table is not None:
-            paths.append(folder / f"{report.file_stem}.md")
-            paths[-1].write_text(table.rstrip("\n") + "\n", encoding="utf-8")
-        if figure is not None:
-            paths.append(folder / f"{report.file_stem}.png")
-            figure(paths[-1])
+        paths[1].write_text(markdown(view), encoding="utf-8")
+        if view.panels:
+            from benchmarks.figure import save_figure  # matplotlib loads slowly
+
+            save_figure(view, paths[2])
     except OSError as error:
         raise ConfigError(
             f"The report cannot be written into {folder} ({error.strerror or error}); name a folder that can be made."
         ) from error
     return paths
-
-
-def _save_figure(view: View, path: Path) -> None:
-    from benchmarks.figure import save_figure  # matplotlib loads slowly
-
-    save_figure(view, path)
 
 
 def read_value(path: str | Path, key: str) -> Any:

@@ -415,7 +415,7 @@ REFUSALS: list[tuple[tuple[str, ...], str]] = [
     (("phases", "sync", "decode", "--from", "01a"), "has no method 'decode'"),
     (("model", "pull", "gpt-9"), "gpt-9"),
     (("model", "make", "--shape", "round", "{empty}"), "round"),
-    (("model", "make", "--shape", "tiny-llama", "{occupied}"), "already holds files"),
+    (("model", "make", "--shape", "tiny-llama", "{occupied}"), "contains files that are not of a generated checkpoint"),
     (("ladder", "--model", "/no/such/folder"), "/no/such/folder"),
     (("ladder", "--model", "{tiny}", "--phase", "99"), "99"),
     (("compare", "/no/such/folder"), "/no/such/folder"),

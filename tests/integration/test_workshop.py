@@ -145,7 +145,7 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
 ) -> None:
     learner.workshop("start", "03")
     learner.write(KV_BYTES_GAP, KV_BYTES)
-    title = "attend over the cache, of a windowed layer over its window alone"
+    title = "attend over the cache, in a sliding-window layer over the window alone"
     attend = f'raise NotImplementedError("exercise 03x4: {title}")'
     learner.write(attend, 'raise RuntimeError("this is mine")')
     command = ("generate", "--phase", "03", "--model", str(tiny_checkpoints["llama"]), "--prompt", "ab")

@@ -48,11 +48,11 @@ def test_the_file_tells_everything_and_no_path(report, tmp_path):
     assert json.loads(report.line())["results"] == RESULTS
     assert "\n" not in report.line()
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_report(report, paths[0] / "reports")
+        write_report(report, paths[0] / "reports", view=view)
 
 
 def test_a_value_is_read_by_its_dotted_key_and_a_missing_one_names_those_there_are(report, tmp_path):
-    path = write_report(report, tmp_path)[0]
+    path = write_report(report, tmp_path, view=View("Speed: a model", [], []))[0]
     found = {"results.02.ms_per_token.16": 41.2, "results.03.1.peer": None, "results.02.trials.1": 7.5, "seed": 7}
     assert {key: read_value(path, key) for key in found} == found
     for key, told in (
