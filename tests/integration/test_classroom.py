@@ -28,6 +28,8 @@ from tutorial.workshop.limits import Limits
 from tutorial.workshop.skeleton import skeleton
 from tutorial.workshop.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 STOPPING = find_exercise("02x5")
 """Its tests compute least of all, so that a submission costs little more than starting pytest."""
 ENDLESS_IN_C = "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)"

@@ -14,6 +14,8 @@ from tutorial.workshop.exercises import ROOT, Exercise, exercises, exercises_of
 from tutorial.workshop.skeleton import filled
 from tutorial.workshop.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 EXERCISES = exercises()
 LESSONS = lessons()
 AT_ONCE = 2

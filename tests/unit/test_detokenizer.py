@@ -1,7 +1,7 @@
 """Streaming decode: the pieces join to what decode gives, for text and for any ids, and no piece is premature."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared.text.detokenizer import IncrementalDecoder
@@ -24,11 +24,12 @@ def _stream(tokenizer, ids):
 
 @settings(max_examples=150, deadline=None)
 @given(kind=st.sampled_from(KINDS), text=UNICODE)
+@example(kind="llama3", text="a<|eom_id|>b")  # a special token written out, which decoding skips
 def test_streamed_text_is_the_text(tokenizers, kind, text):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text)
     assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
-    if kind in ("llama3", "smollm2"):
+    if kind in ("llama3", "smollm2") and not any(token in text for token in tokenizer.special_tokens):
         assert tokenizer.decode(ids) == text
 
 
