@@ -8,7 +8,6 @@ the model's shape and revision, seed and flags; it holds no path and no host nam
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -160,6 +159,4 @@ def engine_settings(config: EngineConfig, model_name: str) -> dict[str, Any]:
 
 def rounded(value: float, digits: int = 4) -> float:
     """To significant digits: what a measurement is worth, and what a reader can take in."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+    return float(f"{value:.{digits}g}")
