@@ -9,8 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ _CLOCK = re.compile(r"\b(\d+)\.(\d*?)0+(?=\s?ghz\b)", re.IGNORECASE)
 def describe_machine() -> dict[str, Any]:
     """Processor, memory, GPUs (``gpu`` is None without one), system, and ``versions`` of what computes."""
     gpus = _num_gpus(None)
-    versions = {package: version(package) for package in PACKAGES if find_spec(package.removesuffix("-python"))}
+    versions = {package: found.version for package in PACKAGES for found in distributions(name=package)}
     return {
         "cpu": cpu_model(),
         "cores": num_cores(),

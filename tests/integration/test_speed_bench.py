@@ -35,7 +35,7 @@ from shared.lessons import find_lesson, lessons, newest_lesson
 from shared.loading.config_json import read_config
 
 SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2, window=3)
-CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32", 1 << 26)
+CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32")
 PHASES = [lesson.number for lesson in lessons() if lesson.generates]
 NEWEST = newest_lesson().number
 CPU = torch.device("cpu")
