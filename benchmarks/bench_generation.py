@@ -29,19 +29,20 @@ from shared.lessons import newest_lesson
 
 @dataclass(frozen=True)
 class GenerationSize:
-    """How much is measured; ``window`` decode steps in the middle of an answer are traced."""
+    """How much is measured."""
 
     prompt_tokens: int
     new_tokens: int
     trials: int
-    window: int
 
 
-W1 = GenerationSize(prompt_tokens=256, new_tokens=256, trials=3, window=16)
-DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3, window=4)
+W1 = GenerationSize(prompt_tokens=256, new_tokens=256, trials=3)
+DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3)
 """Without a GPU: the same measurement in a minute, with the demo model."""
 ANSWER_SECONDS = 15.0
 """A trial's answer is broken off after so much decoding; phase 2, which computes every token anew, may need it."""
+MOST_TRACED = 16
+"""Decode steps in the middle of an answer that are traced, at most, or a quarter of the answer."""
 COUNTS = ("kernels", "copies", "host_launches", "own_launches")
 
 
@@ -71,12 +72,7 @@ def measure_generation(
     """
     setup = Setup(model, **where)
     size = size or (W1 if setup.is_gpu else DEMO)
-    check_least(
-        prompt_tokens=(size.prompt_tokens, 1),
-        new_tokens=(size.new_tokens, 3),
-        trials=(size.trials, 1),
-        window=(size.window, 1),
-    )
+    check_least(prompt_tokens=(size.prompt_tokens, 1), new_tokens=(size.new_tokens, 3), trials=(size.trials, 1))
     check_positive(max_seconds=max_seconds)
     longest = size.prompt_tokens + size.new_tokens
     setup.check_length(longest, f"prompt_tokens {size.prompt_tokens} and new_tokens {size.new_tokens}")
@@ -100,10 +96,10 @@ def measure_generation(
             turns.load(program, partial(load_peers, program, peers, setup, longest))
         turns.warm_up(size.prompt_tokens, size.new_tokens)
         runs = turns.trials(size.trials, size.prompt_tokens, size.new_tokens)
-        first = max(1, (size.new_tokens - size.window) // 2)
+        traced = min(MOST_TRACED, max(1, size.new_tokens // 4))
         results: dict[str, Any] = {}
         for name, contender in turns.contenders.items():
-            window = TraceWindow(first, min(size.window, size.new_tokens - first), setup.target)
+            window = TraceWindow((size.new_tokens - traced) // 2, traced, setup.target)
             trace = turns.trace(name, window, size.prompt_tokens, size.new_tokens)
             results[name] = _figures(contender, runs[name], runs[names[0]], trace, setup.work, size.prompt_tokens, rate)
         needed = limit_bytes(setup.work, size.prompt_tokens, size.new_tokens)

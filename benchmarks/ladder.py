@@ -1,5 +1,4 @@
-"""The ladder: how fast each phase decodes on this machine, and what a token costs as its context grows. Introduced in
-phase 3.
+"""The ladder: decode speed of each phase on this machine, and a token's cost as its context grows. Introduced in phase 3.
 
 Every phase answers the same synthetic prompts, greedily and past any end of sequence, inside one process, and they take
 turns (`benchmarks.contenders.Turns`); medians count. Invariant: nothing is computed before every setting has been
@@ -130,8 +129,8 @@ def view(report: Report) -> View:
         Column("", speed, is_bar=True),
         Column("tok/s", speed),
         Column("speedup", "speedup", times),
-        Column("first token (ms)", "time_to_first_token_ms", is_detail=True),
-        Column("tokens computed", "tokens_computed", count, is_detail=True),
+        Column("first token (ms)", "time_to_first_token_ms"),
+        Column("tokens computed", "tokens_computed", count),
     ]
     tables = [Table("", columns, rows, style)]
     contexts = [str(length) for length in flags["contexts"]]

@@ -11,7 +11,6 @@ so that a floor stays a floor.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -158,7 +157,7 @@ def find_config(model: str) -> tuple[str, ModelConfig]:
         return folder.resolve().name, read_config(folder)
     if model in SHAPES:
         return model, parse_config(dict(SHAPES[model]), f"the shape {model}")
-    is_hub_name = re.fullmatch(r"[^./~][^/]*/[^/]+", model) is not None
+    is_hub_name = model.count("/") == 1 and all(model.split("/")) and not model.startswith((".", "~"))
     try:
         return model, read_config(_hub_config(model) if is_hub_name and not folder.exists() else resolve_model(model))
     except ModelFolderError as error:

@@ -79,8 +79,7 @@ def _four_digits(value: float) -> str:
 class Column:
     """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there.
 
-    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out. ``is_detail`` columns
-    are left out of a terminal that is too narrow for them, the last one first.
+    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out.
     """
 
     heading: str
@@ -88,7 +87,6 @@ class Column:
     form: Callable[[Any], str] = number
     is_text: bool = False
     is_bar: bool = False
-    is_detail: bool = False
 
     def get(self, row: Row) -> Any:
         """The value of a row; None where the row lacks the key."""
@@ -175,7 +173,7 @@ def show(view: View, console: Console) -> None:
         console.print()
         if table.heading:
             console.print(Text(table.heading, style="bold cyan"))
-        console.print(_rich_table(table, console))
+        console.print(_rich_table(table))
     for lines, style in ((view.notes, ""), (view.warnings, "yellow")):
         for index, line in enumerate(lines):
             console.print(Text(line if index else f"\n{line}", style=style))
@@ -196,21 +194,14 @@ def markdown(view: View) -> str:
     return "\n".join(line.rstrip() if line.strip() in ("", "|") else line for line in lines) + "\n"
 
 
-def _rich_table(table: Table, console: Console) -> RichTable:
-    """The table with as many of its detail columns as fit the terminal."""
-    columns = list(table.columns)
-    endless = console.options.update(width=10_000)
-    while True:
-        found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black")
-        for column in columns:
-            justify: Any = "left" if column.is_text or column.is_bar else "right"
-            found.add_column("\n".join(textwrap.wrap(column.heading, HEADING_WIDTH)), justify=justify)
-        for row in table.rows:
-            found.add_row(*(_cell(column, row, table) for column in columns), style=table.style(row))
-        details = [column for column in columns if column.is_detail]
-        if not details or console.measure(found, options=endless).maximum <= console.width:
-            return found
-        columns.remove(details[-1])
+def _rich_table(table: Table) -> RichTable:
+    found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black")
+    for column in table.columns:
+        justify: Any = "left" if column.is_text or column.is_bar else "right"
+        found.add_column("\n".join(textwrap.wrap(column.heading, HEADING_WIDTH)), justify=justify)
+    for row in table.rows:
+        found.add_row(*(_cell(column, row, table) for column in table.columns), style=table.style(row))
+    return found
 
 
 def _cell(column: Column, row: Row, table: Table) -> Text | RichBar:
