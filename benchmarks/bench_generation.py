@@ -22,7 +22,7 @@ from benchmarks.report import Report, rounded
 from benchmarks.roofline import DecodeWork
 from benchmarks.setup import Setup, check_least, check_positive
 from benchmarks.timing import Run
-from benchmarks.view import Bar, Bars, Column, Row, Table, View, count, megabytes, number, percent, text, times
+from benchmarks.view import NOTHING, Bar, Bars, Column, Row, Table, View, count, megabytes, number, percent, text, times
 from shared.engine.config import EngineConfig
 from shared.lessons import newest_lesson
 
@@ -185,7 +185,10 @@ def view(report: Report) -> View:
         title,
         Column("kernels (µs)", "kernel_us_per_token"),
         Column("share of limit", "kernel_share_of_bandwidth", percent),
-        *(Column(key.replace("_", " "), f"{key}_per_token", number) for key in COUNTS),
+        *(
+            Column(key.replace("_", " "), f"{key}_per_token", lambda n: NOTHING if n is None else f"{n:g}")
+            for key in COUNTS
+        ),
     ]
     memory = [
         Column("weights (MB)", "memory_weights_bytes", megabytes),

@@ -1,4 +1,4 @@
-"""The ladder: decode speed of each phase on this machine, and a token's cost as its context grows. Introduced in phase 3.
+"""The ladder: decode speed of each phase, and what a token costs as its context grows. Introduced in phase 3.
 
 Every phase answers the same synthetic prompts, greedily and past any end of sequence, inside one process, and they take
 turns (`benchmarks.contenders.Turns`); medians count. Invariant: nothing is computed before every setting has been

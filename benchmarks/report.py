@@ -124,12 +124,11 @@ def read_value(path: str | Path, key: str) -> Any:
     rest: str | None = key
     while rest is not None:
         at = {str(i): item for i, item in enumerate(node)} if isinstance(node, list) else node
-        fitting = [name for name in at if f"{rest}.".startswith(f"{name}.")] if isinstance(at, dict) else []
+        at = at if isinstance(at, dict) else {}
+        fitting = [name for name in at if f"{rest}.".startswith(f"{name}.")]
         if not fitting:
             where = key.removesuffix(rest).rstrip(".") or "its top level"
-            has = f"has {', '.join(at)}" if isinstance(at, dict) else "is a plain value"
-            has = f"is a list of {len(node)}, counted from 0" if isinstance(node, list) else has
-            raise ConfigError(f"{path.name} has no key {key!r}; {where} {has}.")
+            raise ConfigError(f"{path.name} has no key {key!r}; {where} has {', '.join(at) or 'nothing'}.")
         name = max(fitting, key=len)
         node, rest = at[name], rest[len(name) + 1 :] if rest != name else None
     return node

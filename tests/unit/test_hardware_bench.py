@@ -56,14 +56,10 @@ def test_every_set_is_called_in_turn_and_equally_often():
 
 
 @pytest.mark.gpu
-def test_a_gpu_reads_as_fast_as_it_copies_and_a_graph_launches_cheaper():
+def test_a_gpu_reads_as_fast_as_it_copies_a_graph_launches_cheaper_and_the_cache_is_faster():
     measured = measure_ceilings("cuda")
     assert 0.7 < measured.read_bytes_per_second / measured.copy_bytes_per_second < 1.5
     assert 0 < (measured.launch_seconds_graph or 0) < (measured.launch_seconds_eager or 0) < 1e-3
-
-
-@pytest.mark.gpu
-def test_a_graph_of_rotated_inputs_is_slower_than_the_same_from_the_cache():
     cache = cache_bytes(torch.device("cuda"))
     x = torch.randn(cache // 16, device="cuda")  # of fp32: a quarter of the cache
     many = [(x.clone(),) for _ in range(num_input_sets(x.nbytes, cache))]
