@@ -4,8 +4,6 @@ Decoding reads every cached key and value once, so a row says how many bytes tha
 ceiling measured in the same run, and how long it took: our planned kernel, the same without what makes it fast, phase
 6's kernel, FlashInfer and PyTorch, all measured as the kernels of :mod:`benchmarks.bench_kernels` are. Beside it stands
 what a plan costs on the host. Without a GPU tiny shapes stand in, and our launchers call the op.
-
-    infer bench attention
 """
 
 import statistics

@@ -2,10 +2,7 @@
 
 Decoding moves bytes, so each row says how many bytes must move, how long that would take at the ceiling measured in the
 same run, and how long it took: our kernel, eager PyTorch, and ``torch.compile`` of the eager code
-(:mod:`benchmarks.kernels.case`). Without a GPU the tiny shape of the same family stands in, and our launchers call the
-ops.
-
-    infer bench kernels
+(:mod:`benchmarks.kernels.case`). Without a GPU the tiny shape of the same family stands in, and launchers call ops.
 """
 
 from collections.abc import Sequence

@@ -23,6 +23,8 @@ from shared.lessons import Lesson, find_lesson, lessons
 
 MIN_DECODED = 8
 """Tokens that an answer has before a bound of seconds may break it off."""
+Bound = tuple[int, float | None]
+"""As `timed` takes it: least tokens, most seconds."""
 
 
 @dataclass
@@ -60,12 +62,10 @@ class Turns:
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
-        self.device = str(setup.target)
-        self.steps = steps
-        self.bound: tuple[int, float | None] = MIN_DECODED, max_seconds
+        self.device, self.steps, self.num_rounds = str(setup.target), steps, 0
+        self.bound: Bound = MIN_DECODED, max_seconds
         self.prompts = SyntheticPrompts(setup.shape.vocab_size, setup.seed)
         self.contenders: dict[str, Contender] = {}
-        self.num_rounds = 0
 
     def load(self, name: str, load: Callable[[], Mapping[str, Contender]]) -> None:
         """Load one contender, or several that share their weights."""
@@ -79,9 +79,7 @@ class Turns:
                     self._answer(contender, self.prompts.draw(prompt_tokens), new_tokens, (0, None))
             contender.peak = 0
 
-    def round(
-        self, what: str, prompt_tokens: int, new_tokens: int, bound: tuple[int, float | None] | None = None
-    ) -> dict[str, Run]:
+    def round(self, what: str, prompt_tokens: int, new_tokens: int, bound: Bound | None = None) -> dict[str, Run]:
         """Each contender's answer to one new prompt, by name; ``bound``: another least number of tokens and time."""
         prompt = self.prompts.draw(prompt_tokens)
         found: dict[str, Run] = {}
@@ -101,9 +99,7 @@ class Turns:
         with self.steps.step(f"{label(name)}: profile"):
             return window.trace(self.contenders[name].answer, self.prompts.draw(prompt_tokens), new_tokens)
 
-    def _answer(
-        self, contender: Contender, prompt_ids: list[int], new_tokens: int, bound: tuple[int, float | None]
-    ) -> Run:
+    def _answer(self, contender: Contender, prompt_ids: list[int], new_tokens: int, bound: Bound) -> Run:
         before = allocated(self.device)
         if is_cuda(self.device):
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -137,14 +133,13 @@ def speeds(runs: Sequence[Run]) -> dict[str, Any]:
 
 def generating_lessons(numbers: Sequence[str] | None) -> list[Lesson]:
     """The phases asked for, in their own order, each once, or all that generate; ConfigError for any other."""
-    able = [lesson for lesson in lessons() if lesson.generates]
-    names = ", ".join(lesson.number for lesson in able)
-    asked = {lesson.number for lesson in able} if numbers is None else {find_lesson(n).number for n in numbers}
+    able = {lesson.number: lesson for lesson in lessons() if lesson.generates}
+    asked = set(able) if numbers is None else {find_lesson(number).number for number in numbers}
     if not asked:
-        raise ConfigError(f"No phase was named; name at least one of {names}, or none at all for the usual ones.")
-    if wrong := sorted(asked - {lesson.number for lesson in able}):
-        raise ConfigError(f"Phase {wrong[0]} generates no text, so it has no answers; phases that do: {names}.")
-    return [lesson for lesson in able if lesson.number in asked]
+        raise ConfigError(f"No phase was named; name at least one of {', '.join(able)}.")
+    if wrong := sorted(asked - set(able)):
+        raise ConfigError(f"Phase {wrong[0]} generates no text; phases that do: {', '.join(able)}.")
+    return [lesson for number, lesson in able.items() if number in asked]
 
 
 def load_engine(lesson: Lesson, config: EngineConfig) -> dict[str, Contender]:

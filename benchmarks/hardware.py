@@ -4,8 +4,6 @@ No program reaches a data sheet's bandwidth; what the simplest kernels reach is 
 numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions a second
 of a large matrix product, and what a launch costs before any work.
 
-    infer bench hardware
-
 Invariant: ceilings hold for one run. Clocks and neighbours change, so a benchmark measures them again itself.
 """
 

@@ -45,8 +45,7 @@ def calls_of(report: Report) -> Iterator[Row]:
             about = row | {"case": f"{kernel} {size}"}
             yield about | {"call": "ours", "is_ours": True}
             for peer in ("eager", "compiled") if report.flags["compile"] else ("eager",):
-                figures = {"time_us": row[f"{peer}_us"], "missing": row[f"{peer}_missing"]}
-                yield about | {"call": peer, "is_ours": False} | figures
+                yield about | {"call": peer, "is_ours": False, "missing": row[f"{peer}_missing"]}
     for name, row in report.results.get("shapes", {}).items():
         label = f"{name}: {row['shape']}"
         for calls, is_ours in ((row["variants"], True), (row["peers"], False)):
