@@ -4,8 +4,6 @@ Decoding reads every cached key and value once, so a row says how many bytes tha
 ceiling measured in the same run, and how long it took: our planned kernel, the same without what makes it fast, phase
 6's kernel, FlashInfer and PyTorch, all measured as the kernels of :mod:`benchmarks.bench_kernels` are. Beside it stands
 what a plan costs on the host. Without a GPU tiny shapes stand in, and our launchers call the op.
-
-    infer bench attention
 """
 
 import statistics
@@ -23,7 +21,6 @@ from benchmarks.kernels.paged_cases import (
     FLASHINFER,
     PEERS,
     SHAPES,
-    AttentionShape,
     PagedSequences,
     paged_case,
 )
@@ -46,7 +43,7 @@ def measure_attention(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure shape by shape. Raises ConfigError or CapacityError before anything is measured.
+    """Measure shape by shape. Raises ConfigError before anything is measured.
 
     Args:
         shapes: names of ``SHAPES``, on a CPU of ``DEMO_SHAPES``; None: all.
@@ -62,18 +59,16 @@ def measure_attention(
     ceilings, rows = measure_cases(cases, peers, device, seed, progress)
     results: dict[str, Any] = {"ceilings": ceilings}
     results["planning_us"] = {str(count): planning_us(count) for count in PLANNED_SEQUENCES}
-    results["shapes"] = {shape.name: finished(row, shape) for shape, row in zip(chosen, rows, strict=True)}
+    results["shapes"] = {shape.name: finished(row) for shape, row in zip(chosen, rows, strict=True)}
     flags = {"shapes": list(results["shapes"]), "peers": list(peers), "block_size": BLOCK_SIZE}
     return report_of("attention", results, flags, device, seed, model={})
 
 
-def finished(row: dict[str, Any], shape: AttentionShape) -> dict[str, Any]:
+def finished(row: dict[str, Any]) -> dict[str, Any]:
     """A shape's row of the report: what was measured, and ratios."""
     ours, unsplit = row["variants"]["planned"], row["variants"]["unsplit"]
     flashinfer = [row["peers"][name]["ours_over_peer"] for name in FLASHINFER if name in row["peers"]]
     return row | {
-        "num_sequences": shape.num_sequences,
-        "num_tokens": sum(shape.lengths),
         "ours_over_flashinfer": max(filter(None, flashinfer), default=None),  # over the faster of its kernels
         # Without launches both are the same op.
         "times_unsplit": ratio(unsplit["time_us"], ours["time_us"]) if ours["launches"] else None,

@@ -12,10 +12,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
-from benchmarks.contenders import Contender, Turns, generating_lessons, is_ours, label, load_engine, speeds
+from benchmarks.contenders import Contender, Turns, generating_lessons, is_ours, load_engine, speeds
 from benchmarks.generation.peers import choose_peers, load_peers
 from benchmarks.generation.step_trace import StepTrace, TraceWindow
 from benchmarks.hardware import Ceilings, measure_ceilings
@@ -30,19 +29,21 @@ from shared.lessons import newest_lesson
 
 @dataclass(frozen=True)
 class GenerationSize:
-    """How much is measured; ``window`` decode steps in the middle of an answer are traced."""
+    """How much is measured."""
 
     prompt_tokens: int
     new_tokens: int
     trials: int
-    window: int
 
 
-W1 = GenerationSize(prompt_tokens=256, new_tokens=256, trials=3, window=16)
-DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3, window=4)
+W1 = GenerationSize(prompt_tokens=256, new_tokens=256, trials=3)
+DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3)
 """Without a GPU: the same measurement in a minute, with the demo model."""
 ANSWER_SECONDS = 15.0
-"""An answer is broken off after so much decoding; phase 2, which computes every token anew each time, may need it."""
+"""A trial's answer is broken off after so much decoding; phase 2, which computes every token anew, may need it."""
+MOST_TRACED = 16
+"""Decode steps in the middle of an answer that are traced, at most, or a quarter of the answer."""
+COUNTS = ("kernels", "copies", "host_launches", "own_launches")
 
 
 def measure_generation(
@@ -71,12 +72,7 @@ def measure_generation(
     """
     setup = Setup(model, **where)
     size = size or (W1 if setup.is_gpu else DEMO)
-    check_least(
-        prompt_tokens=(size.prompt_tokens, 1),
-        new_tokens=(size.new_tokens, 3),
-        trials=(size.trials, 1),
-        window=(size.window, 1),
-    )
+    check_least(prompt_tokens=(size.prompt_tokens, 1), new_tokens=(size.new_tokens, 3), trials=(size.trials, 1))
     check_positive(max_seconds=max_seconds)
     longest = size.prompt_tokens + size.new_tokens
     setup.check_length(longest, f"prompt_tokens {size.prompt_tokens} and new_tokens {size.new_tokens}")
@@ -100,25 +96,16 @@ def measure_generation(
             turns.load(program, partial(load_peers, program, peers, setup, longest))
         turns.warm_up(size.prompt_tokens, size.new_tokens)
         runs = turns.trials(size.trials, size.prompt_tokens, size.new_tokens)
-        first = max(1, (size.new_tokens - size.window) // 2)
+        traced = min(MOST_TRACED, max(1, size.new_tokens // 4))
         results: dict[str, Any] = {}
         for name, contender in turns.contenders.items():
-            with steps.step(f"{label(name)}: profile"):
-                window = TraceWindow(first, min(size.window, size.new_tokens - first), setup.target)
-                trace = window.trace(contender.answer, turns.prompts.draw(size.prompt_tokens), size.new_tokens)
+            window = TraceWindow((size.new_tokens - traced) // 2, traced, setup.target)
+            trace = turns.trace(name, window, size.prompt_tokens, size.new_tokens)
             results[name] = _figures(contender, runs[name], runs[names[0]], trace, setup.work, size.prompt_tokens, rate)
         needed = limit_bytes(setup.work, size.prompt_tokens, size.new_tokens)
-        weights = setup.work.weight_bytes + setup.work.row_bytes
-        results |= {
-            "ratios": _ratios(runs),
-            "limit": {
-                "weights_bytes_per_token": weights,
-                "kv_bytes_per_token": round(needed - weights),
-                "us_per_token": rounded(1e6 * needed / rate),
-                "tokens_per_second": rounded(rate / needed),
-            },
-            "ceilings": ceilings.results(),
-        }
+        results["ratios"] = _ratios(runs)
+        results["limit"] = {"bytes_per_token": round(needed), "tokens_per_second": rounded(rate / needed)}
+        results["ceilings"] = ceilings.results()
         return setup.report(
             "generation-packed" if pack_weights else "generation",
             {name: contender.settings for name, contender in turns.contenders.items()},
@@ -140,30 +127,26 @@ def limit_bytes(work: DecodeWork, prompt_tokens: int, num_tokens: int, packed: f
 def _figures(
     contender: Contender, own: list[Run], first: list[Run], trace: StepTrace, work: DecodeWork, prompt: int, rate: float
 ) -> dict[str, Any]:
-    """``own`` answers, those of the ``first`` contender to the same prompts, and what was traced of one more.
-
-    Args:
-        prompt: tokens of each prompt.
-        rate: bytes a second that the machine reads.
-    """
+    """Of ``own`` answers, the ``first`` contender's to the same prompts, and a trace; ``rate`` in bytes a second."""
     told = speeds(own)
     num_tokens = statistics.median_low(len(run.token_ids) for run in own)
     is_packed = isinstance(contender.settings, EngineConfig) and contender.settings.pack_weights
     packed = 2 / work.dtype.itemsize if is_packed else 1.0
     least_seconds = limit_bytes(work, prompt, num_tokens, packed) / rate
     kernel_us = trace.kernel_us_per_token
-    equal, compared = _least_equal([(a.token_ids, b.token_ids) for a, b in zip(own, first, strict=True)])
+    pairs = [zip(a.token_ids, b.token_ids, strict=False) for a, b in zip(own, first, strict=True)]  # one may be shorter
+    same = [[a == b for a, b in pair] for pair in pairs]
+    equal, compared = min((([*found, False].index(False), len(found)) for found in same), key=lambda n: n[0] - n[1])
     return {
         "title": contender.title,
         **told,
         "ms_per_token": rounded(1e3 * statistics.median(gap for run in own for gap in run.intervals)),
         "share_of_bandwidth": rounded(least_seconds * told["decode_tokens_per_second"]),
         "new_tokens": num_tokens,
-        "equal_tokens": equal,
+        "equal_tokens": equal,  # of the answer that differs earliest
         "compared_tokens": compared,
-        "kernel_us_per_token": None if kernel_us is None else rounded(kernel_us),
         "kernel_share_of_bandwidth": None if kernel_us is None else rounded(1e6 * least_seconds / kernel_us),
-        **trace.counts(),
+        **trace.figures(),
         **contender.memory(),
     }
 
@@ -183,21 +166,11 @@ def _ratios(runs: dict[str, list[Run]]) -> dict[str, float]:
     return found
 
 
-def _least_equal(pairs: list[tuple[list[int], list[int]]]) -> tuple[int, int]:
-    """Of pairs of answers the one that parts earliest: how many first tokens are equal, of how many that both have."""
-    found = []
-    for pair in pairs:
-        both = list(zip(*pair, strict=False))  # an answer that was broken off is the shorter
-        found.append((len(list(takewhile(lambda ids: ids[0] == ids[1], both))), len(both)))
-    return min(found, key=lambda counts: (counts[0] - counts[1], counts[0]))
-
-
 def view(report: Report) -> View:
     """Speeds with their share of the limit, ratios, work on the device where there is a GPU, and memory."""
     flags, results = report.flags, report.results
     rows = [results[name] | {"name": name} for name in flags["contenders"]]
-    ours = [row for row in rows if is_ours(row["name"])]
-    limit, ratios = results["limit"], results["ratios"]
+    limit = results["limit"]
     title = text("", "title")
     speed = [
         title,
@@ -208,35 +181,28 @@ def view(report: Report) -> View:
         Column("tokens computed", "tokens_computed", count),
         text("same tokens", lambda row: f"{row['equal_tokens']} of {row['compared_tokens']}"),
     ]
-    over = [
-        Column(f"over {other['name'].replace('_', ' ')}", partial(_ratio, ratios, other["name"]), times)
-        for other in rows
-        if any(_ratio(ratios, other["name"], row) for row in ours)
-    ]
     work = [
         title,
         Column("kernels (µs)", "kernel_us_per_token"),
         Column("share of limit", "kernel_share_of_bandwidth", percent),
         *(
-            Column(
-                key.replace("_", " "), f"{key}_per_token", lambda value: NOTHING if value is None else f"{value:.4g}"
-            )
-            for key in ("kernels", "copies", "host_launches", "own_launches")
+            Column(key.replace("_", " "), f"{key}_per_token", lambda n: NOTHING if n is None else f"{n:g}")
+            for key in COUNTS
         ),
     ]
     memory = [
-        Column(f"{what} (MB)", f"memory_{key}_bytes", megabytes)
-        for what, key in (("weights", "weights"), ("KV cache", "kv"), ("other", "other"))
+        Column("weights (MB)", "memory_weights_bytes", megabytes),
+        Column("KV cache (MB)", "memory_kv_bytes", megabytes),
+        Column("other (MB)", "memory_other_bytes", megabytes),
     ]
     has_kernels = any(row["kernel_us_per_token"] is not None for row in rows)
     tables = [Table("Speed", speed, rows)]
-    tables += [Table("Decode speed", [title, *over], ours)] if over else []
+    ratios = [{"pair": pair.replace("_", " "), "ratio": ratio} for pair, ratio in results["ratios"].items()]
+    tables += [Table("Decode speed", [text("", "pair"), Column("ratio", "ratio", times)], ratios)] if ratios else []
     tables += [Table("Work on the GPU for one token", work, rows)] if has_kernels else []
-    gigabytes = (limit["weights_bytes_per_token"] + limit["kv_bytes_per_token"]) / 1e9
     note = (
-        f"The limit: a token reads {number(gigabytes)} GB of weights, keys and values; at the "
-        f"{number(results['ceilings']['read_gb_per_second'])} GB/s measured in this run that takes "
-        f"{number(limit['us_per_token'] / 1e3)} ms: {number(limit['tokens_per_second'])} tokens/s."
+        f"The limit: {number(limit['tokens_per_second'])} tokens/s, from the weights, keys and values that a token "
+        f"reads and the {number(results['ceilings']['read_gb_per_second'])} GB/s measured in this run."
     )
     packed = "Packed weights are half as many bytes, in the share of the limit too, and are not in the memory table."
     size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {flags['dtype']}"
@@ -250,10 +216,6 @@ def view(report: Report) -> View:
     )
 
 
-def _ratio(ratios: dict[str, float], under: str, row: Row) -> float | None:
-    return ratios.get(f"{row['name']}_over_{under}")
-
-
 def _panels(rows: Sequence[Row], limit: dict[str, Any], has_kernels: bool) -> list[Bars]:
     """Speed below the limit; where kernels were timed, a token's time in its parts."""
     newest = [row["name"] for row in rows if is_ours(row["name"])][-1]
@@ -264,7 +226,7 @@ def _panels(rows: Sequence[Row], limit: dict[str, Any], has_kernels: bool) -> li
         speed.append(Bar(row["title"], [tokens], f"{number(tokens)} tok/s, {share}", colour))
         ms = row["ms_per_token"]
         kernels = min(ms, (row["kernel_us_per_token"] or 0) / 1e3)
-        reading = min(limit["us_per_token"] / 1e3, kernels)
+        reading = min(1e3 / limit["tokens_per_second"], kernels)
         parts.append(Bar(row["title"], [reading, kernels - reading, ms - kernels], f"{number(ms)} ms"))
     line = limit["tokens_per_second"], f"limit {number(limit['tokens_per_second'])}"
     names = ("reading", "other kernel time", "no kernel runs")

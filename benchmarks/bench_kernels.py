@@ -2,10 +2,7 @@
 
 Decoding moves bytes, so each row says how many bytes must move, how long that would take at the ceiling measured in the
 same run, and how long it took: our kernel, eager PyTorch, and ``torch.compile`` of the eager code
-(:mod:`benchmarks.kernels.case`). Without a GPU the tiny shape of the same family stands in, and our launchers call the
-ops.
-
-    infer bench kernels
+(:mod:`benchmarks.kernels.case`). Without a GPU the tiny shape of the same family stands in, and launchers call ops.
 """
 
 from collections.abc import Sequence
@@ -45,7 +42,7 @@ def measure_kernels(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure kernel by kernel. Raises ConfigError or CapacityError before anything is measured.
+    """Measure kernel by kernel. Raises ConfigError before anything is measured.
 
     Args:
         model: a name of ``MODELS``; on a CPU the tiny shape of the same family is measured.
@@ -68,14 +65,9 @@ def measure_kernels(
     results: dict[str, dict[str, Any]] = {}
     for case, row in zip(cases, measured, strict=True):
         results.setdefault(case.kernel, {})[case.size] = flat_row(row)
-    return report_of(
-        "kernels",
-        {"ceilings": ceilings, "kernels": results},
-        {"kernels": list(results), "rows": sizes, "compile": "compiled" in peers},
-        device,
-        seed,
-        {"name": name, "revision": None, "config": SHAPES[name]},
-    )
+    flags = {"kernels": list(results), "rows": sizes, "compile": "compiled" in peers}
+    about = {"name": name, "revision": None, "config": SHAPES[name]}
+    return report_of("kernels", {"ceilings": ceilings, "kernels": results}, flags, device, seed, about)
 
 
 def cases_of(model: str, device: torch.device, kernels: Sequence[str], rows: Sequence[int]) -> list[Case]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.generation.step_trace import StepTrace, TraceWindow
 from benchmarks.report import rounded
 from benchmarks.setup import Setup
 from benchmarks.timing import Answer, Run, Steps, SyntheticPrompts, answer_with, rotated, timed
@@ -22,6 +23,8 @@ from shared.lessons import Lesson, find_lesson, lessons
 
 MIN_DECODED = 8
 """Tokens that an answer has before a bound of seconds may break it off."""
+Bound = tuple[int, float | None]
+"""As `timed` takes it: least tokens, most seconds."""
 
 
 @dataclass
@@ -30,10 +33,9 @@ class Contender:
 
     Args:
         settings: for the report.
-        weights, kv: bytes of each; None where the KV cache's are unknown.
-        resident: bytes of all that it holds.
+        weights, kv, resident: bytes of each, and of all that it holds; ``kv`` is None where unknown.
         num_warm_ups: answers before the first trial.
-        num_unbounded: answers before a bound of seconds may break one off.
+        can_break: whether a bound of seconds may break a trial off.
         peak: the most bytes that it held while it answered, on a GPU.
     """
 
@@ -44,9 +46,8 @@ class Contender:
     kv: int | None
     resident: int
     num_warm_ups: int = 1
-    num_unbounded: float = 0
+    can_break: bool = True
     peak: int = 0
-    num_answers: int = 0
 
     def memory(self) -> dict[str, int | None]:
         """Bytes of weights, of the KV cache and of the rest, which on a GPU has activations at their peak in it."""
@@ -57,16 +58,14 @@ class Contender:
 class Turns:
     """Contenders answer the same prompts one after the other, each first as often as the others.
 
-    ``max_seconds`` of decoding break an answer off, once it has ``min_decoded`` tokens.
+    ``max_seconds`` of decoding break the answer of a trial off, once it has `MIN_DECODED` tokens.
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
-        self.device = str(setup.target)
-        self.steps = steps
-        self.bound: tuple[int, float | None] = MIN_DECODED, max_seconds
+        self.device, self.steps, self.num_rounds = str(setup.target), steps, 0
+        self.bound: Bound = MIN_DECODED, max_seconds
         self.prompts = SyntheticPrompts(setup.shape.vocab_size, setup.seed)
         self.contenders: dict[str, Contender] = {}
-        self.num_rounds = 0
 
     def load(self, name: str, load: Callable[[], Mapping[str, Contender]]) -> None:
         """Load one contender, or several that share their weights."""
@@ -77,12 +76,10 @@ class Turns:
         for name, contender in self.contenders.items():
             with self.steps.step(f"{label(name)}: warm up"):
                 for _ in range(contender.num_warm_ups):
-                    self._answer(contender, self.prompts.draw(prompt_tokens), new_tokens, self.bound)
+                    self._answer(contender, self.prompts.draw(prompt_tokens), new_tokens, (0, None))
             contender.peak = 0
 
-    def round(
-        self, what: str, prompt_tokens: int, new_tokens: int, bound: tuple[int, float | None] | None = None
-    ) -> dict[str, Run]:
+    def round(self, what: str, prompt_tokens: int, new_tokens: int, bound: Bound | None = None) -> dict[str, Run]:
         """Each contender's answer to one new prompt, by name; ``bound``: another least number of tokens and time."""
         prompt = self.prompts.draw(prompt_tokens)
         found: dict[str, Run] = {}
@@ -97,17 +94,16 @@ class Turns:
         rounds = [self.round(f"trial {n + 1} of {number}", prompt_tokens, new_tokens) for n in range(number)]
         return {name: [answers[name] for answers in rounds] for name in self.contenders}
 
-    def _answer(
-        self, contender: Contender, prompt_ids: list[int], new_tokens: int, bound: tuple[int, float | None]
-    ) -> Run:
-        min_decoded, max_seconds = bound
-        if contender.num_answers < contender.num_unbounded:
-            max_seconds = None
-        contender.num_answers += 1
+    def trace(self, name: str, window: TraceWindow, prompt_tokens: int, new_tokens: int) -> StepTrace:
+        """What one contender does in a window of one more answer."""
+        with self.steps.step(f"{label(name)}: profile"):
+            return window.trace(self.contenders[name].answer, self.prompts.draw(prompt_tokens), new_tokens)
+
+    def _answer(self, contender: Contender, prompt_ids: list[int], new_tokens: int, bound: Bound) -> Run:
         before = allocated(self.device)
         if is_cuda(self.device):
             torch.cuda.reset_peak_memory_stats(self.device)
-        run = timed(contender.answer, prompt_ids, new_tokens, min_decoded, max_seconds)
+        run = timed(contender.answer, prompt_ids, new_tokens, *(bound if contender.can_break else (0, None)))
         if is_cuda(self.device):
             peak = contender.resident + torch.cuda.max_memory_allocated(self.device) - before
             contender.peak = max(contender.peak, peak)
@@ -137,14 +133,13 @@ def speeds(runs: Sequence[Run]) -> dict[str, Any]:
 
 def generating_lessons(numbers: Sequence[str] | None) -> list[Lesson]:
     """The phases asked for, in their own order, each once, or all that generate; ConfigError for any other."""
-    able = [lesson for lesson in lessons() if lesson.generates]
-    names = ", ".join(lesson.number for lesson in able)
-    asked = {lesson.number for lesson in able} if numbers is None else {find_lesson(n).number for n in numbers}
+    able = {lesson.number: lesson for lesson in lessons() if lesson.generates}
+    asked = set(able) if numbers is None else {find_lesson(number).number for number in numbers}
     if not asked:
-        raise ConfigError(f"No phase was named; name at least one of {names}, or none at all for the usual ones.")
-    if wrong := sorted(asked - {lesson.number for lesson in able}):
-        raise ConfigError(f"Phase {wrong[0]} generates no text, so it has no answers; phases that do: {names}.")
-    return [lesson for lesson in able if lesson.number in asked]
+        raise ConfigError(f"No phase was named; name at least one of {', '.join(able)}.")
+    if wrong := sorted(asked - set(able)):
+        raise ConfigError(f"Phase {wrong[0]} generates no text; phases that do: {', '.join(able)}.")
+    return [lesson for number, lesson in able.items() if number in asked]
 
 
 def load_engine(lesson: Lesson, config: EngineConfig) -> dict[str, Contender]:

@@ -23,6 +23,7 @@ LINES = (FIRST, "#c9a227", "#7dbcb4", "#4f6d9a", "#8a5a83", "#6b8e4e", "#b07d62"
 HEAD, FOOT, SIDE, GAP = 1.5, 0.7, 0.5, 0.9  # inches
 PANEL, LEAST, ROW = 5.2, 3.2, 0.42
 GROUP_ROWS = 0.9
+Place = tuple[float, float]
 
 
 def save_figure(view: View, path: Path) -> None:
@@ -115,24 +116,7 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
         axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=INK)
 
 
-def _write(
-    axes: Axes,
-    said: str,
-    place: tuple[float, float],
-    offset: tuple[float, float],
-    colour: str,
-    size: float,
-    **more: Any,
-) -> None:
+def _write(axes: Axes, said: str, place: Place, offset: Place, colour: str, size: float, **more: Any) -> None:
     """Text beside a place in the axes' own units, ``offset`` in points."""
-    at = {"va": "center", "ha": "left"} | more
-    axes.annotate(
-        said,
-        place,
-        xytext=offset,
-        textcoords="offset points",
-        color=colour,
-        fontsize=size,
-        annotation_clip=False,
-        **at,
-    )
+    at: dict[str, Any] = {"va": "center", "ha": "left", "textcoords": "offset points", "annotation_clip": False} | more
+    axes.annotate(said, place, offset, color=colour, fontsize=size, **at)

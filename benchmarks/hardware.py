@@ -4,8 +4,6 @@ No program reaches a data sheet's bandwidth; what the simplest kernels reach is 
 numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions a second
 of a large matrix product, and what a launch costs before any work.
 
-    infer bench hardware
-
 Invariant: ceilings hold for one run. Clocks and neighbours change, so a benchmark measures them again itself.
 """
 
@@ -22,9 +20,7 @@ from benchmarks.view import Column, Table, View, text
 from shared.errors import CapacityError
 from shared.kernels.launch import check_launchable, tl, triton
 
-GPU_BUFFER_BYTES = 1 << 30
-CPU_BUFFER_BYTES = 1 << 28
-LEAST_BUFFER_BYTES = 1 << 26
+GPU_BUFFER_BYTES, CPU_BUFFER_BYTES, LEAST_BUFFER_BYTES = 1 << 30, 1 << 28, 1 << 26
 READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))
 """Numbers a tile, tiles a program, warps: which cut reads fastest depends on the chip, so the best one counts."""
 LAUNCHES = 2000
@@ -40,24 +36,21 @@ class Ceilings:
     launch_seconds_eager: float | None  # a Triton kernel from Python, host and stream together
     launch_seconds_graph: float | None  # the same kernel inside a CUDA graph
     matmul_dtype: str
-    buffer_bytes: int
 
     def bytes_per_second(self, kind: Literal["read", "copy"]) -> float:
         return self.read_bytes_per_second if kind == "read" else self.copy_bytes_per_second
 
     def results(self) -> dict[str, Any]:
         """For a report, each key with its unit."""
-        launches = self.launch_seconds_eager, self.launch_seconds_graph
-        eager, graph = (None if seconds is None else rounded(1e6 * seconds) for seconds in launches)
-        return {
-            "copy_gb_per_second": rounded(self.copy_bytes_per_second / 1e9),
-            "read_gb_per_second": rounded(self.read_bytes_per_second / 1e9),
-            "matmul_tflop_per_second": rounded(self.matmul_flops_per_second / 1e12),
-            "matmul_dtype": self.matmul_dtype,
-            "launch_eager_us": eager,
-            "launch_graph_us": graph,
-            "buffer_bytes": self.buffer_bytes,
+        figures = {
+            "copy_gb_per_second": self.copy_bytes_per_second / 1e9,
+            "read_gb_per_second": self.read_bytes_per_second / 1e9,
+            "matmul_tflop_per_second": self.matmul_flops_per_second / 1e12,
+            "launch_eager_us": self.launch_seconds_eager and 1e6 * self.launch_seconds_eager,
+            "launch_graph_us": self.launch_seconds_graph and 1e6 * self.launch_seconds_graph,
         }
+        rates = {name: None if figure is None else rounded(figure) for name, figure in figures.items()}
+        return rates | {"matmul_dtype": self.matmul_dtype}
 
 
 @triton.jit
@@ -93,17 +86,17 @@ def measure_ceilings(device: str) -> Ceilings:
     size, dtype = (8192, torch.bfloat16) if is_gpu else (1024, torch.float32)  # of the matrices
     num_bytes = _buffer_bytes(where)
     a, b = (torch.rand(num_bytes // 4, device=where) for _ in range(2))
-    copy = time_calls(lambda source, target: target.copy_(source), [(a, b), (b, a)]).seconds
+    copy = time_calls(lambda source, target: target.copy_(source), [(a, b), (b, a)])
     read = _read_seconds(a)
     del a, b
     factors = tuple(torch.randn(size, size, device=where).to(dtype) for _ in range(2))
-    matmul = time_calls(torch.matmul, [factors]).seconds
+    matmul = time_calls(torch.matmul, [factors])
     del factors
     eager, graph = _launch_seconds(where) if is_gpu else (None, None)
     if is_gpu:
         torch.cuda.empty_cache()
     rates = 2 * num_bytes / copy, num_bytes / read, 2 * size**3 / matmul
-    return Ceilings(*rates, eager, graph, str(dtype).removeprefix("torch."), num_bytes)
+    return Ceilings(*rates, eager, graph, str(dtype).removeprefix("torch."))
 
 
 def _buffer_bytes(device: torch.device) -> int:
@@ -122,7 +115,7 @@ def _buffer_bytes(device: torch.device) -> int:
 def _read_seconds(x: torch.Tensor) -> float:
     """To read all of x: on a GPU by the best cut of our kernel, on a CPU by PyTorch's sum."""
     if not x.is_cuda:
-        return time_calls(torch.sum, [(x,)]).seconds
+        return time_calls(torch.sum, [(x,)])
     total = x.sum(dtype=torch.float64)
     times = []
     for block, tiles, num_warps in READ_CUTS:
@@ -134,7 +127,7 @@ def _read_seconds(x: torch.Tensor) -> float:
         read(x, sums)
         if abs(sums.sum(dtype=torch.float64) / total - 1) > 1e-4:
             raise RuntimeError(f"the read kernel summed {sums.sum()} where {total} is right")
-        times.append(time_calls(read, [(x, sums)]).seconds)
+        times.append(time_calls(read, [(x, sums)]))
     return min(times)
 
 
@@ -145,7 +138,7 @@ def _launch_seconds(device: torch.device) -> tuple[float, float]:
     def touch(x: torch.Tensor) -> None:
         touch_kernel[(1,)](x, num_warps=1)
 
-    in_graph = time_calls(touch, [(x,)] * LAUNCHES).seconds
+    in_graph = time_calls(touch, [(x,)] * LAUNCHES)
 
     def launch_all() -> None:
         for _ in range(LAUNCHES):
@@ -171,6 +164,5 @@ def view(report: Report) -> View:
         "launch_graph_us": "launch, inside a CUDA graph, µs",
     }
     rows = [{"ceiling": name, "reached": report.results[key]} for key, name in names.items()]
-    return View(
-        f"Ceilings: {report.machine_title}", [], [Table("", [text("", "ceiling"), Column("reached", "reached")], rows)]
-    )
+    table = Table("", [text("", "ceiling"), Column("reached", "reached")], rows)
+    return View(f"Ceilings: {report.machine_title}", [], [table])

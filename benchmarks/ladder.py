@@ -1,5 +1,4 @@
-"""The ladder: how fast each phase decodes on this machine, and what a token costs as its context grows. Introduced in
-phase 3.
+"""The ladder: decode speed of each phase, and what a token costs as its context grows. Introduced in phase 3.
 
 Every phase answers the same synthetic prompts, greedily and past any end of sequence, inside one process, and they take
 turns (`benchmarks.contenders.Turns`); medians count. Invariant: nothing is computed before every setting has been
@@ -78,19 +77,17 @@ def measure_ladder(
             str(length): turns.round(f"{length} tokens of context", length, POINT_TOKENS + 1, POINT_BOUND)
             for length in contexts
         }
-        first = runs[rungs[0].number]
-        base = statistics.median(run.decode_tokens_per_second for run in first)
+        first = rungs[0].number
         results: dict[str, Any] = {}
         for lesson in rungs:
-            own = runs[lesson.number]
+            own, told = runs[lesson.number], speeds(runs[lesson.number])
             gaps = {length: point[lesson.number].intervals for length, point in curve.items()}
             results[lesson.number] = {
                 "title": lesson.title,
-                **speeds(own),
-                "speedup": rounded(statistics.median(run.decode_tokens_per_second for run in own) / base),
-                "equal_output": [run.token_ids for run in own] == [run.token_ids for run in first],
+                **told,
+                "speedup": rounded(told["decode_tokens_per_second"] / speeds(runs[first])["decode_tokens_per_second"]),
+                "equal_output": [run.token_ids for run in own] == [run.token_ids for run in runs[first]],
                 "ms_per_token": {length: rounded(1e3 * statistics.median(found)) for length, found in gaps.items()},
-                "tokens_timed": {length: len(found) for length, found in gaps.items()},
             }
         flags = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials, "contexts": list(contexts)}
         engines = {name: contender.settings for name, contender in turns.contenders.items()}
@@ -120,7 +117,7 @@ def trials(flags: dict[str, Any]) -> str:
 def view(report: Report) -> View:
     """Bars of decode speed with the facts that explain them, and the cost of a token by context."""
     flags = report.flags
-    rows = [{"name": name} | result for name, result in report.results.items()]
+    rows = [{"name": name} | result | result["ms_per_token"] for name, result in report.results.items()]
     newest = rows[-1]["name"]
 
     def style(row: Row) -> str:
@@ -132,26 +129,20 @@ def view(report: Report) -> View:
         Column("", speed, is_bar=True),
         Column("tok/s", speed),
         Column("speedup", "speedup", times),
-        Column("first token (ms)", "time_to_first_token_ms", is_detail=True),
-        Column("tokens computed", "tokens_computed", count, is_detail=True),
+        Column("first token (ms)", "time_to_first_token_ms"),
+        Column("tokens computed", "tokens_computed", count),
     ]
     tables = [Table("", columns, rows, style)]
     contexts = [str(length) for length in flags["contexts"]]
     if contexts:
-        tables.append(
-            Table("Milliseconds a token, by tokens of context before it", [phase, *map(_point, contexts)], rows, style)
-        )
+        points = [Column(length, length) for length in contexts]
+        tables.append(Table("Milliseconds a token, by tokens of context before it", [phase, *points], rows, style))
     different = [row["name"] for row in rows if not row["equal_output"]]
-    bars = [
-        Bar(
-            f"{row['name']} {row['title']}",
-            [row[speed]],
-            f"{number(row[speed])} tok/s, {times(row['speedup'])}",
-            "ours" if row["name"] == newest else "first",
-        )
-        for row in rows
-    ]
-    lines = [(row["name"], [row["ms_per_token"][length] for length in contexts]) for row in rows]
+    bars, lines = [], []
+    for row in rows:
+        reached, colour = f"{number(row[speed])} tok/s, {times(row['speedup'])}", "ours" if style(row) else "first"
+        bars.append(Bar(phase.cell(row), [row[speed]], reached, colour))
+        lines.append((row["name"], [row[length] for length in contexts]))
     curve = Lines("Milliseconds a token, by tokens of context", contexts, lines, x=flags["contexts"], is_log=True)
     size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials(flags)}"
     return View(
@@ -161,7 +152,3 @@ def view(report: Report) -> View:
         warnings=[f"Phase {', '.join(different)}: other tokens than the first phase's."] if different else [],
         panels=[Bars("Decode speed", [("", bars)]), *([curve] if contexts else [])],
     )
-
-
-def _point(length: str) -> Column:
-    return Column(length, lambda row: row["ms_per_token"][length])

@@ -9,8 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ _CLOCK = re.compile(r"\b(\d+)\.(\d*?)0+(?=\s?ghz\b)", re.IGNORECASE)
 def describe_machine() -> dict[str, Any]:
     """Processor, memory, GPUs (``gpu`` is None without one), system, and ``versions`` of what computes."""
     gpus = _num_gpus(None)
-    versions = {"python": platform.python_version()}
-    versions |= {package: version(package) for package in PACKAGES if find_spec(package)}
+    versions = {package: found.version for package in PACKAGES for found in distributions(name=package)}
     return {
         "cpu": cpu_model(),
         "cores": num_cores(),
@@ -38,8 +36,8 @@ def describe_machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(0) if gpus else None,
         "num_gpus": gpus,
         "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if gpus else None,
-        "os": f"{_system()}, {platform.machine()}",
-        "versions": versions | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
+        "os": platform.platform(),
+        "versions": versions | {"python": platform.python_version(), "cuda": torch.version.cuda},
     }
 
 
@@ -52,14 +50,14 @@ def machine_name(device: str | None = None) -> str:
     """
     if gpus := _num_gpus(device):
         return (f"{gpus}x-" if gpus > 1 else "") + slug(torch.cuda.get_device_name(0))
-    return f"cpu-{_threads()}x-{slug(_MAKER.sub(' ', _plain_cpu_model()))}"
+    return f"cpu-{_num_threads()}x-{slug(_MAKER.sub(' ', _plain_cpu_model()))}"
 
 
 def machine_title(device: str | None = None) -> str:
     """The machine for a figure's title: the GPU, or the processor and the threads that compute."""
     if gpus := _num_gpus(device):
         return (f"{gpus} × " if gpus > 1 else "") + torch.cuda.get_device_name(0)
-    threads = _threads()
+    threads = _num_threads()
     return f"{_plain_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
 
 
@@ -91,7 +89,7 @@ def _num_gpus(device: str | None) -> int:
     return torch.cuda.device_count()
 
 
-def _threads() -> int:
+def _num_threads() -> int:
     return min(num_cores(), torch.get_num_threads())
 
 
@@ -99,10 +97,3 @@ def _plain_cpu_model() -> str:
     """``Intel(R) Xeon(R) Processor @ 2.50GHz`` as ``Intel Xeon 2.5GHz``."""
     words = " ".join(_MARKS.sub(" ", cpu_model()).split())
     return _CLOCK.sub(lambda clock: clock[1] + (f".{clock[2]}" if clock[2] else ""), words)
-
-
-def _system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return f"{platform.system()} {platform.release()}"

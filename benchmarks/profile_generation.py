@@ -10,7 +10,6 @@ either way; on a CPU, where the profiler slows every operation, of the operation
 
 import re
 import statistics
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -57,17 +56,15 @@ def measure_profile(
         )
     config = setup.config(max_seq_len=prompt_tokens + new_tokens)
 
-    with setup.running(4) as progress_steps:
-        turns = Turns(setup, progress_steps)
+    with setup.running(4) as progress:
+        turns = Turns(setup, progress)
         turns.load(lesson.number, partial(load_engine, lesson, config))
         turns.warm_up(prompt_tokens, new_tokens)
         plain = turns.round("without the profiler", prompt_tokens, new_tokens)[lesson.number]
-        with progress_steps.step("with the profiler"):
-            window = TraceWindow(LEAD, steps, setup.target, with_host=True)
-            answer = turns.contenders[lesson.number].answer
-            found = window.trace(answer, turns.prompts.draw(prompt_tokens), new_tokens)
-            if trace is not None:
-                window.profiler.export_chrome_trace(str(trace))
+        window = TraceWindow(LEAD, steps, setup.target, with_host=True)
+        found = turns.trace(lesson.number, window, prompt_tokens, new_tokens)
+        if trace is not None:
+            window.profiler.export_chrome_trace(str(trace))
         return setup.report(
             f"profile-{lesson.number}",
             {lesson.number: config},
@@ -79,17 +76,15 @@ def measure_profile(
 def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
     """One token of the window: its time, where it went, and the table."""
     us_per_token = 1e6 * statistics.median(plain.intervals[LEAD - 1 : LEAD - 1 + trace.steps])
-    rows = merged(trace.rows())
-    kernel_us = trace.kernel_us_per_token
+    rows, kernel_us = merged(trace.rows()), trace.kernel_us_per_token
     whole = us_per_token if kernel_us is not None else sum(us for _, _, us in rows) / trace.steps
     return {
         "title": lesson.title,
         "us_per_token": rounded(us_per_token),
         "profiled_us_per_token": rounded(1e6 * trace.seconds / trace.steps),
-        "kernel_us_per_token": None if kernel_us is None else rounded(kernel_us),
         "idle_us_per_token": None if kernel_us is None else rounded(max(0.0, us_per_token - kernel_us)),
         "host_us_per_token": rounded(trace.host_us_per_token),
-        **trace.counts(),
+        **trace.figures(),
         "rows": [
             {
                 "name": name,
@@ -105,12 +100,11 @@ def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
 
 def merged(rows: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
     """Rows of the same short name as one, the longest first."""
-    calls: Counter[str] = Counter()
-    times: Counter[str] = Counter()
-    for name, count, us in rows:
-        calls[short_name(name)] += count
-        times[short_name(name)] += us  # type: ignore[assignment]
-    return [(name, calls[name], us) for name, us in times.most_common()]
+    found: dict[str, tuple[int, float]] = {}
+    for name, calls, us in rows:
+        before = found.get(short_name(name), (0, 0.0))
+        found[short_name(name)] = before[0] + calls, before[1] + us
+    return sorted(((name, *sums) for name, sums in found.items()), key=lambda row: -row[2])
 
 
 _TEMPLATE = re.compile(r"<[^<>]*>")

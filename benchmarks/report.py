@@ -8,7 +8,6 @@ the model's shape and revision, seed and flags; it holds no path and no host nam
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,12 +107,11 @@ def read_value(path: str | Path, key: str) -> Any:
     rest: str | None = key
     while rest is not None:
         at = {str(i): item for i, item in enumerate(node)} if isinstance(node, list) else node
-        fitting = [name for name in at if f"{rest}.".startswith(f"{name}.")] if isinstance(at, dict) else []
+        at = at if isinstance(at, dict) else {}
+        fitting = [name for name in at if f"{rest}.".startswith(f"{name}.")]
         if not fitting:
             where = key.removesuffix(rest).rstrip(".") or "its top level"
-            has = f"has {', '.join(at)}" if isinstance(at, dict) else "is a plain value"
-            has = f"is a list of {len(node)}, counted from 0" if isinstance(node, list) else has
-            raise ConfigError(f"{path.name} has no key {key!r}; {where} {has}.")
+            raise ConfigError(f"{path.name} has no key {key!r}; {where} has {', '.join(at) or 'nothing'}.")
         name = max(fitting, key=len)
         node, rest = at[name], rest[len(name) + 1 :] if rest != name else None
     return node
@@ -143,6 +141,4 @@ def engine_settings(config: EngineConfig, model_name: str) -> dict[str, Any]:
 
 def rounded(value: float, digits: int = 4) -> float:
     """To significant digits: what a measurement is worth, and what a reader can take in."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+    return float(f"{value:.{digits}g}")

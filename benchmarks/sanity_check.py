@@ -14,7 +14,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,38 +44,35 @@ from shared.text.tokenizer import Tokenizer
 PROMPT = "The capital of France is"
 MOST_TOKENS = 64
 PATH = re.compile(r"(?<![\w.~])~?(?:/[^\s/,;:'\"]+)*/(?=[^\s/,;:'\"]+)")  # the folders before a path's last part
-KEYS = ("load_seconds", "answer_seconds", "memory_bytes", "num_tokens", "flips", "shortfall", "text")
-"""Of a row, beside ``model``, ``phase`` and ``problem`` (None where all is well); None where it did not come to that.
+
+Row = dict[str, Any]
+"""Of one model in one phase; ``problem`` is None where all is well. A figure is missing where it was not measured.
 
 ``flips`` counts tokens that are not transformers' likeliest, ``shortfall`` is how far the worst of them lies below it,
 over the root mean square of its row of logits.
 """
-
 Subject = tuple[str, Callable[[Path], Path]]
 """A model's name, and what gives its folder, making it first in the folder handed over if need be."""
 
 
 def find_subjects(models: Sequence[str] | None, shapes: Sequence[str] | None, seed: int, device: str) -> list[Subject]:
     """What is to be checked, each once, in order: fetched models, folders, shapes to make."""
-    at_hand: list[str] = []
+    subjects: list[Subject] = []
     if models is None and shapes is None:
         models = [name for name in KNOWN_MODELS if local_model_folder(name) is not None]
-        at_hand = [folder for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder]
+        for path in filter(None, os.environ.get("INFER_TEST_MODELS", "").split(",")):
+            subjects.append((Path(path).name, partial(_resolve, path)))  # one that is not there becomes a row
         shapes = [name for name in SHAPES if name.startswith("tiny-") != is_cuda(device)]
     if unknown := [name for name in shapes or () if name not in SHAPES]:
         raise ConfigError(f"There is no shape {unknown[0]!r}; known: {', '.join(SHAPES)}.")
+    asked = [(name, resolve_model(name)) for name in models or ()]
+    named = [(name if name in KNOWN_MODELS else found.name, partial(_resolve, name)) for name, found in asked]
+    make = partial(make_checkpoint, seed=seed, device=device.partition(":")[0])
+    return [*named, *subjects, *((name, partial(make, name)) for name in shapes or ())]
 
-    def known(name: str) -> Subject:
-        folder = resolve_model(name)
-        return name if name in KNOWN_MODELS else folder.name, lambda made: folder
 
-    def to_make(name: str) -> Subject:
-        return name, lambda made: make_checkpoint(name, made, seed=seed, device=device.partition(":")[0])
-
-    def found(path: str) -> Subject:  # one that is not there becomes a row when it is opened
-        return Path(path).name, lambda made: resolve_model(path)
-
-    return [*map(known, models or ()), *map(found, at_hand), *map(to_make, shapes or ())]
+def _resolve(model: str, made: Path) -> Path:
+    return resolve_model(model)
 
 
 def check_models(
@@ -98,55 +97,50 @@ def check_models(
     if new_tokens > MOST_TOKENS:
         raise ConfigError(f"new_tokens is {new_tokens}; it must be at most {MOST_TOKENS}.")
     chosen = generating_lessons(phases)
-    settings = EngineConfig(model="each", dtype=dtype, device=device)
+    settings = engine_settings(EngineConfig(dtype=dtype, device=device), "each")
     subjects = find_subjects(models, shapes, seed, device)
-    steps = Steps(progress, len(subjects))
-    rows: list[dict[str, Any]] = []
+    steps, rows = Steps(progress, len(subjects)), []
     with torch_threads(threads):
         for subject in subjects:
             with steps.step(subject[0]), tempfile.TemporaryDirectory(prefix="infer-sanity-") as made:
                 rows += check_model(subject, Path(made), chosen, new_tokens, dtype, device)
         failed = sum(row["problem"] is not None for row in rows)
-        return Report(
-            name="sanity",
-            model={"name": "models", "revision": None, "config_sha256": None, "config": {}},
-            engines={lesson.number: engine_settings(settings, "each") for lesson in chosen},
-            seed=seed,
-            flags={"new_tokens": new_tokens, "device": device, "dtype": dtype, "threads": torch.get_num_threads()},
-            results={"num_failed": failed, "num_checked": len(rows), "rows": rows},
-            device=device,
-        )
+        flags = {"new_tokens": new_tokens, "device": device, "dtype": dtype, "threads": torch.get_num_threads()}
+        results = {"num_failed": failed, "num_checked": len(rows), "rows": rows}
+        engines = {lesson.number: settings for lesson in chosen}
+        return Report("sanity", {"name": "models", "revision": None}, engines, seed, flags, results, device)
 
 
 def check_model(
     subject: Subject, made: Path, chosen: Sequence[Lesson], new_tokens: int, dtype: str | None, device: str
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A model's rows: each phase answers and is let go, then transformers judges all the answers."""
     name, folder = subject
-    head = {"model": name, "problem": None}
-    rows = {lesson.number: head | {"phase": lesson.number} | dict.fromkeys(KEYS) for lesson in chosen}
-    try:
+    rows: list[Row] = [{"model": name, "phase": lesson.number, "problem": None} for lesson in chosen]
+    with _noting(rows):
         setup = Setup(str(folder(made)), device, dtype)
         tokenizer = Tokenizer.load(setup.folder)
-    except Exception as error:  # whatever it is, it is this model's row
-        return [row | {"problem": problem(error)} for row in rows.values()]
-    prompt_ids = tokenizer.encode(PROMPT)
-    answers: dict[str, list[int]] = {}
-    for lesson in chosen:
-        try:
-            answers[lesson.number] = _answer(rows[lesson.number], lesson, setup, prompt_ids, new_tokens)
-            rows[lesson.number]["text"] = tokenizer.decode(answers[lesson.number])
-        except Exception as error:
-            rows[lesson.number]["problem"] = problem(error)
+        prompt_ids = tokenizer.encode(PROMPT)
+        answers: list[tuple[Row, list[int]]] = []
+        for lesson, row in zip(chosen, rows, strict=True):
+            with _noting([row]):
+                answers.append((row, _answer(row, lesson, setup, prompt_ids, new_tokens)))
+                row["text"] = tokenizer.decode(answers[-1][1])
+            _free(device)
+        with _noting([row for row, _ in answers], "transformers cannot judge it: "):
+            _judge(answers, setup, prompt_ids)
         _free(device)
+    return rows
+
+
+@contextmanager
+def _noting(rows: Sequence[Row], said: str = "") -> Iterator[None]:
+    """Whatever goes wrong inside becomes the problem of these rows."""
     try:
-        if answers:
-            _judge(rows, setup, prompt_ids, answers)
+        yield
     except Exception as error:
-        for number in answers:
-            rows[number]["problem"] = f"transformers cannot judge it: {problem(error)}"
-    _free(device)
-    return list(rows.values())
+        for row in rows:
+            row["problem"] = said + problem(error)
 
 
 def problem(error: Exception) -> str:
@@ -156,7 +150,7 @@ def problem(error: Exception) -> str:
     return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
 
 
-def _answer(row: dict[str, Any], lesson: Lesson, setup: Setup, prompt_ids: list[int], new_tokens: int) -> list[int]:
+def _answer(row: Row, lesson: Lesson, setup: Setup, prompt_ids: list[int], new_tokens: int) -> list[int]:
     """A phase's answer; fills its row."""
     before = allocated(setup.device)
     if setup.is_gpu:
@@ -166,37 +160,26 @@ def _answer(row: dict[str, Any], lesson: Lesson, setup: Setup, prompt_ids: list[
     contender = load_engine(lesson, config)[lesson.number]
     loaded = time.perf_counter()
     token_ids = timed(contender.answer, prompt_ids, new_tokens).token_ids
-    row |= {
-        "load_seconds": rounded(loaded - started),
-        "answer_seconds": rounded(time.perf_counter() - loaded),
-        "memory_bytes": torch.cuda.max_memory_allocated(setup.device) - before if setup.is_gpu else contender.resident,
-        "num_tokens": len(token_ids),
-    }
+    row["load_seconds"], row["answer_seconds"] = rounded(loaded - started), rounded(time.perf_counter() - loaded)
+    peak = torch.cuda.max_memory_allocated(setup.device) - before if setup.is_gpu else contender.resident
+    row["memory_bytes"], row["num_tokens"] = peak, len(token_ids)
     if len(token_ids) != new_tokens:
         row["problem"] = f"{len(token_ids)} tokens instead of {new_tokens}"
     return token_ids
 
 
 @torch.inference_mode()
-def _judge(
-    rows: Mapping[str, dict[str, Any]], setup: Setup, prompt_ids: list[int], answers: Mapping[str, list[int]]
-) -> None:
-    """Compare with transformers in fp32; answers that are equal are run once."""
-    dtype = setup.work.dtype
+def _judge(answers: Sequence[tuple[Row, list[int]]], setup: Setup, prompt_ids: list[int]) -> None:
+    """Compare with transformers in fp32."""
+    dtype, bound = setup.work.dtype, THRESHOLDS[setup.work.dtype].argmax
     truth = load_reference(setup.folder, torch.float32, round_to=None if dtype == torch.float32 else dtype)
     truth = truth.to(setup.device)
-    bound = THRESHOLDS[dtype].argmax
-    judged: dict[tuple[int, ...], tuple[int, float]] = {}
-    for number, token_ids in answers.items():
-        key, row = tuple(token_ids), rows[number]
-        if key not in judged:
-            ids = torch.tensor([prompt_ids + token_ids[:-1]], device=setup.device)
-            logits = truth(ids, use_cache=False).logits[0, len(prompt_ids) - 1 :]
-            chosen = F.one_hot(torch.tensor(token_ids, device=setup.device), logits.shape[-1])
-            shortfall = argmax_shortfall(chosen, logits)
-            judged[key] = int((shortfall > 0).sum()), shortfall.max().item()
-        row["flips"], worst = judged[key]
-        row["shortfall"] = rounded(worst)
+    for row, token_ids in answers:
+        ids = torch.tensor([prompt_ids + token_ids[:-1]], device=setup.device)
+        logits = truth(ids, use_cache=False).logits[0, len(prompt_ids) - 1 :]
+        chosen = F.one_hot(torch.tensor(token_ids, device=setup.device), logits.shape[-1])
+        shortfall = argmax_shortfall(chosen, logits)
+        row["flips"], row["shortfall"] = int((shortfall > 0).sum()), rounded(worst := shortfall.max().item())
         if worst > bound and row["problem"] is None:
             row["problem"] = f"a token lies {worst:.2g} below transformers' likeliest, and {bound:.2g} is allowed"
 

@@ -33,7 +33,7 @@ def check_least(**bounds: tuple[float | None, float]) -> None:
 
 
 def check_positive(**values: float | None) -> None:
-    """Raise ConfigError for a number that is not above 0; None is an option that was left out."""
+    """Raise ConfigError for an option that is not above 0; None is an option that was left out."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}; it must be positive.")
@@ -122,21 +122,14 @@ class Setup:
         ``engines`` are configurations, and of what is not ours the settings.
         """
         about = describe_model(self.model)
+        settings = {
+            key: config if isinstance(config, dict) else engine_settings(config, about["name"])
+            for key, config in engines.items()
+        }
         common = {
             "dtype": str(self.work.dtype).removeprefix("torch."),
             "device": self.device,
             "threads": torch.get_num_threads(),
             "is_demo_size": not self.is_gpu,
         }
-        return Report(
-            name=name,
-            model=about,
-            engines={
-                key: config if isinstance(config, dict) else engine_settings(config, about["name"])
-                for key, config in engines.items()
-            },
-            seed=self.seed,
-            flags=dict(flags) | common,
-            results=results,
-            device=self.device,
-        )
+        return Report(name, about, settings, self.seed, dict(flags) | common, results, self.device)

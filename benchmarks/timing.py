@@ -45,12 +45,8 @@ class Run:
 def timed(
     answer: Answer, prompt_ids: list[int], new_tokens: int, min_decoded: int = 0, max_seconds: float | None = None
 ) -> Run:
-    """Time every token of an answer.
-
-    With ``max_seconds`` it is broken off once decoding took that long and ``min_decoded`` tokens were decoded.
-    """
-    token_ids: list[int] = []
-    times: list[float] = []
+    """Time every token of an answer, broken off after ``max_seconds`` of decoding and ``min_decoded`` tokens."""
+    token_ids, times = [], []
     start = time.perf_counter()
 
     def on_token(token_id: int) -> bool:
@@ -110,9 +106,7 @@ class Steps:
     """Counts finished steps for a progress display."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress = progress or (lambda *_: None)
-        self.total = total
-        self.done = 0
+        self.progress, self.total, self.done = progress or (lambda *_: None), total, 0
 
     @contextmanager
     def step(self, text: str) -> Iterator[None]:

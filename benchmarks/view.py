@@ -5,20 +5,19 @@ A benchmark describes its report as a `View`; this module prints a view in a ter
 recomputed for it.
 """
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
+from rich.bar import Bar as RichBar
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 NOTHING = "–"
-EIGHTHS = " ▏▎▍▌▋▊▉"
-LEAST_BAR, WIDEST_BAR = 8, 32
-GAP = 3
-"""Between two columns of a table in a terminal."""
+BAR_WIDTH, HEADING_WIDTH = 16, 12  # in a terminal
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 Row = Mapping[str, Any]
@@ -80,8 +79,7 @@ def _four_digits(value: float) -> str:
 class Column:
     """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there.
 
-    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out. ``is_detail`` columns
-    are left out of a terminal that is too narrow for them, the last one first.
+    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out.
     """
 
     heading: str
@@ -89,7 +87,6 @@ class Column:
     form: Callable[[Any], str] = number
     is_text: bool = False
     is_bar: bool = False
-    is_detail: bool = False
 
     def get(self, row: Row) -> Any:
         """The value of a row; None where the row lacks the key."""
@@ -176,7 +173,7 @@ def show(view: View, console: Console) -> None:
         console.print()
         if table.heading:
             console.print(Text(table.heading, style="bold cyan"))
-        console.print(_rich_table(table, console.width))
+        console.print(_rich_table(table))
     for lines, style in ((view.notes, ""), (view.warnings, "yellow")):
         for index, line in enumerate(lines):
             console.print(Text(line if index else f"\n{line}", style=style))
@@ -197,40 +194,18 @@ def markdown(view: View) -> str:
     return "\n".join(line.rstrip() if line.strip() in ("", "|") else line for line in lines) + "\n"
 
 
-def _rich_table(table: Table, width: int) -> RichTable:
-    columns = list(table.columns)
-    widths = {column.heading: _width(column, table.rows) for column in columns}
-    while (room := width - sum(widths[column.heading] + GAP for column in columns) + GAP) < 0:
-        if not (details := [column for column in columns if column.is_detail]):
-            break
-        columns.remove(details[-1])
+def _rich_table(table: Table) -> RichTable:
     found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black")
-    bars = [column for column in columns if column.is_bar]
-    for column in columns:
+    for column in table.columns:
         justify: Any = "left" if column.is_text or column.is_bar else "right"
-        fixed = widths[column.heading] if bars and room >= 0 and not column.is_bar else None
-        found.add_column(column.heading, justify=justify, width=fixed, no_wrap=column.is_bar)
-    longest = max((column.get(row) or 0 for column in bars for row in table.rows), default=0) or 1
-
-    def cell(column: Column, row: Row) -> Text:
-        if not column.is_bar:
-            return Text(column.cell(row))
-        bar = _bar((column.get(row) or 0) / longest, min(WIDEST_BAR, LEAST_BAR + max(0, room)))
-        return Text(bar, style=table.style(row) or "cyan")
-
+        found.add_column("\n".join(textwrap.wrap(column.heading, HEADING_WIDTH)), justify=justify)
     for row in table.rows:
-        found.add_row(*(cell(column, row) for column in columns), style=table.style(row))
+        found.add_row(*(_cell(column, row, table) for column in table.columns), style=table.style(row))
     return found
 
 
-def _width(column: Column, rows: Sequence[Row]) -> int:
-    """Columns of the terminal for the cells on one line, the heading on two, and the shortest bars."""
-    words = column.heading.split()
-    heading = min(max(len(" ".join(words[:cut])), len(" ".join(words[cut:]))) for cut in range(len(words) + 1))
-    return LEAST_BAR if column.is_bar else max(heading, *(len(column.cell(row)) for row in rows), 0)
-
-
-def _bar(share: float, room: int) -> str:
-    """A bar of blocks and eighths of them."""
-    eighths = max(1, round(8 * room * share))
-    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+def _cell(column: Column, row: Row, table: Table) -> Text | RichBar:
+    if not column.is_bar:
+        return Text(column.cell(row))
+    longest = max(column.get(other) or 0 for other in table.rows) or 1
+    return RichBar(longest, 0, column.get(row) or 0, width=BAR_WIDTH, color=table.style(row).split(" ")[-1] or "cyan")

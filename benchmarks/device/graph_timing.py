@@ -13,7 +13,7 @@ launches.
 import statistics
 import timeit
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,13 +28,6 @@ GRAPH_MS = 20
 ALIGNMENT = 128  # bytes: a cache line, and more than any kernel's alignment
 
 Inputs = tuple[Any, ...]
-
-
-class Timing(NamedTuple):
-    """Seconds a call took, the median of the trials; ``spread``: longest less shortest trial, as a share of it."""
-
-    seconds: float
-    spread: float
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -59,8 +52,8 @@ def rotated_tensors(
     return [row.view(shape) for row in rows.unbind(0)]
 
 
-def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs]) -> Timing:
-    """Time ``call(*inputs)`` over all sets in turn, on the device of the first tensor of the first set.
+def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs]) -> float:
+    """Seconds of ``call(*inputs)``, the median of trials over all sets in turn, on the device of the first tensor.
 
     All sets are called before the first trial, so kernels are compiled by then. Raises what ``call`` raises, and
     RuntimeError where it cannot be captured.
@@ -81,5 +74,4 @@ def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs]) -> Timing
         else:
             all_sets()
             trials = timeit.repeat(all_sets, number=1, repeat=DEMO_TRIALS)
-    median = statistics.median(trials)
-    return Timing(median / len(input_sets), (max(trials) - min(trials)) / median)
+    return statistics.median(trials) / len(input_sets)

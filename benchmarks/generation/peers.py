@@ -8,7 +8,6 @@ Invariant: nothing of a peer is replaced or tuned. A streamer sees each token wh
 """
 
 import contextlib
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -53,8 +52,8 @@ def load_peers(program: str, names: Sequence[str], setup: Setup, max_seq_len: in
 def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender]:
     """transformers in one or both of its ways, with its default attention.
 
-    The first eager answer is never broken off: in it cuDNN plans its attention for each length. No compiled one is; of
-    its warm-ups one compiles, and two record the CUDA graph and replay it.
+    In the eager one's warm-up cuDNN plans its attention for each length; of the compiled one's three, one compiles, and
+    two record the CUDA graph and replay it.
     """
     from transformers import CompileConfig, GenerationConfig
 
@@ -76,7 +75,7 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
             None,
             resident,
             num_warm_ups=3 if is_compiled else 1,
-            num_unbounded=math.inf if is_compiled else 1,
+            can_break=not is_compiled,
         )
     return found
 
@@ -87,7 +86,7 @@ def load_vllm(setup: Setup, max_seq_len: int) -> Contender:
     engine, resident = load_weighed(load, setup.device)
     settings, kv = engine.settings | {"version": engine.version}, engine.settings["kv_cache_memory_bytes"]
     answer = partial(answer_with, engine)
-    return Contender(PEERS["vllm"], answer, settings, engine.weight_bytes, kv, resident, num_unbounded=1)
+    return Contender(PEERS["vllm"], answer, settings, engine.weight_bytes, kv, resident)
 
 
 class _Enough(Exception):  # noqa: N818
@@ -98,17 +97,15 @@ class TokenStreamer:
     """Hands each token that ``generate`` makes to ``on_token``."""
 
     def __init__(self, on_token: OnToken) -> None:
-        self.on_token = on_token
-        self.num_tokens = -1  # the first call brings the prompt
+        self.on_token, self.num_tokens = on_token, -1  # the first call brings the prompt
 
     def put(self, value: torch.Tensor) -> None:
-        """Called once with the prompt, then with each token."""
         self.num_tokens += 1
         if self.num_tokens and not self.on_token(int(value)):
             raise _Enough
 
     def end(self) -> None:
-        """Called after the last token."""
+        pass
 
 
 def generate_with(model: Any, ways: dict[str, Any], prompt_ids: list[int], new_tokens: int, on_token: OnToken) -> int:

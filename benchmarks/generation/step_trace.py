@@ -10,7 +10,6 @@ CUDA graph count one by one, and its launch as one launch of the host.
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,9 +36,7 @@ class StepTrace:
     """
 
     def __init__(self, averages: Iterable[Any], steps: int, seconds: float, own_launches: int) -> None:
-        self.steps = steps
-        self.seconds = seconds
-        self.own_launches = own_launches
+        self.steps, self.seconds, self.own_launches = steps, seconds, own_launches
         seen = [entry for entry in averages if not (entry.is_user_annotation or entry.key.startswith(MARKS))]
         on_gpu = [entry for entry in seen if entry.device_type == DeviceType.CUDA]
         self.kernels = [entry for entry in on_gpu if not entry.key.startswith(COPIES)]
@@ -56,14 +53,15 @@ class StepTrace:
         """None where there is no GPU."""
         return sum(kernel.self_device_time_total for kernel in self.kernels) / self.steps if self.kernels else None
 
-    def counts(self) -> dict[str, float | None]:
-        """Of one token; None where there is no GPU."""
+    def figures(self) -> dict[str, float | None]:
+        """Of one token: the kernels' time, and counts; None where there is no GPU."""
         launches = [call for call in self.operations if HOST_LAUNCH.match(call.key)]
         found = {"kernels": self.kernels, "copies": self.copies, "host_launches": launches}
-        return {
-            f"{name}_per_token": rounded(sum(entry.count for entry in entries) / self.steps) if self.kernels else None
-            for name, entries in found.items()
-        } | {"own_launches_per_token": rounded(self.own_launches / self.steps)}
+        figures: dict[str, float | None] = {"kernel_us": self.kernel_us_per_token}
+        for name, entries in found.items():
+            figures[name] = sum(entry.count for entry in entries) / self.steps if self.kernels else None
+        figures["own_launches"] = self.own_launches / self.steps
+        return {f"{name}_per_token": None if value is None else rounded(value) for name, value in figures.items()}
 
     def rows(self) -> list[tuple[str, int, float]]:
         """Name, calls and microseconds: of kernels and copies, or without a GPU of PyTorch's operations themselves."""
@@ -72,7 +70,6 @@ class StepTrace:
         return [(entry.key, entry.count, entry.self_cpu_time_total) for entry in self.operations]
 
 
-@dataclass
 class TraceWindow:
     """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer.
 
@@ -81,17 +78,18 @@ class TraceWindow:
         with_host: trace the host's operations beside a GPU's kernels too, at more cost to the host.
     """
 
-    first: int
-    steps: int
-    device: torch.device
-    with_host: bool = False
-    num_tokens: int = 0
-    profiler: Any = None
-    result: StepTrace | None = None
+    def __init__(self, first: int, steps: int, device: torch.device, with_host: bool = False) -> None:
+        self.first, self.steps, self.device = first, steps, device
+        gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        host = [ProfilerActivity.CPU]
+        self.all_activities = gpu + host
+        self.profiler = profile(activities=gpu + host if with_host or not gpu else gpu)
+        self.num_tokens = 0
+        self.result: StepTrace | None = None
 
     def trace(self, answer: Answer, prompt_ids: list[int], new_tokens: int) -> StepTrace:
         """Trace an answer; raises ValueError if it ends inside the window."""
-        with profile(activities=self.activities(with_host=True)):  # its loading falls into no window
+        with profile(activities=self.all_activities):  # its loading falls into no window
             torch.ones(1, device=self.device).add_(1)
             self.finish()
         answer(prompt_ids, new_tokens, self.token)
@@ -103,11 +101,9 @@ class TraceWindow:
         """Count one token; whether the window is still open or to come."""
         self.num_tokens += 1
         if self.num_tokens == self.first:
-            self.profiler = profile(activities=self.activities(self.with_host))
             self.finish()
             self.profiler.start()
-            self.launched = LAUNCHES.total()
-            self.started = time.perf_counter()
+            self.launched, self.started = LAUNCHES.total(), time.perf_counter()
         elif self.num_tokens == self.first + self.steps:
             self.finish()
             seconds = time.perf_counter() - self.started  # up to here, so that the profiler's end is not in it
@@ -115,12 +111,6 @@ class TraceWindow:
             launched = LAUNCHES.total() - self.launched
             self.result = StepTrace(self.profiler.key_averages(), self.steps, seconds, launched)
         return self.result is None
-
-    def activities(self, with_host: bool) -> list[ProfilerActivity]:
-        """What the profiler records: a CPU's operations, a GPU's kernels, or both."""
-        if self.device.type != "cuda":
-            return [ProfilerActivity.CPU]
-        return [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if with_host else [])]
 
     def finish(self) -> None:
         """Wait for the device."""

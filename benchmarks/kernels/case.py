@@ -9,7 +9,6 @@ result written once, and what a call moves besides is its own loss.
 """
 
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,13 +21,12 @@ from benchmarks.report import Report, rounded
 from benchmarks.setup import check_least
 from benchmarks.timing import Steps
 from shared.checkpoints.progress import Progress
-from shared.errors import CapacityError, ConfigError
+from shared.errors import ConfigError
 from shared.kernels.launch import INTERPRETED, LAUNCHES
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of a number, in units of its own magnitude plus the root mean square of all: a few roundings."""
 
-SPARE_SETS = 4  # of inputs that the check in fp32 takes; a peer that finds no memory for more is a finding
 Call = Callable[..., Any]
 
 
@@ -79,13 +77,11 @@ class Case:
     def draw(self, num_sets: int, device: torch.device) -> list[Inputs]:
         """Fresh sets of inputs, from the device's default generator."""
 
-        columns: list[Sequence[Any]] = [
-            rotated_tensors(num_sets, one.shape, one.dtype or self.dtype, device, one.fill)
-            if one
-            else [None] * num_sets
-            for one in self.drawn
-        ]
-        return list(zip(*columns, strict=True))
+        def column(one: Drawn | None) -> Sequence[Any]:
+            about = one and (one.shape, one.dtype or self.dtype, device, one.fill)
+            return rotated_tensors(num_sets, *about) if about else [None] * num_sets
+
+        return list(zip(*map(column, self.drawn), strict=True))
 
 
 def measure_cases(
@@ -93,7 +89,6 @@ def measure_cases(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The ceilings, and a row for each case, measured after another over inputs that are drawn with ``seed``."""
     where = device_of(device)
-    check_memory(cases, where)
     ceilings = measure_ceilings(device)
     steps, rows = Steps(progress, len(cases)), []
     torch.manual_seed(seed)
@@ -119,18 +114,14 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Se
     reference = functools.cache(lambda op: results_of(op, tuple(map(widened, sets[0]))))
 
     def measured(call: Call, op: Call | None) -> dict[str, Any]:
-        row: dict[str, Any] = {"error": None, "launches": 0}
-        if op is not None:
-            row = compare(call, sets[0], reference(op), case.dtype)
-        row["predicted_us"] = rounded(1e6 * (floor + row["launches"] * (ceilings.launch_seconds_graph or 0.0)))
+        row: dict[str, Any] = compare(call, sets[0], reference(op), case.dtype) if op else {"error": None}
         if row["error"] is not None:
-            return row | dict.fromkeys(("time_us", "spread", "gb_per_second", "share_of_ceiling"))
-        timing = time_calls(call, sets)
+            return row | {"time_us": None}
+        seconds = time_calls(call, sets)
         return row | {
-            "time_us": rounded(1e6 * timing.seconds),
-            "spread": rounded(timing.spread, 2),
-            "gb_per_second": rounded(case.num_bytes / timing.seconds / 1e9),
-            "share_of_ceiling": rounded(floor / timing.seconds),
+            "time_us": rounded(1e6 * seconds),
+            "gb_per_second": rounded(case.num_bytes / seconds / 1e9),
+            "share_of_ceiling": rounded(floor / seconds),
         }
 
     ours = {name: measured(call, case.op) | case.about.get(name, {}) for name, call in case.ours.items()}
@@ -143,15 +134,8 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Se
             said = next((line for line in str(error).splitlines() if line.strip()), "no message")
             row = {"error": None, "time_us": None, "missing": f"{type(error).__name__}: {said.strip()[:200]}"}
         others[name] = row | {"ours_over_peer": ratio(own_us, row["time_us"])}
-    return {
-        "shape": case.shape,
-        "bytes": case.num_bytes,
-        "ceiling": case.ceiling,
-        "floor_us": rounded(1e6 * floor),
-        "input_sets": len(sets),
-        "variants": ours,
-        "peers": others,
-    }
+    about = {"shape": case.shape, "bytes": case.num_bytes, "ceiling": case.ceiling, "floor_us": rounded(1e6 * floor)}
+    return about | {"variants": ours, "peers": others}
 
 
 def ratio(time: float | None, other: float | None) -> float | None:
@@ -160,28 +144,25 @@ def ratio(time: float | None, other: float | None) -> float | None:
 
 
 def compare(call: Call, inputs: Inputs, expected: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:
-    """``error``, what is wrong with a call's results (None: nothing), their ``largest_error``, and its ``launches``."""
+    """``error``, what is wrong with a call's results (None: nothing), and its ``launches``."""
     before = LAUNCHES.total()
-    actual = results_of(call, inputs)
-    row: dict[str, Any] = {"error": None, "largest_error": 0.0, "launches": LAUNCHES.total() - before}
+    actual, said = results_of(call, inputs), None
+    launches = LAUNCHES.total() - before
     for found, right in zip(actual, expected, strict=True):
         if not right.is_floating_point():
             if not torch.equal(found, right):
                 said = f"chose {found.tolist()} where the op in fp32 chooses {right.tolist()}"
-                return row | {"error": said, "largest_error": None}
             continue
         scale = right.abs() + right.square().mean().sqrt()
         error, allowed = float(((found.float() - right).abs() / scale).max()), TOLERANCES[dtype]
         if not error <= allowed:  # a NaN fails too
             said = f"differs from the op in fp32 by {error:.2g} of a number's size where {allowed:.2g} is allowed"
-            return row | {"error": said, "largest_error": rounded(error, 2) if math.isfinite(error) else None}
-        row["largest_error"] = max(row["largest_error"], rounded(error, 2))
-    return row
+    return {"error": said, "launches": launches}
 
 
+@torch.no_grad()
 def results_of(call: Call, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    with torch.no_grad():
-        returned = call(*inputs)
+    returned = call(*inputs)
     return returned if isinstance(returned, tuple) else (returned,)
 
 
@@ -210,15 +191,3 @@ def check_options(seed: int, **options: tuple[Sequence[str], Collection[str]]) -
                 raise ConfigError(f"--{option} is {name!r}; it must be one of {', '.join(known)}.")
     if INTERPRETED:
         raise ConfigError("TRITON_INTERPRET is set, and the interpreter's times say nothing of a kernel's; unset it.")
-
-
-def check_memory(cases: Sequence[Case], device: torch.device) -> None:
-    """Raise CapacityError if a case's inputs, with those of its check, do not fit the GPU."""
-    if device.type != "cuda":
-        return
-    free, cache = torch.cuda.mem_get_info(device)[0], cache_bytes(device)
-    for case in cases:
-        needed = case.set_bytes * (num_input_sets(case.set_bytes, cache) + SPARE_SETS)
-        if needed > free:
-            said = f"takes {needed / 2**30:.1f} GiB to measure and {free / 2**30:.1f} GiB of the GPU's memory are free"
-            raise CapacityError(f"{case.kernel} {case.size} ({case.shape}) {said}; choose others.")

@@ -24,6 +24,8 @@ from shared.ops import rmsnorm as norm_op
 from shared.ops.gated import GatedOp
 
 PEERS = ("eager", "compiled")
+Moved = tuple[int, Literal["read", "copy"]]
+"""Bytes that a case moves, and the ceiling that it is measured against."""
 
 
 @dataclass(frozen=True)
@@ -42,33 +44,22 @@ class ModelShapes:
     """The sizes of one model, read off its fused twin, and the dtype that its kernels compute in."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.vocab_size = config, dtype, config.vocab_size
         model = fuse(CausalLM(config, max_positions=1, device="meta"))
         block = model.blocks[0]
         assert isinstance(block, FusedBlock)
         self.block = block
         self.hidden_size, self.eps, self.offset = len(model.norm.weight), model.norm.eps, model.norm.offset
         self.intermediate_size = block.down_proj.weight.shape[1]
-        self.vocab_size = len(model.head.weight)
 
     def fill_norm(self, weights: torch.Tensor) -> None:
         """What the weights of a norm are drawn from: near the one that leaves a number as it is."""
         weights.normal_(1.0 - self.offset, 0.1)
 
-    def case(
-        self,
-        kernel: str,
-        size: int,
-        shape: str,
-        num_bytes: int,
-        ceiling: Literal["read", "copy"],
-        ours: Call,
-        op: Call,
-        *drawn: Drawn | None,
-    ) -> Case:
+    def case(self, name: str, size: int, about: str, moved: Moved, ours: Call, op: Call, *drawn: Drawn | None) -> Case:
         """A kernel beside its op, eager and compiled; ``size`` counts rows, for attention tokens of context."""
         peers = {"eager": Peer(lambda: op), "compiled": Peer(lambda: compiled(op))}
-        return Case(kernel, str(size), shape, num_bytes, ceiling, {"ours": ours}, op, drawn, self.dtype, peers)
+        return Case(name, str(size), about, *moved, {"ours": ours}, op, drawn, self.dtype, peers)
 
 
 def compiled(op: Call) -> Call:
@@ -117,19 +108,14 @@ def projection_case(
     weight_rows = N if activation is None else 2 * N
     described = "norm, " * has_norm + f"{K} → {weight_rows}" + (f", {activation.__name__}" if activation else "")
     numbers = weight_rows * K + rows * (K + N) + K * has_norm + rows * N * has_residual
-    return shapes.case(
-        kernel,
-        rows,
-        described + ", + residual" * has_residual,
-        numbers * shapes.dtype.itemsize,
-        "read",
-        ours,
-        op,
+    drawn = (
         Drawn((rows, K)),
         Drawn((weight_rows, K), partial(torch.Tensor.normal_, std=K**-0.5)),
         Drawn((K,), shapes.fill_norm) if has_norm else None,
         Drawn((rows, N)) if has_residual else None,
     )
+    moved: Moved = numbers * shapes.dtype.itemsize, "read"
+    return shapes.case(kernel, rows, described + ", + residual" * has_residual, moved, ours, op, *drawn)
 
 
 def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
@@ -152,9 +138,9 @@ def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
         return norm_op.rms_norm(summed, weight, eps, offset), summed
 
     x, weight = Drawn((rows, n)), Drawn((n,), shapes.fill_norm)
-    num_bytes, added_bytes = (3 * rows + 1) * n * shapes.dtype.itemsize, (4 * rows + 2) * n * shapes.dtype.itemsize
-    described, added = f"{n}, + residual", f"norm, + {n}, norm"
+    moved: Moved = (3 * rows + 1) * n * shapes.dtype.itemsize, "copy"
+    added: Moved = (4 * rows + 2) * n * shapes.dtype.itemsize, "copy"
     return [
-        shapes.case("rms_norm", rows, described, num_bytes, "copy", norm, norm_by_op, x, weight, x),
-        shapes.case("add_rms_norm", rows, added, added_bytes, "copy", add, add_by_op, x, x, weight, weight),
+        shapes.case("rms_norm", rows, f"{n}, + residual", moved, norm, norm_by_op, x, weight, x),
+        shapes.case("add_rms_norm", rows, f"norm, + {n}, norm", added, add, add_by_op, x, x, weight, weight),
     ]

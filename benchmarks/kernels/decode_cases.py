@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.case import Case, Drawn
-from benchmarks.kernels.cases import ModelShapes, NormOf
+from benchmarks.kernels.cases import ModelShapes, Moved, NormOf
 from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.kv_write import kv_write
 from shared.kernels.sampler import sample
@@ -52,21 +52,16 @@ def kv_write_case(shapes: ModelShapes, rows: int, device: torch.device) -> Case:
 
     memory = Drawn((1, Hkv, rows, D))
     weight = None if norm is None else Drawn((D,), shapes.fill_norm)
-    moved = 2 * rows * sum(heads) * D + (0 if norm is None else 2 * D)
+    numbers = 2 * rows * sum(heads) * D + (0 if norm is None else 2 * D)
     angles = rows * D * table.element_size()  # a cosine and a sine for each pair of numbers
-    return shapes.case(
-        "kv_write",
-        rows,
-        f"{'norm, ' if norm else ''}{Hq} + 2 × {Hkv} heads of {D}",
-        moved * shapes.dtype.itemsize + angles + 2 * rows * torch.int64.itemsize,
-        "copy",
-        ours,
-        op,
+    moved: Moved = numbers * shapes.dtype.itemsize + angles + 2 * rows * torch.int64.itemsize, "copy"
+    tokens = (
         Drawn((rows, sum(heads), D)),
         Drawn((rows,), lambda positions: positions.random_(len(table)), torch.int64),
         Drawn((rows,), fill_offsets, torch.int64),
-        *(memory, memory, weight, weight),
     )
+    described = f"{'norm, ' if norm else ''}{Hq} + 2 × {Hkv} heads of {D}"
+    return shapes.case("kv_write", rows, described, moved, ours, op, *tokens, memory, memory, weight, weight)
 
 
 def attention_case(shapes: ModelShapes, context: int, window: int | None, device: torch.device) -> Case:
@@ -88,16 +83,10 @@ def attention_case(shapes: ModelShapes, context: int, window: int | None, device
         return sdpa_attention(q, k, v, scale=scale, softcap=softcap)
 
     memory = Drawn((1, Hkv, context, D))
-    return shapes.case(
-        "decode_attention" if window is None else "decode_attention_windowed",
-        context,
-        f"{Hq} over {Hkv} heads of {D}" + (f", last {seen}" if window else ""),
-        (2 * seen * Hkv * D + 2 * Hq * D) * shapes.dtype.itemsize,
-        "read",
-        ours,
-        op,
-        *(Drawn((1, Hq, D)), memory, memory),
-    )
+    moved: Moved = (2 * seen * Hkv * D + 2 * Hq * D) * shapes.dtype.itemsize, "read"
+    name = "decode_attention" if window is None else "decode_attention_windowed"
+    described = f"{Hq} over {Hkv} heads of {D}" + (f", last {seen}" if window else "")
+    return shapes.case(name, context, described, moved, ours, op, Drawn((1, Hq, D)), memory, memory)
 
 
 def sampler_cases(shapes: ModelShapes, rows: int, device: torch.device) -> list[Case]:
@@ -107,16 +96,10 @@ def sampler_cases(shapes: ModelShapes, rows: int, device: torch.device) -> list[
     def case(kernel: str, described: str, params: SamplingParams) -> Case:
         drawing = [SamplingRow(params, seed=row, index=row, token_ids=()) for row in range(rows)]
         batch = SamplingBatch.of(drawing, device=device)
-        return shapes.case(
-            kernel,
-            rows,
-            f"{V}, {described}",
-            rows * (V * shapes.dtype.itemsize + torch.int64.itemsize),
-            "read",
-            lambda logits: sample(logits, batch),
-            lambda logits: sampler_op.sample(logits, batch),
-            Drawn((rows, V), partial(torch.Tensor.normal_, std=LOGIT_SCALE)),
-        )
+        moved: Moved = rows * (V * shapes.dtype.itemsize + torch.int64.itemsize), "read"
+        logits = Drawn((rows, V), partial(torch.Tensor.normal_, std=LOGIT_SCALE))
+        ours, op = lambda x: sample(x, batch), lambda x: sampler_op.sample(x, batch)
+        return shapes.case(kernel, rows, f"{V}, {described}", moved, ours, op, logits)
 
     drawn = f"temperature {DRAWING.temperature}, top-k {DRAWING.top_k}, top-p {DRAWING.top_p}"
     return [

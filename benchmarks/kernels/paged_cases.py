@@ -3,10 +3,9 @@
 Every set of inputs has queries, keys and values of its own; block tables, lengths and plan are the same for all sets,
 as they are for the layers of a step. Blocks lie in random order, and the pool holds nothing else.
 
-FlashInfer (arXiv 2501.01005) reads blocks as we do; it is timed where it is installed. PyTorch has no attention over
-block tables: its operations want a sequence's keys in one piece. So they are timed in two ways, with the blocks
-gathered first, as an engine would have to, and over keys that happen to lie in one piece, which bounds what a better
-gather could bring.
+FlashInfer (arXiv 2501.01005) reads blocks as we do; it is timed where it is installed. PyTorch's attention wants a
+sequence's keys in one piece, so it is timed twice: with the blocks gathered first, as an engine would have to, and over
+keys that lie in one piece, which bounds what a better gather could bring.
 
 Invariant: that of :mod:`benchmarks.kernels.case`; block tables, plans and partial states are no bytes that must move.
 """
@@ -100,10 +99,7 @@ class PagedSequences:
 def planned_call(
     sequences: PagedSequences, tiling: DecodeTiling, *, is_split: bool = True
 ) -> tuple[Call, dict[str, Any]]:
-    """The planned kernel under this tiling, and what the plan came to; unsplit: one program a sequence and key head.
-
-    Reports call ``least_split`` ``least_chunk``, and the plan's split size ``chunk_tokens``.
-    """
+    """The planned kernel under this tiling, and its settings; unsplit: one program a sequence and key head."""
     shape, device = sequences.shape, sequences.lengths.device
     grid = tiling.grid(shape.heads[1], device)
     whole = -(-max(shape.lengths) // grid.unit) * grid.unit
@@ -116,8 +112,7 @@ def planned_call(
         about: dict[str, Any] = {"scale": shape.scale, "tiling": tiling, "workspace": workspace}
         return planned_decode(q, keys, values, *sequences.arrays, sent, **about)
 
-    settings = {"least_chunk" if name == "least_split" else name: value for name, value in asdict(tiling).items()}
-    return call, settings | {"chunk_tokens": int(plan.split_size[0]), "num_items": int(plan.num_items[0])}
+    return call, asdict(tiling) | {"chunk_tokens": int(plan.split_size[0]), "num_items": int(plan.num_items[0])}
 
 
 def variant_calls(sequences: PagedSequences, dtype: torch.dtype) -> dict[str, tuple[Call, dict[str, Any]]]:
@@ -163,8 +158,7 @@ Maker = Callable[[PagedSequences], Call]
 
 def paged_peers(sequences: PagedSequences, dtype: torch.dtype) -> dict[str, Peer]:
     """``PEERS`` over these sequences; making a call raises ConfigError where it cannot be had, with the reason."""
-    device = sequences.lengths.device
-    in_order = PagedSequences(sequences.shape, device, None).attend  # what a pool holds that is taken for one piece
+    in_order = PagedSequences(sequences.shape, sequences.lengths.device, None).attend  # a pool taken for one piece
     found = {name: Peer(partial(_flashinfer, sequences, dtype, name), sequences.attend) for name in FLASHINFER}
     for name, library in (("sdpa", _sdpa), ("flex", _flex)):
         found[f"{name}_gathered"] = Peer(partial(_pytorch, sequences, library, _gathered), sequences.attend)
@@ -215,7 +209,7 @@ def _gathered(sequences: PagedSequences) -> Call:
 def _contiguous(sequences: PagedSequences) -> Call:
     """The pool taken for one contiguous cache: other numbers for a sequence than its blocks hold, as many of them."""
     lengths = sequences.shape.lengths
-    if set(lengths) != {lengths[0]} or lengths[0] % BLOCK_SIZE:
+    if len(set(lengths)) > 1 or lengths[0] % BLOCK_SIZE:
         raise ConfigError("Sequences of different lengths do not lie in one piece without padding.")
     return lambda pool: pool.view(len(lengths), lengths[0], *pool.shape[2:])
 

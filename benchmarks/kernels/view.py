@@ -29,8 +29,8 @@ def view(report: Report) -> View:
         rows = [call for call in calls if call["is_ours"] or call["time_us"]]
     else:
         title = f"Kernels: {report.model['name']} on {report.machine_title}"
-        about.append("a case's number is its rows, of attention its tokens; predicted: bytes at the ceiling, launches")
-        columns = [text("case", "case"), text("shape", "shape"), *FIGURES, Column("predicted µs", "predicted_us")]
+        about.append("a case's number is its rows, of attention its tokens; floor: its bytes at the ceiling")
+        columns = [text("case", "case"), text("shape", "shape"), *FIGURES, Column("floor µs", "floor_us")]
         rows = [call for call in calls if call["is_ours"]]
         columns += [Column("eager µs", "eager_us"), Column("compiled µs", "compiled_us")]
     table = Table("", columns, rows, style=lambda row: "red" if row.get("error") else "")
@@ -45,8 +45,7 @@ def calls_of(report: Report) -> Iterator[Row]:
             about = row | {"case": f"{kernel} {size}"}
             yield about | {"call": "ours", "is_ours": True}
             for peer in ("eager", "compiled") if report.flags["compile"] else ("eager",):
-                figures = {"time_us": row[f"{peer}_us"], "missing": row[f"{peer}_missing"]}
-                yield about | {"call": peer, "is_ours": False} | figures
+                yield about | {"call": peer, "is_ours": False, "missing": row[f"{peer}_missing"]}
     for name, row in report.results.get("shapes", {}).items():
         label = f"{name}: {row['shape']}"
         for calls, is_ours in ((row["variants"], True), (row["peers"], False)):

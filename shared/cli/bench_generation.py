@@ -56,9 +56,6 @@ def generation(
         int | None, typer.Option("--new-tokens", help="Tokens of each answer; 256, without a GPU 16.")
     ] = None,
     trials: Annotated[int | None, typer.Option("--trials", help="Answers of each, whose median counts; 3.")] = None,
-    window: Annotated[
-        int | None, typer.Option("--window", help="Decode steps to profile; 16, without a GPU 4.")
-    ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,7 +91,7 @@ def generation(
     device = computing_device(device)
     fetch_if_known(model)
     size = W1 if device.startswith("cuda") else DEMO
-    given = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials, "window": window}
+    given = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials}
     with step_progress() as progress:
         report = measure_generation(
             model,

@@ -93,7 +93,7 @@ class ReferenceLayer:
         return self.block(batch, attention_mask=mask, position_embeddings=rotation, position_ids=positions[None])[0]
 
 
-def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int, streamer: Any = None) -> list[int]:
+def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int) -> list[int]:
     """The greedy continuation of a prompt by transformers' ``generate``, with its cache, past end-of-sequence ids."""
     from transformers import GenerationConfig
 
@@ -101,7 +101,5 @@ def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int, stream
     ids = torch.tensor([prompt_ids], device=reference.device)
     config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
     with torch.inference_mode():
-        found = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer
-        )
+        found = reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     return found[0, len(prompt_ids) :].tolist()

@@ -34,8 +34,8 @@ from shared.errors import CapacityError, ConfigError, InferError, RequestError
 from shared.lessons import find_lesson, lessons, newest_lesson
 from shared.loading.config_json import read_config
 
-SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2, window=3)
-CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32", 1 << 26)
+SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2)
+CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32")
 PHASES = [lesson.number for lesson in lessons() if lesson.generates]
 NEWEST = newest_lesson().number
 CPU = torch.device("cpu")
@@ -65,9 +65,8 @@ def test_every_phase_that_generates_is_a_rung_and_answers_the_same(rungs: Report
     for result in rungs.results.values():
         assert result["equal_output"]
         assert len(result["decode_tokens_per_second_trials"]) == 2
-        assert list(result["ms_per_token"]) == list(result["tokens_timed"]) == ["3", "40"]
+        assert list(result["ms_per_token"]) == ["3", "40"]
         assert min(*result["ms_per_token"].values(), result["time_to_first_token_ms"], result["speedup"]) > 0
-        assert min(result["tokens_timed"].values()) >= 2
     assert rungs.results["02"]["speedup"] == 1.0
     # Without a cache the i-th new token pays for prompt and answer so far; with one, every token is computed once.
     assert rungs.results["02"]["tokens_computed"] == sum(5 + i for i in range(4))
@@ -83,9 +82,8 @@ def test_the_ladder_fits_the_terminal(rungs: Report, width: int) -> None:
     show(ladder.view(rungs), console)
     lines = console.export_text().splitlines()
     assert all(len(line) <= width for line in lines)
-    assert ("tokens" in "".join(lines[3:6])) == (width == 100)
     for number, result in rungs.results.items():
-        assert any(line.startswith(f"{number} {result['title']}  ") and "█" in line for line in lines)
+        assert any(line.startswith(number) and "█" in line for line in lines)
         assert f"| {number} {result['title']} |" in markdown(ladder.view(rungs))
 
 
@@ -109,7 +107,7 @@ def test_contenders_answer_the_same_at_a_share_of_the_bytes_that_a_token_must_re
     assert limit_bytes(work, 7, 6) == needed
     assert limit_bytes(work, 7, 6, packed=0.5) == needed - work.resident_bytes / 2
     assert results["limit"]["tokens_per_second"] == pytest.approx(1e9 / needed, rel=1e-3)
-    assert sum(results["limit"][f"{part}_bytes_per_token"] for part in ("weights", "kv")) == needed
+    assert results["limit"]["bytes_per_token"] == needed
     for name in names:
         found = results[name]
         assert found["new_tokens"] == found["equal_tokens"] == found["compared_tokens"] == SIZE.new_tokens, name
@@ -143,7 +141,7 @@ def test_the_view_shows_work_where_there_is_a_gpu(generated: Report, has_gpu: bo
 
 
 def test_an_answer_that_takes_too_long_is_judged_by_what_it_has(folder: Path) -> None:
-    size = GenerationSize(prompt_tokens=4, new_tokens=30, trials=1, window=2)
+    size = GenerationSize(prompt_tokens=4, new_tokens=30, trials=1)
     found = measure_generation(str(folder), phases=["02"], size=size, ceilings=CEILINGS, max_seconds=1e-9).results
     ours, theirs = found["02"], found["transformers_eager"]
     assert ours["new_tokens"] == theirs["new_tokens"] == theirs["equal_tokens"] == MIN_DECODED + 1
@@ -195,9 +193,8 @@ def gpu_trace() -> StepTrace:
 
 def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
     trace = gpu_trace()
-    assert trace.kernel_us_per_token == (5 + 7 + 20) / 2
-    counts = {"kernels": 1.5, "copies": 1, "host_launches": 2, "own_launches": 1}
-    assert trace.counts() == {f"{name}_per_token": count for name, count in counts.items()}
+    figures = {"kernel_us": 16, "kernels": 1.5, "copies": 1, "host_launches": 2, "own_launches": 1}
+    assert trace.figures() == {f"{name}_per_token": figure for name, figure in figures.items()}
     assert trace.host_us_per_token == (4 * 2.0 + 4.0) / 2  # waiting is no work
     plain = Run([1] * 8, [0.5 + 0.0001 * i for i in range(8)], 10)
     found = profile_generation.results(find_lesson("03"), plain, trace)
@@ -248,7 +245,7 @@ def test_generation_s_command_packs_weights_and_says_so_in_the_name(
 ) -> None:
     monkeypatch.setattr(bench_generation, "measure_ceilings", lambda device: CEILINGS)
     arguments = ["--phase", 3, "--no-peers", "--pack-weights", "--prompt-tokens", 4, "--new-tokens", 3, "--trials", 1]
-    result = infer("bench", "generation", "--model", folder, *arguments, "--window", 1, "--out", tmp_path)
+    result = infer("bench", "generation", "--model", folder, *arguments, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     assert list(line["results"]) == ["03", "ratios", "limit", "ceilings"]
@@ -276,7 +273,7 @@ def test_profile_s_command_counts_the_operations_of_a_token_and_writes_its_trace
 
 
 MEASURES = {"ladder": measure_ladder, "generation": measure_generation, "profile": measure_profile}
-GENERATION = {"prompt_tokens": 5, "new_tokens": 6, "trials": 1, "window": 1}
+GENERATION = {"prompt_tokens": 5, "new_tokens": 6, "trials": 1}
 
 
 @pytest.mark.parametrize(
@@ -330,7 +327,7 @@ def test_a_command_refuses_in_one_paragraph(folder: Path) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_seen(folder: Path) -> None:
-    size = GenerationSize(prompt_tokens=16, new_tokens=12, trials=1, window=4)
+    size = GenerationSize(prompt_tokens=16, new_tokens=12, trials=1)
     found = measure_generation(str(folder), size=size, device="cuda", peers=["transformers_eager"]).results
     profile = measure_profile(str(folder), device="cuda", prompt_tokens=16, steps=4).results[NEWEST]
     for result in (found["02"], found["03"], found["transformers_eager"], found[NEWEST], profile):

@@ -50,21 +50,17 @@ def test_no_two_sets_share_a_cache_line(shape, sets):
 
 def test_every_set_is_called_in_turn_and_equally_often():
     called: list[int] = []
-    timing = time_calls(lambda x: called.append(int(x)), [(torch.tensor(float(i)),) for i in range(5)])
+    seconds = time_calls(lambda x: called.append(int(x)), [(torch.tensor(float(i)),) for i in range(5)])
     assert called == 4 * [0, 1, 2, 3, 4]  # a warm-up and three trials
-    assert timing.seconds > 0
+    assert seconds > 0
 
 
 @pytest.mark.gpu
-def test_a_gpu_reads_as_fast_as_it_copies_and_a_graph_launches_cheaper():
+def test_a_gpu_reads_as_fast_as_it_copies_a_graph_launches_cheaper_and_the_cache_is_faster():
     measured = measure_ceilings("cuda")
     assert 0.7 < measured.read_bytes_per_second / measured.copy_bytes_per_second < 1.5
     assert 0 < (measured.launch_seconds_graph or 0) < (measured.launch_seconds_eager or 0) < 1e-3
-
-
-@pytest.mark.gpu
-def test_a_graph_of_rotated_inputs_is_slower_than_the_same_from_the_cache():
     cache = cache_bytes(torch.device("cuda"))
     x = torch.randn(cache // 16, device="cuda")  # of fp32: a quarter of the cache
     many = [(x.clone(),) for _ in range(num_input_sets(x.nbytes, cache))]
-    assert time_calls(torch.sum, many).seconds > time_calls(torch.sum, [(x,)]).seconds
+    assert time_calls(torch.sum, many) > time_calls(torch.sum, [(x,)])

@@ -14,16 +14,15 @@ import benchmarks.bench_kernels as bench
 import benchmarks.kernels.case as case_module
 from benchmarks.device.graph_timing import cache_bytes, num_input_sets
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
-from benchmarks.kernels.case import Case, Drawn, Peer, compare, measure_case, results_of, widened
+from benchmarks.kernels.case import Case, Peer, compare, measure_case, results_of, widened
 from benchmarks.kernels.view import view
 from benchmarks.report import Report
 from benchmarks.view import markdown
 from shared.cli import app
-from shared.errors import CapacityError
 from shared.kernels import gemv
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-CEILINGS = Ceilings(4e9, 5e9, 1e11, None, 1e-6, "float32", 1 << 28)
+CEILINGS = Ceilings(4e9, 5e9, 1e11, None, 1e-6, "float32")
 
 
 def bf16_cases(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Case]:
@@ -91,7 +90,7 @@ def test_a_demo_report_and_its_view_have_every_kernel(demo):
             assert min(row["time_us"], row["eager_us"]) > 0
             assert (row["compiled_us"], row["compiled_missing"]) == (None, "not asked for")
             limit = ceilings[f"{row['ceiling']}_gb_per_second"]
-            assert row["floor_us"] == row["predicted_us"] == pytest.approx(row["bytes"] / limit / 1e3, rel=1e-3)
+            assert row["floor_us"] == pytest.approx(row["bytes"] / limit / 1e3, rel=1e-3)
             assert f"| {kernel} {size} | {row['shape']} |" in text
     assert "demo size" in text
     json.loads(demo.line())
@@ -117,7 +116,7 @@ def test_what_is_wrong_or_cannot_be_had_is_not_timed():
     row = measure_case(replace(case, ours=ours, peers=peers), CPU, CEILINGS, list(peers))
     for found in (row["variants"]["off"], row["variants"]["nan"], row["peers"]["off"]):
         assert "differs from the op in fp32" in found["error"]
-        assert found["time_us"] is found["gb_per_second"] is found["share_of_ceiling"] is None
+        assert found["time_us"] is None
     assert min(row["variants"]["ours"]["time_us"], row["peers"]["eager"]["time_us"]) > 0
     assert row["peers"]["broken"]["missing"] == "RuntimeError: cannot"
     json.dumps(row, allow_nan=False)
@@ -144,14 +143,6 @@ def test_what_cannot_be_measured_is_refused_before_any_work(command, told, monke
     result = CliRunner().invoke(app, ["bench", *command.split()] + ["--device", "cpu"] * ("cuda" not in command))
     assert result.exit_code == 2, result.output
     assert told in " ".join(result.stderr.split())
-
-
-def test_inputs_that_do_not_fit_a_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 8 << 30))
-    monkeypatch.setattr(case_module, "cache_bytes", lambda device: 50 << 20)
-    case = replace(bench.cases_of("tiny-llama", CPU, ("down",), (1,))[0], drawn=(Drawn((1 << 28,)),))
-    with pytest.raises(CapacityError, match=r"down 1 .* takes 6\.0 GiB to measure and 1\.0 GiB"):
-        case_module.check_memory([case], torch.device("cuda"))
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["right", "wrong"])

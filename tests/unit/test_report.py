@@ -58,20 +58,16 @@ def test_a_value_is_read_by_its_dotted_key_and_a_missing_one_names_those_there_a
     for key, told in (
         ("results.04.speedup", "results has 02, 03.1"),
         ("results.03.1.speed", "results.03.1 has decode_tokens_per_second"),
-        ("results.02.trials.2", "results.02.trials is a list of 2"),
-        ("results.02.trials.-1", "list of 2"),
-        ("seed.x", "seed is a plain value"),
+        ("results.02.trials.-1", "results.02.trials has 0, 1"),
+        ("seed.x", "seed has nothing"),
         ("", "its top level has"),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=told):
             read_value(path, key)
-        assert told in str(caught.value)
-    for content in ("{", '"text'):
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=r"ladder-.*\.json"):
-            read_value(path, "seed")
-    with pytest.raises(ConfigError, match=r"none\.json"):
-        read_value(tmp_path / "none.json", "seed")
+    path.write_text("{")
+    for wrong in (path, tmp_path / "none.json"):
+        with pytest.raises(ConfigError, match=wrong.name):
+            read_value(wrong, "seed")
 
 
 @given(st.floats(min_value=1e-12, max_value=1e12))
@@ -122,13 +118,13 @@ def test_a_processor_gets_a_short_name(monkeypatch, cpu, threads, name, title):
     assert title is None or machine.machine_title("cpu") == title
 
 
-@pytest.mark.parametrize(("count", "name"), [(1, "nvidia-h100-80gb-hbm3"), (4, "4x-nvidia-h100-80gb-hbm3")])
-def test_a_gpu_names_the_machine_unless_the_cpu_computes(monkeypatch, count, name):
+def test_a_gpu_names_the_machine_unless_the_cpu_computes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    assert machine.machine_name() == machine.machine_name("cuda:0") == name
-    assert machine.machine_name("cpu").startswith("cpu-")
+    for count, name in ((1, "nvidia-h100-80gb-hbm3"), (4, "4x-nvidia-h100-80gb-hbm3")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert machine.machine_name() == machine.machine_name("cuda:0") == name
+        assert machine.machine_name("cpu").startswith("cpu-")
 
 
 @given(st.text())

@@ -57,8 +57,7 @@ def test_turns_rotate_and_prompts_repeat_with_the_seed_alone():
     first, second, third = SyntheticPrompts(50, 3), SyntheticPrompts(50, 3), SyntheticPrompts(50, 4)
     drawn = [first.draw(20), first.draw(20)]
     assert drawn == [second.draw(20), second.draw(20)]
-    assert drawn[0] != drawn[1]
-    assert drawn[0] != third.draw(20)
+    assert drawn[1] != drawn[0] != third.draw(20)
     assert all(type(token_id) is int and 0 <= token_id < 50 for token_id in drawn[0])
 
 
