@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import allocated, held_tensors, is_cuda, storage_bytes
+from benchmarks.contenders import is_cuda
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import figures
 from benchmarks.serving.transformers_engine import TransformersEngine
@@ -107,21 +107,15 @@ class Server:
     engine: Any  # a Servable
     config: EngineConfig
     max_batch_size: int
-    memory: dict[str, int | None]
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
-        """Serve a trace; what the run says, the tokens that were computed, and on a GPU the peak of memory."""
-        device, computed = self.config.device, self.engine.stats()["tokens computed"]
+        """Serve a trace: what the run says, the tokens that were computed, and the bytes of the KV cache."""
+        before = self.engine.stats()["tokens computed"]
         gc.collect()
-        before = allocated(device)
-        if is_cuda(device):
-            torch.cuda.reset_peak_memory_stats(device)
-        run = drive(self.engine, trace, max_seconds)
-        if is_cuda(device):
-            peak = torch.cuda.max_memory_allocated(device) - before
-            self.memory["peak_activation_bytes"] = max(self.memory["peak_activation_bytes"] or 0, peak)
+        run, stats = drive(self.engine, trace, max_seconds), self.engine.stats()
+        memory = {"memory_kv_bytes": stats.get("cache bytes", 0)}  # phase 2 and transformers have none of a fixed size
         found = figures(run, self.max_batch_size, self.config.max_decode_interval)
-        return found | {"tokens_computed": self.engine.stats()["tokens computed"] - computed} | self.memory
+        return found | {"tokens_computed": stats["tokens computed"] - before} | memory
 
 
 class Servers:
@@ -148,8 +142,7 @@ class Servers:
         if key not in self.made:
             self.made[key] = load_server(contender, config)
             self.configs[f"{contender.name}_{self.made[key].max_batch_size}"] = config
-            if contender.engine is VllmEngine:
-                engine = self.made[key].engine
+            if isinstance(engine := self.made[key].engine, VllmEngine):
                 self.peers[contender.name] = engine.settings | {"version": engine.version}
         return self.made[key]
 
@@ -165,18 +158,12 @@ class Servers:
 
 def load_server(contender: Contender, config: EngineConfig) -> Server:
     """Load an engine, with a queue in front if it needs one, and warm it up."""
-    gc.collect()
-    before = allocated(config.device)
     arguments: tuple[Any, ...] = (config,)
     if contender.engine is VllmEngine:
         arguments = config.model, config.torch_dtype, config.max_seq_len, config.max_batch_size
     engine = contender.engine(*arguments)
-    held = allocated(config.device) - before if is_cuda(config.device) else storage_bytes(held_tensors(engine))
-    weights = getattr(engine, "weight_bytes", None) or storage_bytes(engine.model.parameters())
-    kv = engine.stats().get("cache bytes", 0)  # phase 2 keeps none, and transformers' grow with the batch
-    memory = {"memory_weights_bytes": weights, "memory_kv_bytes": kv, "memory_other_bytes": held - weights - kv}
     served, num = (engine, config.max_batch_size) if contender.serves_many else (OneAtATime(engine), 1)
     pool = getattr(engine, "pool", None)
     capacity = pool.capacity_tokens if pool is not None else num * engine.max_seq_len
     serve_rounds(served, rounds(num, engine.max_seq_len, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
-    return Server(served, config, num, memory | {"peak_activation_bytes": None})
+    return Server(served, config, num)

@@ -6,10 +6,8 @@ been sent, even where the loop that sends it was busy then; what was late is par
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a client process reads streams and needs no PyTorch
-    from shared.engine.record import StepRecord
+from shared.engine.record import StepRecord
 
 
 @dataclass
@@ -31,7 +29,7 @@ class TimedStep:
 
     started: float
     ended: float
-    record: "StepRecord"
+    record: StepRecord
 
 
 @dataclass

@@ -20,21 +20,14 @@ from shared.loading.placement import default_dtype
 from shared.parity.reference import load_reference
 
 
-class _Aborted(Exception):  # noqa: N818
-    """Breaks ``generate`` off."""
-
-
 class StepStreamer:
     """The streamer of one batch: ``tokens`` holds a list ``[B]`` for each step, and None at the end."""
 
     def __init__(self) -> None:
         self.tokens: SimpleQueue[list[int] | None] = SimpleQueue()
-        self.is_aborted = False
 
     def put(self, value: torch.Tensor) -> None:
         """Called with the prompts ``[B, S]``, then with the tokens ``[B]`` of each step."""
-        if self.is_aborted:
-            raise _Aborted
         if value.dim() == 1:
             self.tokens.put(value.tolist())
 
@@ -71,8 +64,7 @@ class TransformersEngine(BatchQueue):
                 num_columns = 1
                 yield token_ids
         finally:
-            streamer.is_aborted = True  # of no effect where generate has ended
-            batch.result()  # raises what ended it
+            batch.result()  # a batch that was broken off is computed to its end; raises what ended it
 
     def _generate(self, prompts: list[list[int]], new_tokens: int, streamer: StepStreamer) -> None:
         from transformers import GenerationConfig
@@ -84,7 +76,5 @@ class TransformersEngine(BatchQueue):
         inputs = {"inputs": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}
         try:
             self.model.generate(**inputs, generation_config=config, streamer=streamer)
-        except _Aborted:
-            pass
         finally:
             streamer.tokens.put(None)

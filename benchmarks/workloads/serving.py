@@ -28,10 +28,6 @@ class Workload:
     new_tokens: tuple[int, int]
     shared_prefix_tokens: int = 0  # with which every prompt begins
 
-    def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise ConfigError(f"num_requests of workload {self.name} is {self.num_requests}; it must be at least 1.")
-
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and the longest answer together."""
@@ -71,10 +67,8 @@ class Trace:
 def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | None = None) -> Trace:
     """Draw a trace: a closed loop, or with ``rate`` Poisson arrivals, so many a second; the first comes at once.
 
-    Ids are drawn uniformly from the vocabulary. Raises ConfigError for a rate that is not positive.
+    Ids are drawn uniformly from the vocabulary.
     """
-    if rate is not None and not (np.isfinite(rate) and rate > 0):
-        raise ConfigError(f"The rate is {rate} requests a second; it must be positive.")
     lengths, ids, clock = (np.random.default_rng([seed, zlib.crc32(workload.name.encode()), n]) for n in range(3))
     prefix = tuple(ids.integers(vocab_size, size=workload.shared_prefix_tokens).tolist())
     gaps = clock.standard_exponential(workload.num_requests)
