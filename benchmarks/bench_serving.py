@@ -5,23 +5,22 @@ without one at demo size, which the report's head says. Invariant: nothing is co
 checked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
 from benchmarks.report import Report
-from benchmarks.serving.contenders import Contender, Servers, lineup
+from benchmarks.serving.contenders import Servers, lineup
 from benchmarks.serving.experiments import EXPERIMENTS, Experiment, Runner
 from benchmarks.serving.served_process import ServedProcess, served
-from benchmarks.serving.vllm_peer import check_installed
 from benchmarks.setup import Setup, check_least, check_positive
 from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, default_size
 from shared.cache.contiguous import kv_bytes
 from shared.engine.warm_up import rounds, warm_up_prompt
 from shared.errors import ConfigError
-from shared.lessons import find_lesson, newest_lesson
+from shared.lessons import Lesson, find_lesson, newest_lesson
 
 
 def measure_serving(
@@ -51,11 +50,11 @@ def measure_serving(
     check_least(trials=(size.trials, 1), tail_requests=(size.tail.num_requests, 1))
     check_positive(rate=rate, max_seconds=max_seconds)
     shown, lesson = lineup(phase), newest_lesson() if phase is None else find_lesson(phase)
-    asked = _experiments(experiments, shown, lesson.number)
-    if "vllm" in (contenders or ()):
-        check_installed()
-    named = _chosen("contender", contenders, tuple(name for name in EXPERIMENTS[0].contenders if name in shown))
-    asked = [replace(each, contenders=named) if each == EXPERIMENTS[0] else each for each in asked]
+    able = {each.name: each for each in EXPERIMENTS if shown.keys() >= {*each.needs}}
+    asked = [able[name] for name in _chosen("experiment", experiments, tuple(able), lesson)]
+    of_workloads = tuple(name for name in able["workloads"].contenders if name in shown)
+    named = _chosen("contender", contenders, of_workloads, lesson)
+    asked = [replace(each, contenders=named) if each.name == "workloads" else each for each in asked]
     used = {w: getattr(size, w) for each in asked for w in (*each.workloads, *(["backlog"] if each.load else []))}
     resized = {w for each in asked if each.resized for w in each.workloads}
     longest = max((used[w].longest for w in used.keys() - resized), default=2)
@@ -69,7 +68,6 @@ def measure_serving(
     _check_memory(setup, runner, asked, longest, needs_http)
 
     results: dict[str, Any] = {}
-    done: list[str] = []
     with setup.running(sum(map(runner.num_runs, asked)) + needs_http) as steps, ExitStack() as stack:
 
         @cache
@@ -87,12 +85,11 @@ def measure_serving(
         try:
             for each in asked:
                 results[each.key] = runner.run(each)
-                done.append(each.name)
         except KeyboardInterrupt:
-            if not done:
+            if not results:
                 raise
         flags = {
-            "experiments": done,
+            "experiments": [each.name for each in asked if each.key in results],
             "contenders": list(named),
             "peers": runner.servers.peers,
             "phase": lesson.number,
@@ -106,25 +103,15 @@ def measure_serving(
         return setup.report("serving", runner.servers.configs, flags, results)
 
 
-def _experiments(names: Sequence[str] | None, shown: Mapping[str, Contender], last: str) -> list[Experiment]:
-    """Those asked for, or all that the phases allow, in the table's order."""
-    able = {each.name: each for each in EXPERIMENTS if all(name in shown for name in each.needs)}
-    for each in EXPERIMENTS:
-        if each.name in (names or ()) and each.name not in able:
-            raise ConfigError(
-                f"The experiment {each.name} compares regions with blocks, and of the phases up to {last} none has "
-                "blocks; choose a later phase, or leave --phase out."
-            )
-    return [able[name] for name in _chosen("experiment", names, tuple(able))]
-
-
-def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...]) -> tuple[str, ...]:
+def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...], last: Lesson) -> tuple[str, ...]:
     """What was asked for, in our order, each once; raises ConfigError for one that there is not."""
-    for name in asked or ():
-        if name not in able:
-            raise ConfigError(f"There is no {what} {name!r}; there are {', '.join(able)}.")
     if asked is not None and not asked:
         raise ConfigError(f"No {what} was named; name one of {', '.join(able)}, or none at all for all of them.")
+    for name in asked or ():
+        if name not in able:
+            raise ConfigError(
+                f"Up to phase {last.number} there is no {what} {name!r} here; there are {', '.join(able)}."
+            )
     return tuple(name for name in able if asked is None or name in asked)
 
 
@@ -132,10 +119,9 @@ def _check_memory(setup: Setup, runner: Runner, asked: Sequence[Experiment], lon
     """Raise CapacityError if the engines of an experiment, loaded together, do not fit beside the server."""
     size = runner.size
     for each in asked:
-        ours = [contender for contender in runner.contenders(each).values() if contender.name != "http"]
         batch = each.batch(size, getattr(size, each.workloads[0]))
+        ours = [contender for name, contender in runner.contenders(each).items() if name != "http"]
         tokens = [(batch if contender.serves_many else 1) * longest for contender in ours]
-        tokens = [size.capacity_tokens] if each.resized else tokens
-        tokens += [size.server_batch * longest] * has_server
+        tokens = [*([size.capacity_tokens] if each.resized else tokens), *[size.server_batch * longest] * has_server]
         hint = f"leave out the experiment {each.name} (name others with --experiment)"
         setup.check_memory(len(tokens), hint, kv_bytes(setup.shape, sum(tokens), setup.work.dtype))

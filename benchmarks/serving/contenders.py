@@ -100,18 +100,24 @@ def lineup(number: str | None = None) -> dict[str, Contender]:
     return found
 
 
-@dataclass
 class Server:
-    """An engine that is ready to serve a trace."""
+    """An engine that is loaded, with a queue in front if it needs one, and warm: ready to serve a trace."""
 
-    engine: Any  # a Servable
-    config: EngineConfig
-    max_batch_size: int
+    def __init__(self, contender: Contender, config: EngineConfig) -> None:
+        arguments: tuple[Any, ...] = (config,)
+        if contender.engine is VllmEngine:
+            arguments = config.model, config.torch_dtype, config.max_seq_len, config.max_batch_size
+        engine = contender.engine(*arguments)
+        self.config, self.max_batch_size = config, config.max_batch_size if contender.serves_many else 1
+        self.engine = engine if contender.serves_many else OneAtATime(engine)
+        pool = getattr(engine, "pool", None)
+        capacity = pool.capacity_tokens if pool is not None else self.max_batch_size * engine.max_seq_len
+        sizes = self.max_batch_size, engine.max_seq_len
+        serve_rounds(self.engine, rounds(*sizes, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
         """Serve a trace: what the run says, the tokens that were computed, and the bytes of the KV cache."""
         before = self.engine.stats()["tokens computed"]
-        gc.collect()
         run, stats = drive(self.engine, trace, max_seconds), self.engine.stats()
         memory = {"memory_kv_bytes": stats.get("cache bytes", 0)}  # phase 2 and transformers have none of a fixed size
         found = figures(run, self.max_batch_size, self.config.max_decode_interval)
@@ -140,7 +146,7 @@ class Servers:
         config = EngineConfig(**{**vars(self.base), **about, **contender.settings})
         key = contender.engine, config
         if key not in self.made:
-            self.made[key] = load_server(contender, config)
+            self.made[key] = Server(contender, config)
             self.configs[f"{contender.name}_{self.made[key].max_batch_size}"] = config
             if isinstance(engine := self.made[key].engine, VllmEngine):
                 self.peers[contender.name] = engine.settings | {"version": engine.version}
@@ -154,16 +160,3 @@ class Servers:
         gc.collect()
         if is_cuda(self.base.device):
             torch.cuda.empty_cache()
-
-
-def load_server(contender: Contender, config: EngineConfig) -> Server:
-    """Load an engine, with a queue in front if it needs one, and warm it up."""
-    arguments: tuple[Any, ...] = (config,)
-    if contender.engine is VllmEngine:
-        arguments = config.model, config.torch_dtype, config.max_seq_len, config.max_batch_size
-    engine = contender.engine(*arguments)
-    served, num = (engine, config.max_batch_size) if contender.serves_many else (OneAtATime(engine), 1)
-    pool = getattr(engine, "pool", None)
-    capacity = pool.capacity_tokens if pool is not None else num * engine.max_seq_len
-    serve_rounds(served, rounds(num, engine.max_seq_len, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
-    return Server(served, config, num)

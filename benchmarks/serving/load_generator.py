@@ -20,16 +20,12 @@ SILENCE_SECONDS = 300.0
 """A stream that says nothing for so long has failed."""
 
 
-def generate_load(url: str, model: str, trace: Trace, run_id: str = "run") -> ServedRun:
+async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run") -> ServedRun:
     """Send a trace, greedily and past any end of sequence, and read every answer.
 
     ``run_id`` begins the ``X-Request-Id`` of each request, whose end is its place in the trace. When requests were
     scheduled, and the engine's steps, only the server knows.
     """
-    return asyncio.run(_send(url, model, trace, run_id))
-
-
-async def _send(url: str, model: str, trace: Trace, run_id: str) -> ServedRun:
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     queue = iter(enumerate(trace.requests))
     options = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}

@@ -5,6 +5,7 @@ is read from its log, one line a request. Invariant: the process computes with a
 and is gone when the block ends, whatever happened inside.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -43,7 +44,7 @@ class ServedProcess:
     def serve(self, trace: Trace) -> ServedRun:
         """Serve a trace over HTTP, with each request's queue wait as the server logged it."""
         self.num_runs += 1
-        run = generate_load(self.url, MODEL, trace, f"run{self.num_runs}")
+        run = asyncio.run(generate_load(self.url, MODEL, trace, f"run{self.num_runs}"))
         for line in events(self.log, "request"):
             owner, _, place = line["request_id"].rpartition("-")
             if owner == f"run{self.num_runs}" and line.get("queue_s") is not None:

@@ -132,6 +132,4 @@ def _notes(report: Report) -> list[str]:
     notes.append(f"Preemptions: {preemptions:,}. Tokens recomputed: {recomputed:,}.")
     if cut := sum(run["is_cut"] for run in runs):
         notes.append(f"{cut} of the runs were broken off after {report.flags['max_seconds']:g} s.")
-    if not report.flags["is_demo_size"] and "vllm" not in report.flags.get("peers", {}):
-        notes.append("vLLM was not measured; it is a contender where it is installed.")
     return notes
