@@ -33,8 +33,6 @@ ALTERNATIVES: dict[str, tuple[dict[str, Any], ...]] = {
 """For a phase, the settings that differ from its defaults in what it brings: mostly the phase without it."""
 GPU_ONLY = ("attention_backend", "use_cuda_graphs")
 """Settings that make no difference on a CPU."""
-CELL_SECONDS = 20.0
-"""A cell breaks off after so long; its throughput is that of what it did."""
 WORKLOADS = ("w1", "w2", "w3")
 
 
@@ -54,13 +52,13 @@ def run_matrix(
     *,
     phases: Sequence[str] | None = None,
     size: ServingSize | None = None,
-    max_seconds: float = CELL_SECONDS,
+    max_seconds: float = 20.0,
 ) -> Report:
     """Measure every configuration on every workload, one engine after another.
 
     Args:
         phases: numbers; by default all of the main line that generate.
-        max_seconds: of a cell.
+        max_seconds: after which a cell breaks off; its throughput is that of what it did.
 
     Raises ConfigError, RequestError or ModelFolderError before anything is computed.
     """

@@ -130,14 +130,13 @@ class Servers:
     Args:
         base: what all of them share: model, dtype, device, longest sequence, queue.
 
-    ``configs`` are those of all it ever loaded, by name and batch size; ``peers`` what peers were called with.
+    ``configs`` are those of all it ever loaded, by name and batch size, and what vLLM was called with.
     """
 
     def __init__(self, base: EngineConfig) -> None:
         self.base = base
         self.made: dict[tuple[Any, EngineConfig], Server] = {}
-        self.configs: dict[str, EngineConfig] = {}
-        self.peers: dict[str, Any] = {}
+        self.configs: dict[str, EngineConfig | dict[str, Any]] = {}
 
     def get(self, contender: Contender, max_batch_size: int = 1) -> Server:
         """A contender's server, with the batch size if it serves many and names none of its own."""
@@ -146,10 +145,9 @@ class Servers:
         config = EngineConfig(**{**vars(self.base), **about, **contender.settings})
         key = contender.engine, config
         if key not in self.made:
-            self.made[key] = Server(contender, config)
-            self.configs[f"{contender.name}_{self.made[key].max_batch_size}"] = config
-            if isinstance(engine := self.made[key].engine, VllmEngine):
-                self.peers[contender.name] = engine.settings | {"version": engine.version}
+            server = self.made[key] = Server(contender, config)
+            used = server.engine.settings if isinstance(server.engine, VllmEngine) else config
+            self.configs[f"{contender.name}_{server.max_batch_size}"] = used
         return self.made[key]
 
     def drop(self) -> None:

@@ -29,7 +29,7 @@ from shared.lessons import Lesson
 
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarked"
-START_SECONDS, END_SECONDS = 300.0, 30.0
+START_SECONDS = 300.0
 
 
 @dataclass
@@ -74,12 +74,8 @@ def served(lesson: Lesson, folder: Path, options: Sequence[str]) -> Iterator[Ser
             yield ServedProcess(process.pid, log, _url(process, log))
         finally:
             signal.signal(signal.SIGTERM, before)
-            process.terminate()
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
 
 def events(log: Path, name: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.report import Report
 from benchmarks.serving.contenders import PEERS
-from benchmarks.serving.experiments import EXPERIMENTS, SATURATED, SPEED, Experiment, value_at
+from benchmarks.serving.experiments import EXPERIMENTS, SATURATED, SPEED, Experiment
 from benchmarks.view import Bar, Bars, Column, Table, View, count, megabytes, number, percent, percentiles, text, times
 
 Runs = dict[str, dict[str, Any]]
@@ -67,23 +67,20 @@ def incidents(run: Mapping[str, Any]) -> int:
 
 def view(report: Report) -> View:
     """A report of `measure_serving`."""
-    tables, speeds, latencies = [], [], []
+    tables, speeds = [], []
     for experiment, name, heading, found in _parts(report):
         runs = all_runs(found)
         for n, shown in enumerate(experiment.shows):
             tables.append(Table(f"{heading} ({shown})" if n else heading, (NAME, *COLUMNS[shown]), [*runs.values()]))
         group = f"{experiment.name}: {report.flags['workloads'][name]['title']}"
-        speeds.append((group, [_bar(key, run, experiment.speed) for key, run in runs.items()]))
-        latencies.append((group, [_bar(key, run, "request_latency_ms.p99") for key, run in runs.items()]))
+        speeds.append((group, [_bar(key, run, run[experiment.speed] or 0.0) for key, run in runs.items()]))
     if ratios := _ratios(report):
         tables.append(Table("Ratios", RATIOS, ratios))
-    panels = [Bars("Output tokens a second", speeds), Bars("Whole latency at P99, milliseconds", latencies)]
     title = f"Serving: {report.model['name']} on {report.machine_title}"
-    return View(title, about(report), tables, _notes(report), panels=panels)
+    return View(title, about(report), tables, _notes(report), panels=[Bars("Output tokens a second", speeds)])
 
 
-def _bar(name: str, run: Mapping[str, Any], key: str) -> Bar:
-    value = value_at(run, key) or 0.0
+def _bar(name: str, run: Mapping[str, Any], value: float) -> Bar:
     return Bar(run["title"], [value], number(value), "peer" if name in PEERS else "ours")
 
 

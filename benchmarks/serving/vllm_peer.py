@@ -62,7 +62,8 @@ class VllmEngine:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
-        self.max_seq_len, self.version, self.settings = max_seq_len, vllm.__version__, given
+        self.max_seq_len, self.version = max_seq_len, vllm.__version__
+        self.settings = given | {"version": self.version}
         self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)
         self.engine: Any = vllm.LLM(model=str(folder), **given).llm_engine
         self.weight_bytes: int = sum(self.engine.apply_model(lambda model: sum(p.nbytes for p in model.parameters())))

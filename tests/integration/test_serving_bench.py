@@ -205,7 +205,6 @@ def test_a_server_ends_with_its_benchmark(tmp_path: Path, monkeypatch: pytest.Mo
     ("settings", "error", "told"),
     [
         ({"experiments": ["speed"]}, ConfigError, "no experiment 'speed'"),
-        ({"experiments": []}, ConfigError, "No experiment was named"),
         ({"contenders": ["padded"]}, ConfigError, "no contender 'padded'"),
         ({"contenders": ["vllm"]}, ConfigError, "no contender 'vllm'"),
         ({"phase": "04"}, ConfigError, "has no continuous batching"),
