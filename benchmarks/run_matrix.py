@@ -54,13 +54,10 @@ def run_matrix(
     size: ServingSize | None = None,
     max_seconds: float = 20.0,
 ) -> Report:
-    """Measure every configuration on every workload, one engine after another.
+    """Measure the configurations of phases, by default of the main line, on every workload, one engine after another.
 
-    Args:
-        phases: numbers; by default all of the main line that generate.
-        max_seconds: after which a cell breaks off; its throughput is that of what it did.
-
-    Raises ConfigError, RequestError or ModelFolderError before anything is computed.
+    A cell breaks off after ``max_seconds``; its throughput is that of what it did. Raises ConfigError, RequestError or
+    ModelFolderError before anything is computed.
     """
     check_positive(max_seconds=max_seconds)
     size = size or default_size(setup.device)
@@ -88,11 +85,7 @@ def run_matrix(
 
 
 def add_gains(results: dict[str, Any]) -> None:
-    """Put into each cell its gain over the first row's, and over that of the phase before, in its defaults.
-
-    The phase before is the last of those measured; a phase's other configurations are compared with the same row as its
-    defaults.
-    """
+    """Put into each cell its gain over the first row's, and over that of the last phase before, in its defaults."""
     first, before, default = next(iter(results.values())), None, None
     for result in results.values():
         if not result["settings"]:

@@ -4,7 +4,6 @@ Introduced in phase 4. Invariants: every contender is driven by the same loop; r
 the trace's order; when the loop ends, the engine holds none of them.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -39,10 +38,6 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
     def now() -> float:
         return time.perf_counter() - start
 
-    def due() -> float:
-        """When the next request comes; never, while all places of a closed loop are taken."""
-        return arrivals[0] if arrivals and waiting else math.inf
-
     def end(n: int, moment: float, error: str | None) -> None:
         served[n].ended, served[n].error = moment, error
         open_ids.discard(n)
@@ -50,7 +45,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
             arrivals.append(moment)
 
     while waiting or open_ids:
-        while due() <= now():
+        while waiting and arrivals and arrivals[0] <= now():
             n = waiting.popleft()
             served[n].arrived = arrivals.popleft()
             request = trace.requests[n]
@@ -62,7 +57,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
                 end(n, now(), str(error))
         if not engine.has_work():
             if waiting:
-                time.sleep(max(0.0, due() - now()))
+                time.sleep(max(0.0, arrivals[0] - now()))
             continue
         started = now()
         outputs = engine.step()

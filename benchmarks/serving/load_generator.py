@@ -84,9 +84,6 @@ async def _stream(
 
 
 def read_event(frame: bytes) -> tuple[str, str]:
-    """The name and the data of a server-sent event, "" where it has none, as a comment.
-
-    Its lines end with a line feed alone: JSON may hold other characters that Python and httpx take for line ends.
-    """
+    """The name and the data of a server-sent event, or ""; JSON may hold what httpx takes for ends of lines."""
     fields = dict(line.partition(": ")[::2] for line in frame.decode().split("\n"))
     return fields.get("event", ""), fields.get("data", "")

@@ -43,8 +43,7 @@ class TransformersEngine(BatchQueue):
         if value.dim() == 1:
             self.drawn.put(value.tolist())
 
-    def end(self) -> None:
-        """Called after the last token."""
+    def end(self) -> None: ...
 
     def stats(self) -> dict[str, int]:
         """The tokens computed are those of the rectangle."""
