@@ -90,12 +90,10 @@ def measure_serving(
                 raise
         flags = {
             "experiments": [each.name for each in asked if each.key in results],
-            "contenders": list(named),
             "phase": lesson.number,
             "rate_requests_per_second": rate,
             "max_seconds": max_seconds,
             "max_batch_size": size.max_batch_size,
-            "server_batch_size": size.server_batch,
             "workloads": {name: asdict(workload) | {"about": workload.describe()} for name, workload in used.items()},
             "trials": size.trials,
         }

@@ -1,9 +1,8 @@
 """A trace against a server over HTTP: streams that are opened, read and timed. Introduced in phase 4.
 
 Requests go to ``POST /v1/completions`` as token ids, and their events are read as they come, by one asyncio client,
-which reads some 20,000 events a second. Invariants: a token's moment is when its event had been read; a stream counts
-as answered only if it ended with one ``done`` and as many tokens as were asked for; anything else is an error with its
-cause.
+which reads some 20,000 events a second. Invariant: a stream counts as answered only if it ended with one ``done`` and
+as many tokens as were asked for; anything else is an error with its cause.
 """
 
 import asyncio

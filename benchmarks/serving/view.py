@@ -1,7 +1,4 @@
-"""Reports of the serving benchmark and of the matrix as a reader sees them. Introduced in phase 4.
-
-Invariant: everything shown is read from the report; nothing is measured here.
-"""
+"""Reports of the serving benchmark and of the matrix as a reader sees them. Introduced in phase 4."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

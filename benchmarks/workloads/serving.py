@@ -1,9 +1,8 @@
 """Workloads of the serving benchmarks: requests and the times at which they come, as data. Introduced in phase 4.
 
-A workload says how many requests there are, how long they are and how many are open at a time; a trace is one draw from
-it, given to every contender. Requests come in one of two ways: in a closed loop a fixed number is open, and whenever
-one ends the next is sent; as Poisson arrivals each has its own moment, however busy the engine is then. Invariant: a
-trace depends on the workload, the vocabulary and the seed alone; a higher rate is the same arrivals, closer together.
+A trace is one draw from a workload. Requests come in a closed loop, where a fixed number is open and whenever one ends
+the next is sent, or as Poisson arrivals, each at its own moment. Invariant: a trace depends on the workload, the
+vocabulary and the seed alone; a higher rate is the same arrivals, closer together.
 """
 
 import zlib

@@ -27,7 +27,7 @@ from benchmarks.serving.served_process import MODEL, ServedProcess, served
 from benchmarks.serving.view import all_runs, view
 from benchmarks.setup import Setup
 from benchmarks.view import markdown
-from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, Workload, default_size, make_trace
+from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, Workload, make_trace
 from phases.phase_05.engine import Engine as Continuous
 from shared.cache.contiguous import kv_bytes
 from shared.cli import app
@@ -134,34 +134,25 @@ def test_policies_starve_no_request_and_ratios_are_medians_over_the_trials(repor
     assert (tail["load"], tail["rate_requests_per_second"] > 0) == (0.8, True)
 
 
-def test_blocks_hold_more_requests_in_the_same_bytes(report: Report, folder: Path) -> None:
+def test_blocks_hold_more_in_the_same_bytes_and_the_view_shows_every_run(report: Report, folder: Path) -> None:
     found = report.results["capacity"]
     bytes_of_all = kv_bytes(read_config(folder), 2 * 96, torch.float32)
     assert {run["memory_kv_bytes"] for run in all_runs(found).values()} == {bytes_of_all}
     assert [found[name]["peak_concurrent"] for name in ("wide_slots", "tight_slots")] == [2, 6]
     for name in BATCHED[1:]:
-        assert found[name]["peak_concurrent"] > 6
-        assert found[f"{name}_over_wide_slots_peak"] == found[name]["peak_concurrent"] / 2
+        assert found[f"{name}_over_wide_slots_peak"] == found[name]["peak_concurrent"] / 2 > 3
         extra = found[name]["tokens_computed"] - found["wide_slots"]["tokens_computed"]
         assert extra == found[name]["tokens_recomputed"]
-
-
-def test_the_report_knows_its_run_and_no_path_and_the_view_shows_it(report: Report, folder: Path) -> None:
-    content = report.to_dict()
-    assert content["engines"]["static_3"]["max_seq_len"] == SIZE.w2.longest == 26
-    assert content["engines"]["decode_round_robin_3"]["scheduler_policy"] == "decode_round_robin"
-    assert content["flags"]["phase"] == newest_lesson().number
-    assert set(content["flags"]["workloads"]) == set(vars(SIZE)) - {"max_batch_size", "wide_slots", "trials"}
-    assert str(folder.parent) not in json.dumps(content)
+    assert report.engines["decode_round_robin_3"]["scheduler_policy"] == "decode_round_robin"
+    assert str(folder.parent) not in json.dumps(report.to_dict())
     page = markdown(view(report))
     for text in ("demo size (no GPU)", "decode_round_robin", "Errors: 0.", "Policies, W2 mixed", "0.8 of what static"):
         assert text in page
     assert page.count("\n| transformers, padded batches |") == 3 * 2
     assert f"{report.results['closed_loop']['continuous_over_static_saturated']:.2f}×" in page
-    assert f"{report.results['capacity']['paged_over_wide_slots_peak']:.2f}×" in page
 
 
-def test_over_http_the_tokens_are_the_engines(process: ServedProcess, folder: Path) -> None:
+def test_over_http_the_tokens_are_the_engines_and_an_error_has_its_cause(process: ServedProcess, folder: Path) -> None:
     trace = make_trace(SIZE.w2, VOCABULARY, seed=5)
     run = process.serve(trace)
     alone = drive(Continuous(EngineConfig(model=str(folder), max_seq_len=64, max_batch_size=3)), trace)
@@ -173,14 +164,10 @@ def test_over_http_the_tokens_are_the_engines(process: ServedProcess, folder: Pa
     by_the_clock = asyncio.run(generate_load(process.url, MODEL, poisson))
     assert [r.arrived for r in by_the_clock.requests] == [r.arrival for r in poisson.requests]
     assert [len(r.token_ids) for r in by_the_clock.finished] == [r.new_tokens for r in poisson.requests]
-
-
-def test_a_refusal_and_a_server_that_is_gone_are_errors_with_their_cause(process: ServedProcess) -> None:
     run = process.serve(Trace((TraceRequest((5,) * 90, 3), TraceRequest((5,) * 4, 3)), concurrency=2))
     assert run.requests[0].error.startswith("HTTP 422")
     assert run.requests[1].error is None
-    alone = Trace((TraceRequest((5,), 3),), concurrency=1)
-    gone = asyncio.run(generate_load("http://127.0.0.1:9", MODEL, alone))
+    gone = asyncio.run(generate_load("http://127.0.0.1:9", MODEL, poisson))
     assert gone.requests[0].error.startswith("ConnectError")
 
 
@@ -205,8 +192,6 @@ def test_a_server_ends_with_its_benchmark(tmp_path: Path, monkeypatch: pytest.Mo
     ("settings", "error", "told"),
     [
         ({"experiments": ["speed"]}, ConfigError, "no experiment 'speed'"),
-        ({"contenders": ["padded"]}, ConfigError, "no contender 'padded'"),
-        ({"contenders": ["vllm"]}, ConfigError, "no contender 'vllm'"),
         ({"phase": "04"}, ConfigError, "has no continuous batching"),
         ({"phase": "05", "contenders": ["paged"]}, ConfigError, "no contender 'paged'"),
         ({"phase": "05", "experiments": ["capacity"]}, ConfigError, "no experiment 'capacity'"),
@@ -214,7 +199,6 @@ def test_a_server_ends_with_its_benchmark(tmp_path: Path, monkeypatch: pytest.Mo
         ({"size": replace(SIZE, w2=replace(SIZE.w2, prompt_tokens=(4, 2048)))}, RequestError, "2048"),
         ({"size": replace(SIZE, trials=0)}, ConfigError, "trials is 0"),
         ({"rate": 0.0}, ConfigError, "rate is 0.0"),
-        ({"max_seconds": -1.0}, ConfigError, "max_seconds is -1.0"),
         ({"size": replace(SIZE, tail=replace(SIZE.tail, num_requests=0))}, ConfigError, "tail_requests is 0"),
     ],
 )
@@ -229,9 +213,7 @@ def test_bad_settings_are_refused_before_any_work(
     assert told in str(caught.value)
 
 
-def test_what_cannot_be_had_here_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--large"):
-        default_size("cpu", is_large=True)
+def test_more_than_the_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1000))
     with pytest.raises(CapacityError, match=r"2 engines.*--experiment"):
         measure_serving(Setup(str(folder)), size=SIZE, experiments=["tail"])

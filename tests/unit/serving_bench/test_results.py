@@ -80,11 +80,3 @@ def test_stalls_and_overtaking_begin_beyond_their_bounds() -> None:
     assert requests_overtaken([step(0, 1, ["3", "2", "1", "0"])], bound=0) == 0
     numbers = [step(n, n + 1, [str(n)]) for n in range(12)]  # "10" comes after "9", not after "1"
     assert requests_overtaken(numbers, bound=0) == 0
-
-
-def test_saturated_throughput_ends_with_the_last_step_that_left_any_waiting() -> None:
-    steps = [step(0, 1, num_waiting=3), step(1, 2, num_waiting=1), step(2, 4, num_waiting=0), step(4, 9)]
-    run = ServedRun([request(0.0, 0.0, [1.0, 2.0, 4.0, 9.0]), request(0.0, 0.0, [2.0, 4.0])], steps, 4)
-    assert saturated_figures(run)["saturated_tokens_per_second"] == 3 / 2
-    never = ServedRun([request(0.0, 0.0, [1.0, 2.0])], [step(0, 1), step(1, 2)], 2)
-    assert saturated_figures(never)["saturated_tokens_per_second"] == 2 / 2
