@@ -31,8 +31,7 @@ ALTERNATIVES: dict[str, tuple[dict[str, Any], ...]] = {
     "10": ({"quantization": "fp8"}, {"quantization": "int8"}),
 }
 """For a phase, the settings that differ from its defaults in what it brings: mostly the phase without it."""
-GPU_ONLY = ("attention_backend", "use_cuda_graphs")
-"""Settings that make no difference on a CPU."""
+GPU_ONLY = ("attention_backend", "use_cuda_graphs")  # settings that make no difference on a CPU
 WORKLOADS = ("w1", "w2", "w3")
 
 

@@ -1,7 +1,5 @@
-"""A trace against an engine in this process: a loop that adds the requests that have come, and steps.
-
-Introduced in phase 4. Invariants: every contender is driven by the same loop; requests are added between two steps, in
-the trace's order; when the loop ends, the engine holds none of them.
+"""A trace against an engine in this process: a loop that adds the requests that have come, and steps. Introduced in
+phase 4. Invariant: when the loop ends, the engine holds none of the requests.
 """
 
 import time

@@ -45,11 +45,15 @@ class ServedProcess:
         """Serve a trace over HTTP, with each request's queue wait as the server logged it."""
         self.num_runs += 1
         run = asyncio.run(generate_load(self.url, MODEL, trace, f"run{self.num_runs}"))
-        for line in events(self.log, "request"):
-            owner, _, place = line["request_id"].rpartition("-")
-            if owner == f"run{self.num_runs}" and line.get("queue_s") is not None:
-                request = run.requests[int(place)]
-                request.scheduled = request.arrived + line["queue_s"]
+        for _attempt in range(500):  # a line may be written a moment after the end of its stream
+            for line in events(self.log, "request"):
+                owner, _, place = line["request_id"].rpartition("-")
+                if owner == f"run{self.num_runs}" and line.get("queue_s") is not None:
+                    request = run.requests[int(place)]
+                    request.scheduled = request.arrived + line["queue_s"]
+            if all(request.scheduled is not None for request in run.finished):
+                break
+            time.sleep(0.01)
         return run
 
 
