@@ -5,23 +5,22 @@ without one at demo size, which the report's head says. Invariant: nothing is co
 checked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
 from benchmarks.report import Report
-from benchmarks.serving.contenders import Contender, Servers, lineup
+from benchmarks.serving.contenders import Servers, lineup
 from benchmarks.serving.experiments import EXPERIMENTS, Experiment, Runner
-from benchmarks.serving.served_process import ServedProcess, check_can_serve, served
-from benchmarks.serving.vllm_peer import check_installed
+from benchmarks.serving.served_process import ServedProcess, served
 from benchmarks.setup import Setup, check_least, check_positive
 from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, default_size
 from shared.cache.contiguous import kv_bytes
 from shared.engine.warm_up import rounds, warm_up_prompt
 from shared.errors import ConfigError
-from shared.lessons import find_lesson, newest_lesson
+from shared.lessons import Lesson, find_lesson, newest_lesson
 
 
 def measure_serving(
@@ -33,7 +32,6 @@ def measure_serving(
     size: ServingSize | None = None,
     rate: float | None = None,
     max_seconds: float | None = None,
-    clients: int | None = None,
 ) -> Report:
     """Run experiments and report them.
 
@@ -43,20 +41,20 @@ def measure_serving(
         phase: the last that takes part, and the one that serves over HTTP; by default the newest.
         rate: requests a second, with which those of the workloads and policies come; by default a closed loop.
         max_seconds: break a trace off after so long, without HTTP.
-        clients: processes of the load generator; by default one, and up to four where there are many cores.
 
     Raises:
         ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
         KeyboardInterrupt: in the first experiment; later it ends the run, and the report has those that were completed.
     """
     size = size or default_size(setup.device)
-    check_least(clients=(clients, 1), trials=(size.trials, 1))
+    check_least(trials=(size.trials, 1), tail_requests=(size.tail.num_requests, 1))
     check_positive(rate=rate, max_seconds=max_seconds)
     shown, lesson = lineup(phase), newest_lesson() if phase is None else find_lesson(phase)
-    asked = _experiments(experiments, shown, lesson.number)
-    if "vllm" in (contenders or ()):
-        check_installed()
-    named = _chosen("contender", contenders, tuple(name for name in EXPERIMENTS[0].contenders if name in shown))
+    able = {each.name: each for each in EXPERIMENTS if shown.keys() >= {*each.needs}}
+    asked = [able[name] for name in _chosen("experiment", experiments, tuple(able), lesson)]
+    of_workloads = tuple(name for name in able["workloads"].contenders if name in shown)
+    named = _chosen("contender", contenders, of_workloads, lesson)
+    asked = [replace(each, contenders=named) if each.name == "workloads" else each for each in asked]
     used = {w: getattr(size, w) for each in asked for w in (*each.workloads, *(["backlog"] if each.load else []))}
     resized = {w for each in asked if each.resized for w in each.workloads}
     longest = max((used[w].longest for w in used.keys() - resized), default=2)
@@ -65,23 +63,19 @@ def measure_serving(
     queue = max(1024, *(workload.num_requests for workload in used.values()))
     dtype = str(setup.work.dtype).removeprefix("torch.")
     base = replace(setup.config(max_seq_len=longest, max_waiting_requests=queue), dtype=dtype)
-    runner = Runner(size, shown, Servers(base), setup.shape.vocab_size, setup.seed, named, rate, max_seconds)
+    runner = Runner(size, shown, Servers(base), setup.shape.vocab_size, setup.seed, rate, max_seconds)
     needs_http = any("http" in runner.contenders(each) for each in asked)
-    if needs_http:
-        check_can_serve()
     _check_memory(setup, runner, asked, longest, needs_http)
 
-    num_extra = needs_http + (any(each.load for each in asked) and not any(e.name == "closed-loop" for e in asked))
     results: dict[str, Any] = {}
-    done: list[str] = []
-    with setup.running(sum(map(runner.num_runs, asked)) + num_extra) as steps, ExitStack() as stack:
+    with setup.running(sum(map(runner.num_runs, asked)) + needs_http) as steps, ExitStack() as stack:
 
         @cache
         def serve() -> ServedProcess:
             options = ["--device", setup.device, "--max-seq-len", str(longest), "--dtype", dtype]
             options += ["--max-batch-size", str(size.server_batch)]
             with steps.step("start the server"):
-                process = stack.enter_context(served(lesson, setup.folder, options, clients))
+                process = stack.enter_context(served(lesson, setup.folder, options))
                 together = rounds(size.server_batch, longest, is_gpu=setup.is_gpu)[-1]
                 warm = [TraceRequest(tuple(warm_up_prompt(n, num)), new) for n, (num, new) in enumerate(together)]
                 process.serve(Trace(tuple(warm), concurrency=len(warm)))
@@ -91,56 +85,38 @@ def measure_serving(
         try:
             for each in asked:
                 results[each.key] = runner.run(each)
-                done.append(each.name)
         except KeyboardInterrupt:
-            if not done:
+            if not results:
                 raise
         flags = {
-            "experiments": done,
-            "contenders": list(named),
-            "peers": runner.servers.peers,
+            "experiments": [each.name for each in asked if each.key in results],
             "phase": lesson.number,
             "rate_requests_per_second": rate,
             "max_seconds": max_seconds,
             "max_batch_size": size.max_batch_size,
-            "server_batch_size": size.server_batch,
             "workloads": {name: asdict(workload) | {"about": workload.describe()} for name, workload in used.items()},
             "trials": size.trials,
         }
         return setup.report("serving", runner.servers.configs, flags, results)
 
 
-def _experiments(names: Sequence[str] | None, shown: Mapping[str, Contender], last: str) -> list[Experiment]:
-    """Those asked for, or all that the phases allow, in the table's order."""
-    able = {each.name: each for each in EXPERIMENTS if all(name in shown for name in each.needs)}
-    for each in EXPERIMENTS:
-        if each.name in (names or ()) and each.name not in able:
-            raise ConfigError(
-                f"The experiment {each.name} compares regions with blocks, and of the phases up to {last} none has "
-                "blocks; choose a later phase, or leave --phase out."
-            )
-    return [able[name] for name in _chosen("experiment", names, tuple(able))]
-
-
-def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...]) -> tuple[str, ...]:
+def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...], last: Lesson) -> tuple[str, ...]:
     """What was asked for, in our order, each once; raises ConfigError for one that there is not."""
     for name in asked or ():
         if name not in able:
-            raise ConfigError(f"There is no {what} {name!r}; there are {', '.join(able)}.")
-    if asked is not None and not asked:
-        raise ConfigError(f"No {what} was named; name one of {', '.join(able)}, or none at all for all of them.")
+            raise ConfigError(
+                f"Up to phase {last.number} there is no {what} {name!r} here; there are {', '.join(able)}."
+            )
     return tuple(name for name in able if asked is None or name in asked)
 
 
 def _check_memory(setup: Setup, runner: Runner, asked: Sequence[Experiment], longest: int, has_server: bool) -> None:
     """Raise CapacityError if the engines of an experiment, loaded together, do not fit beside the server."""
+    size = runner.size
     for each in asked:
-        batches = [
-            each.batch(runner.size, getattr(runner.size, each.workloads[0])) if contender.serves_many else 1
-            for contender in runner.contenders(each).values()
-            if contender.name != "http"
-        ]
-        tokens = [runner.size.capacity_tokens] if each.resized else [batch * longest for batch in batches]
-        tokens += [runner.size.server_batch * longest] * has_server
+        batch = each.batch(size, getattr(size, each.workloads[0]))
+        ours = [contender for name, contender in runner.contenders(each).items() if name != "http"]
+        tokens = [(batch if contender.serves_many else 1) * longest for contender in ours]
+        tokens = [*([size.capacity_tokens] if each.resized else tokens), *[size.server_batch * longest] * has_server]
         hint = f"leave out the experiment {each.name} (name others with --experiment)"
         setup.check_memory(len(tokens), hint, kv_bytes(setup.shape, sum(tokens), setup.work.dtype))

@@ -13,12 +13,12 @@ from typing import Any
 from benchmarks.contenders import generating_lessons
 from benchmarks.report import Report
 from benchmarks.serving.contenders import Contender, Servers
-from benchmarks.serving.experiments import SPEED
+from benchmarks.serving.experiments import SPEED, Experiment, Runner
 from benchmarks.serving.results import ratio
 from benchmarks.serving.view import LATENCIES, NAME, TOKENS, about
 from benchmarks.setup import Setup, check_positive
 from benchmarks.view import Bar, Bars, Column, Table, View, number, percentiles, times
-from benchmarks.workloads.serving import ServingSize, default_size, make_trace
+from benchmarks.workloads.serving import ServingSize, default_size
 from shared.lessons import Lesson, lessons
 
 ALTERNATIVES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -31,10 +31,8 @@ ALTERNATIVES: dict[str, tuple[dict[str, Any], ...]] = {
     "10": ({"quantization": "fp8"}, {"quantization": "int8"}),
 }
 """For a phase, the settings that differ from its defaults in what it brings: mostly the phase without it."""
-GPU_ONLY = ("attention_backend", "use_cuda_graphs")
-"""Settings that make no difference on a CPU."""
-CELL_SECONDS = 20.0
-"""A cell breaks off after so long; its throughput is that of what it did."""
+GPU_ONLY = ("attention_backend", "use_cuda_graphs")  # settings that make no difference on a CPU
+WORKLOADS = ("w1", "w2", "w3")
 
 
 def configurations(found: Sequence[Lesson], is_gpu: bool) -> list[tuple[Lesson, Contender]]:
@@ -53,62 +51,48 @@ def run_matrix(
     *,
     phases: Sequence[str] | None = None,
     size: ServingSize | None = None,
-    max_seconds: float = CELL_SECONDS,
+    max_seconds: float = 20.0,
 ) -> Report:
-    """Measure every configuration on every workload, one engine after another.
+    """Measure the configurations of phases, by default of the main line, on every workload, one engine after another.
 
-    Args:
-        phases: numbers; by default all of the main line that generate.
-        max_seconds: of a cell.
-
-    Raises ConfigError, RequestError or ModelFolderError before anything is computed.
+    A cell breaks off after ``max_seconds``; its throughput is that of what it did. Raises ConfigError, RequestError or
+    ModelFolderError before anything is computed.
     """
     check_positive(max_seconds=max_seconds)
     size = size or default_size(setup.device)
     able = [lesson.number for lesson in lessons() if lesson.generates and not lesson.is_side_track]
     rows = configurations(generating_lessons(able if phases is None else phases), setup.is_gpu)
-    workloads = {workload.name: workload for workload in (size.w1, size.w2, size.w3)}
+    workloads = {name: getattr(size, name) for name in WORKLOADS}
     longest = max(workload.longest for workload in workloads.values())
     setup.check_length(longest, "The longest prompt and answer of the workloads")
-    traces = {name: make_trace(workload, setup.shape.vocab_size, setup.seed) for name, workload in workloads.items()}
-    servers = Servers(setup.config(max_seq_len=longest))
+    lineup, servers = {row.name: row for _, row in rows}, Servers(setup.config(max_seq_len=longest))
     results: dict[str, Any] = {}
-    engines = {}
-    with setup.running(len(rows) * len(traces)) as steps:
+    with setup.running(len(rows) * len(workloads)) as steps:
+        runner = Runner(size, lineup, servers, setup.shape.vocab_size, setup.seed, max_seconds=max_seconds, steps=steps)
         for lesson, row in rows:
+            cells = runner.run(Experiment(row.name, WORKLOADS, (row.name,)))
             results[row.name] = {"title": row.title, "phase": lesson.number, "settings": dict(row.settings)}
-            for name, trace in traces.items():
-                with steps.step(f"{row.name}: {workloads[name].title}"):
-                    server = servers.get(row, size.max_batch_size)
-                    results[row.name][name] = server.measure(trace, max_seconds)
-            engines[row.name] = server.config
-            del server
-            servers.drop()
-        add_gains(results, {lesson.number: lesson.previous for lesson in lessons()}, list(traces))
+            results[row.name] |= {name: cells[name][row.name] for name in WORKLOADS}
+        add_gains(results)
         flags = {
             "configurations": list(results),
             "max_batch_size": size.max_batch_size,
             "max_seconds": max_seconds,
             "workloads": {name: asdict(each) | {"about": each.describe()} for name, each in workloads.items()},
         }
-        return setup.report("matrix", engines, flags, results)
+        return setup.report("matrix", servers.configs, flags, results)
 
 
-def add_gains(results: dict[str, Any], previous: dict[str, str | None], workloads: Sequence[str]) -> None:
-    """Put into each cell its gain over the first row's, and over the one of the phase before, in its defaults.
-
-    Where the phase before was not measured, the one before that counts; a phase's other configurations are compared
-    with the same row as its defaults.
-    """
-    first = next(iter(results.values()))
+def add_gains(results: dict[str, Any]) -> None:
+    """Put into each cell its gain over the first row's, and over that of the last phase before, in its defaults."""
+    first, before, default = next(iter(results.values())), None, None
     for result in results.values():
-        before = previous[result["phase"]]
-        while before is not None and before not in results:
-            before = previous[before]
-        for name in workloads:
-            speed, earlier = result[name][SPEED], None if before is None else results[before][name][SPEED]
+        if not result["settings"]:
+            before, default = default, result
+        for name in WORKLOADS:
+            speed = result[name][SPEED]
             result[name]["gain_over_first"] = ratio(speed, first[name][SPEED])
-            result[name]["gain_over_previous"] = ratio(speed, earlier)
+            result[name]["gain_over_previous"] = ratio(speed, before and before[name][SPEED])
 
 
 def view(report: Report) -> View:

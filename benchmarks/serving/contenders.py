@@ -1,9 +1,8 @@
 """Who serves in the serving benchmarks: one table of engines with their settings. Introduced in phase 4.
 
 Each idea has a contender, shown by the phase that brought it or was the last without the next; beside them stand the
-newest phase and the peers. Invariants: all have the same model and dtype, and the same longest sequence where nothing
-else is said; each is warmed up when it is loaded, at every size of batch that it can have on a GPU, so that no trace
-pays for compilation.
+newest phase and the peers. Invariant: each is warmed up when it is loaded, at every size of batch that it can have on a
+GPU, so that no trace pays for compilation.
 """
 
 import gc
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import allocated, held_tensors, is_cuda, storage_bytes
+from benchmarks.contenders import is_cuda
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import figures
 from benchmarks.serving.transformers_engine import TransformersEngine
@@ -100,44 +99,41 @@ def lineup(number: str | None = None) -> dict[str, Contender]:
     return found
 
 
-@dataclass
 class Server:
-    """An engine that is ready to serve a trace."""
+    """An engine that is loaded, with a queue in front if it needs one, and warm: ready to serve a trace."""
 
-    engine: Any  # a Servable
-    config: EngineConfig
-    max_batch_size: int
-    memory: dict[str, int | None]
+    def __init__(self, contender: Contender, config: EngineConfig) -> None:
+        arguments: tuple[Any, ...] = (config,)
+        if contender.engine is VllmEngine:
+            arguments = config.model, config.torch_dtype, config.max_seq_len, config.max_batch_size
+        engine = contender.engine(*arguments)
+        self.config, self.max_batch_size = config, config.max_batch_size if contender.serves_many else 1
+        self.engine = engine if contender.serves_many else OneAtATime(engine)
+        pool = getattr(engine, "pool", None)
+        capacity = pool.capacity_tokens if pool is not None else self.max_batch_size * engine.max_seq_len
+        sizes = self.max_batch_size, engine.max_seq_len
+        serve_rounds(self.engine, rounds(*sizes, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
-        """Serve a trace; what the run says, the tokens that were computed, and on a GPU the peak of memory."""
-        device, computed = self.config.device, self.engine.stats()["tokens computed"]
-        gc.collect()
-        before = allocated(device)
-        if is_cuda(device):
-            torch.cuda.reset_peak_memory_stats(device)
-        run = drive(self.engine, trace, max_seconds)
-        if is_cuda(device):
-            peak = torch.cuda.max_memory_allocated(device) - before
-            self.memory["peak_activation_bytes"] = max(self.memory["peak_activation_bytes"] or 0, peak)
+        """Serve a trace: what the run says, the tokens that were computed, and the bytes of the KV cache."""
+        before = self.engine.stats()["tokens computed"]
+        run, stats = drive(self.engine, trace, max_seconds), self.engine.stats()
+        memory = {"memory_kv_bytes": stats.get("cache bytes", 0)}  # phase 2 and transformers have none of a fixed size
         found = figures(run, self.max_batch_size, self.config.max_decode_interval)
-        return found | {"tokens_computed": self.engine.stats()["tokens computed"] - computed} | self.memory
+        return found | {"tokens_computed": stats["tokens computed"] - before} | memory
 
 
 class Servers:
     """Loads contenders on demand and keeps them; those with the same engine and settings are one.
 
-    Args:
-        base: what all of them share: model, dtype, device, longest sequence, queue.
-
-    ``configs`` are those of all it ever loaded, by name and batch size; ``peers`` what peers were called with.
+    ``base`` is what all of them share. ``configs`` are those of all it ever loaded, by name and batch size, and what
+    vLLM was called with.
     """
 
     def __init__(self, base: EngineConfig) -> None:
         self.base = base
         self.made: dict[tuple[Any, EngineConfig], Server] = {}
-        self.configs: dict[str, EngineConfig] = {}
-        self.peers: dict[str, Any] = {}
+        self.configs: dict[str, EngineConfig | dict[str, Any]] = {}
 
     def get(self, contender: Contender, max_batch_size: int = 1) -> Server:
         """A contender's server, with the batch size if it serves many and names none of its own."""
@@ -146,11 +142,9 @@ class Servers:
         config = EngineConfig(**{**vars(self.base), **about, **contender.settings})
         key = contender.engine, config
         if key not in self.made:
-            self.made[key] = load_server(contender, config)
-            self.configs[f"{contender.name}_{self.made[key].max_batch_size}"] = config
-            if contender.engine is VllmEngine:
-                engine = self.made[key].engine
-                self.peers[contender.name] = engine.settings | {"version": engine.version}
+            server = self.made[key] = Server(contender, config)
+            used = server.engine.settings if isinstance(server.engine, VllmEngine) else config
+            self.configs[f"{contender.name}_{server.max_batch_size}"] = used
         return self.made[key]
 
     def drop(self) -> None:
@@ -161,22 +155,3 @@ class Servers:
         gc.collect()
         if is_cuda(self.base.device):
             torch.cuda.empty_cache()
-
-
-def load_server(contender: Contender, config: EngineConfig) -> Server:
-    """Load an engine, with a queue in front if it needs one, and warm it up."""
-    gc.collect()
-    before = allocated(config.device)
-    arguments: tuple[Any, ...] = (config,)
-    if contender.engine is VllmEngine:
-        arguments = config.model, config.torch_dtype, config.max_seq_len, config.max_batch_size
-    engine = contender.engine(*arguments)
-    held = allocated(config.device) - before if is_cuda(config.device) else storage_bytes(held_tensors(engine))
-    weights = getattr(engine, "weight_bytes", None) or storage_bytes(engine.model.parameters())
-    kv = engine.stats().get("cache bytes", 0)  # phase 2 keeps none, and transformers' grow with the batch
-    memory = {"memory_weights_bytes": weights, "memory_kv_bytes": kv, "memory_other_bytes": held - weights - kv}
-    served, num = (engine, config.max_batch_size) if contender.serves_many else (OneAtATime(engine), 1)
-    pool = getattr(engine, "pool", None)
-    capacity = pool.capacity_tokens if pool is not None else num * engine.max_seq_len
-    serve_rounds(served, rounds(num, engine.max_seq_len, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
-    return Server(served, config, num, memory | {"peak_activation_bytes": None})

@@ -1,10 +1,7 @@
-"""A trace against an engine in this process: a loop that adds the requests that have come, and steps.
-
-Introduced in phase 4. Invariants: every contender is driven by the same loop; requests are added between two steps, in
-the trace's order; when the loop ends, the engine holds none of them.
+"""A trace against an engine in this process: a loop that adds the requests that have come, and steps. Introduced in
+phase 4. Invariant: when the loop ends, the engine holds none of the requests.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -29,31 +26,26 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     steps: list[TimedStep] = []
     open_ids: set[int] = set()
-    freed = deque([0.0] * (trace.concurrency or 0))  # when the free places of a closed loop became so
+    if trace.concurrency is None:
+        arrivals = deque(request.arrival or 0.0 for request in trace.requests)
+    else:
+        arrivals = deque([0.0] * trace.concurrency)  # when the free places of a closed loop became so
     forwards = engine.stats().get("forward passes")
     start = time.perf_counter()
 
     def now() -> float:
         return time.perf_counter() - start
 
-    def due() -> float:
-        """When the next request comes; never, while all places of a closed loop are taken."""
-        if trace.concurrency is None and waiting:
-            return trace.requests[waiting[0]].arrival or 0.0
-        return freed[0] if freed and waiting else math.inf
-
     def end(n: int, moment: float, error: str | None) -> None:
         served[n].ended, served[n].error = moment, error
         open_ids.discard(n)
         if trace.concurrency is not None:
-            freed.append(moment)
+            arrivals.append(moment)
 
     while waiting or open_ids:
-        while (arrival := due()) <= now():
+        while waiting and arrivals and arrivals[0] <= now():
             n = waiting.popleft()
-            if trace.concurrency is not None:
-                freed.popleft()
-            served[n].arrived = arrival
+            served[n].arrived = arrivals.popleft()
             request = trace.requests[n]
             params = SamplingParams(temperature=0.0, max_new_tokens=request.new_tokens, ignore_eos=True)
             try:
@@ -63,7 +55,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
                 end(n, now(), str(error))
         if not engine.has_work():
             if waiting:
-                time.sleep(max(0.0, due() - now()))
+                time.sleep(max(0.0, arrivals[0] - now()))
             continue
         started = now()
         outputs = engine.step()
@@ -71,8 +63,8 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
         if (record := engine.last_step) is not None:
             steps.append(TimedStep(started, ended, record))
             for request_id in (*(name for name, _ in record.prefilled), *record.failed):
-                first = served[int(request_id)]
-                first.scheduled = started if first.scheduled is None else first.scheduled
+                n = int(request_id)
+                served[n].scheduled = served[n].scheduled or started
         for output in outputs:
             n = int(output.request_id)
             if output.token_id is not None:
@@ -111,25 +103,24 @@ class BatchQueue:
 
     def step(self) -> list[StepOutput]:
         """The first tokens of the next batch, or one more of every answer under way."""
-        lengths: list[int] = []
+        prompts: list[list[int]] = []
         if not self.open:
             taken = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.max_batch_size))]
-            lengths, self.rows = [len(prompt) for _, prompt, _ in taken], [entry[0] for entry in taken]
+            self.rows, prompts = [entry[0] for entry in taken], [entry[1] for entry in taken]
             self.open = {request_id: new_tokens for request_id, _, new_tokens in taken}
-            self.tokens = self.answer([prompt for _, prompt, _ in taken], max(self.open.values()))
-        answers = [pair for pair in zip(self.rows, next(self.tokens), strict=True) if pair[0] in self.open]
+            self.tokens = self.answer(prompts, max(self.open.values()))
         outputs = []
-        for request_id, token_id in answers:
-            self.open[request_id] -= 1
-            reason = None if self.open[request_id] else FinishReason.LENGTH
-            outputs.append(StepOutput(request_id, token_id, "", reason))
-        finished = tuple(output.request_id for output in outputs if output.finish_reason is not None)
+        for request_id, token_id in zip(self.rows, next(self.tokens), strict=True):
+            if request_id in self.open:
+                self.open[request_id] -= 1
+                reason = None if self.open[request_id] else FinishReason.LENGTH
+                outputs.append(StepOutput(request_id, token_id, "", reason))
         self.open = {request_id: left for request_id, left in self.open.items() if left}
         self.last_step = StepRecord(
             step=self.num_steps,
-            prefilled=tuple(zip(self.rows, lengths, strict=False)),
-            decoded=() if lengths else tuple(request_id for request_id, _ in answers),
-            finished=finished,
+            prefilled=tuple(zip(self.rows, map(len, prompts), strict=False)),
+            decoded=() if prompts else tuple(output.request_id for output in outputs),
+            finished=tuple(output.request_id for output in outputs if output.finish_reason is not None),
             failed=(),
             num_waiting=len(self.waiting),
             num_running=len(self.open),

@@ -24,15 +24,14 @@ CONTINUOUS = ("continuous", "paged", "newest")
 
 @dataclass(frozen=True)
 class Ratio:
-    """``NAME_over_UNDER`` + ``suffix`` of every contender that is under no ratio itself.
+    """``NAME_over_UNDER`` + ``suffix`` of every contender that is under no ratio itself; ``words``: what is compared.
 
-    ``figure`` is a dotted key of a result; without one it is the median of the ratios of speeds within each trial.
-    ``words``: what is compared.
+    It is the median of the ratios within each trial; ``figure`` is a dotted key of a result.
     """
 
     under: str
     suffix: str = ""
-    figure: str | None = None
+    figure: str = SPEED
     words: str = "output tokens a second"
 
 
@@ -53,7 +52,7 @@ class Experiment:
     name: str
     workloads: tuple[str, ...]
     contenders: tuple[str, ...]
-    shows: tuple[str, ...]
+    shows: tuple[str, ...] = ()
     ratios: tuple[Ratio, ...] = ()
     in_turns: bool = False
     speed: str = SPEED
@@ -86,12 +85,12 @@ def same_memory(size: ServingSize) -> dict[str, tuple[str, dict[str, Any]]]:
 EXPERIMENTS = (
     Experiment(
         "workloads", ("w1", "w2", "w3"), ("sequential", "transformers", "static", *CONTINUOUS, "vllm", "http"),
-        ("speeds", "latencies"), (Ratio("transformers", figure=SPEED), Ratio("vllm", figure=SPEED)), takes_rate=True
+        ("speeds", "latencies"), (Ratio("transformers"), Ratio("vllm")), takes_rate=True
     ),
     Experiment("policies", ("w2", "w3"), SCHEDULER_POLICIES, ("fairness",), takes_rate=True),
     Experiment(
         "closed-loop", ("backlog",), ("static", *CONTINUOUS), ("loop",),
-        (Ratio("static", "_saturated", words=WAITING),), in_turns=True, speed=SATURATED
+        (Ratio("static", "_saturated", SATURATED, WAITING),), in_turns=True, speed=SATURATED
     ),
     Experiment(
         "together", ("together",), ("static", *CONTINUOUS, "vllm"), ("speeds",), (Ratio("vllm"),),
@@ -126,24 +125,21 @@ EXPERIMENTS = (
 
 @dataclass
 class Runner:
-    """Runs rows of the table; ``asked`` are the contenders of ``workloads``."""
+    """Runs experiments."""
 
     size: ServingSize
     lineup: Mapping[str, Contender]
     servers: Servers
     vocab_size: int
     seed: int
-    asked: tuple[str, ...]
     rate: float | None = None
     max_seconds: float | None = None
     steps: Steps = field(default_factory=lambda: Steps(None, 0))
     serve: Any = None  # gives the ServedProcess, started when it is first asked for
-    static_capacity: float | None = None  # requests a second, once it has been measured
 
     def contenders(self, experiment: Experiment) -> dict[str, Contender]:
         """Those of an experiment that there are, as it sets them."""
-        names = self.asked if experiment.name == "workloads" else experiment.contenders
-        found = {name: self.lineup[name] for name in names if name in self.lineup}
+        found = {name: self.lineup[name] for name in experiment.contenders if name in self.lineup}
         for name, (title, settings) in (experiment.resized(self.size) if experiment.resized else {}).items():
             if name in found:
                 phase = found[name].title.rpartition(" (")[2]
@@ -152,7 +148,7 @@ class Runner:
 
     def num_runs(self, experiment: Experiment) -> int:
         trials = self.size.trials if experiment.in_turns else 1
-        return len(experiment.workloads) * len(self.contenders(experiment)) * trials
+        return len(experiment.workloads) * len(self.contenders(experiment)) * trials + (experiment.load is not None)
 
     def run(self, experiment: Experiment) -> dict[str, Any]:
         """An experiment's results, by workload if it has several."""
@@ -167,10 +163,8 @@ class Runner:
         rate = self.rate if experiment.takes_rate else None
         results: dict[str, Any] = {}
         if experiment.load is not None:
-            capacity = self._static_capacity()
-            rate = experiment.load * capacity
+            rate = experiment.load * self._static_capacity()
             results = {"rate_requests_per_second": rounded(rate), "load": experiment.load}
-            results["static_capacity_requests_per_second"] = rounded(capacity)
         if experiment.in_turns:  # all are loaded before the first is measured
             for contender in contenders.values():
                 _ = self.serve() if contender.name == "http" else self.servers.get(contender, batch)
@@ -186,35 +180,26 @@ class Runner:
         for name, runs in trials.items():
             results[name] = runs[speeds[name].index(statistics.median_low(speeds[name]))]
             if experiment.in_turns:
-                median = rounded(statistics.median(speeds[name]))
-                results[name] |= {"tokens_per_second_trials": speeds[name], "tokens_per_second_median": median}
+                results[name]["tokens_per_second_trials"] = speeds[name]
         first = results[next(iter(contenders))]
         for name in contenders:
             results[name]["gain"] = ratio(results[name][SPEED], first[SPEED])
-        if experiment.name == "closed-loop":
-            self.static_capacity = self._in_requests(results["static"]["tokens_per_second_median"])
-        return results | _ratios(experiment, results, speeds)
+        return results | ratios(experiment, trials)
 
     def _measure(self, contender: Contender, batch: int, trace: Trace) -> dict[str, Any]:
         """One trace; over HTTP, what only an engine's steps tell is absent."""
-        if contender.name != "http":
-            return {"title": contender.title} | self.servers.get(contender, batch).measure(trace, self.max_seconds)
-        process = self.serve()
-        found = figures(process.serve(trace), self.size.server_batch, max_decode_interval=0)
-        return {"title": contender.title} | found | {"client_processes": process.clients}
+        if contender.name == "http":
+            found = figures(self.serve().serve(trace), self.size.server_batch, max_decode_interval=0)
+        else:
+            found = self.servers.get(contender, batch).measure(trace, self.max_seconds)
+        return {"title": contender.title} | found
 
     def _static_capacity(self) -> float:
-        """Requests a second of static batching while requests wait: of ``closed-loop``, or measured once."""
-        if self.static_capacity is None:
-            trace = make_trace(self.size.backlog, self.vocab_size, self.seed)
-            with self.steps.step(f"{self.size.backlog.title}: {self.lineup['static'].title}"):
-                run = self._measure(self.lineup["static"], self.size.max_batch_size, trace)
-            self.static_capacity = self._in_requests(run[SATURATED])
-        return self.static_capacity
-
-    def _in_requests(self, tokens_per_second: float) -> float:
-        trace = make_trace(self.size.backlog, self.vocab_size, self.seed)
-        return tokens_per_second * len(trace.requests) / trace.new_tokens
+        """Requests a second of static batching while requests wait."""
+        trace, static = make_trace(self.size.backlog, self.vocab_size, self.seed), self.lineup["static"]
+        with self.steps.step(f"{self.size.backlog.title}: {static.title}"):
+            run = self._measure(static, self.size.max_batch_size, trace)
+        return float(run[SATURATED]) * len(trace.requests) / trace.new_tokens
 
 
 def value_at(node: Any, key: str) -> Any:
@@ -224,15 +209,14 @@ def value_at(node: Any, key: str) -> Any:
     return node
 
 
-def _ratios(experiment: Experiment, results: dict[str, Any], speeds: Mapping[str, list[float]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def ratios(experiment: Experiment, trials: Mapping[str, list[dict[str, Any]]]) -> dict[str, float | None]:
+    """The ratios of an experiment, from each contender's runs, one of each trial."""
+    found: dict[str, float | None] = {}
     unders = {each.under for each in experiment.ratios}
     for each in experiment.ratios:
-        for name in [name for name in speeds if name not in unders and each.under in speeds]:
-            key = f"{name}_over_{each.under}{each.suffix}"
-            if each.figure is not None:
-                found[key] = ratio(value_at(results[name], each.figure), value_at(results[each.under], each.figure))
-            else:
-                shares = [mine / theirs for mine, theirs in zip(speeds[name], speeds[each.under], strict=True)]
-                found |= {key: rounded(statistics.median(shares)), f"{key}_trials": [*map(rounded, shares)]}
+        for name in [name for name in trials if name not in unders and each.under in trials]:
+            pairs = zip(trials[name], trials[each.under], strict=True)
+            shares = [ratio(value_at(mine, each.figure), value_at(theirs, each.figure)) for mine, theirs in pairs]
+            known = [share for share in shares if share is not None]
+            found[f"{name}_over_{each.under}{each.suffix}"] = rounded(statistics.median(known)) if known else None
     return found

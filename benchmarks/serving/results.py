@@ -17,15 +17,10 @@ import numpy as np
 from benchmarks.report import rounded
 from benchmarks.serving.run import ServedRun, TimedStep
 
-PERCENTILES = (50, 95, 99)
-
 
 def percentiles(seconds: list[float]) -> dict[str, float] | None:
     """P50, P95 and P99 in milliseconds; None of no values."""
-    if not seconds:
-        return None
-    values = 1e3 * np.percentile(seconds, PERCENTILES)
-    return {f"p{n}": rounded(float(value)) for n, value in zip(PERCENTILES, values, strict=True)}
+    return {f"p{n}": rounded(float(1e3 * np.percentile(seconds, n))) for n in (50, 95, 99)} if seconds else None
 
 
 def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> dict[str, Any]:
@@ -33,11 +28,10 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
     done = run.finished
     seconds, steps = run.seconds, run.steps or []
     gaps = [b - a for request in done for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
-    waits = [request.scheduled - request.arrived for request in done if request.scheduled is not None]
     of_steps = {
         "steps": len(steps),
-        "slot_utilisation": slot_utilisation(steps, max_batch_size),
-        "kv_utilisation": kv_utilisation(steps),
+        # of the tokens that as many steps could have given, were every place of the batch taken, the share given
+        "slot_utilisation": _mean([len(s.record.prefilled) + len(s.record.decoded) for s in steps]) / max_batch_size,
         "decode_stalls": decode_stalls(steps, max_decode_interval),
         "requests_overtaken": requests_overtaken(steps, bound=max_batch_size),
         "preemptions": sum(len(step.record.preempted) for step in steps),
@@ -56,14 +50,14 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
         "time_to_first_token_ms": percentiles([r.token_times[0] - r.arrived for r in done if r.token_times]),
         "inter_token_latency_ms": percentiles(gaps),
         "request_latency_ms": percentiles([r.ended - r.arrived for r in done if r.ended is not None]),
-        "queue_wait_ms": percentiles(waits),
+        "queue_wait_ms": percentiles([r.scheduled - r.arrived for r in done if r.scheduled is not None]),
         "forward_passes": run.num_forwards,
         "max_batch_size": max_batch_size,
     } | {name: (rounded(n) if isinstance(n, float) else n) if steps else None for name, n in of_steps.items()}
 
 
 def saturated_figures(run: ServedRun) -> dict[str, Any]:
-    """How many held memory at a time, how full it was and how fast they were, while requests waited.
+    """How many held memory at a time, the share of it that held a token, and how fast they were, while requests waited.
 
     That is up to the last step that left any waiting, or to the end if none did: what follows, the last batch
     emptying, says how long the trace is and not how fast the engine.
@@ -72,25 +66,14 @@ def saturated_figures(run: ServedRun) -> dict[str, Any]:
     last = max((n for n, step in enumerate(steps) if step.record.num_waiting), default=len(steps) - 1)
     steps = steps[: last + 1]
     held = [step.record.num_running + len(step.record.finished) + len(step.record.failed) for step in steps]
-    ended = steps[-1].ended if steps else 0.0
+    ended, capacity = (steps[-1].ended, steps[-1].record.kv_capacity_tokens) if steps else (0.0, 0)
     tokens = sum(moment <= ended for request in run.requests for moment in request.token_times)
     return {
         "peak_concurrent": max(held, default=0),
         "mean_concurrent": _mean(held),
-        "saturated_kv_utilisation": kv_utilisation(steps),
+        "saturated_kv_utilisation": _mean([s.record.kv_used_tokens for s in steps]) / capacity if capacity else None,
         "saturated_tokens_per_second": tokens / ended if ended else 0.0,
     }
-
-
-def kv_utilisation(steps: list[TimedStep]) -> float | None:
-    """Share of the KV cache that holds a token, the mean over steps; None where its size is unknown."""
-    capacity = steps[-1].record.kv_capacity_tokens if steps else 0
-    return _mean([step.record.kv_used_tokens for step in steps]) / capacity if capacity else None
-
-
-def slot_utilisation(steps: list[TimedStep], max_batch_size: int) -> float:
-    """Of the tokens that as many steps could have given, were every place of the batch taken, the share given."""
-    return _mean([len(step.record.prefilled) + len(step.record.decoded) for step in steps]) / max_batch_size
 
 
 def decode_stalls(steps: list[TimedStep], max_decode_interval: int) -> int:
@@ -111,11 +94,7 @@ def requests_overtaken(steps: list[TimedStep], bound: int) -> int:
     for n, step in enumerate(steps):
         for name, _ in step.record.prefilled:
             begun.setdefault(int(name), n)
-    order = sorted(begun)
-    found = 0
-    for place, mine in enumerate(order):
-        found += sum(begun[later] < begun[mine] for later in order[place + 1 :]) > bound
-    return found
+    return sum(sum(later > mine and begun[later] < begun[mine] for later in begun) > bound for mine in begun)
 
 
 def tokens_recomputed(steps: list[TimedStep]) -> int:

@@ -1,15 +1,13 @@
 """What became of a trace: each request's moments, and each step of the engine. Introduced in phase 4.
 
 Moments are seconds from the start of the trace, as the client sees them: a token is there when the step that drew it
-has ended or, over HTTP, when its line has been read. Invariant: a request waits from the moment at which it should have
-been sent, even where the loop that sends it was busy then; what was late is part of what is measured.
+has ended or, over HTTP, when its event has been read. Invariant: a request waits from the moment at which it should
+have been sent, even where the loop that sends it was busy then.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a client process reads streams and needs no PyTorch
-    from shared.engine.record import StepRecord
+from shared.engine.record import StepRecord
 
 
 @dataclass
@@ -31,7 +29,7 @@ class TimedStep:
 
     started: float
     ended: float
-    record: "StepRecord"
+    record: StepRecord
 
 
 @dataclass

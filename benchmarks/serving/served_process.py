@@ -1,25 +1,24 @@
 """A phase's server as a process of its own, and a trace against it. Introduced in phase 4.
 
 The server is started as a user would start it, by ``python -m`` with the phase's package. When a request was scheduled
-is read from its log, one line a request; forward passes from ``/debug/engine``. Invariant: the process computes with as
-many threads as the benchmark does, and is gone when the block ends, whatever happened inside.
+is read from its log, one line a request. Invariant: the process computes with as many threads as the benchmark does,
+and is gone when the block ends, whatever happened inside.
 """
 
-import importlib.util
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from benchmarks.serving.load_generator import generate_load
@@ -31,88 +30,56 @@ from shared.lessons import Lesson
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarked"
 START_SECONDS = 300.0
-END_SECONDS = 30.0
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "httpx")
 
 
+@dataclass
 class ServedProcess:
     """A server that is ready; see :func:`served`."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path, url: str, clients: int) -> None:
-        self.process, self.log, self.url, self.clients = process, log, url, clients
-        self.num_runs = 0
+    pid: int
+    log: Path
+    url: str
+    num_runs: int = 0
 
     def serve(self, trace: Trace) -> ServedRun:
         """Serve a trace over HTTP, with each request's queue wait as the server logged it."""
         self.num_runs += 1
-        run_id = f"run{self.num_runs}"
-        before = self._num_forwards()
-        run = generate_load(self.url, MODEL, trace, self.clients, run_id)
-        run.num_forwards = self._num_forwards() - before
-        for line in events(self.log, "request"):
-            owner, _, place = line["request_id"].rpartition("-")
-            if owner == run_id and line.get("queue_s") is not None:
-                request = run.requests[int(place)]
-                request.scheduled = request.arrived + line["queue_s"]
+        run = asyncio.run(generate_load(self.url, MODEL, trace, f"run{self.num_runs}"))
+        for _attempt in range(500):  # a line may be written a moment after the end of its stream
+            for line in events(self.log, "request"):
+                owner, _, place = line["request_id"].rpartition("-")
+                if owner == f"run{self.num_runs}" and line.get("queue_s") is not None:
+                    request = run.requests[int(place)]
+                    request.scheduled = request.arrived + line["queue_s"]
+            if all(request.scheduled is not None for request in run.finished):
+                break
+            time.sleep(0.01)
         return run
-
-    def _num_forwards(self) -> int:
-        with httpx.Client(base_url=self.url, timeout=60, trust_env=False) as client:
-            return int(client.get("/debug/engine").raise_for_status().json()["stats"]["forward passes"])
-
-
-def check_can_serve() -> None:
-    """Raise ConfigError where a package is missing that the server or its client needs."""
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
-            f"Serving over HTTP needs {', '.join(missing)}, not installed here; install the project with its "
-            "dependencies, or name contenders and experiments without HTTP."
-        )
 
 
 @contextmanager
-def served(lesson: Lesson, folder: Path, options: Sequence[str], clients: int | None = None) -> Iterator[ServedProcess]:
+def served(lesson: Lesson, folder: Path, options: Sequence[str]) -> Iterator[ServedProcess]:
     """A server of the model in ``folder`` by a phase, with these options of its command ``serve``.
 
-    Raises ConfigError, with what the server said last, if it does not become ready.
+    SIGTERM ends the block like any exception. Raises ConfigError, with the last line of the server's log, if it does
+    not become ready.
     """
-    clients = clients or max(1, min(4, (os.cpu_count() or 1) // 4))
     command = [sys.executable, "-m", lesson.module_name, "serve", str(folder), "--log-format", "json"]
     command += ["--served-model-name", MODEL, "--port", "0", *options]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
-    with tempfile.TemporaryDirectory() as scratch, _orderly_end():
-        log = Path(scratch) / "log"
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,  # Ctrl-C is for the benchmark, which then ends the server
-            )
-        try:
-            yield ServedProcess(process, log, _url(process, log), clients)
-        finally:
-            process.terminate()
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-@contextmanager
-def _orderly_end() -> Iterator[None]:
-    """SIGTERM unwinds the block like any exit, so that no server is left without its parent."""
-    if threading.current_thread() is not threading.main_thread():  # where signals cannot be had
-        yield
-        return
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        with log.open("wb") as stderr:  # in its own session: Ctrl-C is for the benchmark, which then ends the server
+            null = subprocess.DEVNULL
+            process = subprocess.Popen(command, env=environment, stdout=null, stderr=stderr, start_new_session=True)
+        try:
+            yield ServedProcess(process.pid, log, _url(process, log))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            process.kill()
+            process.wait()
 
 
 def events(log: Path, name: str) -> list[dict[str, Any]]:

@@ -20,30 +20,11 @@ from shared.loading.placement import default_dtype
 from shared.parity.reference import load_reference
 
 
-class _Aborted(Exception):  # noqa: N818
-    """Breaks ``generate`` off."""
-
-
-class StepStreamer:
-    """The streamer of one batch: ``tokens`` holds a list ``[B]`` for each step, and None at the end."""
-
-    def __init__(self) -> None:
-        self.tokens: SimpleQueue[list[int] | None] = SimpleQueue()
-        self.is_aborted = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Called with the prompts ``[B, S]``, then with the tokens ``[B]`` of each step."""
-        if self.is_aborted:
-            raise _Aborted
-        if value.dim() == 1:
-            self.tokens.put(value.tolist())
-
-    def end(self) -> None:
-        """Called after the last token."""
-
-
 class TransformersEngine(BatchQueue):
-    """A model folder in transformers, with its default attention and cache, in batches of the config's size."""
+    """A model folder in transformers, with its default attention and cache, in batches of the config's size.
+
+    It is the streamer of each batch: ``drawn`` holds a list ``[B]`` for each step, and None at the end.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         from transformers import GenerationConfig
@@ -57,24 +38,30 @@ class TransformersEngine(BatchQueue):
         self.thread = ThreadPoolExecutor(1, "generate")
         self.num_tokens_computed = 0
 
+    def put(self, value: torch.Tensor) -> None:
+        """Called with the prompts ``[B, S]``, then with the tokens ``[B]`` of each step."""
+        if value.dim() == 1:
+            self.drawn.put(value.tolist())
+
+    def end(self) -> None: ...
+
     def stats(self) -> dict[str, int]:
         """The tokens computed are those of the rectangle."""
         return {"tokens computed": self.num_tokens_computed, "forward passes": self.num_steps}
 
     def _answer(self, prompts: list[list[int]], new_tokens: int) -> Generator[list[int]]:
-        streamer = StepStreamer()
-        batch = self.thread.submit(self._generate, prompts, new_tokens, streamer)
+        self.drawn: SimpleQueue[list[int] | None] = SimpleQueue()
+        batch = self.thread.submit(self._generate, prompts, new_tokens)
         num_columns = max(map(len, prompts))
         try:
-            while (token_ids := streamer.tokens.get()) is not None:
+            while (token_ids := self.drawn.get()) is not None:
                 self.num_tokens_computed += len(prompts) * num_columns
                 num_columns = 1
                 yield token_ids
         finally:
-            streamer.is_aborted = True  # of no effect where generate has ended
-            batch.result()  # raises what ended it
+            batch.result()  # a batch that was broken off is computed to its end; raises what ended it
 
-    def _generate(self, prompts: list[list[int]], new_tokens: int, streamer: StepStreamer) -> None:
+    def _generate(self, prompts: list[list[int]], new_tokens: int) -> None:
         from transformers import GenerationConfig
 
         padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
@@ -83,8 +70,6 @@ class TransformersEngine(BatchQueue):
         config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)
         inputs = {"inputs": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}
         try:
-            self.model.generate(**inputs, generation_config=config, streamer=streamer)
-        except _Aborted:
-            pass
+            self.model.generate(**inputs, generation_config=config, streamer=self)
         finally:
-            streamer.tokens.put(None)
+            self.drawn.put(None)

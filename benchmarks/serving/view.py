@@ -1,28 +1,12 @@
-"""Reports of the serving benchmark and of the matrix as a reader sees them. Introduced in phase 4.
-
-Invariant: everything shown is read from the report; nothing is measured here.
-"""
+"""Reports of the serving benchmark and of the matrix as a reader sees them. Introduced in phase 4."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.report import Report
 from benchmarks.serving.contenders import PEERS
-from benchmarks.serving.experiments import EXPERIMENTS, SATURATED, SPEED, Experiment, value_at
-from benchmarks.view import (
-    Bar,
-    Bars,
-    Column,
-    Table,
-    View,
-    count,
-    megabytes,
-    number,
-    percent,
-    percentiles,
-    text,
-    times,
-)
+from benchmarks.serving.experiments import EXPERIMENTS, SATURATED, SPEED, Experiment
+from benchmarks.view import Bar, Bars, Column, Table, View, count, megabytes, number, percent, percentiles, text, times
 
 Runs = dict[str, dict[str, Any]]
 COUNTED = ("num_errors", "preemptions", "tokens_recomputed")
@@ -52,21 +36,9 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "loop": (WAITING, TOKENS, PLACES, STEP, PASSES),
     "held": (PEAK, Column("mean", "mean_concurrent"), BATCH, WRITTEN, WAITING),
     "costs": (*INCIDENTS, COMPUTED, STEP, TOKENS),
-    "trials": (Column("tokens/s, median", "tokens_per_second_median"), TRIALS),
+    "trials": (TOKENS, TRIALS),
 }
-RATIOS = (
-    *(
-        text(words, key)
-        for key, words in {"experiment": "experiment", "words": "what", "of": "of", "over": "over"}.items()
-    ),
-    Column("ratio", "ratio", times),
-)
-MEMORY = {
-    "memory_weights_bytes": "weights",
-    "memory_kv_bytes": "KV cache",
-    "memory_other_bytes": "other",
-    "peak_activation_bytes": "activations at the peak",
-}
+RATIOS = (*(text(words, words) for words in ("experiment", "what", "of", "over")), Column("ratio", "ratio", times))
 
 
 def about(report: Report) -> list[str]:
@@ -92,26 +64,20 @@ def incidents(run: Mapping[str, Any]) -> int:
 
 def view(report: Report) -> View:
     """A report of `measure_serving`."""
-    tables, speeds, latencies = [], [], []
+    tables, speeds = [], []
     for experiment, name, heading, found in _parts(report):
         runs = all_runs(found)
         for n, shown in enumerate(experiment.shows):
             tables.append(Table(f"{heading} ({shown})" if n else heading, (NAME, *COLUMNS[shown]), [*runs.values()]))
         group = f"{experiment.name}: {report.flags['workloads'][name]['title']}"
-        speeds.append((group, [_bar(key, run, experiment.speed) for key, run in runs.items()]))
-        latencies.append((group, [_bar(key, run, "request_latency_ms.p99") for key, run in runs.items()]))
-    sized = [run for run in all_runs(report.results).values() if "memory_kv_bytes" in run]
-    rows = {(run["title"], run["memory_kv_bytes"]): run for run in sized}
-    columns = (NAME, *(Column(words, key, megabytes) for key, words in MEMORY.items()))
-    tables += [Table("Memory (MB)", columns, [*rows.values()])] if rows else []
-    tables += [Table("Ratios", RATIOS, ratios)] if (ratios := _ratios(report)) else []
-    panels = [Bars("Output tokens a second", speeds), Bars("Whole latency at P99, milliseconds", latencies)]
+        speeds.append((group, [_bar(key, run, run[experiment.speed] or 0.0) for key, run in runs.items()]))
+    if ratios := _ratios(report):
+        tables.append(Table("Ratios", RATIOS, ratios))
     title = f"Serving: {report.model['name']} on {report.machine_title}"
-    return View(title, about(report), tables, _notes(report), panels=panels)
+    return View(title, about(report), tables, _notes(report), panels=[Bars("Output tokens a second", speeds)])
 
 
-def _bar(name: str, run: Mapping[str, Any], key: str) -> Bar:
-    value = value_at(run, key) or 0.0
+def _bar(name: str, run: Mapping[str, Any], value: float) -> Bar:
     return Bar(run["title"], [value], number(value), "peer" if name in PEERS else "ours")
 
 
@@ -140,11 +106,10 @@ def _ratios(report: Report) -> list[dict[str, Any]]:
     return [
         {
             "experiment": f"{experiment.name}, {report.flags['workloads'][name]['title']}",
+            "what": each.words,
             "of": found[over]["title"],
             "over": found[each.under]["title"],
-            "words": each.words,
             "ratio": found[key],
-            "is_note": each.under in PEERS and over in ("newest", "paged"),
         }
         for experiment, name, _, found in _parts(report)
         for each in experiment.ratios
@@ -154,18 +119,11 @@ def _ratios(report: Report) -> list[dict[str, Any]]:
 
 
 def _notes(report: Report) -> list[str]:
-    """The ratios over peers, and what went wrong."""
-    notes = [
-        f"{row['experiment']}: {row['of']} has {times(row['ratio'])} the {row['words']} of {row['over']}."
-        for row in _ratios(report)
-        if row["is_note"]
-    ]
+    """What went wrong, in sums over all runs."""
     runs = all_runs(report.results).values()
     errors, preemptions, recomputed = (sum(run.get(key) or 0 for run in runs) for key in COUNTED)
-    notes.append(f"Errors: {errors}. Decode stalls and requests overtaken: {sum(map(incidents, runs))}.")
+    notes = [f"Errors: {errors}. Decode stalls and requests overtaken: {sum(map(incidents, runs))}."]
     notes.append(f"Preemptions: {preemptions:,}. Tokens recomputed: {recomputed:,}.")
     if cut := sum(run["is_cut"] for run in runs):
         notes.append(f"{cut} of the runs were broken off after {report.flags['max_seconds']:g} s.")
-    if not report.flags["is_demo_size"] and "vllm" not in report.flags.get("peers", {}):
-        notes.append("vLLM was not measured; it is a contender where it is installed.")
     return notes

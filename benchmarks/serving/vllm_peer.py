@@ -35,12 +35,6 @@ def is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None and torch.cuda.is_available()
 
 
-def check_installed() -> None:
-    """Raise ConfigError where vLLM cannot run."""
-    if not is_installed():
-        raise ConfigError("The contender vllm needs a GPU and vLLM; install it with `pip install vllm==0.26.0`.")
-
-
 class VllmEngine:
     """vLLM with a model folder, serving like an engine of phase 4 or later. Raises ConfigError without vLLM or a GPU.
 
@@ -50,7 +44,8 @@ class VllmEngine:
     last_step = None
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, max_seq_len: int, max_batch_size: int = 1) -> None:
-        check_installed()
+        if not is_installed():
+            raise ConfigError("The contender vllm needs a GPU and vLLM; install it with `pip install vllm==0.26.0`.")
         os.environ.update(ENVIRONMENT)
         import vllm
         from vllm.sampling_params import RequestOutputKind
@@ -67,7 +62,8 @@ class VllmEngine:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
-        self.max_seq_len, self.version, self.settings = max_seq_len, vllm.__version__, given
+        self.max_seq_len, self.version = max_seq_len, vllm.__version__
+        self.settings = given | {"version": self.version}
         self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)
         self.engine: Any = vllm.LLM(model=str(folder), **given).llm_engine
         self.weight_bytes: int = sum(self.engine.apply_model(lambda model: sum(p.nbytes for p in model.parameters())))

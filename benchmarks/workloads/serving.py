@@ -1,9 +1,8 @@
 """Workloads of the serving benchmarks: requests and the times at which they come, as data. Introduced in phase 4.
 
-A workload says how many requests there are, how long they are and how many are open at a time; a trace is one draw from
-it, given to every contender. Requests come in one of two ways: in a closed loop a fixed number is open, and whenever
-one ends the next is sent; as Poisson arrivals each has its own moment, however busy the engine is then. Invariant: a
-trace depends on the workload, the vocabulary and the seed alone; a higher rate is the same arrivals, closer together.
+A trace is one draw from a workload. Requests come in a closed loop, where a fixed number is open and whenever one ends
+the next is sent, or as Poisson arrivals, each at its own moment. Invariant: a trace depends on the workload, the
+vocabulary and the seed alone; a higher rate is the same arrivals, closer together.
 """
 
 import zlib
@@ -27,10 +26,6 @@ class Workload:
     prompt_tokens: tuple[int, int]  # a shared prefix counts
     new_tokens: tuple[int, int]
     shared_prefix_tokens: int = 0  # with which every prompt begins
-
-    def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise ConfigError(f"num_requests of workload {self.name} is {self.num_requests}; it must be at least 1.")
 
     @property
     def longest(self) -> int:
@@ -71,10 +66,8 @@ class Trace:
 def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | None = None) -> Trace:
     """Draw a trace: a closed loop, or with ``rate`` Poisson arrivals, so many a second; the first comes at once.
 
-    Ids are drawn uniformly from the vocabulary. Raises ConfigError for a rate that is not positive.
+    Ids are drawn uniformly from the vocabulary.
     """
-    if rate is not None and not (np.isfinite(rate) and rate > 0):
-        raise ConfigError(f"The rate is {rate} requests a second; it must be positive.")
     lengths, ids, clock = (np.random.default_rng([seed, zlib.crc32(workload.name.encode()), n]) for n in range(3))
     prefix = tuple(ids.integers(vocab_size, size=workload.shared_prefix_tokens).tolist())
     gaps = clock.standard_exponential(workload.num_requests)

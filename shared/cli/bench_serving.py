@@ -67,10 +67,6 @@ def serving(
     trials: Annotated[
         int | None, typer.Option("--trials", help="Of what is measured in turns: the median counts; 3.")
     ] = None,
-    clients: Annotated[
-        int | None,
-        typer.Option("--clients", help="Client processes; by the number of cores up to 4."),
-    ] = None,
     max_seconds: Annotated[
         float | None, typer.Option("--max-seconds", help="Break a trace off after so long, where there is no HTTP.")
     ] = None,
@@ -106,7 +102,6 @@ def serving(
             size=size,
             rate=rate,
             max_seconds=max_seconds,
-            clients=clients,
         )
     present(report, view(report), out)
 
