@@ -104,8 +104,9 @@ def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...], last:
     """What was asked for, in our order, each once; raises ConfigError for one that there is not."""
     for name in asked or ():
         if name not in able:
+            why = " It needs a GPU, and `pip install vllm==0.26.0`." if name == "vllm" else ""
             raise ConfigError(
-                f"Up to phase {last.number} there is no {what} {name!r} here; there are {', '.join(able)}."
+                f"Up to phase {last.number} there is no {what} {name!r} here; there are {', '.join(able)}.{why}"
             )
     return tuple(name for name in able if asked is None or name in asked)
 

@@ -79,7 +79,7 @@ def generation(
     ] = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Measure one request alone: phases beside transformers and vLLM, and each beside the limit of the memory.
@@ -128,7 +128,7 @@ def profile(
     out: Annotated[Path | None, typer.Option("--out", help="Write JSON and Markdown into this folder.")] = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Show where the time of a decoded token goes: kernels on a GPU, PyTorch's operations on a CPU.
@@ -171,7 +171,7 @@ def sanity(
     out: Annotated[Path | None, typer.Option("--out", help="Write JSON and Markdown into this folder.")] = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Check that every model at hand loads, answers, and agrees with transformers in every phase; a table.

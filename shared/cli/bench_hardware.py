@@ -20,7 +20,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="Write the report, named
 Seed = Annotated[int, typer.Option("--seed", help="Of the synthetic inputs and the order of blocks.")]
 
 
-def hardware(device: Device = None, out: Out = None) -> None:
+def hardware(device: Device = "auto", out: Out = None) -> None:
     """Measure this machine's ceilings: bandwidth of copying and reading, matrix products, the cost of a launch.
 
     The last line on standard output is the result as JSON.
@@ -48,7 +48,7 @@ def kernels(
         typer.Option("--compile/--no-compile", help="Time torch.compile too. Default: on a GPU.", show_default=False),
     ] = None,
     seed: Seed = 0,
-    device: Device = None,
+    device: Device = "auto",
     out: Out = None,
 ) -> None:
     """Time every kernel at a real model's decode shapes, beside the memory's ceiling, eager PyTorch and compiled.
@@ -78,7 +78,7 @@ def attention(
     ] = None,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to time peers.")] = True,
     seed: Seed = 0,
-    device: Device = None,
+    device: Device = "auto",
     out: Out = None,
 ) -> None:
     """Time decode attention over a paged KV cache: our planned kernel, without its parts, FlashInfer and PyTorch.

@@ -24,17 +24,22 @@ Model = Annotated[
     str,
     typer.Option("--model", "-m", help="A model folder, a known name, or a hub name owner/name.", envvar="INFER_MODEL"),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda. Default: a GPU where there is one.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", envvar="INFER_DEVICE", help="cpu, cuda, or auto: a GPU if there is one that can run the kernels."
+    ),
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of PyTorch. Default: as it chooses.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the synthetic prompts.")]
 
 
-def computing_device(asked: str | None) -> str:
-    """The device asked for, checked; without one a GPU that can run the kernels, else the CPU."""
+def computing_device(asked: str) -> str:
+    """The device asked for, checked; ``auto`` is a GPU that can run the kernels, else the CPU."""
     from shared.loading.placement import check_device
 
-    return str(check_device(asked or "auto"))
+    return str(check_device(asked))
 
 
 @contextmanager

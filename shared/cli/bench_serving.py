@@ -73,7 +73,7 @@ def serving(
     out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Measure serving under load: one request at a time, static batches, continuous ones, memory in regions and blocks.
@@ -116,7 +116,7 @@ def matrix(
     out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Measure every phase, in every configuration of its own, on W1, W2 and W3: gains over the plain loop.

@@ -48,7 +48,7 @@ def ladder(
     ] = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     seed: Seed = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Take seconds: less of everything, and no curve.")] = False,
 ) -> None:

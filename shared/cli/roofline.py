@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shared.cli.bench_options import Device, computing_device
 from shared.cli.terminal import examples, stdout_console, working
 from shared.errors import ConfigError, RequestError
 
@@ -62,9 +63,7 @@ def roofline(
     flops: Annotated[
         float | None, typer.Option("--flops", help="TFLOP/s of matrix products, instead of measuring.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="What to measure: cpu or cuda. Default: a GPU where there is one.")
-    ] = None,
+    device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Work out from a model's shape what one token must read and compute, and how long that takes at least.
@@ -90,7 +89,7 @@ def roofline(
         show(view(name, work, context, ceilings, floors), stdout_console())
 
 
-def _ceilings(gpu: str | None, bandwidth: float | None, flops: float | None, device: str | None) -> Ceilings:
+def _ceilings(gpu: str | None, bandwidth: float | None, flops: float | None, device: str) -> Ceilings:
     """Given rates before a data sheet's, a data sheet's before measured ones."""
     for option, value in (("--bandwidth", bandwidth), ("--flops", flops)):
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -105,9 +104,8 @@ def _ceilings(gpu: str | None, bandwidth: float | None, flops: float | None, dev
     else:
         from benchmarks.hardware import measure_ceilings
         from benchmarks.machine import machine_title
-        from shared.loading.placement import check_device
 
-        device = str(check_device(device or "auto"))
+        device = computing_device(device)
         kind: Literal["cpu", "cuda"] = "cuda" if device.startswith("cuda") else "cpu"
         with working("measuring this machine"):
             base = Ceilings(kind, machine_title(device), "measured now", *_rates(measure_ceilings(device)))
