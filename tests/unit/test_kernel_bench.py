@@ -1,8 +1,10 @@
-"""The kernel benchmark: its cases, its bytes, what it refuses to time, and what it prints."""
+"""The kernel and attention benchmarks: cases, bytes, what is refused or not timed, what is printed."""
 
 import json
 import re
+import sys
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +12,32 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import benchmarks.bench_attention as bench_attention
 import benchmarks.bench_kernels as bench
 import benchmarks.kernels.case as case_module
+import benchmarks.kernels.paged_cases as paged_cases
 from benchmarks.device.graph_timing import cache_bytes, num_input_sets
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
 from benchmarks.kernels.case import Case, Peer, compare, measure_case, results_of, widened
+from benchmarks.kernels.paged_cases import BLOCK_SIZE, DEMO_SHAPES, SHAPES, PagedSequences
 from benchmarks.kernels.view import view
 from benchmarks.report import Report
 from benchmarks.view import markdown
 from shared.cli import app
 from shared.kernels import gemv
+from shared.ops.attention import naive_attention
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 CEILINGS = Ceilings(4e9, 5e9, 1e11, None, 1e-6, "float32")
+
+
+def cited_keys(pattern: str) -> set[str]:
+    """Keys of a report's rows that a page cites."""
+    root = Path(bench.__file__).parents[1]
+    text = "".join(page.read_text("utf-8") for page in (*root.glob("docs/*.md"), *root.glob("tutorial/*.md")))
+    found = set(re.findall(pattern, text))
+    assert len(found) > 3
+    return found
 
 
 def bf16_cases(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Case]:
@@ -93,15 +108,7 @@ def test_a_demo_report_and_its_view_have_every_kernel(demo):
             assert row["floor_us"] == pytest.approx(row["bytes"] / limit / 1e3, rel=1e-3)
             assert f"| {kernel} {size} | {row['shape']} |" in text
     assert "demo size" in text
-    json.loads(demo.line())
-
-
-def test_cited_keys_are_those_that_the_command_writes(demo):
-    root = Path(bench.__file__).parents[1]
-    text = "".join(page.read_text("utf-8") for page in (*root.glob("docs/*.md"), *root.glob("tutorial/*.md")))
-    cited = set(re.findall(r"kernels-[\w.-]+\.json#results\.kernels\.\w+\.\d+\.(\w+)", text))
-    assert len(cited) > 3
-    assert cited <= demo.results["kernels"]["down"]["1"].keys()
+    assert cited_keys(r"kernels-[\w.-]+\.json#results\.kernels\.\w+\.\d+\.(\w+)") <= found["down"]["1"].keys()
 
 
 def test_what_is_wrong_or_cannot_be_had_is_not_timed():
@@ -145,20 +152,111 @@ def test_what_cannot_be_measured_is_refused_before_any_work(command, told, monke
     assert told in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("offset", [0, 1], ids=["right", "wrong"])
-def test_the_command_writes_what_it_found_and_ends_with_1_if_it_is_wrong(offset, tmp_path, monkeypatch):
+class Wrapper:
+    """A stand-in for FlashInfer's, which computes the same from what it is told."""
+
+    def __init__(self, workspace, layout, *, use_cuda_graph, use_tensor_cores, **buffers):
+        assert (layout, use_cuda_graph, len(buffers)) == ("NHD", True, 3)
+
+    def plan(self, indptr, indices, last, *sizes, sm_scale, q_data_type, kv_data_type):
+        assert (sizes, sm_scale) == ((4, 2, 16, BLOCK_SIZE), 0.25)
+        assert q_data_type == kv_data_type == torch.float32
+        lengths = (BLOCK_SIZE * (indptr.diff() - 1) + last).tolist()
+        self.sequences = PagedSequences(replace(DEMO_SHAPES[0], lengths=tuple(lengths)), CPU, None)
+        self.sequences.tables = indices
+
+    def run(self, q, memory):
+        return self.sequences.attend(q, *memory)
+
+
+@pytest.fixture(scope="module")
+def attention() -> Report:
+    """Every shape and peer at demo size, FlashInfer by its stand-in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(case_module, "measure_ceilings", lambda device: CEILINGS)
+        patch.setattr(paged_cases, "FLASHINFER_WORKSPACE", 16)
+        package = type("flashinfer", (), {"BatchDecodeWithPagedKVCacheWrapper": Wrapper})
+        patch.setitem(sys.modules, "flashinfer", package)
+        return bench_attention.measure_attention(device="cpu")
+
+
+def test_bytes_and_block_tables_are_those_counted_by_hand():
+    shapes = {shape.name: shape for shape in SHAPES}
+    assert shapes["32x4096"].num_bytes(2) == 2 * (2 * 32 * 4096 * 8 * 64 + 2 * 32 * 32 * 64)
+    assert shapes["mixed"].num_bytes(2) == 2 * (2 * (16384 + 31 * 256) * 8 * 64 + 2 * 32 * 32 * 64)
+    sequences = PagedSequences(replace(DEMO_SHAPES[2], lengths=(1, 0, 17, 48)), CPU, 0)
+    assert sorted(sequences.tables.tolist()) == list(range(6)) != sequences.tables.tolist()
+    assert [len(row) for row in sequences.rows] == [1, 0, 2, 3]
+    for row, start in zip(sequences.rows, sequences.table_starts.tolist(), strict=True):
+        assert sequences.tables[start : start + len(row)].tolist() == row
+
+
+@pytest.mark.parametrize("shape", DEMO_SHAPES, ids=lambda shape: shape.name)
+def test_the_op_is_the_formula_over_the_gathered_blocks(shape):
+    sequences = PagedSequences(shape, CPU, 3)
+    ((q, keys, values),) = paged_cases.paged_case(sequences, torch.float32).draw(1, CPU)
+    for b, (row, length) in enumerate(zip(sequences.rows, shape.lengths, strict=True)):
+        k, v = (memory[row].flatten(0, 1)[:length].transpose(0, 1) for memory in (keys, values))
+        expected = naive_attention(q[b, None], k, v, scale=shape.scale)[0]
+        torch.testing.assert_close(sequences.attend(q, keys, values)[b], expected)
+
+
+def test_a_demo_report_is_complete_and_has_the_cited_keys(attention):
+    for key in cited_keys(r"attention-[\w.-]+\.json#results\.shapes\.[\w-]+\.([\w.]+)"):
+        reduce(dict.__getitem__, key.split("."), attention.results["shapes"]["1x256"])
+    assert attention.flags["is_demo_size"]
+    assert set(attention.results["planning_us"]) == {"1", "32", "256"}
+    assert list(attention.results["shapes"]) == [shape.name for shape in DEMO_SHAPES]
+    assert attention.results["shapes"]["1x256"]["variants"]["planned"]["settings"]["num_items"] == 2
+    assert attention.results["shapes"]["1x256"]["variants"]["unsplit"]["settings"]["num_items"] == 1
+    for row in attention.results["shapes"].values():
+        assert row["peers"].keys() == set(paged_cases.PEERS)
+        assert row["times_unsplit"] is None, "nothing is launched, so nothing is split"
+        for variant in row["variants"].values():
+            assert variant["error"] is None
+            assert variant["share_of_ceiling"] == pytest.approx(row["floor_us"] / variant["time_us"], rel=1e-2)
+        for peer in row["peers"].values():
+            assert peer["error"] is None
+            assert (peer["time_us"] is None) == (peer["missing"] is not None)
+        assert row["peers"]["flashinfer"]["time_us"] > 0, row["peers"]["flashinfer"]
+
+
+def test_a_report_shows_ours_over_each_peer_and_why_one_is_missing(attention):
+    shapes, text = attention.results["shapes"], markdown(view(attention))
+    for row in shapes.values():
+        fastest = min(row["peers"][name]["time_us"] for name in ("flashinfer", "flashinfer_tensor_cores"))
+        assert row["ours_over_flashinfer"] == pytest.approx(row["variants"]["planned"]["time_us"] / fastest, rel=1e-2)
+    assert "different lengths" in shapes["mixed"]["peers"]["sdpa_contiguous"]["missing"]
+    assert shapes["4x64"]["peers"]["sdpa_contiguous"]["ours_over_peer"] > 0
+    shown = [f"| {shape.name}: 4 over 2 heads of 16 | planned |" for shape in DEMO_SHAPES]
+    shown += ["demo size", "no flex gathered: ConfigError: FlexAttention is compiled", "FlashInfer's faster one"]
+    assert all(said in text for said in shown), text
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize(
+    ("command", "options", "told"),
+    [
+        ("kernels", "-m qwen3-1.7b -k down --rows 2", "wrong: down 2 ours: differs"),
+        ("attention", "--shape 4x64 --peer flashinfer", "wrong: 4x64 planned: differs"),
+    ],
+)
+def test_a_command_writes_what_it_found_and_ends_with_1_if_ours_is_wrong(
+    command, options, told, is_wrong, tmp_path, monkeypatch
+):
     monkeypatch.setattr(case_module, "measure_ceilings", lambda device: CEILINGS)
-    right = gemv.linear
-    monkeypatch.setattr(gemv, "linear", lambda *args: right(*args) + offset)
-    options = ["--device", "cpu", "-m", "qwen3-1.7b", "-k", "down", "--rows", "2", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, ["bench", "kernels", *options])
-    assert result.exit_code == offset, result.output
-    line = json.loads(result.stdout.splitlines()[-1])
-    (written,) = tmp_path.glob("kernels-tiny-qwen3-*.json")
-    assert json.loads(written.read_text())["results"] == line["results"]
-    assert (line["results"]["kernels"]["down"]["2"]["time_us"] is None) == bool(offset)
-    assert ("wrong: down 2 ours: differs" in result.stdout) == bool(offset)
-    assert written.with_suffix(".md").exists()
+    if is_wrong:
+        right = gemv.linear
+        monkeypatch.setattr(gemv, "linear", lambda *args: right(*args) + 1)
+        monkeypatch.setattr(paged_cases, "planned_decode", lambda q, *_, **__: torch.full_like(q, float("nan")))
+    arguments = [*options.split(), "--device", "cpu", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", command, *arguments])
+    assert result.exit_code == is_wrong, result.output
+    (written,) = tmp_path.glob(f"{command}-*.json")
+    assert json.loads(written.read_text())["results"] == json.loads(result.stdout.splitlines()[-1])["results"]
+    assert (told in result.stdout) == is_wrong
+    if command == "attention":
+        assert "no flashinfer: ConfigError: FlashInfer cannot be imported" in written.with_suffix(".md").read_text()
 
 
 @pytest.mark.gpu
