@@ -17,7 +17,6 @@ from benchmarks.view import Bars, Lines, View, number
 PAPER, INK, QUIET, GRID = "#fbfaf6", "#22272e", "#626a76", "#e4e1d8"
 FIRST, NEWEST = "#9aa1ab", "#0f766e"
 COLOURS = {"ours": NEWEST, "first": FIRST, "peer": "#c9a227", "compiled": "#c2925a"}
-PARTS = (NEWEST, "#7dbcb4", "#d9d5c9")
 LINES = (FIRST, "#c9a227", "#7dbcb4", "#4f6d9a", "#8a5a83", "#6b8e4e", "#b07d62", "#5b8fa8", "#a89f68", NEWEST)
 
 HEAD, FOOT, SIDE, GAP = 1.5, 0.7, 0.5, 0.9  # inches
@@ -64,22 +63,14 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
             _write(axes, heading, (0, row), (0, 0), INK, 10.5, fontweight="bold")
             row += GROUP_ROWS
         for bar in bars:
-            start = 0.0
-            for index, part in enumerate(bar.parts):
-                colour = PARTS[index % len(PARTS)] if panel.part_names else COLOURS[bar.colour]
-                axes.barh(row, part, left=start, height=0.62, color=colour)
-                start += part
-            longest = max(longest, start)
+            axes.barh(row, bar.length, height=0.62, color=COLOURS[bar.colour])
+            longest = max(longest, bar.length)
             ground = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}  # the line of the limit does not cross it
-            _write(axes, f"{bar.text}  {bar.label}", (start, row), (6, 0), INK, 9, bbox=ground)
+            _write(axes, f"{bar.text}  {bar.label}", (bar.length, row), (6, 0), INK, 9, bbox=ground)
             row += 1
     if panel.limit:
         axes.vlines(panel.limit[0], -0.6, row - 0.4, color=INK, lw=1, ls=(0, (4, 3)))
         _write(axes, panel.limit[1], (panel.limit[0], row - 0.4), (-4, -8), QUIET, 9, ha="right")
-    offset = 0.0
-    for name, colour in zip(panel.part_names, PARTS, strict=False):
-        _write(axes, f"■ {name}", (0, row - 0.4), (offset, -10), colour, 9)
-        offset += 16 + 5.4 * len(name)
     axes.set_xlim(0, 1.9 * (longest or 1.0))
     axes.set_ylim(max(row - 0.3, LEAST / ROW), -0.7)  # few bars are no thicker than many
     axes.set_axis_off()

@@ -109,7 +109,7 @@ def view(report: Report) -> View:
             num_cut += bool(cut)
             rows.append(result[name] | {"title": (row if result["settings"] else result["title"]) + cut})
         tables.append(Table(f"{workload['title']}: {workload['about']}", columns, rows))
-        groups.append((workload["title"], [Bar(row["title"], [row[SPEED]], number(row[SPEED])) for row in rows]))
+        groups.append((workload["title"], [Bar(row["title"], row[SPEED], number(row[SPEED])) for row in rows]))
     notes = [f"* broken off after {report.flags['max_seconds']:g} s"] if num_cut else []
     title = f"Matrix: {report.model['name']} on {report.machine_title}"
     return View(title, about(report), tables, notes, panels=[Bars("Output tokens a second", groups)])

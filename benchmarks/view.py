@@ -113,28 +113,21 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """A horizontal bar: ``parts`` are stacked lengths, ``text`` is written behind its end.
-
-    ``colour`` and those of ``parts`` are names of :data:`benchmarks.figure.COLOURS`.
-    """
+    """A horizontal bar: ``text`` is written behind its end, ``colour`` is a name of `benchmarks.figure.COLOURS`."""
 
     label: str
-    parts: Sequence[float]
+    length: float
     text: str
     colour: str = "ours"
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel of bars in groups, downwards; ``limit``: a vertical line at a value, and what it is called.
-
-    ``part_names`` name the parts of stacked bars, for a legend.
-    """
+    """A panel of bars in groups, downwards; ``limit``: a vertical line at a value, and what it is called."""
 
     title: str
     groups: Sequence[tuple[str, Sequence[Bar]]]
     limit: tuple[float, str] | None = None
-    part_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import Contender, load_weighed, storage_bytes
+from benchmarks.contenders import Contender
 from benchmarks.serving import vllm_peer
 from benchmarks.setup import Setup
 from benchmarks.timing import OnToken, answer_with
@@ -57,10 +57,9 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
     """
     from transformers import CompileConfig, GenerationConfig
 
-    load = partial(load_reference, setup.folder, setup.work.dtype)
-    model, resident = load_weighed(lambda: load().to(setup.target), setup.device)
+    model = load_reference(setup.folder, setup.work.dtype).to(setup.target)
     model.generation_config = GenerationConfig()  # the folder's own would bring its end ids back
-    weights, found = storage_bytes(model.parameters()), {}
+    found = {}
     for name in names:
         settings: dict[str, Any] = {"do_sample": False, "attention": "sdpa"}
         ways: dict[str, Any] = {}
@@ -71,9 +70,6 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
             PEERS[name],
             partial(generate_with, model, ways),
             {"generate": settings},
-            weights,
-            None,
-            resident,
             num_warm_ups=3 if is_compiled else 1,
             can_break=not is_compiled,
         )
@@ -82,11 +78,8 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
 
 def load_vllm(setup: Setup, max_seq_len: int) -> Contender:
     """vLLM's engine in this process, for one request at a time."""
-    load = partial(vllm_peer.VllmEngine, setup.folder, setup.work.dtype, max_seq_len)
-    engine, resident = load_weighed(load, setup.device)
-    settings, kv = engine.settings | {"version": engine.version}, engine.settings["kv_cache_memory_bytes"]
-    answer = partial(answer_with, engine)
-    return Contender(PEERS["vllm"], answer, settings, engine.weight_bytes, kv, resident)
+    engine = vllm_peer.VllmEngine(setup.folder, setup.work.dtype, max_seq_len)
+    return Contender(PEERS["vllm"], partial(answer_with, engine), engine.settings)
 
 
 class _Enough(Exception):  # noqa: N818

@@ -22,8 +22,6 @@ from shared.kernels.launch import LAUNCHES
 
 COPIES = ("Memcpy", "Memset")
 HOST_LAUNCH = re.compile(r"(cuda|cu)(Launch|GraphLaunch)")  # of both programming interfaces, runtime and driver
-WAITS = re.compile(r"cuda(Stream|Event)Synchronize|cudaMemcpyAsync|cu(Stream|Event)Synchronize")
-"""Calls in which the host does nothing but wait for the GPU; a copy to ordinary host memory is one."""
 MARKS = ("ProfilerStep", "Activity Buffer", "Command Buffer", "cudaDeviceSynchronize")
 
 
@@ -44,11 +42,6 @@ class StepTrace:
         self.operations = [entry for entry in seen if entry.device_type == DeviceType.CPU]
 
     @property
-    def host_us_per_token(self) -> float:
-        """The host's own work, without what it waited for the GPU."""
-        return sum(call.self_cpu_time_total for call in self.operations if not WAITS.match(call.key)) / self.steps
-
-    @property
     def kernel_us_per_token(self) -> float | None:
         """None where there is no GPU."""
         return sum(kernel.self_device_time_total for kernel in self.kernels) / self.steps if self.kernels else None
@@ -64,10 +57,12 @@ class StepTrace:
         return {f"{name}_per_token": None if value is None else rounded(value) for name, value in figures.items()}
 
     def rows(self) -> list[tuple[str, int, float]]:
-        """Name, calls and microseconds: of kernels and copies, or without a GPU of PyTorch's operations themselves."""
+        """Name, calls, microseconds, longest first: of kernels and copies, or without a GPU of PyTorch's operations."""
         if self.kernels:
-            return [(entry.key, entry.count, entry.self_device_time_total) for entry in (*self.kernels, *self.copies)]
-        return [(entry.key, entry.count, entry.self_cpu_time_total) for entry in self.operations]
+            rows = [(entry.key, entry.count, entry.self_device_time_total) for entry in (*self.kernels, *self.copies)]
+        else:
+            rows = [(entry.key, entry.count, entry.self_cpu_time_total) for entry in self.operations]
+        return sorted(rows, key=lambda row: -row[2])
 
 
 class TraceWindow:

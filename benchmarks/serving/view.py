@@ -78,7 +78,7 @@ def view(report: Report) -> View:
 
 
 def _bar(name: str, run: Mapping[str, Any], value: float) -> Bar:
-    return Bar(run["title"], [value], number(value), "peer" if name in PEERS else "ours")
+    return Bar(run["title"], value, number(value), "peer" if name in PEERS else "ours")
 
 
 def _parts(report: Report) -> Iterator[tuple[Experiment, str, str, Any]]:
