@@ -32,20 +32,18 @@ class Contender:
     Args:
         settings: for the report.
         num_warm_ups: answers before the first trial.
-        can_break: whether a bound of seconds may break a trial off.
     """
 
     title: str
     answer: Answer
     settings: EngineConfig | dict[str, Any]
     num_warm_ups: int = 1
-    can_break: bool = True
 
 
 class Turns:
     """Contenders answer the same prompts one after the other, each first as often as the others.
 
-    ``max_seconds`` of decoding break the answer of a trial off, once it has `MIN_DECODED` tokens.
+    ``max_seconds`` of decoding break an engine's answer off, once it has `MIN_DECODED` tokens; not transformers'.
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
@@ -71,9 +69,7 @@ class Turns:
         found: dict[str, Run] = {}
         for name in rotated(tuple(self.contenders), self.num_rounds):
             with self.steps.step(f"{label(name)}: {what}"):
-                contender = self.contenders[name]
-                limits = (bound or self.bound) if contender.can_break else (0, None)
-                found[name] = timed(contender.answer, prompt, new_tokens, *limits)
+                found[name] = timed(self.contenders[name].answer, prompt, new_tokens, *(bound or self.bound))
         self.num_rounds += 1
         return found
 

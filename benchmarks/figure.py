@@ -78,25 +78,20 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
 
 def _draw_lines(axes: Axes, panel: Lines) -> None:
     axes.set_facecolor(PAPER)
-    places = list(panel.x if panel.x is not None else range(len(panel.ticks)))
     for index, (name, values) in enumerate(panel.lines):
         colour = NEWEST if index == len(panel.lines) - 1 else LINES[index % (len(LINES) - 1)]
-        points = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
+        points = [(x, y) for x, y in zip(panel.x, values, strict=True) if y is not None]
         if not points:
             continue
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, color=colour, lw=2.2, marker="o", ms=5, mec=PAPER, label=f"{name}  {number(ys[-1])}")
-    if panel.is_log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        if panel.x is not None:
-            axes.set_xscale("log")
-            axes.xaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.set_xticks(places, list(panel.ticks))
+    axes.set_xticks(panel.x, [f"{x:g}" for x in panel.x])
     axes.tick_params(which="both", colors=QUIET, labelsize=9.5, length=0)
     axes.grid(axis="y", color=GRID, lw=0.9)
     axes.set_axisbelow(True)

@@ -82,7 +82,6 @@ def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
     return {
         "title": lesson.title,
         "us_per_token": rounded(us_per_token),
-        "profiled_us_per_token": rounded(1e6 * trace.seconds / trace.steps),
         "idle_us_per_token": None if kernel_us is None else rounded(max(0.0, us_per_token - kernel_us)),
         **trace.figures(),
         "rows": [
@@ -90,7 +89,6 @@ def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
                 "name": name,
                 "count_per_token": rounded(calls / trace.steps),
                 "us_per_token": rounded(us / trace.steps),
-                "us_each": rounded(us / calls),
                 "share": rounded(us / trace.steps / whole) if whole else 0.0,
             }
             for name, calls, us in rows
@@ -103,10 +101,7 @@ def view(report: Report, top: int = 40) -> View:
     flags = report.flags
     result = report.results[flags["phase"]]
     is_gpu = result["kernel_us_per_token"] is not None
-    facts = [
-        f"A token takes {number(result['us_per_token'])} µs without the profiler, "
-        f"{number(result['profiled_us_per_token'])} µs with it.",
-    ]
+    facts = [f"A token takes {number(result['us_per_token'])} µs without the profiler."]
     if is_gpu:
         facts += [
             f"{result['kernels_per_token']:g} kernels run for {number(result['kernel_us_per_token'])} µs; for "
@@ -118,7 +113,6 @@ def view(report: Report, top: int = 40) -> View:
         text("kernel" if is_gpu else "operation", lambda row: QUALIFIERS.sub("", row["name"])[:LONGEST]),
         Column("a token", "count_per_token", "{:g}".format),
         Column("µs a token", "us_per_token"),
-        Column("µs each", "us_each"),
         Column("share", "share", percent),
     ]
     rows, left = result["rows"][:top], result["rows"][top:]

@@ -11,10 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.contenders import generating_lessons
-from benchmarks.report import Report
+from benchmarks.report import Report, ratio
 from benchmarks.serving.contenders import Contender, Servers
 from benchmarks.serving.experiments import SPEED, Experiment, Runner
-from benchmarks.serving.results import ratio
 from benchmarks.serving.view import LATENCIES, NAME, TOKENS, about
 from benchmarks.setup import Setup, check_positive
 from benchmarks.view import Bar, Bars, Column, Table, View, number, percentiles, times

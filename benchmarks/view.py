@@ -132,16 +132,11 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel of lines over the same ``ticks`` (labels of x), each a name and a value for each tick, or None.
-
-    ``x`` are the ticks' places, by default one unit apart.
-    """
+    """A panel of lines over the same ``x``, each a name and a value for each x, or None; both axes are logarithmic."""
 
     title: str
-    ticks: Sequence[str]
+    x: Sequence[float]
     lines: Sequence[tuple[str, Sequence[float | None]]]
-    x: Sequence[float] | None = None
-    is_log: bool = False
 
 
 @dataclass(frozen=True)

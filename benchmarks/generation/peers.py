@@ -7,7 +7,6 @@ Invariant: nothing of a peer is replaced or tuned. A streamer sees each token wh
 ``generate`` waits for in every step with or without one.
 """
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -71,7 +70,6 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
             partial(generate_with, model, ways),
             {"generate": settings},
             num_warm_ups=3 if is_compiled else 1,
-            can_break=not is_compiled,
         )
     return found
 
@@ -82,20 +80,16 @@ def load_vllm(setup: Setup, max_seq_len: int) -> Contender:
     return Contender(PEERS["vllm"], partial(answer_with, engine), engine.settings)
 
 
-class _Enough(Exception):  # noqa: N818
-    """Breaks an answer off."""
-
-
 class TokenStreamer:
-    """Hands each token that ``generate`` makes to ``on_token``."""
+    """Hands each token that ``generate`` makes to ``on_token``; cannot break an answer off."""
 
     def __init__(self, on_token: OnToken) -> None:
         self.on_token, self.num_tokens = on_token, -1  # the first call brings the prompt
 
     def put(self, value: torch.Tensor) -> None:
         self.num_tokens += 1
-        if self.num_tokens and not self.on_token(int(value)):
-            raise _Enough
+        if self.num_tokens:
+            self.on_token(int(value))
 
     def end(self) -> None:
         pass
@@ -108,6 +102,5 @@ def generate_with(model: Any, ways: dict[str, Any], prompt_ids: list[int], new_t
     config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **ways)
     ids = torch.tensor([prompt_ids], device=model.device)
     streamer = TokenStreamer(on_token)
-    with contextlib.suppress(_Enough):
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
+    model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
     return len(prompt_ids) + streamer.num_tokens - 1

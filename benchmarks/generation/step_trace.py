@@ -8,7 +8,6 @@ CUDA graph count one by one, and its launch as one launch of the host.
 """
 
 import re
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,13 +27,11 @@ MARKS = ("ProfilerStep", "Activity Buffer", "Command Buffer", "cudaDeviceSynchro
 class StepTrace:
     """The work of ``steps`` decode steps, from the profiler's ``key_averages()``.
 
-    Args:
-        seconds: that the steps took, with the profiler's own cost in them.
-        own_launches: launches of this project's kernels.
+    ``own_launches`` are launches of this project's kernels.
     """
 
-    def __init__(self, averages: Iterable[Any], steps: int, seconds: float, own_launches: int) -> None:
-        self.steps, self.seconds, self.own_launches = steps, seconds, own_launches
+    def __init__(self, averages: Iterable[Any], steps: int, own_launches: int) -> None:
+        self.steps, self.own_launches = steps, own_launches
         seen = [entry for entry in averages if not (entry.is_user_annotation or entry.key.startswith(MARKS))]
         on_gpu = [entry for entry in seen if entry.device_type == DeviceType.CUDA]
         self.kernels = [entry for entry in on_gpu if not entry.key.startswith(COPIES)]
@@ -98,13 +95,12 @@ class TraceWindow:
         if self.num_tokens == self.first:
             self.finish()
             self.profiler.start()
-            self.launched, self.started = LAUNCHES.total(), time.perf_counter()
+            self.launched = LAUNCHES.total()
         elif self.num_tokens == self.first + self.steps:
             self.finish()
-            seconds = time.perf_counter() - self.started  # up to here, so that the profiler's end is not in it
             self.profiler.stop()
             launched = LAUNCHES.total() - self.launched
-            self.result = StepTrace(self.profiler.key_averages(), self.steps, seconds, launched)
+            self.result = StepTrace(self.profiler.key_averages(), self.steps, launched)
         return self.result is None
 
     def finish(self) -> None:

@@ -139,9 +139,9 @@ def test_an_answer_that_takes_too_long_is_judged_by_what_it_has(folder: Path) ->
     size = GenerationSize(prompt_tokens=4, new_tokens=30, trials=1)
     found = measure_generation(str(folder), phases=["02"], size=size, ceilings=CEILINGS, max_seconds=1e-9).results
     ours, theirs = found["02"], found["transformers_eager"]
-    assert ours["new_tokens"] == theirs["new_tokens"] == theirs["equal_tokens"] == MIN_DECODED + 1
+    assert ours["new_tokens"] == theirs["compared_tokens"] == theirs["equal_tokens"] == MIN_DECODED + 1
     assert ours["tokens_computed"] == sum(range(4, 4 + MIN_DECODED + 1))
-    assert theirs["tokens_computed"] == 4 + MIN_DECODED
+    assert theirs["tokens_computed"] == 4 + 29, "transformers is not broken off"
 
 
 def test_a_window_traces_its_steps_and_no_others(folder: Path) -> None:
@@ -182,7 +182,7 @@ def gpu_trace() -> StepTrace:
     ]
     averages = EventList(events, use_device="cuda")
     averages._build_tree()
-    return StepTrace(averages.key_averages(), steps=2, seconds=0.004, own_launches=2)
+    return StepTrace(averages.key_averages(), steps=2, own_launches=2)
 
 
 def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
@@ -191,9 +191,9 @@ def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
     assert trace.figures() == {f"{name}_per_token": figure for name, figure in figures.items()}
     plain = Run([1] * 8, [0.5 + 0.0001 * i for i in range(8)], 10)
     found = profile_generation.results(find_lesson("03"), plain, trace)
-    assert [found[f"{name}us_per_token"] for name in ("", "kernel_", "idle_", "profiled_")] == [100, 16, 84, 2000]
+    assert [found[f"{name}us_per_token"] for name in ("", "kernel_", "idle_")] == [100, 16, 84]
     assert found["rows"][1] == {
-        "name": "gemv", "count_per_token": 1, "us_per_token": 6, "us_each": 6, "share": pytest.approx(0.06)
+        "name": "gemv", "count_per_token": 1, "us_per_token": 6, "share": pytest.approx(0.06)
     }  # fmt: skip
 
 
