@@ -121,7 +121,3 @@ def load_engine(lesson: Lesson, config: EngineConfig) -> dict[str, Contender]:
     engine = lesson.engine_alone(config)
     title = f"phase {lesson.number}: {lesson.title}"
     return {lesson.number: Contender(title, partial(answer_with, engine), engine.config)}
-
-
-def is_cuda(device: str) -> bool:
-    return device.startswith("cuda")
