@@ -14,17 +14,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.hardware import device_of
-from benchmarks.kernels.case import check_options, dtype_of, is_gpu, measure_cases, ratio, report_of
+from benchmarks.kernels.case import check_options, dtype_of, is_gpu, measure_cases, report_of
 from benchmarks.kernels.paged_cases import (
     BLOCK_SIZE,
     DEMO_SHAPES,
-    FLASHINFER,
     PEERS,
     SHAPES,
     PagedSequences,
     paged_case,
 )
-from benchmarks.report import Report, rounded
+from benchmarks.report import Report, ratio, rounded
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode
 from shared.checkpoints.progress import Progress
@@ -65,14 +64,10 @@ def measure_attention(
 
 
 def finished(row: dict[str, Any]) -> dict[str, Any]:
-    """A shape's row of the report: what was measured, and ratios."""
+    """A shape's row of the report: what was measured, and what splitting gains."""
     ours, unsplit = row["variants"]["planned"], row["variants"]["unsplit"]
-    flashinfer = [row["peers"][name]["ours_over_peer"] for name in FLASHINFER if name in row["peers"]]
-    return row | {
-        "ours_over_flashinfer": max(filter(None, flashinfer), default=None),  # over the faster of its kernels
-        # Without launches both are the same op.
-        "times_unsplit": ratio(unsplit["time_us"], ours["time_us"]) if ours["launches"] else None,
-    }
+    # Without launches both are the same op.
+    return row | {"times_unsplit": ratio(unsplit["time_us"], ours["time_us"]) if ours["launches"] else None}
 
 
 def planning_us(num_sequences: int) -> float:

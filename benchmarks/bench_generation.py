@@ -22,7 +22,7 @@ from benchmarks.report import Report, rounded
 from benchmarks.roofline import DecodeWork
 from benchmarks.setup import Setup, check_least, check_positive
 from benchmarks.timing import Run
-from benchmarks.view import NOTHING, Bar, Bars, Column, Row, Table, View, count, megabytes, number, percent, text, times
+from benchmarks.view import NOTHING, Bar, Bars, Column, Row, Table, View, count, number, percent, text, times
 from shared.engine.config import EngineConfig
 from shared.lessons import newest_lesson
 
@@ -57,7 +57,7 @@ def measure_generation(
     ceilings: Ceilings | None = None,
     **where: Any,
 ) -> Report:
-    """Speed, share of the limit, work on the device and memory of each contender.
+    """Speed, share of the limit and work on the device of each contender.
 
     Args:
         phases: numbers of phases that generate; by default the uncached loop, the cached one, and the newest phase.
@@ -147,7 +147,6 @@ def _figures(
         "compared_tokens": compared,
         "kernel_share_of_bandwidth": None if kernel_us is None else rounded(1e6 * least_seconds / kernel_us),
         **trace.figures(),
-        **contender.memory(),
     }
 
 
@@ -167,7 +166,7 @@ def _ratios(runs: dict[str, list[Run]]) -> dict[str, float]:
 
 
 def view(report: Report) -> View:
-    """Speeds with their share of the limit, ratios, work on the device where there is a GPU, and memory."""
+    """Speeds with their share of the limit, ratios, and work on the device where there is a GPU."""
     flags, results = report.flags, report.results
     rows = [results[name] | {"name": name} for name in flags["contenders"]]
     limit = results["limit"]
@@ -190,11 +189,6 @@ def view(report: Report) -> View:
             for key in COUNTS
         ),
     ]
-    memory = [
-        Column("weights (MB)", "memory_weights_bytes", megabytes),
-        Column("KV cache (MB)", "memory_kv_bytes", megabytes),
-        Column("other (MB)", "memory_other_bytes", megabytes),
-    ]
     has_kernels = any(row["kernel_us_per_token"] is not None for row in rows)
     tables = [Table("Speed", speed, rows)]
     ratios = [{"pair": pair.replace("_", " "), "ratio": ratio} for pair, ratio in results["ratios"].items()]
@@ -204,31 +198,25 @@ def view(report: Report) -> View:
         f"The limit: {number(limit['tokens_per_second'])} tokens/s, from the weights, keys and values that a token "
         f"reads and the {number(results['ceilings']['read_gb_per_second'])} GB/s measured in this run."
     )
-    packed = "Packed weights are half as many bytes, in the share of the limit too, and are not in the memory table."
+    packed = "Packed weights are half as many bytes, in the share of the limit too."
     size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {flags['dtype']}"
     demo = ", demo size (no GPU)" if flags["is_demo_size"] else ""
     return View(
         f"Generation: {report.model['name']} on {report.machine_title}",
         [f"{size}, median of {flags['trials']}{demo}; {report.date[:10]}"],
-        [*tables, Table("Memory", [title, *memory], rows)],
+        tables,
         notes=[note, packed] if flags.get("pack_weights") else [note],
-        panels=_panels(rows, limit, has_kernels),
+        panels=[_panel(rows, limit)],
     )
 
 
-def _panels(rows: Sequence[Row], limit: dict[str, Any], has_kernels: bool) -> list[Bars]:
-    """Speed below the limit; where kernels were timed, a token's time in its parts."""
+def _panel(rows: Sequence[Row], limit: dict[str, Any]) -> Bars:
+    """Speed below the limit."""
     newest = [row["name"] for row in rows if is_ours(row["name"])][-1]
-    speed, parts = [], []
+    bars = []
     for row in rows:
         colour = "ours" if row["name"] == newest else "first" if is_ours(row["name"]) else "peer"
         tokens, share = row["decode_tokens_per_second"], percent(row["share_of_bandwidth"])
-        speed.append(Bar(row["title"], [tokens], f"{number(tokens)} tok/s, {share}", colour))
-        ms = row["ms_per_token"]
-        kernels = min(ms, (row["kernel_us_per_token"] or 0) / 1e3)
-        reading = min(1e3 / limit["tokens_per_second"], kernels)
-        parts.append(Bar(row["title"], [reading, kernels - reading, ms - kernels], f"{number(ms)} ms"))
+        bars.append(Bar(row["title"], tokens, f"{number(tokens)} tok/s, {share}", colour))
     line = limit["tokens_per_second"], f"limit {number(limit['tokens_per_second'])}"
-    names = ("reading", "other kernel time", "no kernel runs")
-    found = [Bars("Decode speed, and its share of the limit", [("", speed)], line)]
-    return [*found, Bars("One token", [("", parts)], part_names=names)] if has_kernels else found
+    return Bars("Decode speed, and its share of the limit", [("", bars)], line)

@@ -6,12 +6,10 @@ and as many new tokens; none sees a prompt twice, so none can profit from what a
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
 
 from benchmarks.generation.step_trace import StepTrace, TraceWindow
 from benchmarks.report import rounded
@@ -33,36 +31,23 @@ class Contender:
 
     Args:
         settings: for the report.
-        weights, kv, resident: bytes of each, and of all that it holds; ``kv`` is None where unknown.
         num_warm_ups: answers before the first trial.
-        can_break: whether a bound of seconds may break a trial off.
-        peak: the most bytes that it held while it answered, on a GPU.
     """
 
     title: str
     answer: Answer
     settings: EngineConfig | dict[str, Any]
-    weights: int
-    kv: int | None
-    resident: int
     num_warm_ups: int = 1
-    can_break: bool = True
-    peak: int = 0
-
-    def memory(self) -> dict[str, int | None]:
-        """Bytes of weights, of the KV cache and of the rest, which on a GPU has activations at their peak in it."""
-        rest = max(self.peak, self.resident) - self.weights - (self.kv or 0)
-        return {"memory_weights_bytes": self.weights, "memory_kv_bytes": self.kv, "memory_other_bytes": rest}
 
 
 class Turns:
     """Contenders answer the same prompts one after the other, each first as often as the others.
 
-    ``max_seconds`` of decoding break the answer of a trial off, once it has `MIN_DECODED` tokens.
+    ``max_seconds`` of decoding break an engine's answer off, once it has `MIN_DECODED` tokens; not transformers'.
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
-        self.device, self.steps, self.num_rounds = str(setup.target), steps, 0
+        self.steps, self.num_rounds = steps, 0
         self.bound: Bound = MIN_DECODED, max_seconds
         self.prompts = SyntheticPrompts(setup.shape.vocab_size, setup.seed)
         self.contenders: dict[str, Contender] = {}
@@ -76,8 +61,7 @@ class Turns:
         for name, contender in self.contenders.items():
             with self.steps.step(f"{label(name)}: warm up"):
                 for _ in range(contender.num_warm_ups):
-                    self._answer(contender, self.prompts.draw(prompt_tokens), new_tokens, (0, None))
-            contender.peak = 0
+                    timed(contender.answer, self.prompts.draw(prompt_tokens), new_tokens)
 
     def round(self, what: str, prompt_tokens: int, new_tokens: int, bound: Bound | None = None) -> dict[str, Run]:
         """Each contender's answer to one new prompt, by name; ``bound``: another least number of tokens and time."""
@@ -85,7 +69,7 @@ class Turns:
         found: dict[str, Run] = {}
         for name in rotated(tuple(self.contenders), self.num_rounds):
             with self.steps.step(f"{label(name)}: {what}"):
-                found[name] = self._answer(self.contenders[name], prompt, new_tokens, bound or self.bound)
+                found[name] = timed(self.contenders[name].answer, prompt, new_tokens, *(bound or self.bound))
         self.num_rounds += 1
         return found
 
@@ -98,16 +82,6 @@ class Turns:
         """What one contender does in a window of one more answer."""
         with self.steps.step(f"{label(name)}: profile"):
             return window.trace(self.contenders[name].answer, self.prompts.draw(prompt_tokens), new_tokens)
-
-    def _answer(self, contender: Contender, prompt_ids: list[int], new_tokens: int, bound: Bound) -> Run:
-        before = allocated(self.device)
-        if is_cuda(self.device):
-            torch.cuda.reset_peak_memory_stats(self.device)
-        run = timed(contender.answer, prompt_ids, new_tokens, *(bound if contender.can_break else (0, None)))
-        if is_cuda(self.device):
-            peak = contender.resident + torch.cuda.max_memory_allocated(self.device) - before
-            contender.peak = max(contender.peak, peak)
-        return run
 
 
 def label(name: str) -> str:
@@ -144,47 +118,6 @@ def generating_lessons(numbers: Sequence[str] | None) -> list[Lesson]:
 
 def load_engine(lesson: Lesson, config: EngineConfig) -> dict[str, Contender]:
     """A phase's engine, for one request at a time."""
-    engine, resident = load_weighed(lambda: lesson.engine_alone(config), config.device)
-    weights, kv = storage_bytes(engine.model.parameters()), engine.stats().get("cache bytes", 0)
+    engine = lesson.engine_alone(config)
     title = f"phase {lesson.number}: {lesson.title}"
-    return {lesson.number: Contender(title, partial(answer_with, engine), engine.config, weights, kv, resident)}
-
-
-def load_weighed(load: Callable[[], Any], device: str) -> tuple[Any, int]:
-    """What ``load`` makes, and its bytes: on a GPU those of PyTorch's allocator, on a CPU those of its tensors."""
-    before = allocated(device)
-    loaded = load()
-    return loaded, allocated(device) - before if is_cuda(device) else storage_bytes(held_tensors(loaded))
-
-
-def is_cuda(device: str) -> bool:
-    return device.startswith("cuda")
-
-
-def allocated(device: str) -> int:
-    """Bytes that PyTorch's allocator has given out on a GPU; 0 on a CPU, where it does not count."""
-    return torch.cuda.memory_allocated(device) if is_cuda(device) else 0
-
-
-def storage_bytes(tensors: Iterator[Any]) -> int:
-    """Bytes of the memory behind tensors, each piece once however many tensors look at it."""
-    return sum({(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in tensors}.values())
-
-
-def held_tensors(root: Any) -> Iterator[torch.Tensor]:
-    """Every tensor that can be reached from an object through attributes, lists, tuples and dictionaries."""
-    seen: set[int] = set()
-    waiting = [root]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, str | bytes | int | float | type):
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple | set | frozenset):
-            waiting += value
-        elif hasattr(value, "__dict__"):
-            waiting += vars(value).values()
+    return {lesson.number: Contender(title, partial(answer_with, engine), engine.config)}

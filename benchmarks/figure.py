@@ -17,7 +17,6 @@ from benchmarks.view import Bars, Lines, View, number
 PAPER, INK, QUIET, GRID = "#fbfaf6", "#22272e", "#626a76", "#e4e1d8"
 FIRST, NEWEST = "#9aa1ab", "#0f766e"
 COLOURS = {"ours": NEWEST, "first": FIRST, "peer": "#c9a227", "compiled": "#c2925a"}
-PARTS = (NEWEST, "#7dbcb4", "#d9d5c9")
 LINES = (FIRST, "#c9a227", "#7dbcb4", "#4f6d9a", "#8a5a83", "#6b8e4e", "#b07d62", "#5b8fa8", "#a89f68", NEWEST)
 
 HEAD, FOOT, SIDE, GAP = 1.5, 0.7, 0.5, 0.9  # inches
@@ -64,22 +63,14 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
             _write(axes, heading, (0, row), (0, 0), INK, 10.5, fontweight="bold")
             row += GROUP_ROWS
         for bar in bars:
-            start = 0.0
-            for index, part in enumerate(bar.parts):
-                colour = PARTS[index % len(PARTS)] if panel.part_names else COLOURS[bar.colour]
-                axes.barh(row, part, left=start, height=0.62, color=colour)
-                start += part
-            longest = max(longest, start)
+            axes.barh(row, bar.length, height=0.62, color=COLOURS[bar.colour])
+            longest = max(longest, bar.length)
             ground = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}  # the line of the limit does not cross it
-            _write(axes, f"{bar.text}  {bar.label}", (start, row), (6, 0), INK, 9, bbox=ground)
+            _write(axes, f"{bar.text}  {bar.label}", (bar.length, row), (6, 0), INK, 9, bbox=ground)
             row += 1
     if panel.limit:
         axes.vlines(panel.limit[0], -0.6, row - 0.4, color=INK, lw=1, ls=(0, (4, 3)))
         _write(axes, panel.limit[1], (panel.limit[0], row - 0.4), (-4, -8), QUIET, 9, ha="right")
-    offset = 0.0
-    for name, colour in zip(panel.part_names, PARTS, strict=False):
-        _write(axes, f"■ {name}", (0, row - 0.4), (offset, -10), colour, 9)
-        offset += 16 + 5.4 * len(name)
     axes.set_xlim(0, 1.9 * (longest or 1.0))
     axes.set_ylim(max(row - 0.3, LEAST / ROW), -0.7)  # few bars are no thicker than many
     axes.set_axis_off()
@@ -87,25 +78,20 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
 
 def _draw_lines(axes: Axes, panel: Lines) -> None:
     axes.set_facecolor(PAPER)
-    places = list(panel.x if panel.x is not None else range(len(panel.ticks)))
     for index, (name, values) in enumerate(panel.lines):
         colour = NEWEST if index == len(panel.lines) - 1 else LINES[index % (len(LINES) - 1)]
-        points = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
+        points = [(x, y) for x, y in zip(panel.x, values, strict=True) if y is not None]
         if not points:
             continue
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, color=colour, lw=2.2, marker="o", ms=5, mec=PAPER, label=f"{name}  {number(ys[-1])}")
-    if panel.is_log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        if panel.x is not None:
-            axes.set_xscale("log")
-            axes.xaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.set_xticks(places, list(panel.ticks))
+    axes.set_xticks(panel.x, [f"{x:g}" for x in panel.x])
     axes.tick_params(which="both", colors=QUIET, labelsize=9.5, length=0)
     axes.grid(axis="y", color=GRID, lw=0.9)
     axes.set_axisbelow(True)

@@ -141,9 +141,9 @@ def view(report: Report) -> View:
     bars, lines = [], []
     for row in rows:
         reached, colour = f"{number(row[speed])} tok/s, {times(row['speedup'])}", "ours" if style(row) else "first"
-        bars.append(Bar(phase.cell(row), [row[speed]], reached, colour))
+        bars.append(Bar(phase.cell(row), row[speed], reached, colour))
         lines.append((row["name"], [row[length] for length in contexts]))
-    curve = Lines("Milliseconds a token, by tokens of context", contexts, lines, x=flags["contexts"], is_log=True)
+    curve = Lines("Milliseconds a token, by tokens of context", flags["contexts"], lines)
     size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials(flags)}"
     return View(
         f"Decode speed: {report.model['name']} on {report.machine_title}, {flags['dtype']}",

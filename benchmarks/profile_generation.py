@@ -10,7 +10,6 @@ either way; on a CPU, where the profiler slows every operation, of the operation
 
 import re
 import statistics
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from shared.lessons import Lesson, newest_lesson
 
 LEAD = 3
 """Decoded tokens before the profiled steps."""
+QUALIFIERS = re.compile(r"^void |\(anonymous namespace\)::|\b(at|native|c10|internal)::")
+LONGEST = 72  # characters of a name in the table; a C++ kernel is reported by its whole signature, of hundreds
 
 
 def measure_profile(
@@ -76,21 +77,18 @@ def measure_profile(
 def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
     """One token of the window: its time, where it went, and the table."""
     us_per_token = 1e6 * statistics.median(plain.intervals[LEAD - 1 : LEAD - 1 + trace.steps])
-    rows, kernel_us = merged(trace.rows()), trace.kernel_us_per_token
+    rows, kernel_us = trace.rows(), trace.kernel_us_per_token
     whole = us_per_token if kernel_us is not None else sum(us for _, _, us in rows) / trace.steps
     return {
         "title": lesson.title,
         "us_per_token": rounded(us_per_token),
-        "profiled_us_per_token": rounded(1e6 * trace.seconds / trace.steps),
         "idle_us_per_token": None if kernel_us is None else rounded(max(0.0, us_per_token - kernel_us)),
-        "host_us_per_token": rounded(trace.host_us_per_token),
         **trace.figures(),
         "rows": [
             {
                 "name": name,
                 "count_per_token": rounded(calls / trace.steps),
                 "us_per_token": rounded(us / trace.steps),
-                "us_each": rounded(us / calls),
                 "share": rounded(us / trace.steps / whole) if whole else 0.0,
             }
             for name, calls, us in rows
@@ -98,64 +96,23 @@ def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
     }
 
 
-def merged(rows: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
-    """Rows of the same short name as one, the longest first."""
-    found: dict[str, tuple[int, float]] = {}
-    for name, calls, us in rows:
-        before = found.get(short_name(name), (0, 0.0))
-        found[short_name(name)] = before[0] + calls, before[1] + us
-    return sorted(((name, *sums) for name, sums in found.items()), key=lambda row: -row[2])
-
-
-_TEMPLATE = re.compile(r"<[^<>]*>")
-_TELLING = re.compile(r"\b(?:\w+Functor(?:_\w+)?|\w+_kernel_cuda|\w+Ops?|cutlass_\w{8,})\b")
-_WRAPPERS = {"ReduceOp", "BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor"}  # what they wrap is told behind them
-_GENERIC = {"kernel", "run", "operator", "device_kernel", "Kernel", "Kernel2"}  # names that say nothing by themselves
-LONGEST = 72
-
-
-def short_name(name: str) -> str:
-    """A kernel's name without types, namespaces and arguments; at most `LONGEST` characters.
-
-    A C++ kernel is reported by its whole signature, hundreds of characters, of which one part tells what it does: the
-    functor. So a signature becomes ``elementwise_kernel [CUDAFunctor_add]``; names of PyTorch's operations, of copies
-    and of Triton's kernels stay as they are.
-    """
-    if ("::" in name or "<" in name) and not name.startswith("aten::"):
-        name = name.replace("(anonymous namespace)::", "").replace("->", "")
-        bare = name
-        while (shorter := _TEMPLATE.sub("", bare)) != bare:
-            bare = shorter
-        path = bare.partition("(")[0].strip().split(" ")[-1].split("::")
-        base = "::".join(path[-2:]) if path[-1] in _GENERIC and len(path) > 1 else path[-1]
-        found = _TELLING.findall(name, name.find(path[-1]) + len(path[-1]))
-        telling = next((functor for functor in found if functor not in _WRAPPERS), None)
-        name = f"{base} [{telling}]" if telling else base
-    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
-
-
 def view(report: Report, top: int = 40) -> View:
     """What a token took and how much of that ran where, then the ``top`` longest rows."""
     flags = report.flags
     result = report.results[flags["phase"]]
     is_gpu = result["kernel_us_per_token"] is not None
-    facts = [
-        f"A token takes {number(result['us_per_token'])} µs without the profiler, "
-        f"{number(result['profiled_us_per_token'])} µs with it.",
-        f"The host works for {number(result['host_us_per_token'])} µs of it in PyTorch's operations, profiled.",
-    ]
+    facts = [f"A token takes {number(result['us_per_token'])} µs without the profiler."]
     if is_gpu:
-        facts[1:1] = [
+        facts += [
             f"{result['kernels_per_token']:g} kernels run for {number(result['kernel_us_per_token'])} µs; for "
             f"{number(result['idle_us_per_token'])} µs no kernel runs, and the GPU waits for the host.",
             f"The host makes {result['host_launches_per_token']:g} launches, {result['own_launches_per_token']:g} of "
             f"them of kernels in shared/kernels; {result['copies_per_token']:g} copies and fills.",
         ]
     columns = [
-        text("kernel" if is_gpu else "operation", "name"),
+        text("kernel" if is_gpu else "operation", lambda row: QUALIFIERS.sub("", row["name"])[:LONGEST]),
         Column("a token", "count_per_token", "{:g}".format),
         Column("µs a token", "us_per_token"),
-        Column("µs each", "us_each"),
         Column("share", "share", percent),
     ]
     rows, left = result["rows"][:top], result["rows"][top:]

@@ -142,3 +142,8 @@ def engine_settings(config: EngineConfig, model_name: str) -> dict[str, Any]:
 def rounded(value: float, digits: int = 4) -> float:
     """To significant digits: what a measurement is worth, and what a reader can take in."""
     return float(f"{value:.{digits}g}")
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    """The quotient, rounded; None where there is none."""
+    return rounded(over / under) if over is not None and under else None

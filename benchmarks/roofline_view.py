@@ -87,12 +87,10 @@ def _turning(work: DecodeWork, context: int, bandwidth: float, rate: float) -> s
     if turning is not None:
         return f"From a batch of {turning:,} on, a step waits for arithmetic; a smaller one waits for memory."
     reading, computing = work.kv_bytes(context) / bandwidth, work.flops(context) / rate
-    said = (
+    return (
         f"No batch is large enough to wait for arithmetic: each sequence adds {duration(reading)} of reading its keys "
         f"and values, and {duration(computing)} of arithmetic."
     )
-    short = work.turning_batch(1, bandwidth, rate)
-    return said if short is None else f"{said} With one token seen, a batch of {short:,} would be."
 
 
 def _bound(floor: Floor) -> str:

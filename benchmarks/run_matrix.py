@@ -11,10 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.contenders import generating_lessons
-from benchmarks.report import Report
+from benchmarks.report import Report, ratio
 from benchmarks.serving.contenders import Contender, Servers
 from benchmarks.serving.experiments import SPEED, Experiment, Runner
-from benchmarks.serving.results import ratio
 from benchmarks.serving.view import LATENCIES, NAME, TOKENS, about
 from benchmarks.setup import Setup, check_positive
 from benchmarks.view import Bar, Bars, Column, Table, View, number, percentiles, times
@@ -109,7 +108,7 @@ def view(report: Report) -> View:
             num_cut += bool(cut)
             rows.append(result[name] | {"title": (row if result["settings"] else result["title"]) + cut})
         tables.append(Table(f"{workload['title']}: {workload['about']}", columns, rows))
-        groups.append((workload["title"], [Bar(row["title"], [row[SPEED]], number(row[SPEED])) for row in rows]))
+        groups.append((workload["title"], [Bar(row["title"], row[SPEED], number(row[SPEED])) for row in rows]))
     notes = [f"* broken off after {report.flags['max_seconds']:g} s"] if num_cut else []
     title = f"Matrix: {report.model['name']} on {report.machine_title}"
     return View(title, about(report), tables, notes, panels=[Bars("Output tokens a second", groups)])

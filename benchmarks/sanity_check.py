@@ -13,7 +13,6 @@ import gc
 import os
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,11 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.contenders import allocated, generating_lessons, is_cuda, load_engine
+from benchmarks.contenders import generating_lessons
 from benchmarks.report import Report, engine_settings, rounded
 from benchmarks.setup import Setup, check_least
-from benchmarks.timing import Steps, timed, torch_threads
-from benchmarks.view import Column, Table, View, count, megabytes, text
+from benchmarks.timing import Steps, run, torch_threads
+from benchmarks.view import Column, Table, View, count, text
 from shared.checkpoints.demo import KNOWN_MODELS, local_model_folder
 from shared.checkpoints.make import make_checkpoint
 from shared.checkpoints.progress import Progress
@@ -62,7 +61,7 @@ def find_subjects(models: Sequence[str] | None, shapes: Sequence[str] | None, se
         models = [name for name in KNOWN_MODELS if local_model_folder(name) is not None]
         for path in filter(None, os.environ.get("INFER_TEST_MODELS", "").split(",")):
             subjects.append((Path(path).name, partial(_resolve, path)))  # one that is not there becomes a row
-        shapes = [name for name in SHAPES if name.startswith("tiny-") != is_cuda(device)]
+        shapes = [name for name in SHAPES if name.startswith("tiny-") != device.startswith("cuda")]
     if unknown := [name for name in shapes or () if name not in SHAPES]:
         raise ConfigError(f"There is no shape {unknown[0]!r}; known: {', '.join(SHAPES)}.")
     asked = [(name, resolve_model(name)) for name in models or ()]
@@ -126,10 +125,10 @@ def check_model(
             with _noting([row]):
                 answers.append((row, _answer(row, lesson, setup, prompt_ids, new_tokens)))
                 row["text"] = tokenizer.decode(answers[-1][1])
-            _free(device)
+            _free()
         with _noting([row for row, _ in answers], "transformers cannot judge it: "):
             _judge(answers, setup, prompt_ids)
-        _free(device)
+        _free()
     return rows
 
 
@@ -152,17 +151,9 @@ def problem(error: Exception) -> str:
 
 def _answer(row: Row, lesson: Lesson, setup: Setup, prompt_ids: list[int], new_tokens: int) -> list[int]:
     """A phase's answer; fills its row."""
-    before = allocated(setup.device)
-    if setup.is_gpu:
-        torch.cuda.reset_peak_memory_stats(setup.device)
-    started = time.perf_counter()
     config = setup.config(max_seq_len=min(512, setup.shape.max_position_embeddings))
-    contender = load_engine(lesson, config)[lesson.number]
-    loaded = time.perf_counter()
-    token_ids = timed(contender.answer, prompt_ids, new_tokens).token_ids
-    row["load_seconds"], row["answer_seconds"] = rounded(loaded - started), rounded(time.perf_counter() - loaded)
-    peak = torch.cuda.max_memory_allocated(setup.device) - before if setup.is_gpu else contender.resident
-    row["memory_bytes"], row["num_tokens"] = peak, len(token_ids)
+    token_ids = run(lesson.engine_alone(config), prompt_ids, new_tokens).token_ids
+    row["num_tokens"] = len(token_ids)
     if len(token_ids) != new_tokens:
         row["problem"] = f"{len(token_ids)} tokens instead of {new_tokens}"
     return token_ids
@@ -184,10 +175,9 @@ def _judge(answers: Sequence[tuple[Row, list[int]]], setup: Setup, prompt_ids: l
             row["problem"] = f"a token lies {worst:.2g} below transformers' likeliest, and {bound:.2g} is allowed"
 
 
-def _free(device: str) -> None:
+def _free() -> None:
     gc.collect()
-    if is_cuda(device):
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # which does nothing where no GPU was used
 
 
 def view(report: Report) -> View:
@@ -196,9 +186,6 @@ def view(report: Report) -> View:
     columns = [
         text("model", "model"),
         text("phase", "phase"),
-        Column("load (s)", "load_seconds"),
-        Column("answer (s)", "answer_seconds"),
-        Column("memory (MB)", "memory_bytes", megabytes),
         Column("tokens", "num_tokens", count),
         Column("flips", "flips", count),
         text("result", lambda row: row["problem"] or "ok"),

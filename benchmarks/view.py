@@ -113,42 +113,30 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """A horizontal bar: ``parts`` are stacked lengths, ``text`` is written behind its end.
-
-    ``colour`` and those of ``parts`` are names of :data:`benchmarks.figure.COLOURS`.
-    """
+    """A horizontal bar: ``text`` is written behind its end, ``colour`` is a name of `benchmarks.figure.COLOURS`."""
 
     label: str
-    parts: Sequence[float]
+    length: float
     text: str
     colour: str = "ours"
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel of bars in groups, downwards; ``limit``: a vertical line at a value, and what it is called.
-
-    ``part_names`` name the parts of stacked bars, for a legend.
-    """
+    """A panel of bars in groups, downwards; ``limit``: a vertical line at a value, and what it is called."""
 
     title: str
     groups: Sequence[tuple[str, Sequence[Bar]]]
     limit: tuple[float, str] | None = None
-    part_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel of lines over the same ``ticks`` (labels of x), each a name and a value for each tick, or None.
-
-    ``x`` are the ticks' places, by default one unit apart.
-    """
+    """A panel of lines over the same ``x``, each a name and a value for each x, or None; both axes are logarithmic."""
 
     title: str
-    ticks: Sequence[str]
+    x: Sequence[float]
     lines: Sequence[tuple[str, Sequence[float | None]]]
-    x: Sequence[float] | None = None
-    is_log: bool = False
 
 
 @dataclass(frozen=True)

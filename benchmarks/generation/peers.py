@@ -7,14 +7,13 @@ Invariant: nothing of a peer is replaced or tuned. A streamer sees each token wh
 ``generate`` waits for in every step with or without one.
 """
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import Contender, load_weighed, storage_bytes
+from benchmarks.contenders import Contender
 from benchmarks.serving import vllm_peer
 from benchmarks.setup import Setup
 from benchmarks.timing import OnToken, answer_with
@@ -57,10 +56,9 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
     """
     from transformers import CompileConfig, GenerationConfig
 
-    load = partial(load_reference, setup.folder, setup.work.dtype)
-    model, resident = load_weighed(lambda: load().to(setup.target), setup.device)
+    model = load_reference(setup.folder, setup.work.dtype).to(setup.target)
     model.generation_config = GenerationConfig()  # the folder's own would bring its end ids back
-    weights, found = storage_bytes(model.parameters()), {}
+    found = {}
     for name in names:
         settings: dict[str, Any] = {"do_sample": False, "attention": "sdpa"}
         ways: dict[str, Any] = {}
@@ -71,38 +69,27 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
             PEERS[name],
             partial(generate_with, model, ways),
             {"generate": settings},
-            weights,
-            None,
-            resident,
             num_warm_ups=3 if is_compiled else 1,
-            can_break=not is_compiled,
         )
     return found
 
 
 def load_vllm(setup: Setup, max_seq_len: int) -> Contender:
     """vLLM's engine in this process, for one request at a time."""
-    load = partial(vllm_peer.VllmEngine, setup.folder, setup.work.dtype, max_seq_len)
-    engine, resident = load_weighed(load, setup.device)
-    settings, kv = engine.settings | {"version": engine.version}, engine.settings["kv_cache_memory_bytes"]
-    answer = partial(answer_with, engine)
-    return Contender(PEERS["vllm"], answer, settings, engine.weight_bytes, kv, resident)
-
-
-class _Enough(Exception):  # noqa: N818
-    """Breaks an answer off."""
+    engine = vllm_peer.VllmEngine(setup.folder, setup.work.dtype, max_seq_len)
+    return Contender(PEERS["vllm"], partial(answer_with, engine), engine.settings)
 
 
 class TokenStreamer:
-    """Hands each token that ``generate`` makes to ``on_token``."""
+    """Hands each token that ``generate`` makes to ``on_token``; cannot break an answer off."""
 
     def __init__(self, on_token: OnToken) -> None:
         self.on_token, self.num_tokens = on_token, -1  # the first call brings the prompt
 
     def put(self, value: torch.Tensor) -> None:
         self.num_tokens += 1
-        if self.num_tokens and not self.on_token(int(value)):
-            raise _Enough
+        if self.num_tokens:
+            self.on_token(int(value))
 
     def end(self) -> None:
         pass
@@ -115,6 +102,5 @@ def generate_with(model: Any, ways: dict[str, Any], prompt_ids: list[int], new_t
     config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **ways)
     ids = torch.tensor([prompt_ids], device=model.device)
     streamer = TokenStreamer(on_token)
-    with contextlib.suppress(_Enough):
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
+    model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
     return len(prompt_ids) + streamer.num_tokens - 1

@@ -8,7 +8,6 @@ CUDA graph count one by one, and its launch as one launch of the host.
 """
 
 import re
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,31 +21,22 @@ from shared.kernels.launch import LAUNCHES
 
 COPIES = ("Memcpy", "Memset")
 HOST_LAUNCH = re.compile(r"(cuda|cu)(Launch|GraphLaunch)")  # of both programming interfaces, runtime and driver
-WAITS = re.compile(r"cuda(Stream|Event)Synchronize|cudaMemcpyAsync|cu(Stream|Event)Synchronize")
-"""Calls in which the host does nothing but wait for the GPU; a copy to ordinary host memory is one."""
 MARKS = ("ProfilerStep", "Activity Buffer", "Command Buffer", "cudaDeviceSynchronize")
 
 
 class StepTrace:
     """The work of ``steps`` decode steps, from the profiler's ``key_averages()``.
 
-    Args:
-        seconds: that the steps took, with the profiler's own cost in them.
-        own_launches: launches of this project's kernels.
+    ``own_launches`` are launches of this project's kernels.
     """
 
-    def __init__(self, averages: Iterable[Any], steps: int, seconds: float, own_launches: int) -> None:
-        self.steps, self.seconds, self.own_launches = steps, seconds, own_launches
+    def __init__(self, averages: Iterable[Any], steps: int, own_launches: int) -> None:
+        self.steps, self.own_launches = steps, own_launches
         seen = [entry for entry in averages if not (entry.is_user_annotation or entry.key.startswith(MARKS))]
         on_gpu = [entry for entry in seen if entry.device_type == DeviceType.CUDA]
         self.kernels = [entry for entry in on_gpu if not entry.key.startswith(COPIES)]
         self.copies = [entry for entry in on_gpu if entry.key.startswith(COPIES)]
         self.operations = [entry for entry in seen if entry.device_type == DeviceType.CPU]
-
-    @property
-    def host_us_per_token(self) -> float:
-        """The host's own work, without what it waited for the GPU."""
-        return sum(call.self_cpu_time_total for call in self.operations if not WAITS.match(call.key)) / self.steps
 
     @property
     def kernel_us_per_token(self) -> float | None:
@@ -64,10 +54,12 @@ class StepTrace:
         return {f"{name}_per_token": None if value is None else rounded(value) for name, value in figures.items()}
 
     def rows(self) -> list[tuple[str, int, float]]:
-        """Name, calls and microseconds: of kernels and copies, or without a GPU of PyTorch's operations themselves."""
+        """Name, calls, microseconds, longest first: of kernels and copies, or without a GPU of PyTorch's operations."""
         if self.kernels:
-            return [(entry.key, entry.count, entry.self_device_time_total) for entry in (*self.kernels, *self.copies)]
-        return [(entry.key, entry.count, entry.self_cpu_time_total) for entry in self.operations]
+            rows = [(entry.key, entry.count, entry.self_device_time_total) for entry in (*self.kernels, *self.copies)]
+        else:
+            rows = [(entry.key, entry.count, entry.self_cpu_time_total) for entry in self.operations]
+        return sorted(rows, key=lambda row: -row[2])
 
 
 class TraceWindow:
@@ -103,13 +95,12 @@ class TraceWindow:
         if self.num_tokens == self.first:
             self.finish()
             self.profiler.start()
-            self.launched, self.started = LAUNCHES.total(), time.perf_counter()
+            self.launched = LAUNCHES.total()
         elif self.num_tokens == self.first + self.steps:
             self.finish()
-            seconds = time.perf_counter() - self.started  # up to here, so that the profiler's end is not in it
             self.profiler.stop()
             launched = LAUNCHES.total() - self.launched
-            self.result = StepTrace(self.profiler.key_averages(), self.steps, seconds, launched)
+            self.result = StepTrace(self.profiler.key_averages(), self.steps, launched)
         return self.result is None
 
     def finish(self) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.device.graph_timing import Inputs, cache_bytes, num_input_sets, rotated_tensors, time_calls
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
-from benchmarks.report import Report, rounded
+from benchmarks.report import Report, ratio, rounded
 from benchmarks.setup import check_least
 from benchmarks.timing import Steps
 from shared.checkpoints.progress import Progress
@@ -136,11 +136,6 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Se
         others[name] = row | {"ours_over_peer": ratio(own_us, row["time_us"])}
     about = {"shape": case.shape, "bytes": case.num_bytes, "ceiling": case.ceiling, "floor_us": rounded(1e6 * floor)}
     return about | {"variants": ours, "peers": others}
-
-
-def ratio(time: float | None, other: float | None) -> float | None:
-    """Of two times; None where one was not measured."""
-    return None if time is None or other is None else rounded(time / other, 3)
 
 
 def compare(call: Call, inputs: Inputs, expected: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def view(report: Report) -> View:
         columns += [Column("eager µs", "eager_us"), Column("compiled µs", "compiled_us")]
     table = Table("", columns, rows, style=lambda row: "red" if row.get("error") else "")
     about += [DEMO] if flags["is_demo_size"] else []
-    return View(title, about, [table], notes(report), [*errors(report), *missing(calls)])
+    return View(title, about, [table], warnings=[*errors(report), *missing(calls)])
 
 
 def calls_of(report: Report) -> Iterator[Row]:
@@ -68,13 +68,3 @@ def missing(calls: Sequence[Row]) -> list[str]:
         if not call["is_ours"] and (why := call["missing"] or call.get("error")):
             reasons.setdefault(f"no {call['call']}: {why}", []).append(call["case"])
     return [f"{reason} ({', '.join(cases)})" for reason, cases in reasons.items()]
-
-
-def notes(report: Report) -> list[str]:
-    """How ours compares with FlashInfer, where that was measured."""
-    shapes = report.results.get("shapes", {}).values()
-    ratios = [row["ours_over_flashinfer"] for row in shapes if row.get("ours_over_flashinfer")]
-    if not ratios:
-        return []
-    spread = f"{times(min(ratios))} to {times(max(ratios))}"
-    return [f"Our planned kernel takes {spread} the time of FlashInfer's faster one; below 1 ours is faster."]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import is_cuda
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import figures
 from benchmarks.serving.transformers_engine import TransformersEngine
@@ -112,7 +111,7 @@ class Server:
         pool = getattr(engine, "pool", None)
         capacity = pool.capacity_tokens if pool is not None else self.max_batch_size * engine.max_seq_len
         sizes = self.max_batch_size, engine.max_seq_len
-        serve_rounds(self.engine, rounds(*sizes, is_gpu=is_cuda(config.device), capacity_tokens=capacity))
+        serve_rounds(self.engine, rounds(*sizes, is_gpu=config.device.startswith("cuda"), capacity_tokens=capacity))
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
         """Serve a trace: what the run says, the tokens that were computed, and the bytes of the KV cache."""
@@ -153,5 +152,4 @@ class Servers:
             getattr(server.engine, "close", lambda: None)()
         self.made.clear()
         gc.collect()
-        if is_cuda(self.base.device):
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # which does nothing where no GPU was used

@@ -130,13 +130,11 @@ class BatchQueue:
         self.num_steps += 1
         return outputs
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str) -> None:
         """Drop a request; its row stays in the batch while others run."""
-        before = len(self.waiting) + len(self.open)
         self.waiting = deque(entry for entry in self.waiting if entry[0] != request_id)
         if self.open.pop(request_id, None) and not self.open:
             self.tokens.close()
-        return len(self.waiting) + len(self.open) < before
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.open)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.report import rounded
+from benchmarks.report import ratio, rounded
 from benchmarks.serving.contenders import Contender, Servers
-from benchmarks.serving.results import figures, ratio
+from benchmarks.serving.results import figures
 from benchmarks.timing import Steps, rotated
 from benchmarks.workloads.serving import BLOCK_SIZE, ServingSize, Trace, Workload, make_trace
 from shared.engine.config import SCHEDULER_POLICIES

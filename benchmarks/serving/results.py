@@ -112,10 +112,5 @@ def tokens_recomputed(steps: list[TimedStep]) -> int:
     return found
 
 
-def ratio(over: float | None, under: float | None) -> float | None:
-    """The quotient, rounded; None where there is none."""
-    return rounded(over / under) if over is not None and under else None
-
-
 def _mean(values: list[Any]) -> float:
     return float(np.mean(values)) if values else 0.0

@@ -70,15 +70,15 @@ def view(report: Report) -> View:
         for n, shown in enumerate(experiment.shows):
             tables.append(Table(f"{heading} ({shown})" if n else heading, (NAME, *COLUMNS[shown]), [*runs.values()]))
         group = f"{experiment.name}: {report.flags['workloads'][name]['title']}"
-        speeds.append((group, [_bar(key, run, run[experiment.speed] or 0.0) for key, run in runs.items()]))
+        bars = []
+        for key, run in runs.items():
+            speed = run[experiment.speed] or 0.0
+            bars.append(Bar(run["title"], speed, number(speed), "peer" if key in PEERS else "ours"))
+        speeds.append((group, bars))
     if ratios := _ratios(report):
         tables.append(Table("Ratios", RATIOS, ratios))
     title = f"Serving: {report.model['name']} on {report.machine_title}"
     return View(title, about(report), tables, _notes(report), panels=[Bars("Output tokens a second", speeds)])
-
-
-def _bar(name: str, run: Mapping[str, Any], value: float) -> Bar:
-    return Bar(run["title"], [value], number(value), "peer" if name in PEERS else "ours")
 
 
 def _parts(report: Report) -> Iterator[tuple[Experiment, str, str, Any]]:

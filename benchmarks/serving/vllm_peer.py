@@ -66,7 +66,6 @@ class VllmEngine:
         self.settings = given | {"version": self.version}
         self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)
         self.engine: Any = vllm.LLM(model=str(folder), **given).llm_engine
-        self.weight_bytes: int = sum(self.engine.apply_model(lambda model: sum(p.nbytes for p in model.parameters())))
         self.new_prompts: dict[str, int] = {}  # the tokens of a prompt whose first token has not come
         self.num_tokens_computed = 0
 

@@ -72,7 +72,7 @@ def generation(
     ] = False,
     max_seconds: Annotated[
         float,
-        typer.Option("--max-seconds", help="Break an answer off after so much decoding; never a compiled one."),
+        typer.Option("--max-seconds", help="Break an answer off after so much decoding; never transformers'."),
     ] = 15.0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")

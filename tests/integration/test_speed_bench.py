@@ -22,13 +22,12 @@ from benchmarks.generation.peers import load_transformers
 from benchmarks.generation.step_trace import StepTrace, TraceWindow
 from benchmarks.hardware import Ceilings
 from benchmarks.ladder import measure_ladder
-from benchmarks.profile_generation import LONGEST, measure_profile, merged, short_name
+from benchmarks.profile_generation import measure_profile
 from benchmarks.report import Report, read_value
 from benchmarks.roofline import DecodeWork
 from benchmarks.setup import Setup
 from benchmarks.timing import Run, timed
 from benchmarks.view import markdown, show
-from shared.cache.contiguous import kv_bytes
 from shared.cli import app
 from shared.errors import CapacityError, ConfigError, InferError, RequestError
 from shared.lessons import find_lesson, lessons, newest_lesson
@@ -114,12 +113,8 @@ def test_contenders_answer_the_same_at_a_share_of_the_bytes_that_a_token_must_re
         assert found["tokens_computed"] == (sum(range(7, 7 + 6)) if name == "02" else 7 + 5)
         share = found["decode_tokens_per_second"] / results["limit"]["tokens_per_second"]
         assert found["share_of_bandwidth"] == pytest.approx(share, rel=2e-3)
-        assert found["memory_weights_bytes"] == work.resident_bytes
-        assert found["memory_other_bytes"] >= 0
         assert found["kernel_us_per_token"] is found["kernels_per_token"] is found["host_launches_per_token"] is None
         assert found["own_launches_per_token"] == 0
-    kv = kv_bytes(work.config, 7 + 6, torch.float32)
-    assert [results[name]["memory_kv_bytes"] for name in names] == [0, kv, None]
     assert set(results["ratios"]) == {"03_over_02", "02_over_transformers_eager", "03_over_transformers_eager"}
     trials = [results[name]["decode_tokens_per_second_trials"] for name in ("03", "02")]
     ratio = sum(a / b for a, b in zip(*trials, strict=True)) / 2
@@ -134,8 +129,8 @@ def test_the_view_shows_work_where_there_is_a_gpu(generated: Report, has_gpu: bo
     for name in generated.flags["contenders"] if has_gpu else ():
         results[name] = results[name] | seen | {"copies_per_token": 2.0, "host_launches_per_token": 133.0}
     view = bench_generation.view(Report("generation", generated.model, {}, 0, generated.flags, results))
-    assert len(view.panels) == 1 + has_gpu
-    assert markdown(view).count("| transformers, eager |") == 2 + has_gpu
+    assert len(view.panels) == 1
+    assert markdown(view).count("| transformers, eager |") == 1 + has_gpu
     assert ("| 131 |" in markdown(view)) == has_gpu
     assert "over transformers eager" in markdown(view)
 
@@ -144,9 +139,9 @@ def test_an_answer_that_takes_too_long_is_judged_by_what_it_has(folder: Path) ->
     size = GenerationSize(prompt_tokens=4, new_tokens=30, trials=1)
     found = measure_generation(str(folder), phases=["02"], size=size, ceilings=CEILINGS, max_seconds=1e-9).results
     ours, theirs = found["02"], found["transformers_eager"]
-    assert ours["new_tokens"] == theirs["new_tokens"] == theirs["equal_tokens"] == MIN_DECODED + 1
+    assert ours["new_tokens"] == theirs["compared_tokens"] == theirs["equal_tokens"] == MIN_DECODED + 1
     assert ours["tokens_computed"] == sum(range(4, 4 + MIN_DECODED + 1))
-    assert theirs["tokens_computed"] == 4 + MIN_DECODED
+    assert theirs["tokens_computed"] == 4 + 29, "transformers is not broken off"
 
 
 def test_a_window_traces_its_steps_and_no_others(folder: Path) -> None:
@@ -158,7 +153,6 @@ def test_a_window_traces_its_steps_and_no_others(folder: Path) -> None:
     for contender in (ours, theirs):
         trace = TraceWindow(first=2, steps=3, device=CPU).trace(contender.answer, [7] * 5, 9)
         assert {name: calls for name, calls, _ in trace.rows()}["aten::linear"] == 3 * products
-        assert trace.host_us_per_token > 0
     # Past any end of sequence, although the folder names end ids.
     assert len(timed(theirs.answer, [7, 300, 42], 40).token_ids) == 40
     with pytest.raises(ValueError, match="ended after 2 tokens"):
@@ -188,44 +182,19 @@ def gpu_trace() -> StepTrace:
     ]
     averages = EventList(events, use_device="cuda")
     averages._build_tree()
-    return StepTrace(averages.key_averages(), steps=2, seconds=0.004, own_launches=2)
+    return StepTrace(averages.key_averages(), steps=2, own_launches=2)
 
 
 def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
     trace = gpu_trace()
     figures = {"kernel_us": 16, "kernels": 1.5, "copies": 1, "host_launches": 2, "own_launches": 1}
     assert trace.figures() == {f"{name}_per_token": figure for name, figure in figures.items()}
-    assert trace.host_us_per_token == (4 * 2.0 + 4.0) / 2  # waiting is no work
     plain = Run([1] * 8, [0.5 + 0.0001 * i for i in range(8)], 10)
     found = profile_generation.results(find_lesson("03"), plain, trace)
-    assert [found[f"{name}us_per_token"] for name in ("", "kernel_", "idle_", "profiled_")] == [100, 16, 84, 2000]
+    assert [found[f"{name}us_per_token"] for name in ("", "kernel_", "idle_")] == [100, 16, 84]
     assert found["rows"][1] == {
-        "name": "gemv", "count_per_token": 1, "us_per_token": 6, "us_each": 6, "share": pytest.approx(0.06)
+        "name": "gemv", "count_per_token": 1, "us_per_token": 6, "share": pytest.approx(0.06)
     }  # fmt: skip
-
-
-ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{0}>, 3>(int, {0})"
-NAMES = {
-    "gemv_rows_kernel": "gemv_rows_kernel",
-    "aten::mm": "aten::mm",
-    "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, float, cublasGemvParamsEx<int> >(int)": (
-        "gemvx::kernel"
-    ),
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, 4> >(int)": (
-        "reduce_kernel [ArgMaxOps]"
-    ),
-    "void (anonymous namespace)::softmax_warp_forward<float, float, 11>(float*, int)": "softmax_warp_forward",
-    "void cutlass::Kernel2<cutlass_80_wmma_bf16_gemm>(cutlass_80_wmma_bf16_gemm::Params)": (
-        "cutlass::Kernel2 [cutlass_80_wmma_bf16_gemm]"
-    ),
-    "x" * 200: "x" * (LONGEST - 1) + "…",
-}
-
-
-def test_kernels_have_short_names_and_those_of_one_name_are_one_row() -> None:
-    assert {signature: short_name(signature) for signature in NAMES} == NAMES
-    both = [(ADD.format("float"), 2, 3.0), ("gemv", 1, 4.0), (ADD.format("double"), 3, 2.0)]
-    assert merged(both) == [("vectorized_elementwise_kernel [CUDAFunctor_add]", 5, 5.0), ("gemv", 1, 4.0)]
 
 
 def test_the_ladder_s_command_ends_with_json_and_writes_what_it_shows(folder: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def report() -> Report:
 def test_the_file_tells_everything_and_no_path(report, tmp_path):
     rows = [{"name": number} | result for number, result in RESULTS.items()]
     columns = [text("phase", "name"), Column("tok/s", "decode_tokens_per_second")]
-    panel = Bars("Speed", [("", [Bar(row["name"], [row["decode_tokens_per_second"]], "") for row in rows])])
+    panel = Bars("Speed", [("", [Bar(row["name"], row["decode_tokens_per_second"], "") for row in rows])])
     view = View("Speed: a model", ["about"], [Table("", columns, rows)], panels=[panel])
     paths = write_report(report, tmp_path / "a" / "b", view=view)
     stem = f"ladder-owner-some-model-{machine.machine_name('cpu')}"

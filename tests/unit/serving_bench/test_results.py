@@ -2,11 +2,11 @@
 
 import pytest
 
+from benchmarks.report import ratio
 from benchmarks.serving.results import (
     decode_stalls,
     figures,
     percentiles,
-    ratio,
     requests_overtaken,
     saturated_figures,
     tokens_recomputed,
