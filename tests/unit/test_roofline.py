@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from benchmarks import hardware
 from benchmarks.roofline import DecodeWork, find_config
-from benchmarks.view import duration, quantity
 from shared.checkpoints.make import checkpoint_tensors
 from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
@@ -32,7 +31,6 @@ def infer(arguments: str) -> Any:
 def test_llama_by_hand() -> None:
     llama = work("llama-3.2-1b")
     assert llama.num_parameters == 1_235_814_400
-    assert llama.parameters["MLP projections"] == 16 * 3 * 2048 * 8192
     assert llama.weight_bytes == llama.resident_bytes == 2_471_628_800
     assert llama.row_bytes == 0  # the head reads the whole table anyway
     assert llama.kv_bytes(512) == 512 * llama.kv_bytes_per_token == 512 * 2 * 16 * 8 * 64 * 2
@@ -87,12 +85,6 @@ def test_the_turning_batch_is_the_smallest_that_waits_for_arithmetic(
         assert turning <= slack + 1 or model.floor(context, bandwidth, rate, batch=turning - 1 - slack).is_memory_bound
 
 
-def test_quantities_and_durations_are_readable() -> None:
-    values = {2_471_628_800: "2.472 GB", 786e12: "786 TB", 32_768: "32.77 kB", 135_168: "135.2 kB", 512: "512 B"}
-    assert [quantity(value, "B") for value in values] == list(values.values())
-    assert [duration(s) for s in (818.4e-6, 3.23e-6, 15.61e-3, 1.5)] == ["818.4 µs", "3.230 µs", "15.61 ms", "1.500 s"]
-
-
 def test_models_are_found_by_folder_and_by_shape(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     assert find_config(str(tiny_checkpoints["llama"])) == find_config("tiny-llama")
     with pytest.raises(ModelFolderError, match=r"no config\.json"):
@@ -102,10 +94,8 @@ def test_models_are_found_by_folder_and_by_shape(tiny_checkpoints: dict[str, Pat
 def test_the_command_shows_the_way_from_bytes_to_microseconds() -> None:
     shown = " ".join(infer("llama-3.2-1b --bandwidth 3020 --flops 786").stdout.split())
     assert "all weights 1,235,814,400 2.472 GB" in shown
-    assert "for each token seen 32.77 kB 512 tokens seen 16.78 MB" in shown
     assert "2.488 GB / 3.020 TB/s 824.0 µs" in shown
     assert "floor 1,214 tokens/s: memory bound 824.0 µs" in shown
-    assert "No batch is large enough to wait for arithmetic" in shown
 
 
 def test_rates_are_measured_or_a_data_sheets_or_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,336 @@
+"""The serving benchmark's parts: traces, how they are put to an engine, contenders, figures by hand, vLLM's adapter."""
+
+import sys
+import time
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.report import ratio
+from benchmarks.run_matrix import add_gains, configurations
+from benchmarks.serving.contenders import CONTENDERS, lineup
+from benchmarks.serving.engine_load import BatchQueue, OneAtATime, drive
+from benchmarks.serving.experiments import EXPERIMENTS
+from benchmarks.serving.load_generator import read_event
+from benchmarks.serving.results import (
+    decode_stalls,
+    figures,
+    percentiles,
+    requests_overtaken,
+    saturated_figures,
+    tokens_recomputed,
+)
+from benchmarks.serving.run import ServedRequest, ServedRun, TimedStep
+from benchmarks.serving.transformers_engine import TransformersEngine
+from benchmarks.serving.view import COLUMNS
+from benchmarks.serving.vllm_peer import VllmEngine
+from benchmarks.workloads.serving import BLOCK_SIZE, DEMO, FULL, LARGE, Trace, TraceRequest, Workload, make_trace
+from phases.phase_03.engine import Engine as Plain
+from shared.engine.config import EngineConfig
+from shared.engine.record import StepRecord
+from shared.errors import ConfigError, QueueFullError
+from shared.lessons import lessons
+from shared.sampling.params import SamplingParams
+from shared.server.sse import COMMENT, DONE, frame
+
+MIXED = Workload("mixed", "Mixed", 40, 4, (8, 20), (3, 9))
+
+
+def step(started: float, ended: float, prefilled: Any = (), **fields: Any) -> TimedStep:
+    """``prefilled`` are ids, of which each has 5 tokens, or pairs of an id and its tokens."""
+    blank = {"step": 0, "finished": (), "failed": (), "num_running": 0, "num_waiting": 0}
+    blank |= {"decoded": (), "kv_used_tokens": 0, "kv_capacity_tokens": 100}
+    entries = tuple((entry, 5) if isinstance(entry, str) else entry for entry in prefilled)
+    return TimedStep(started, ended, StepRecord(**(blank | fields), prefilled=entries))
+
+
+def request(arrived: float, scheduled: float | None, times: list[float], error: str | None = None) -> ServedRequest:
+    return ServedRequest(arrived, 5, scheduled, times, list(range(len(times))), times[-1] if times else arrived, error)
+
+
+def test_a_trace_follows_from_workload_and_seed_and_reaches_its_bounds() -> None:
+    assert make_trace(MIXED, 100, seed=3) == make_trace(MIXED, 100, seed=3)
+    assert make_trace(MIXED, 100, seed=3) != make_trace(MIXED, 100, seed=4)
+    assert make_trace(MIXED, 100, seed=3) != make_trace(replace(MIXED, name="other"), 100, seed=3)
+    trace = make_trace(replace(MIXED, num_requests=400), 50, seed=0)
+    assert {len(r.prompt_ids) for r in trace.requests} == set(range(8, 21))
+    assert {r.new_tokens for r in trace.requests} == set(range(3, 10))
+    assert {token for r in trace.requests for token in r.prompt_ids} == set(range(50))
+    trace = make_trace(Workload("w3", "W3", 10, 2, (36, 40), (2, 2), shared_prefix_tokens=32), 10_000, seed=0)
+    assert [len({r.prompt_ids[part] for r in trace.requests}) for part in (slice(32), slice(32, None))] == [1, 10]
+
+
+def test_poisson_arrivals_are_the_same_requests_and_scale_with_the_rate() -> None:
+    loop, once, fast = (make_trace(MIXED, 100, 7, rate) for rate in (None, 1.0, 8.0))
+    assert (loop.concurrency, once.concurrency, loop.requests[0].arrival) == (4, None, None)
+    times = [r.arrival or 0.0 for r in fast.requests]
+    assert (times[0], times) == (0, sorted(times))
+    assert np.allclose(times, [(r.arrival or 0.0) / 8 for r in once.requests])
+    assert [replace(r, arrival=None) for r in fast.requests] == list(loop.requests)
+
+
+@pytest.mark.parametrize("size", [FULL, LARGE, DEMO])
+def test_the_memory_of_capacity_divides_into_regions_and_blocks_and_leaves_a_queue(size: Any) -> None:
+    assert size.capacity_tokens % size.capacity.longest == size.capacity_tokens % BLOCK_SIZE == 0
+    num_tight = size.capacity_tokens // size.capacity.longest
+    assert num_tight / size.wide_slots[0] == pytest.approx(4096 / 1280), "the regions' widths, whatever the scale"
+    mean = np.mean(size.capacity.prompt_tokens) + np.mean(size.capacity.new_tokens)
+    fit = size.capacity_tokens / (mean + BLOCK_SIZE / 2)
+    assert num_tight < fit < size.capacity.num_requests / 2, "more wait than run"
+    assert size.capacity_batch > 1.4 * fit, "memory is what limits them"
+
+
+def test_every_name_in_the_tables_is_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name for name, *_ in CONTENDERS}
+    for experiment in EXPERIMENTS:
+        under = {each.under for each in experiment.ratios}
+        assert {*experiment.contenders, *experiment.needs, *under} <= names
+        assert set(experiment.shows) <= set(COLUMNS)
+        assert all(hasattr(DEMO, workload) for workload in experiment.workloads)
+        assert set(experiment.resized(DEMO) if experiment.resized else ()) <= set(experiment.contenders)
+    assert set(lineup()) == names - {"vllm"}
+    assert names - set(lineup("05")) == {"paged", "newest", "vllm"}
+    monkeypatch.setattr("benchmarks.serving.contenders.is_installed", lambda: True)
+    assert set(lineup()) == names
+
+
+def test_a_phase_is_a_row_of_the_matrix_and_each_alternative_another() -> None:
+    rows = configurations([lesson for lesson in lessons() if lesson.generates], is_gpu=True)
+    policies = ["05 scheduler_policy=prefill_first", "05 scheduler_policy=decode_round_robin"]
+    names = [row.name for _, row in rows]
+    assert names[3:9] == ["04", "05", *policies, "06", "06 kv_cache_backend=contiguous"]
+    for lesson, row in rows:
+        EngineConfig(**row.settings).check(lesson.load("engine").SUPPORTED)
+        for name, value in row.settings.items():
+            assert value != EngineConfig.__dataclass_fields__[name].default, "a default is no row of its own"
+
+
+def test_gains_are_over_the_first_row_and_over_the_phase_before_in_its_defaults() -> None:
+    speeds = {"02": 10.0, "04": 40.0, "05": 60.0, "05 x=1": 20.0}
+    results: dict[str, Any] = {
+        row: {"settings": row[3:]} | {w: {"output_tokens_per_second": speed} for w in ("w1", "w2", "w3")}
+        for row, speed in speeds.items()
+    }
+    add_gains(results)
+    assert [r["w1"]["gain_over_first"] for r in results.values()] == [1.0, 4.0, 6.0, 2.0]
+    assert [r["w3"]["gain_over_previous"] for r in results.values()] == [None, 4.0, 1.5, 0.5]
+
+
+class Clockwork(BatchQueue):
+    """An engine without a model: every step of a batch takes ``seconds`` and gives its number."""
+
+    def __init__(self, max_running: int, seconds: float = 0.0, max_waiting: int = 99) -> None:
+        super().__init__(self._answer, max_running)
+        self.seconds, self.max_waiting, self.most_open = seconds, max_waiting, 0
+
+    def _answer(self, prompts: Any, new_tokens: int) -> Any:
+        for n in range(new_tokens):
+            time.sleep(self.seconds)
+            yield [n] * len(prompts)
+
+    def add_request(self, prompt: Any, params: Any, request_id: str | None = None) -> str:
+        if len(self.waiting) >= self.max_waiting:
+            raise QueueFullError("the queue is full")
+        self.most_open = max(self.most_open, len(self.waiting) + len(self.open) + 1)
+        return super().add_request(prompt, params, request_id)
+
+    def stats(self) -> dict[str, int]:
+        return {"forward passes": self.num_steps}
+
+
+def test_a_closed_loop_keeps_so_many_open_and_answers_all() -> None:
+    trace, engine = make_trace(MIXED, 100, seed=0), Clockwork(max_running=2)
+    run: Any = drive(engine, trace)
+    assert (engine.most_open, run.is_cut, run.num_tokens) == (4, False, trace.new_tokens)
+    assert [r.token_ids for r in run.requests] == [list(range(r.new_tokens)) for r in trace.requests]
+    assert all(r.arrived <= r.scheduled < r.token_times[0] <= r.token_times[-1] == r.ended for r in run.requests)
+    assert run.num_forwards == len(run.steps) == engine.num_steps
+    # Behind the first four, each comes in the moment in which another ended.
+    ends = sorted(r.ended for r in run.requests)
+    assert [r.arrived for r in run.requests] == [0.0] * 4 + ends[: len(run.requests) - 4]
+
+
+def test_by_the_clock_a_request_waits_from_its_arrival_whatever_was_busy() -> None:
+    requests = (TraceRequest((1,), 1, 0.0), TraceRequest((1,), 1, 0.005), TraceRequest((1,), 1, 0.15))
+    run: Any = drive(Clockwork(max_running=1, seconds=0.05), Trace(requests, concurrency=None))
+    first, second, third = run.requests
+    assert [r.arrived for r in run.requests] == [0.0, 0.005, 0.15]
+    assert second.scheduled >= first.ended >= 0.05
+    assert third.scheduled >= 0.15
+    assert len(run.steps) == 3, "it sleeps, and does not step, while nothing is there"
+
+
+def test_a_refusal_is_an_error_that_frees_its_place_and_a_cut_leaves_nothing_behind() -> None:
+    run = drive(Clockwork(max_running=1, max_waiting=2), Trace((TraceRequest((1,), 2),) * 6, concurrency=5))
+    assert [r.error is None for r in run.requests] == [True, True, False, False, False, False]
+    assert [len(r.token_ids) for r in run.finished] == [2, 2]
+    engine = Clockwork(max_running=2, seconds=0.01)
+    run = drive(engine, Trace((TraceRequest((1,), 1000),) * 3, concurrency=3), max_seconds=0.05)
+    assert (run.is_cut, run.finished, engine.has_work(), figures(run, 2, 4)["num_errors"]) == (True, [], False, 0)
+    assert 0 < run.num_tokens < 20
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_transformers_gives_the_plain_loops_tokens(tiny_checkpoints: dict[str, Path], family: str) -> None:
+    """In batches of three, of prompts of 3 to 40 tokens, more than Gemma's window, and answers of 1 to 9."""
+    config = EngineConfig(model=str(tiny_checkpoints[family]), max_seq_len=64)
+    rows = make_trace(replace(MIXED, num_requests=5, prompt_tokens=(40, 40)), 300, seed=0).requests
+    lengths = [(40, 9), (3, 1), (17, 5), (8, 4), (25, 8)]
+    requests = [TraceRequest(row.prompt_ids[:n], new) for row, (n, new) in zip(rows, lengths, strict=True)]
+    trace, padded = Trace(tuple(requests), concurrency=5), TransformersEngine(replace(config, max_batch_size=3))
+    plain, run = drive(OneAtATime(Plain(config)), trace), drive(padded, trace)
+    assert [r.token_ids for r in run.requests] == [r.token_ids for r in plain.requests]
+    assert plain.num_forwards == sum(new for _, new in lengths)
+    # Three rows of the longest prompt and of the longest answer's decoding; then two.
+    assert padded.num_tokens_computed == 3 * (40 + 8) + 2 * (25 + 7)
+    assert [len(step.record.decoded) for step in run.steps or ()][1:9] == [2, 2, 2, 2, 1, 1, 1, 1]
+    assert (drive(padded, trace, max_seconds=1e-9).is_cut, padded.has_work()) == (True, False)
+    again = drive(padded, trace)
+    assert [r.token_ids for r in again.requests] == [r.token_ids for r in plain.requests], "the batch before is over"
+
+
+def test_what_generate_raises_is_raised_by_the_step(folder: Path) -> None:
+    padded = TransformersEngine(EngineConfig(model=str(folder), max_seq_len=30))
+    padded.model.generate = lambda **_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        drive(padded, Trace((TraceRequest((5,), 3),), concurrency=1))
+
+
+def test_the_servers_events_are_read() -> None:
+    text = '{"text":"a: b\u2028\x85"}'  # in which Python sees ends of lines
+    found = [read_event(data.removesuffix(b"\n\n")) for data in (frame(text.encode(), "token"), COMMENT, DONE)]
+    assert found == [("token", text), ("", ""), ("", "[DONE]")]
+
+
+def test_figures_by_hand() -> None:
+    requests = [request(0.0, 1.0, [2.0, 3.0, 5.0]), request(1.0, 4.0, [5.0, 6.0]), request(2.0, None, [], "queue full")]
+    steps = [
+        step(1.0, 2.0, ["0"], kv_used_tokens=10),
+        step(2.0, 3.0, decoded=("0",), kv_used_tokens=20),
+        step(4.0, 5.0, ["1"], decoded=("0",), kv_used_tokens=30),
+        step(5.0, 6.0, decoded=("1",), kv_used_tokens=0),
+    ]
+    found = figures(ServedRun(requests, steps, num_forwards=5), max_batch_size=2, max_decode_interval=4)
+    expected = {"num_requests": 3, "num_finished": 2, "num_errors": 1, "output_tokens": 5, "seconds": 6.0, "steps": 4}
+    expected |= {"forward_passes": 5, "slot_utilisation": 5 / 8, "saturated_kv_utilisation": 0.15, "mean_step_ms": 1000}
+    expected |= {"decode_stalls": 0, "requests_overtaken": 0, "preemptions": 0}
+    assert {key: found[key] for key in expected} == expected
+    assert found["output_tokens_per_second"] == pytest.approx(5 / 6, rel=1e-3)
+    assert found["requests_per_second"] == pytest.approx(2 / 6, rel=1e-3)
+    # Waits of 1 and 3 s, first tokens after 2 and 4 s, gaps of 1, 2 and 1 s, answers after 5 and 5 s.
+    keys = ("queue_wait_ms", "time_to_first_token_ms", "inter_token_latency_ms", "request_latency_ms")
+    assert [found[key]["p50"] for key in keys] == [2000, 3000, 1000, 5000]
+    unseen = figures(ServedRun([request(0.0, None, [1.0])], steps=None, num_forwards=None), 4, 4)
+    assert unseen["queue_wait_ms"] is unseen["slot_utilisation"] is unseen["decode_stalls"] is None
+    # Of 1 … 5 s the place of P95 is 0.95 · 4 = 3.8, between the fourth and the fifth.
+    assert percentiles([5.0, 3.0, 1.0, 2.0, 4.0]) == {"p50": 3000.0, "p95": 4800.0, "p99": 4960.0}
+    assert percentiles([]) is None
+    assert (ratio(3.0, 2.0), ratio(None, 2.0), ratio(3.0, None), ratio(3.0, 0.0)) == (1.5, None, None, None)
+
+
+def test_a_request_that_was_preempted_counts_from_its_first_prefill() -> None:
+    """Request 1 is computed, preempted, and computed anew with the two tokens it had; 2 is preempted uncomputed."""
+    steps = [
+        step(0, 1, ["0", "1"], num_waiting=1, num_running=2, kv_used_tokens=10),
+        step(1, 2, decoded=("0", "1"), num_waiting=1, num_running=3, kv_used_tokens=12),
+        step(2, 3, decoded=("0",), preempted=("2", "1"), num_waiting=2, num_running=1, kv_used_tokens=7),
+        step(3, 4, decoded=("0",), num_waiting=2, num_running=1, kv_used_tokens=8),
+        step(4, 5, decoded=("0",), num_waiting=2, num_running=1, kv_used_tokens=9),
+        step(5, 6, decoded=("0",), finished=("0",), num_waiting=2, num_running=0),
+        step(6, 7, [("1", 7), "2"], num_running=2, kv_used_tokens=12),
+        step(7, 8, decoded=("1", "2"), finished=("1", "2")),
+    ]
+    # Of the 7 tokens 5 were its prompt's and 1 its first answer's; the last it would have computed in any case.
+    assert tokens_recomputed(steps) == 6
+    assert decode_stalls(steps, max_decode_interval=4) == 0, "a preempted request does not decode"
+    assert requests_overtaken(steps, bound=0) == 0, "it was begun in the first step"
+    run = ServedRun([request(0.0, 0.0, [1.0])], steps, num_forwards=8)
+    assert figures(run, max_batch_size=3, max_decode_interval=4)["preemptions"] == 2
+    # Of the six steps that left any waiting: those that held memory in them, those that ended in them too.
+    told = saturated_figures(run)
+    assert told["peak_concurrent"] == 3
+    assert told["mean_concurrent"] == pytest.approx((2 + 3 + 1 + 1 + 1 + 1) / 6)
+    assert told["saturated_kv_utilisation"] == pytest.approx((10 + 12 + 7 + 8 + 9 + 0) / 600)
+    assert told["saturated_tokens_per_second"] == pytest.approx(1 / 6)
+    pieces, lost = [step(n, n + 1, ["0"]) for n in range(3)], step(3, 4, preempted=("0",))
+    assert tokens_recomputed(pieces) == 0, "pieces of a prompt are not computed twice"
+    # The second time it has only got to 10 of its 15 tokens when it is preempted again.
+    assert tokens_recomputed([*pieces, lost, *pieces[:2], lost, *pieces, step(9, 10, decoded=("0",))]) == 10 + 15
+
+
+def test_stalls_and_overtaking_begin_beyond_their_bounds() -> None:
+    for gap, stalls in ((4, 0), (5, 1)):
+        between = [step(0, 1, [str(n)]) for n in range(1, gap)]
+        assert decode_stalls([step(0, 1, ["0"]), *between, step(0, 1, decoded=("0",))], 4) == stalls
+    later_first = [step(0, 1, ["1", "2", "3"]), step(1, 2, ["0"])]
+    assert [requests_overtaken(later_first, bound=bound) for bound in (3, 2)] == [0, 1]
+    assert requests_overtaken([step(0, 1, ["3", "2", "1", "0"])], bound=0) == 0
+    numbers = [step(n, n + 1, [str(n)]) for n in range(12)]  # "10" comes after "9", not after "1"
+    assert requests_overtaken(numbers, bound=0) == 0
+
+
+class FakeEngine:
+    """Counts upwards from a prompt's last id; as with asynchronous scheduling, the first step gives nothing."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, list[int]] = {}  # last id, tokens to come
+        self.is_in_flight = self.is_down = False
+        self.engine_core = SimpleNamespace(shutdown=lambda: setattr(self, "is_down", True))
+        self.abort_request = lambda ids: [self.open.pop(request_id) for request_id in ids]
+        self.has_unfinished_requests = lambda: bool(self.open)
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+        assert (prompt["type"], params.ignore_eos, params.detokenize) == ("token", True, False)
+        self.open[request_id] = [prompt["prompt_token_ids"][-1], params.max_tokens]
+
+    def step(self) -> list[Any]:
+        self.is_in_flight, gives = True, self.is_in_flight
+        outputs = []
+        for name, (last, left) in list(self.open.items()) if gives else []:
+            self.open[name] = [last + 1, left - 1]
+            given = [SimpleNamespace(token_ids=[last + 1])]
+            outputs.append(SimpleNamespace(request_id=name, outputs=given, finished=left == 1))
+        self.open = {name: entry for name, entry in self.open.items() if entry[1]}
+        return outputs
+
+
+def test_tokens_are_handed_on_one_by_one_and_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="pip install vllm"):
+        VllmEngine(folder, torch.bfloat16, max_seq_len=64)
+    vllm, params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    vllm.__spec__ = ModuleSpec("vllm", None)
+    make = lambda model, **settings: SimpleNamespace(llm_engine=FakeEngine())  # noqa: E731
+    vllm.__dict__.update(LLM=make, SamplingParams=SimpleNamespace, __version__="0.26.0")
+    params.__dict__.update(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    for module in (vllm, params):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (60 << 30, 80 << 30))
+
+    engine = VllmEngine(folder, torch.bfloat16, max_seq_len=64, max_batch_size=3)
+    told = {key: engine.settings[key] for key in ("dtype", "max_num_seqs", "gpu_memory_utilization")}
+    assert told == {"dtype": "bfloat16", "max_num_seqs": 3, "gpu_memory_utilization": 0.675}
+    assert engine.version == "0.26.0"
+    engine.add_request([5, 6], SamplingParams(temperature=0.0, max_new_tokens=2), "0")
+    engine.add_request([9], SamplingParams(temperature=0.0, max_new_tokens=5), "1")
+    given = [(o.request_id, o.token_id, o.finish_reason is not None) for _ in range(3) for o in engine.step()]
+    assert given == [("0", 7, False), ("1", 10, False), ("0", 8, True), ("1", 11, False)]
+    assert engine.stats()["tokens computed"] == 2 + 1 + 1 + 1
+    engine.abort("1")
+    assert not engine.has_work()
+    three = SamplingParams(temperature=0.0, max_new_tokens=3)
+    assert [output.token_id for output in engine.generate([1, 2], three)] == [3, 4, 5]
+    alone = engine.generate([1, 2], three)
+    assert next(alone).token_id == 3
+    alone.close()  # type: ignore[attr-defined]
+    assert not engine.has_work()
+    theirs = engine.engine
+    engine.close()
+    assert theirs.is_down
