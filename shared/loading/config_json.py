@@ -64,13 +64,13 @@ class Fields:
             raise self.wrong(name, f"an integer from 1 to {at_most}")
         return value
 
-    def number(self, name: str, default: float | None = None, at_least: float = 0.0) -> float:
+    def number(self, name: str, default: float | None = None, can_be_zero: bool = False) -> float:
         value = self.required(name, default)
         # Compared, not converted: an integer may be too large for a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise self.wrong(name, "a finite number")
-        if value <= at_least and not (value == 0.0 and at_least < 0.0):
-            raise self.wrong(name, f"greater than {at_least:g}")
+        if value < 0 or (value == 0 and not can_be_zero):
+            raise self.wrong(name, "at least 0" if can_be_zero else "greater than 0")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -139,7 +139,7 @@ def parse_config(values: Any, where: str = "config.json") -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=fields.count("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", at_least=-1e-300),
+        rms_norm_eps=fields.number("rms_norm_eps", can_be_zero=True),
         hidden_act=fields.choice(activation, tuple(GATED_ACTIVATIONS)),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_scale=scalar**-0.5,

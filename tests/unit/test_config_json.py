@@ -228,6 +228,7 @@ VALUES = st.recursive(
 )
 @example(name="tiny-llama", changes={"rms_norm_eps": 10**400}, left_out=set(), in_rope={})
 @example(name="tiny-llama", changes={"rope_theta": 10**400}, left_out=set(), in_rope={})
+@example(name="tiny-llama", changes={"rms_norm_eps": -1e-301}, left_out=set(), in_rope={})
 def test_a_mutated_config_is_read_or_refused(
     name: str, changes: dict[str, Any], left_out: set[str], in_rope: dict[str, Any]
 ) -> None:
