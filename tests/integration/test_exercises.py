@@ -33,17 +33,19 @@ class Proofs:
         self.root = root
         self.order: tuple[Exercise | Lesson, ...] = (*EXERCISES, *LESSONS)
         self.pool = ThreadPoolExecutor(AT_ONCE)
-        self.runs: dict[Exercise | Lesson, Future[tuple[Path, Run]]] = {}
+        self.runs: dict[Exercise | Lesson, Future[Run]] = {}
 
     def of(self, wanted: Exercise | Lesson) -> tuple[Path, Run]:
         """The workspace and the run: of an exercise with its gap, or of a phase with the reference's lines."""
         place = self.order.index(wanted)
         for each in self.order[place : place + AT_ONCE + 1]:
             if each not in self.runs:
-                self.runs[each] = self.pool.submit(self._run, each)
-        return self.runs[wanted].result()
+                # Prepared here: CPython 3.11 may raise SystemError where two threads parse source code at once.
+                workspace, proved = self._prepare(each)
+                self.runs[each] = self.pool.submit(self.server.run, workspace, proved, gaps_raise=True)
+        return self.root / wanted.number, self.runs[wanted].result()
 
-    def _run(self, each: Exercise | Lesson) -> tuple[Path, Run]:
+    def _prepare(self, each: Exercise | Lesson) -> tuple[Path, tuple[Exercise, ...]]:
         workspace = self.root / each.number
         wanted = (each,) if isinstance(each, Exercise) else exercises_of(each)
         files = Workspace(workspace).start(wanted)
@@ -52,7 +54,7 @@ class Proofs:
                 text, numbers = filled(file.read_text(), (ROOT / file.relative_to(workspace)).read_text())
                 assert numbers
                 file.write_text(text)
-        return workspace, self.server.run(workspace, wanted, gaps_raise=True)
+        return workspace, wanted
 
 
 @pytest.fixture(scope="module")
