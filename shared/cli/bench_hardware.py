@@ -7,12 +7,15 @@ output is one JSON line; progress goes to standard error.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shared.cli.bench_options import Device, computing_device, present, step_progress
 from shared.cli.terminal import examples, working
+
+if TYPE_CHECKING:
+    from benchmarks.report import Report
 
 EXIT_WRONG = 1
 
@@ -57,16 +60,13 @@ def kernels(
     the result as JSON.
     """
     from benchmarks.bench_kernels import measure_kernels
-    from benchmarks.kernels.view import errors, view
 
     where = computing_device(device)
     with step_progress() as progress:
         report = measure_kernels(
             model, device=where, kernels=kernel, rows=rows, compiles=compile, seed=seed, progress=progress
         )
-    present(report, view(report), out)
-    if errors(report):
-        raise typer.Exit(EXIT_WRONG)
+    _present_kernels(report, out)
 
 
 def attention(
@@ -87,11 +87,17 @@ def attention(
     the result as JSON.
     """
     from benchmarks.bench_attention import measure_attention
-    from benchmarks.kernels.view import errors, view
 
     where = computing_device(device)
     with step_progress() as progress:
         report = measure_attention(shape, device=where, peers=peer if peers else (), seed=seed, progress=progress)
+    _present_kernels(report, out)
+
+
+def _present_kernels(report: "Report", out: Path | None) -> None:
+    """Print and write a report of kernels; the exit code is 1 if a result of ours was wrong."""
+    from benchmarks.kernels.view import errors, view
+
     present(report, view(report), out)
     if errors(report):
         raise typer.Exit(EXIT_WRONG)
