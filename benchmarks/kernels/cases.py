@@ -63,10 +63,10 @@ class ModelShapes:
 
 
 def compiled(op: Call) -> Call:
-    """``torch.compile`` of an op, whole and for these shapes; what was compiled before is forgotten, since PyTorch
-    falls back to eager when one function has been compiled for too many shapes."""
+    """``torch.compile`` of an op, for these shapes; what was compiled before is forgotten, since PyTorch falls back to
+    eager when one function has been compiled for too many shapes."""
     torch.compiler.reset()
-    return torch.compile(op, dynamic=False, fullgraph=True)
+    return torch.compile(op, dynamic=False)
 
 
 def projection_cases(shapes: ModelShapes, rows: int) -> list[Case]:
@@ -100,7 +100,8 @@ def projection_case(
         return gemv.linear(x, weight, None, norm, residual, activation)
 
     def op(x: Any, weight: Any, norm_weight: Any, residual: Any) -> torch.Tensor:
-        y = F.linear(x if norm_weight is None else NormOf(norm_weight, shapes.eps, shapes.offset)(x), weight)
+        x = x if norm_weight is None else norm_op.rms_norm(x, norm_weight, shapes.eps, shapes.offset)
+        y = F.linear(x, weight)
         if activation is not None:
             y = activation(y[:, :N], y[:, N:])
         return y if residual is None else residual + y

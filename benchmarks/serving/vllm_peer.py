@@ -1,7 +1,9 @@
-"""vLLM beside ours: its engine in this process, behind the calls of a phase's engine. Introduced in phase 4.
+"""vLLM beside ours, behind the calls of a phase's engine. Introduced in phase 4.
 
-Written against vLLM 0.26. Prompts go in as ids and ids come out, so no tokenizer takes part, and prefixes are not
-cached. It has memory for as many tokens as ours; scheduling, graphs and kernels are its own choice.
+Written against vLLM 0.26, whose engine runs in a process of its own, as is its default: in this process, its second
+start failed in a graph capture, and its hooks into Triton slowed our launches. Prompts and outputs are ids, so no
+tokenizer takes part, and prefixes are not cached. It has memory for as many tokens as ours; scheduling, graphs and
+kernels are its own choice.
 """
 
 import gc
@@ -21,7 +23,7 @@ from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so its steps can be timed
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process that has used the GPU cannot be forked
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled at first use, with sources that may have to be fetched
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -83,7 +85,7 @@ class VllmEngine:
         return request_id
 
     def step(self) -> list[StepOutput]:
-        """One step of vLLM: the tokens that it gave."""
+        """Wait for the outputs of a step of vLLM and return their tokens."""
         outputs = []
         for answer in self.engine.step():
             token_ids = answer.outputs[0].token_ids
