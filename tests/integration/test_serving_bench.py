@@ -22,8 +22,7 @@ from benchmarks.report import Report, read_value
 from benchmarks.serving.contenders import lineup
 from benchmarks.serving.engine_load import drive
 from benchmarks.serving.experiments import EXPERIMENTS, Runner
-from benchmarks.serving.load_generator import generate_load
-from benchmarks.serving.served_process import MODEL, ServedProcess, served
+from benchmarks.serving.http_load import MODEL, ServedProcess, generate_load, served
 from benchmarks.serving.view import all_runs, view
 from benchmarks.setup import Setup
 from benchmarks.view import markdown

@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 
 from benchmarks import bench_generation, ladder, profile_generation, sanity_check
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
-from benchmarks.contenders import MIN_DECODED, load_engine
-from benchmarks.generation.peers import load_transformers
-from benchmarks.generation.step_trace import StepTrace, TraceWindow
+from benchmarks.contenders import MIN_DECODED, load_engine, load_transformers
 from benchmarks.hardware import Ceilings
 from benchmarks.report import Report, read_value
 from benchmarks.roofline import DecodeWork
 from benchmarks.sanity_check import problem
 from benchmarks.setup import Setup
+from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Run, timed
 from benchmarks.view import markdown, show
 from phases.phase_03.engine import Engine

@@ -13,15 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import benchmarks.bench_attention as bench_attention
 import benchmarks.bench_kernels as bench
 import benchmarks.kernels.case as case_module
 import benchmarks.kernels.paged_cases as paged_cases
-from benchmarks.device.graph_timing import cache_bytes, num_input_sets
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
 from benchmarks.kernels.case import Case, Peer, compare, measure_case, results_of, widened
 from benchmarks.kernels.paged_cases import BLOCK_SIZE, DEMO_SHAPES, SHAPES, PagedSequences
 from benchmarks.kernels.view import view
+from benchmarks.timing import cache_bytes, num_input_sets
 from benchmarks.view import markdown
 from shared.cli import app
 from shared.kernels import gemv
@@ -171,7 +170,7 @@ def test_a_demo_report_is_complete_and_has_the_cited_keys(monkeypatch):
     monkeypatch.setattr(paged_cases, "FLASHINFER_WORKSPACE", 16)
     package = type("flashinfer", (), {"BatchDecodeWithPagedKVCacheWrapper": Wrapper})
     monkeypatch.setitem(sys.modules, "flashinfer", package)
-    attention = bench_attention.measure_attention(device="cpu")
+    attention = bench.measure_attention(device="cpu")
     for key in cited_keys(r"attention-[\w.-]+\.json#results\.shapes\.[\w-]+\.([\w.]+)"):
         reduce(dict.__getitem__, key.split("."), attention.results["shapes"]["1x256"])
     assert list(attention.results["shapes"]) == [shape.name for shape in DEMO_SHAPES]

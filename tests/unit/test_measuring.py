@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks import hardware, machine
-from benchmarks.device import graph_timing
+from benchmarks import hardware, machine, timing
 from benchmarks.report import Report, describe_model, engine_settings, read_value, write_report
 from benchmarks.roofline import DecodeWork, find_config
 from benchmarks.timing import Run, Steps, SyntheticPrompts, answer_with, rotated, run, timed, torch_threads
@@ -100,25 +99,25 @@ def test_the_command_reports_bandwidth_and_on_a_cpu_no_launches(tmp_path):
 
 @given(set_bytes=st.integers(1, 1 << 31), cache=st.integers(1, 1 << 28))
 def test_the_sets_fill_the_cache_four_times_with_none_to_spare(set_bytes, cache):
-    sets = graph_timing.num_input_sets(set_bytes, cache)
-    assert 2 <= sets <= graph_timing.MOST_INPUT_SETS
-    assert sets == graph_timing.MOST_INPUT_SETS or sets * set_bytes >= 4 * cache
+    sets = timing.num_input_sets(set_bytes, cache)
+    assert 2 <= sets <= timing.MOST_INPUT_SETS
+    assert sets == timing.MOST_INPUT_SETS or sets * set_bytes >= 4 * cache
     assert sets == 2 or (sets - 1) * set_bytes < 4 * cache
 
 
 @given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), sets=st.integers(2, 5))
 def test_no_two_sets_share_a_cache_line(shape, sets):
     about = tuple(shape), torch.bfloat16, torch.device("cpu")
-    tensors = graph_timing.rotated_tensors(sets, *about, lambda rows: rows.fill_(3))
+    tensors = timing.rotated_tensors(sets, *about, lambda rows: rows.fill_(3))
     for before, after in pairwise(tensor.data_ptr() for tensor in tensors):
-        assert (after - before) % graph_timing.ALIGNMENT == 0
+        assert (after - before) % timing.ALIGNMENT == 0
         assert after - before >= tensors[0].numel() * 2
     assert all(tensor.shape == tuple(shape) and (tensor == 3).all() for tensor in tensors)
 
 
 def test_every_set_is_called_in_turn_and_equally_often():
     called: list[int] = []
-    seconds = graph_timing.time_calls(lambda x: called.append(int(x)), [(torch.tensor(float(i)),) for i in range(5)])
+    seconds = timing.time_calls(lambda x: called.append(int(x)), [(torch.tensor(float(i)),) for i in range(5)])
     assert called == 4 * [0, 1, 2, 3, 4]  # a warm-up and three trials
     assert seconds > 0
 
@@ -128,10 +127,10 @@ def test_a_gpu_reads_as_fast_as_it_copies_a_graph_launches_cheaper_and_the_cache
     measured = hardware.measure_ceilings("cuda")
     assert 0.7 < measured.read_bytes_per_second / measured.copy_bytes_per_second < 1.5
     assert 0 < (measured.launch_seconds_graph or 0) < (measured.launch_seconds_eager or 0) < 1e-3
-    cache = graph_timing.cache_bytes(torch.device("cuda"))
+    cache = timing.cache_bytes(torch.device("cuda"))
     x = torch.randn(cache // 16, device="cuda")  # of fp32: a quarter of the cache
-    many = [(x.clone(),) for _ in range(graph_timing.num_input_sets(x.nbytes, cache))]
-    assert graph_timing.time_calls(torch.sum, many) > graph_timing.time_calls(torch.sum, [(x,)])
+    many = [(x.clone(),) for _ in range(timing.num_input_sets(x.nbytes, cache))]
+    assert timing.time_calls(torch.sum, many) > timing.time_calls(torch.sum, [(x,)])
 
 
 RESULTS = {
@@ -266,6 +265,8 @@ def test_llama_by_hand() -> None:
     assert many.num_bytes == floor.num_bytes + 99 * 512 * 32_768  # more sequences share the weights alone
     assert many.flops == 100 * floor.flops
     assert many.tokens_per_second == pytest.approx(100 / many.seconds)
+    turning = llama.turning_batch(1, 3.02e12, 786e12)
+    assert [llama.floor(1, 3.02e12, 786e12, n).is_memory_bound for n in (turning - 1, turning)] == [True, False]
 
 
 def test_gemma_by_hand_with_its_windows() -> None:

@@ -17,9 +17,17 @@ from benchmarks.run_matrix import add_gains, configurations
 from benchmarks.serving.contenders import CONTENDERS, lineup
 from benchmarks.serving.engine_load import BatchQueue, OneAtATime, drive
 from benchmarks.serving.experiments import EXPERIMENTS
-from benchmarks.serving.load_generator import read_event
-from benchmarks.serving.results import decode_stalls, figures, percentiles, requests_overtaken, tokens_recomputed
-from benchmarks.serving.run import ServedRequest, ServedRun, TimedStep
+from benchmarks.serving.http_load import read_event
+from benchmarks.serving.results import (
+    ServedRequest,
+    ServedRun,
+    TimedStep,
+    decode_stalls,
+    figures,
+    percentiles,
+    requests_overtaken,
+    tokens_recomputed,
+)
 from benchmarks.serving.transformers_engine import TransformersEngine
 from benchmarks.serving.view import COLUMNS
 from benchmarks.serving.vllm_peer import VllmEngine
