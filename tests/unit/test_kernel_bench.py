@@ -92,16 +92,14 @@ def test_ours_and_the_op_give_the_same_over_inputs_four_times_the_cache(name):
 
 def test_a_demo_report_and_its_view_have_every_kernel():
     demo = bench.measure_kernels("gemma-3-1b", device="cpu")  # the family that has every kind
-    assert demo.flags["is_demo_size"]
-    assert demo.model["name"] == "tiny-gemma3"
+    assert (demo.flags["is_demo_size"], demo.model["name"]) == (True, "tiny-gemma3")
     found, ceilings = demo.results["kernels"], demo.results["ceilings"]
     assert tuple(found) == tuple(demo.flags["kernels"]) == bench.KERNELS
     for kernel, sizes in found.items():
         expected = bench.DEMO_CONTEXTS if "attention" in kernel else bench.DEMO_ROWS
         assert list(sizes) == list(map(str, expected))
         for size, row in sizes.items():
-            assert row["error"] is None
-            assert min(row["time_us"], row["eager_us"]) > 0
+            assert (row["error"], min(row["time_us"], row["eager_us"]) > 0) == (None, True)
             limit = ceilings[f"{row['ceiling']}_gb_per_second"]
             assert row["floor_us"] == pytest.approx(row["bytes"] / limit / 1e3, rel=1e-3)
             assert f"| {kernel} {size} | {row['shape']} |" in markdown(view(demo))
