@@ -29,6 +29,8 @@ from shared.text.stopping import FinishReason
         "model_name": ["", "a\nb"],
         "api_key": ["", "two words", "schlüssel"],
         "max_body_bytes": [0, -1],
+        "max_connections": [0],
+        "head_timeout": [0],
         "max_unread_bytes": [0],
         "grace": [0, -1, float("inf"), float("nan")],
         "send_timeout": [0],
