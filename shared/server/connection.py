@@ -177,17 +177,16 @@ class Connection(HttpToolsProtocol):
         self._disconnect()
         if not is_started:
             request_id = uuid.uuid4().hex
-            self.transport.write(_http(error, request_id))
             self._metrics.on_http("other", error.status_code)
-            client = self.client[0] if self.client else None
             log_event(
                 logging.WARNING,
                 "connection refused",
                 request_id=request_id,
-                client=client,
+                client=self.client[0] if self.client else None,
                 status=error.status_code,
                 error=error.code,
             )
+            self.transport.write(_http(error, request_id))
         self.transport.close()
         self._start_timer()  # for a client that does not read it
 
