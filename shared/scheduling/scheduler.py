@@ -170,8 +170,8 @@ class Scheduler(ABC):
         for request in (*decoding, *prompts):
             num_new = request.num_unscheduled_tokens
             start, num_sampled = request.num_scheduled_tokens, int(request.params.max_new_tokens > 0)
-            num_scored = min(num_new, request.num_prompt_tokens - 1 - start) if request.needs_prompt_logits else 0
-            entries.append(Scheduled(request, start, num_new, 0, num_sampled, num_scored))
+            num_left = max(0, request.num_prompt_tokens - 1 - start) if request.needs_prompt_logits else 0
+            entries.append(Scheduled(request, start, num_new, 0, num_sampled, min(num_new, num_left)))
             request.num_scheduled_tokens += num_new
             request.num_pending_tokens += num_sampled
         return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
