@@ -388,6 +388,7 @@ REFUSALS: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "--top-p", "1.5"), "top_p is 1.5"),
     ((*GENERATE, "--top-p", "nan"), "top_p is nan"),
     ((*GENERATE, "--repetition-penalty", "0"), "repetition_penalty is 0"),
+    ((*GENERATE, "--logit-bias", "5"), "logit_bias is '5'; it must be a token id and a number"),
     ((*GENERATE, "--max-tokens", "0"), "max_new_tokens is 0"),
     ((*GENERATE, "--seed", "-5"), "seed is -5"),
     ((*GENERATE, "--stop", ""), "stop"),
