@@ -28,7 +28,6 @@ PENALISED: dict[str, Any] = {
     "min_p": 0.02,
     "logit_bias": {5: 2.0, 9: -100.0},
     "min_tokens": 9,
-    "stop_token_ids": [30, 77],
 }
 MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
     ("The capital of France is", GREEDY | {"max_new_tokens": 24}),

@@ -60,6 +60,22 @@ def test_each_row_gets_what_it_asked_for() -> None:
     assert sample(logits[:1], rows[:1]).logprobs is None
 
 
+def test_the_sampled_token_is_reported_also_if_it_is_not_among_the_likeliest() -> None:
+    """As one entry more, after the likeliest; none if no alternatives were asked for."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    only_last = dict.fromkeys(range(3), -100.0)
+    for k, count in ((0, 0), (1, 2), (3, 4), (4, 4)):
+        params = SamplingParams(temperature=0.0, logprobs=k, logit_bias=only_last)
+        drawn = sample(logits, [SamplingRow(params, 0, 0)])
+        assert drawn.token_ids == [3]
+        assert drawn.logprobs is not None
+        found = drawn.logprobs[0]
+        assert found is not None
+        assert [token_id for token_id, _ in found.top] == [*range(k), 3][:count]
+        assert list(found.top) == sorted(found.top, key=lambda pair: -pair[1])
+        assert not found.top or found.top[-1] == (3, found.logprob)
+
+
 def test_neither_temperature_nor_penalty_changes_them() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     plain = SamplingRow(SamplingParams(temperature=0.0, logprobs=3), 0, 0, ())
