@@ -15,6 +15,7 @@ from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
+from tests.differences import wrong_tokens
 from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
@@ -44,11 +45,13 @@ def run_in_pieces(model: CausalLM, cache: ContiguousCache, backend: str, tokens:
     return torch.cat(logits)
 
 
+@pytest.mark.from_empty("llama")
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
     for prompt, num_tokens in zip(PROMPTS, (100, 40, 40), strict=True):
         ours = ids(engine, prompt, num_tokens)
-        assert ours == reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
+        expected = reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens)
+        assert ours == expected, wrong_tokens(ours, expected, prompt)
 
 
 @pytest.mark.demo
@@ -173,6 +176,17 @@ def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(model_folder:
     run_in_pieces(model, cache, "sdpa", sequence(7, model.config.vocab_size), [7])
     cache.truncate(20)
     assert torch.equal(run_in_pieces(model, cache, "sdpa", tokens[20:], [10]), straight)
+
+
+@pytest.mark.from_empty
+def test_every_token_is_computed_once(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+    num_expected = 0
+    for prompt in PROMPTS:
+        ids(engine, prompt, 4)
+        num_expected += len(engine.tokenizer.encode(prompt)) + 3  # the last token of an answer is never run
+        num_computed = engine.num_tokens_computed
+        assert num_computed == num_expected, f"{num_computed} tokens were computed; each once would be {num_expected}"
 
 
 def test_an_answer_left_in_the_middle_leaves_nothing_behind(tiny_checkpoints: dict[str, Path]) -> None:
