@@ -1,8 +1,8 @@
 """A trace against a server over HTTP: streams that are opened, read and timed. Introduced in phase 4.
 
-Requests go to ``POST /v1/completions`` as token ids, and their events are read as they come, by one asyncio client,
-which reads some 20,000 events a second. Invariant: a stream counts as answered only if it ended with one ``done`` and
-as many tokens as were asked for; anything else is an error with its cause.
+Requests go to ``POST /v1/completions`` as token ids and ask for named events, which are read as they come, by one
+asyncio client, which reads some 20,000 events a second. Invariant: a stream counts as answered only if it ended with
+one ``done`` and as many tokens as were asked for; anything else is an error with its cause.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run")
     """
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     queue = iter(enumerate(trace.requests))
-    options = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
+    options = {"model": model, "temperature": 0, "ignore_eos": True}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=SILENCE_SECONDS, trust_env=False) as client:
         start = time.perf_counter()
@@ -58,7 +58,7 @@ async def _stream(
 ) -> None:
     """One request, from sending it to the end of its answer."""
     rest, ends = b"", 0
-    headers = {"X-Request-Id": request_id}
+    headers = {"X-Request-Id": request_id, "Accept": "text/event-stream"}
     try:
         async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if response.status_code != 200:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from shared.engine.output import StepOutput
 from shared.server.answer_stream import AnswerStream
-from shared.server.completions import OPENAI_REASONS
+from shared.server.completions import ANSWER, OPENAI_REASONS
 from shared.server.errors import ApiError
 from shared.server.event_stream import EventStreamResponse, WholeResponse
 from shared.server.intake import Intake
@@ -24,12 +24,9 @@ from shared.server.sse import DONE, frame, to_json
 from shared.text.tokenizer import Tokenizer
 
 router = APIRouter()
-_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"description": "one body, or a stream", "content": {"application/json": {}, "text/event-stream": {}}}
-}
 
 
-@router.post("/v1/chat/completions", response_class=Response, responses=_ANSWER, summary="Answer a conversation")
+@router.post("/v1/chat/completions", response_class=Response, responses=ANSWER, summary="Answer a conversation")
 async def answer(request: Request, body: ChatRequest) -> Response:
     """One JSON body, or with `stream` server-sent events without names, the last of which is `[DONE]`."""
     intake: Intake = request.app.state.intake

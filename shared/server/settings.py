@@ -18,7 +18,7 @@ class ServerConfig:
 
     ``model_name``         the name that requests must give, and that `/v1/models` lists.
     ``api_key``            if set, requests below `/v1` and `/debug` need it in `Authorization: Bearer`.
-    ``plain_events``       `/v1/completions` without event names and with a final ``[DONE]``.
+    ``named_events``       every response of `/v1/completions` is a stream of named events, whatever the request says.
     ``max_body_bytes``     the longest body; a longer one is refused with 413.
     ``body_timeout``       seconds in which a client must send its body.
     ``max_unread_bytes``   unread bytes of a stream beyond which its request is aborted.
@@ -30,7 +30,7 @@ class ServerConfig:
 
     model_name: str
     api_key: str | None = None
-    plain_events: bool = False
+    named_events: bool = False
     max_tokens: int = 128
     max_chat_tokens: int = 512
     max_body_bytes: int = 2 * 2**20

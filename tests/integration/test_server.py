@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -38,6 +39,7 @@ SERVING = [lesson.number for lesson in lessons() if hasattr(lesson.engine, "add_
 FIRST, NEWEST = SERVING[0], SERVING[-1]
 START_SECONDS = 90
 EXAMPLES = 30
+EVENTS = {"Accept": "text/event-stream"}
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 
@@ -62,7 +64,8 @@ class ServerProcess:
         return [line for line in lines if line["event"] == name]
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        """A client that asks completions for named events."""
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers=EVENTS)
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=60, max_retries=0)
@@ -165,14 +168,17 @@ def test_openais_client_streams_what_the_plain_loop_answers(
     def answer(wanted: dict[str, Any]) -> tuple[list[int], str, str]:
         body = dict(wanted)
         extra = {name: body.pop(name) for name in ("top_k", "repetition_penalty") if name in body}
-        stream = client.completions.create(model=MODEL, max_tokens=12, stream=True, extra_body=extra, **body)
-        *chunks, done = list(stream)
-        assert {chunk.object for chunk in (*chunks, done)} == {"text_completion"}
-        assert done.usage is not None
-        assert done.usage.completion_tokens == len(chunks)
-        assert done.usage.total_tokens == done.usage.prompt_tokens + len(chunks)
-        ids = [chunk.token_id for chunk in chunks]  # type: ignore[attr-defined]
-        return ids, "".join(chunk.choices[0].text for chunk in chunks), done.choices[0].finish_reason
+        create = functools.partial(client.completions.create, model=MODEL, max_tokens=12, extra_body=extra, **body)
+        *chunks, done, last = list(create(stream=True, stream_options={"include_usage": True}))
+        assert {chunk.object for chunk in (*chunks, done, last)} == {"text_completion"}
+        assert last.usage is not None
+        assert last.usage.completion_tokens == len(chunks)
+        assert last.usage.total_tokens == last.usage.prompt_tokens + len(chunks)
+        ids = [chunk.token_id for chunk in chunks]
+        text, reason = "".join(chunk.choices[0].text for chunk in chunks), done.choices[0].finish_reason
+        whole = create()
+        assert (whole.choices[0].text, whole.choices[0].finish_reason, whole.usage) == (text, reason, last.usage)
+        return ids, text, reason
 
     with ThreadPoolExecutor(len(REQUESTS)) as together:
         answers = list(together.map(answer, REQUESTS))
@@ -324,7 +330,9 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
 def test_two_hundred_cancelled_requests_leave_nothing_behind(server: ServerProcess) -> None:
     async def cancel_all() -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=60, limits=limits, trust_env=False, headers=EVENTS
+        ) as client:
 
             async def start() -> None:
                 async with client.stream("POST", "/v1/completions", json=long_body()) as response:
@@ -358,7 +366,7 @@ def test_random_disconnects_leave_other_requests_alone(server: ServerProcess, pl
     messages = [{"role": "user", "content": "hi"}]
 
     async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, headers=EVENTS) as client:
 
             async def leave(index: int) -> None:
                 path = "/v1/completions" if index % 3 else "/v1/chat/completions"
@@ -389,7 +397,9 @@ def test_random_disconnects_leave_other_requests_alone(server: ServerProcess, pl
 def unread(url: str, body: dict[str, Any], *, receive_buffer: int = 2**16) -> Iterator[None]:
     """A completion is asked for, and nothing of it is read, not even its headers."""
     content = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n"
+    )
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))

@@ -148,8 +148,9 @@ class Running:
     server: Server
     loop: asyncio.AbstractEventLoop
 
-    def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, **options)
+    def client(self, accept: str = "text/event-stream") -> httpx.Client:
+        """A client that asks completions for named events, unless it accepts something else."""
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, headers={"Accept": accept})
 
     def call(self, function: Callable[[], None]) -> None:
         self.loop.call_soon_threadsafe(function)

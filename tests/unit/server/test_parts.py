@@ -57,17 +57,19 @@ def test_no_text_ends_a_frame(text: str) -> None:
     assert json.loads(data.removeprefix("data: ")) == {"text": text}
 
 
-@given(text=st.text(), token_id=st.integers(0, 2**31), is_plain=st.booleans(), model=st.text(min_size=1))
-def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_plain: bool, model: str) -> None:
+@given(text=st.text(), token_id=st.integers(0, 2**31), is_named=st.booleans(), model=st.text(min_size=1))
+def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_named: bool, model: str) -> None:
     """Most of it is made once a request; what results is what json would have made."""
-    frames = CompletionFrames("id", model, tokenizer=None, is_plain=is_plain, wants_usage=False)  # type: ignore[arg-type]
+    stream, _ = make_stream()
+    frames = CompletionFrames(stream, model, tokenizer=None, is_named=is_named, wants_usage=True)  # type: ignore[arg-type]
     encoded = frames.tokens([StepOutput("id", token_id, text)]).decode()
-    name = [] if is_plain else ["event: token"]
+    name = ["event: token"] if is_named else []
     *head, data, end, last = encoded.split("\n")
     assert (head, end, last) == (name, "", "")
     chunk = json.loads(data.removeprefix("data: "))
     assert chunk["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": None}]
     assert (chunk["token_id"], chunk["model"], chunk["object"]) == (token_id, model, "text_completion")
+    assert chunk.get("usage", "none") == ("none" if is_named else None)
 
 
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
@@ -133,7 +135,7 @@ def test_what_waits_unread_is_bounded_by_what_it_becomes(text: str, logprobs: To
             def token_bytes(self, token_id: int) -> bytes:
                 return b"%d" % token_id
 
-        frames = CompletionFrames("cmpl-" + "0" * 32, "a-model-name", Names(), is_plain=False, wants_usage=False)  # type: ignore[arg-type]
+        frames = CompletionFrames(stream, "a-model-name", Names(), is_named=True, wants_usage=False)  # type: ignore[arg-type]
         size = len(frames.tokens(await stream.take()))
         assert 0.1 * limit < size <= 1.1 * limit
 
