@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from shared.errors import ConfigError
 
+MAX_N = 16
+MAX_PROMPTS = 64
+"""One completion has at most MAX_N times MAX_PROMPTS choices."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 
