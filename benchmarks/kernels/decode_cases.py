@@ -94,7 +94,7 @@ def sampler_cases(shapes: ModelShapes, rows: int, device: torch.device) -> list[
     V = shapes.vocab_size
 
     def case(kernel: str, described: str, params: SamplingParams) -> Case:
-        drawing = [SamplingRow(params, seed=row, index=row, token_ids=()) for row in range(rows)]
+        drawing = [SamplingRow(params, seed=row, index=row) for row in range(rows)]
         batch = SamplingBatch.of(drawing, device=device)
         moved: Moved = rows * (V * shapes.dtype.itemsize + torch.int64.itemsize), "read"
         logits = Drawn((rows, V), partial(torch.Tensor.normal_, std=LOGIT_SCALE))

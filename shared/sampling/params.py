@@ -6,8 +6,9 @@ Python values, so no later stage validates again.
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any
 
@@ -39,8 +40,8 @@ class SamplingParams:
         ignore_eos: generate past end-of-sequence ids.
         logprobs: report the log-probability of each sampled token and of that many most likely tokens (0: of the
             sampled token alone; None: none), computed from raw logits.
-        prompt_logprobs: the same of each token of the prompt. Engines that serve one request at a time omit
-            ``logprobs`` and refuse ``prompt_logprobs``.
+        prompt_logprobs: the same of each token of the prompt after the first. Engines that serve one request at a time
+            omit ``logprobs`` and refuse ``prompt_logprobs``.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -124,6 +125,29 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether every token is the arg-max, without randomness."""
         return self.temperature == 0
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        """Whether tokens that have occurred are penalised."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @cached_property
+    def adjusts_logits(self) -> bool:
+        """Whether logits are biased or penalised, which changes also what is most likely."""
+        return self.has_penalties or bool(self.logit_bias)
+
+    def end_ids(self, eos_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+        """The ids that ``min_tokens`` masks: ``stop_token_ids`` and, as in vLLM also with ``ignore_eos``, those of
+        ``eos_ids`` that are in the vocabulary. Raises RequestError as ``check_token_ids`` does.
+        """
+        self.check_token_ids(vocab_size)
+        return tuple(token_id for token_id in {*eos_ids, *self.stop_token_ids} if token_id < vocab_size)
+
+    def refuse(self, field: str, first_phase: str) -> None:
+        """Raise RequestError if a field is set that engines before ``first_phase`` do not support."""
+        value = getattr(self, field)
+        remedy = f"left out: this engine does not compute it, and phase {first_phase} is the first that does"
+        _require(value is None, field, value, remedy)
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise RequestError if ``logit_bias`` or ``stop_token_ids`` has an id outside the vocabulary."""
