@@ -34,10 +34,11 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     record_of(request.scope).is_streaming = bool(body.stream)
     intake.check(body)
     thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
-    given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    max_tokens = min(intake.config.max_chat_tokens, intake.max_seq_len) if given is None else given
+    older = intake.within_limit("max_tokens", body.max_tokens)
+    max_tokens = intake.within_limit("max_completion_tokens", body.max_completion_tokens) or older
+    max_tokens = max_tokens or min(intake.config.max_chat_tokens, intake.max_seq_len)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(intake.within_limit(body, max_tokens), logprobs)
+    params = body.sampling_params(max_tokens, logprobs)
     prompt_ids = await intake.chat_ids(body.messages, thinking)
     answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl")
     frames = ChatFrames(

@@ -64,13 +64,13 @@ class Intake:
             "messages", lambda: encode_chat(self.tokenizer, turns, template=template, thinking=thinking)
         )
 
-    def within_limit(self, body: SamplingFields, max_tokens: int) -> int:
-        """``max_tokens`` of a request; raises ApiError if no sequence can be so long."""
-        if max_tokens > self.max_seq_len:
+    def within_limit(self, field: str, max_tokens: int | None) -> int | None:
+        """The value of a field that bounds the answer; raises ApiError if no sequence can be so long."""
+        if max_tokens is not None and max_tokens > self.max_seq_len:
             raise invalid(
-                f"{body.max_tokens_field} is {max_tokens}; this server allows at most {self.max_seq_len} tokens for "
-                "prompt and answer together.",
-                param=body.max_tokens_field,
+                f"{field} is {max_tokens}; this server allows at most {self.max_seq_len} tokens for prompt and answer "
+                "together.",
+                param=field,
             )
         return max_tokens
 

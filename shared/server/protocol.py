@@ -8,7 +8,16 @@ value gives the same message here, on the command line and in Python; a field's 
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
 from shared.sampling.params import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, SamplingParams
 from shared.server.fields import (
@@ -25,6 +34,7 @@ from shared.server.fields import (
     short,
     stop_texts,
     token_biases,
+    whole,
 )
 from shared.server.settings import MAX_N
 
@@ -62,7 +72,7 @@ class SamplingFields(BaseModel):
     prompt_field: ClassVar[str]
 
     model: str = Field(max_length=1024)
-    n: Annotated[Whole | None, Field(ge=1, le=MAX_N)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_N), BeforeValidator(whole)] = None
     temperature: Annotated[float | None, optional("number", minimum=0, maximum=_MAX_FLOAT)] = None
     top_p: Annotated[float | None, optional("number", exclusiveMinimum=0, maximum=1)] = None
     top_k: Annotated[Whole | None, optional("integer", minimum=-1)] = None
@@ -71,7 +81,7 @@ class SamplingFields(BaseModel):
     presence_penalty: Annotated[float | None, optional("number", minimum=-MAX_PENALTY, maximum=MAX_PENALTY)] = None
     frequency_penalty: Annotated[float | None, optional("number", minimum=-MAX_PENALTY, maximum=MAX_PENALTY)] = None
     logit_bias: Annotated[Any, AfterValidator(token_biases), WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
-    min_tokens: Annotated[Whole | None, Field(ge=0)] = None
+    min_tokens: Annotated[int | None, Field(ge=0), BeforeValidator(whole)] = None
     stop: Annotated[Any, AfterValidator(stop_texts), WithJsonSchema(STOP_SCHEMA)] = ()
     stop_token_ids: Annotated[list[Whole] | None, WithJsonSchema(STOP_IDS_SCHEMA)] = None
     seed: Annotated[Whole | None, optional("integer", minimum=0, maximum=MAX_SEED)] = None
@@ -124,11 +134,6 @@ class SamplingFields(BaseModel):
         return 1 if self.n is None else self.n
 
     @property
-    def max_tokens_field(self) -> str:
-        """The name of the field that bounds the answer."""
-        return "max_tokens"
-
-    @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -143,11 +148,11 @@ class CompletionRequest(SamplingFields):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[Any, AfterValidator(prompt_list), WithJsonSchema(PROMPTS_SCHEMA)]
-    max_tokens: Annotated[Whole | None, Field(ge=0)] = None
-    logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    max_tokens: Annotated[int | None, Field(ge=0), BeforeValidator(whole)] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: Annotated[Whole | None, Field(ge=1, le=MAX_N)] = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_N), BeforeValidator(whole)] = None
 
     suffix: Annotated[Any, Only("", None)] = None
 
@@ -193,15 +198,15 @@ class TemplateOptions(BaseModel):
 
 
 class ChatRequest(SamplingFields):
-    """The body of ``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``. ``max_completion_tokens`` comes before ``max_tokens``."""
 
     prompt_field: ClassVar[str] = "messages"
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: Annotated[Whole | None, Field(ge=1)] = None
-    max_completion_tokens: Annotated[Whole | None, Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(whole)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(whole)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)] = None
     chat_template_kwargs: TemplateOptions | None = None
 
     response_format: Annotated[Any, Only({"type": "text"}, None)] = None  # other formats arrive in phase 12
@@ -219,7 +224,3 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-
-    @property
-    def max_tokens_field(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

@@ -11,7 +11,7 @@ import pytest
 
 from shared.errors import QueueFullError
 from shared.server.intake import derived_seed
-from tests.unit.server.echo import POISON, EchoEngine, serving, wait_until
+from tests.unit.server.echo import LIMIT, POISON, EchoEngine, serving, wait_until
 from tests.unit.server.exchange import chat, completion, error_of, events
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -229,6 +229,16 @@ def test_nothing_is_generated_for_a_prompt_alone(logprobs: int | None, form: str
     assert (choice["logprobs"] is None) == (logprobs is None)
     if logprobs is not None:
         assert choice["logprobs"]["tokens"][-3:] == ["a", "b", "c"]
+
+
+def test_both_bounds_of_a_conversation_are_checked(client: httpx.Client) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        fields = {"max_tokens": 1, "max_completion_tokens": 1, name: LIMIT + 1}
+        refused = client.post("/v1/chat/completions", json={**chat(), **fields})
+        assert (refused.status_code, error_of(refused)["param"]) == (422, name)
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    refused = client.post("/v1/chat/completions", json={**chat(), **thinking})
+    assert (refused.status_code, error_of(refused)["param"]) == (422, "chat_template_kwargs.enable_thinking")
 
 
 def test_no_tokens_without_the_prompt_are_refused(client: httpx.Client) -> None:
