@@ -91,7 +91,7 @@ async function complete() {
   const given = answer.appendChild(document.createElement("span"));
   given.className = "given";
   given.textContent = byId("prompt").value;
-  await ask("/v1/completions", { ...sampling(), prompt: byId("prompt").value }, (chunk) => {
+  await ask("/v1/completions", { ...sampling(), prompt: byId("prompt").value, stream: true }, (chunk) => {
     if (typeof chunk.token_id !== "number") return 0;
     append(answer, chunk.choices[0].text, chunk.token_id);
     return 1;
