@@ -25,6 +25,11 @@ _TOGETHER = [
 ]
 """What fields of a completion allow only together. A larger ``best_of``, which must equal ``n``, is accepted too."""
 
+_WITH_LOGPROBS = [
+    {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
+    {"properties": {"top_logprobs": {"enum": [0, None]}}},
+]
+
 
 def describe(app: FastAPI, intake: Intake) -> None:
     """Make ``app.openapi`` describe the server of this model."""
@@ -34,6 +39,7 @@ def describe(app: FastAPI, intake: Intake) -> None:
         if app.openapi_schema is None:
             schemas = plain()["components"]["schemas"]
             schemas["CompletionRequest"]["anyOf"] = _TOGETHER
+            schemas["ChatRequest"]["anyOf"] = _WITH_LOGPROBS
             for name in ("CompletionRequest", "ChatRequest"):
                 _limit(schemas[name], intake)
             if not intake.has_thinking:

@@ -225,3 +225,10 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError(f"top_logprobs is {value} and logprobs is not true; set logprobs to true too.")
+        return value

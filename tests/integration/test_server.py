@@ -363,7 +363,17 @@ def unread(url: str, body: dict[str, Any], *, receive_buffer: int = 2**16) -> It
 
 
 def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Path) -> None:
-    limits = ("--max-batch-size", "1", "--max-waiting-requests", "1", "--grace", "3", "--send-timeout", "1")
+    limits = (
+        "--max-batch-size",
+        "1",
+        "--max-waiting-requests",
+        "1",
+        "--grace",
+        "3",
+        "--send-timeout",
+        "1",
+        "--named-events",
+    )
     server = ServerProcess(folder, tmp_path / "log", *limits)
     try:
         with server.client() as client:
@@ -385,7 +395,7 @@ def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Pat
                 server.wait_until_idle(20)
                 wait_until(lambda: "slow_reader" in server.log.read_text(), 5)
 
-            with client.stream("POST", "/v1/completions", json=long_body(max_tokens=1)) as first:
+            with client.stream("POST", "/v1/completions", json=long_body(max_tokens=1, stream=False)) as first:
                 assert first.read().count(b"event: done") == 1
             with client.stream("POST", "/v1/completions", json=long_body()) as running:
                 lines = running.iter_lines()

@@ -231,11 +231,13 @@ def test_nothing_is_generated_for_a_prompt_alone(logprobs: int | None, form: str
         assert choice["logprobs"]["tokens"][-3:] == ["a", "b", "c"]
 
 
-def test_both_bounds_of_a_conversation_are_checked(client: httpx.Client) -> None:
+def test_fields_of_a_conversation_are_refused_by_their_own_names(client: httpx.Client) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         fields = {"max_tokens": 1, "max_completion_tokens": 1, name: LIMIT + 1}
         refused = client.post("/v1/chat/completions", json={**chat(), **fields})
         assert (refused.status_code, error_of(refused)["param"]) == (422, name)
+    refused = client.post("/v1/chat/completions", json={**chat(), "top_logprobs": 2})
+    assert (refused.status_code, error_of(refused)["param"]) == (422, "top_logprobs")
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     refused = client.post("/v1/chat/completions", json={**chat(), **thinking})
     assert (refused.status_code, error_of(refused)["param"]) == (422, "chat_template_kwargs.enable_thinking")
