@@ -12,7 +12,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.figure import FIRST, INK, NEWEST, PAPER, QUIET
-from benchmarks.ladder import trials
 from benchmarks.view import number
 from shared.errors import ConfigError
 from tutorial.workshop.chart import PersonalLadder, PersonalRung
@@ -64,7 +63,8 @@ def said(ladder: PersonalLadder) -> str:
     """What was measured, in one line."""
     flags = ladder.flags
     turns = ", your code and the reference taking turns" if any(rung.yours for rung in ladder.rungs) else ""
-    return f"Decode speed: {flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, {trials(flags)}{turns}"
+    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out"
+    return f"Decode speed: {size}, median of {flags['trials']}{turns}"
 
 
 def whose(rung: PersonalRung) -> list[str]:
