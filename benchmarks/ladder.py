@@ -81,7 +81,7 @@ def measure_ladder(
     with setup.running(len(rungs) * (2 + 2 * trials + len(contexts))) as steps:
         turns, queues = Turns(setup, steps), dict[str, Any]()
         for lesson in rungs:
-            turns.load(lesson.number, partial(_load, lesson, config, queues))
+            turns.load(lesson.number, partial(load_rung, lesson, config, queues))
         turns.warm_up(prompt_tokens, 2)
         runs = turns.trials(trials, prompt_tokens, new_tokens)
         served: dict[str, list[ServedRun]] = {name: [] for name in queues}
@@ -117,7 +117,7 @@ def measure_ladder(
         return setup.report("ladder", engines, flags, results)
 
 
-def _load(lesson: Lesson, config: EngineConfig, queues: dict[str, Any]) -> dict[str, Contender]:
+def load_rung(lesson: Lesson, config: EngineConfig, queues: dict[str, Any]) -> dict[str, Contender]:
     """A phase's engine; its queue, which many requests join, goes into ``queues``."""
     engine = lesson.engine_within(config, REGIONS, TOGETHER.concurrency)
     queues[lesson.number] = engine if hasattr(engine, "step") else OneAtATime(engine)
