@@ -251,6 +251,7 @@ def test_a_learner_s_ladder_credits_what_their_lines_did(
         assert rung["spread"] >= 1
         assert rung["equal_output"]
     assert rungs["04"]["missing"] == ["04x1"]
+    assert rungs["02"]["missing"] == [f"02x{n}" for n in range(1, 6)]
     assert "not yours yet: 04x1 must pass" in shown.stdout
     assert "your code: 01ax1, 03x2" in shown.stdout
     turns = [turn.split(" %  ")[1] for turn in shown.stderr.splitlines() if " %  " in turn]
@@ -276,10 +277,13 @@ def test_code_that_raises_ends_the_measurement_with_a_word_about_it(
     tmp_path: Path, tiny_checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     workspace = Workspace(tmp_path / "workspace")
-    stopping = find_exercise("02x5")
-    workspace.start([stopping])
-    workspace.file(stopping).write_text(solved(stopping, "raise RuntimeError('this is mine')"))
-    workspace.note_check(stopping, passed=True)
+    theirs = [exercise for exercise in exercises() if exercise.phase == "02"]
+    workspace.start(theirs)
+    for exercise in theirs:
+        workspace.file(exercise).write_text(solved(exercise))
+    workspace.file(STOPPING).write_text(solved(STOPPING, "raise RuntimeError('this is mine')"))
+    for exercise in theirs:
+        workspace.note_check(exercise, passed=True)
     with pytest.raises(ConfigError, match=r"Your code ended the measurement at `load 02`"):
         chart.measure(workspace, str(tiny_checkpoints["llama"]), chart.ChartSize(4, 3, 0.05))
     assert "RuntimeError: this is mine" in capfd.readouterr().err

@@ -221,6 +221,7 @@ class _Side:
             ENABLED: "0" if workspace is None else "1",
             GAPS: "reference",
             "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait stand in the way of busy neighbours
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # glibc then returns the memory of a freed engine
         }
         if workspace is not None:
             variables[FOLDER] = str(workspace)

@@ -2,16 +2,13 @@
 
 Started by `tutorial.workshop.chart` as ``python -m tutorial.workshop.rung_worker`` with the settings as JSON. Each line
 on standard input is an order, ``[method of Side, arguments...]`` as JSON; the answer is a line of JSON on what was
-standard output. What the learner's code prints goes to standard error. Invariant: at most one engine is loaded, and its
-memory is returned to the system before the next order.
+standard output. What the learner's code prints goes to standard error. Invariant: at most one engine is loaded.
 """
 
-import ctypes
 import gc
 import json
 import os
 import sys
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -62,7 +59,12 @@ class Side:
     def load(self, phase: str) -> list[str]:
         """Load a phase's engine and warm it up; the exercises whose functions ran."""
         from benchmarks.ladder import REGION_TOKENS, load_rung
+        from benchmarks.serving.engine_load import OneAtATime
         from shared.lessons import find_lesson
+        from shared.sampling.params import SamplingParams
+
+        # Every processor of logits and the search for stop strings.
+        sampled = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, seed=0, stop=("\n\n\n",), max_new_tokens=3)
 
         called: set[str] = set()
 
@@ -79,6 +81,9 @@ class Side:
             config = self.setup.config(max_seq_len=min(limit, longest))
             self.engine = load_rung(find_lesson(phase), config, queues)[phase]
             self.queue = queues[phase]
+            engine = self.queue.engine if isinstance(self.queue, OneAtATime) else self.queue
+            for _ in engine.generate([1] * self.prompt_tokens, sampled):
+                pass
             self.trial(-1, WARM_UP_SECONDS)
         finally:
             sys.setprofile(None)
@@ -104,11 +109,9 @@ class Side:
         }
 
     def drop(self) -> None:
-        """Free the engine, and give its memory back to the system, which malloc alone would keep."""
+        """Free the engine."""
         self.engine = self.queue = None
         gc.collect()
-        with suppress(OSError, AttributeError):  # only glibc has it
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def main() -> None:
