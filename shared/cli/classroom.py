@@ -188,7 +188,7 @@ def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
 
 def _print_ladder(ladder: "PersonalLadder") -> None:
     from benchmarks.view import number
-    from tutorial.workshop.chart_figure import bars, said, told
+    from tutorial.workshop.chart_figure import bars, ratio, said, told
 
     typer.echo(f"{ladder.model} · {ladder.machine_title} · {ladder.flags['dtype']}")
     typer.echo("\n".join(said(ladder)))
@@ -197,11 +197,9 @@ def _print_ladder(ladder: "PersonalLadder") -> None:
         typer.echo(f"{rung.number}  {rung.title}")
         for name, speeds in bars(rung):
             line = f"      {name:<18}"
-            for speed, reference, width in (
-                (speeds.one, rung.reference.one, 16),
-                (speeds.together, rung.reference.together, 20),
-            ):
-                line += f"{number(speed)}{f'  {speed / reference:.2f}×' if name == 'yours' else ' ' * 7}".rjust(width)
+            for key, width in (("one", 16), ("together", 20)):
+                told_ratio = ratio(rung, key) if name == "yours" else ""
+                line += f"{number(getattr(speeds, key))}  {told_ratio:<5}".rjust(width)
             typer.echo(typer.style(line.rstrip(), bold=name == "yours"))
         for line in told(rung):
             typer.echo(f"      {line}")

@@ -38,7 +38,7 @@ class ChartSize:
 
     prompt_tokens: int = 32
     new_tokens: int = 12
-    max_seconds: float = 1.5
+    max_seconds: float = 1.0
 
 
 DEFAULT = ChartSize()

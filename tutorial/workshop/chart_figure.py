@@ -22,7 +22,7 @@ LABEL, BAR, GAP, NOTE, AFTER = 0.34, 0.26, 0.06, 0.2, 0.3
 LETTERS = 118
 """Of a note's line."""
 STEADY = 1.25
-"""Trials that differ by more than this were disturbed."""
+"""Trials that differ by more than this were disturbed; a ratio of theirs would be chance, and is not shown."""
 
 
 def save(ladder: PersonalLadder, path: Path) -> None:
@@ -83,8 +83,15 @@ def told(rung: PersonalRung) -> list[str]:
     else:
         notes.append("the reference's: no exercise of this phase runs in this measurement")
     if rung.spread > STEADY:
-        notes.append(f"the trials differ by up to {rung.spread:.1f}×: the machine did other things as well")
+        notes.append(f"the trials differ by up to {rung.spread:.1f}×, since the machine was busy, so no ratio is shown")
     return notes + ["with your code other tokens than the reference's"] * (not rung.is_equal)
+
+
+def ratio(rung: PersonalRung, name: str) -> str:
+    """The learner's speed over the reference's, where the trials can tell it from chance."""
+    if rung.own is None or rung.spread > STEADY:
+        return ""
+    return f"{getattr(rung.own, name) / getattr(rung.reference, name):.2f}×"
 
 
 def bars(rung: PersonalRung) -> list[tuple[str, Speeds]]:
@@ -102,11 +109,10 @@ def _draw_rung(axes: Axes, rung: PersonalRung, name: str, notes: list[str], top:
         axes.text(0, top + LABEL - 0.08, f"{rung.number}  {rung.title}", color=INK, fontsize=12, fontweight="bold")
     top += LABEL
     for whose, speeds in bars(rung):
-        speed, reference = getattr(speeds, name), getattr(rung.reference, name)
-        ratio = f"yours   {speed / reference:.2f}×" if whose == "yours" else whose
+        speed, label = getattr(speeds, name), f"yours   {ratio(rung, name)}" if whose == "yours" else whose
         axes.barh(top + BAR / 2, speed, height=BAR, color=NEWEST if whose == "yours" else FIRST)
         axes.annotate(
-            f"{number(speed)} tok/s   {ratio}",
+            f"{number(speed)} tok/s   {label}",
             (speed, top + BAR / 2),
             xytext=(7, 0),
             textcoords="offset points",
