@@ -8,10 +8,7 @@ phase is theirs if all of its own exercises that ran are, and any other phase sh
 
 import contextlib
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError
-from tutorial.workshop.exercises import ROOT, exercises, find_exercise, reference
-from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS
+from tutorial.workshop.exercises import exercises, find_exercise, reference
+from tutorial.workshop.side_process import SideProcess
 from tutorial.workshop.skeleton import with_gap
 from tutorial.workshop.workspace import State, Workspace
 
@@ -108,10 +104,10 @@ def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infer-chart-")))
         passed = _copy_passed(workspace, passed, folder)
         settings = {"model": model, **vars(size)}
-        sides = [stack.enter_context(_Side(settings, None))]
+        sides = [stack.enter_context(SideProcess(settings, None))]
         about = sides[0].ask("begin")
         if passed:
-            sides.append(stack.enter_context(_Side(settings, folder)))
+            sides.append(stack.enter_context(SideProcess(settings, folder)))
         total = len(about["phases"]) * len(VISITS)
         rungs = []
         for place, (number, title) in enumerate(about["phases"]):
@@ -153,7 +149,7 @@ def _reporter(progress: Progress | None, what: str, done: int, total: int) -> Ca
 
 
 def _measure_rung(
-    number: str, title: str, sides: Sequence["_Side"], passed: set[str], report: Callable[[int, int], None]
+    number: str, title: str, sides: Sequence[SideProcess], passed: set[str], report: Callable[[int, int], None]
 ) -> PersonalRung:
     trials: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     called: list[list[str]] = [[], []]
@@ -203,68 +199,3 @@ def _median(trials: Sequence[Mapping[str, Any]], name: str) -> float:
 def _spread(trials: Sequence[Mapping[str, Any]], name: str) -> float:
     speeds = [trial[name] for trial in trials]
     return float(max(speeds) / min(speeds))
-
-
-class _Side:
-    """A process that measures one side; it stands still except while it is asked.
-
-    Args:
-        workspace: whose modules it loads; None for the reference's.
-    """
-
-    def __init__(self, settings: Mapping[str, Any], workspace: Path | None) -> None:
-        self.workspace = workspace
-        variables = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-            "INFER_WORKSHOP_SAID": "1",
-            ENABLED: "0" if workspace is None else "1",
-            GAPS: "reference",
-            "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait stand in the way of busy neighbours
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # glibc then returns the memory of a freed engine
-        }
-        if workspace is not None:
-            variables[FOLDER] = str(workspace)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tutorial.workshop.rung_worker", json.dumps(dict(settings))],
-            env=variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # an interruption reaches this process alone, which then ends that one
-        )
-
-    def __enter__(self) -> "_Side":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Let it do one thing and answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps([method, *arguments]) + "\n")
-            self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise ConfigError(self._why_it_ended(" ".join(map(str, (method, *arguments)))))
-        message = json.loads(line)
-        if "error" in message:
-            raise ConfigError(message["error"])
-        return message["answer"]
-
-    def _why_it_ended(self, what: str) -> str:
-        code = self.process.wait()
-        if self.workspace is None:
-            return f"The measurement of the reference ended at `{what}`, with exit code {code}; see above."
-        return (
-            f"Your code ended the measurement at `{what}`, with exit code {code}; see above, and run `infer workshop "
-            "check` first."
-        )
