@@ -107,10 +107,14 @@ const PoolPicture = (() => {
       return this.memory.unit;
     }
 
+    /** Blocks that are drawn: all, or those up to the last that a recorded run ever held. */
+    get shown() {
+      return this.memory.num_shown ?? this.memory.num_blocks;
+    }
+
     render() {
-      const { memory } = this;
       this.width = this.frame.clientWidth;
-      this.each = Math.ceil(memory.num_blocks / MOST_SQUARES); // blocks of a square
+      this.each = Math.ceil(this.shown / MOST_SQUARES); // blocks of a square
       this.squares = this.contents();
       this.arrange();
       this.drawGrid();
@@ -121,7 +125,8 @@ const PoolPicture = (() => {
 
     /** The parts of each square: a holding, with the shares of the square that it holds and has written. */
     contents() {
-      const { block_tokens: size, num_blocks: total, holdings } = this.memory;
+      const { block_tokens: size, holdings } = this.memory;
+      const total = this.shown;
       const squares = Array.from({ length: Math.ceil(total / this.each) }, (_, square) => ({
         size: Math.min(this.each, total - square * this.each),
         parts: new Map(),
@@ -237,6 +242,7 @@ const PoolPicture = (() => {
         this.unit === "region"
           ? `A region has room for the longest request there may be, ${some(size, "token")}.`
           : `A block has room for ${some(size, "token")}.`,
+        this.shown < total && `The run never held the other ${some(total - this.shown, this.unit)}, which are not drawn.`,
       ].filter(Boolean).join(" ");
     }
 
