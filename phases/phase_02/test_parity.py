@@ -10,6 +10,7 @@ from shared.engine.output import StepOutput
 from shared.errors import CapacityError, ConfigError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
+from tests.comparison import assert_equal
 from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
@@ -73,8 +74,15 @@ def test_the_streamed_text_is_the_decoded_answer(llama: Engine) -> None:
 def test_the_same_seed_gives_the_same_answer_and_another_seed_another(llama: Engine) -> None:
     first = ids(answer(llama, "x", seed=7, max_new_tokens=40, ignore_eos=True))
     answer(llama, "something else in between", seed=1, max_new_tokens=3)
-    assert ids(answer(llama, "x", seed=7, max_new_tokens=40, ignore_eos=True)) == first
-    assert ids(answer(llama, "x", seed=8, max_new_tokens=40, ignore_eos=True)) != first
+    assert_equal(
+        ids(answer(llama, "x", seed=7, max_new_tokens=40, ignore_eos=True)),
+        first,
+        "answer with the same seed",
+        ("token",),
+    )
+    assert ids(answer(llama, "x", seed=8, max_new_tokens=40, ignore_eos=True)) != first, (
+        "another seed gave the same answer of 40 tokens"
+    )
 
 
 def test_requests_without_a_seed_differ_unless_the_engine_has_one(tiny_checkpoints: dict[str, Path]) -> None:
