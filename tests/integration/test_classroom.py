@@ -21,11 +21,11 @@ from shared.errors import ConfigError
 from tutorial.workshop import grading, preparation
 from tutorial.workshop.chart import measure
 from tutorial.workshop.chart_figure import save, whose
-from tutorial.workshop.check import Outcome
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
 from tutorial.workshop.grading import grade, write_csv
 from tutorial.workshop.limits import Limits
 from tutorial.workshop.skeleton import skeleton
+from tutorial.workshop.verdicts import Outcome
 from tutorial.workshop.workspace import Workspace
 
 pytestmark = pytest.mark.slow
