@@ -34,20 +34,18 @@ class Recorder:
         self.process = os.getpid()
         self.places: dict[tuple[str, int], int] = {}
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
         """Of a test's three parts the call counts, and of the others a failure."""
         if call.excinfo is None:
             if call.when == "call":
                 self._write(test=item.nodeid, outcome="passed")
-            return (yield)
+            return
         if call.excinfo.errisinstance(pytest.skip.Exception):
             self._write(test=item.nodeid, outcome="skipped", error=str(call.excinfo.value))
-            return (yield)
+            return
         errors = list(_chain(call.excinfo.value))
         where = self._hide_the_reference(errors)
         call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
-        report = yield
         errors = [e for e in errors if type(e).__name__ != INTERPRETERS_OWN] or errors
         error = next((e for e in errors if isinstance(e, NotImplementedError)), errors[0])
         text = _lines(error)
@@ -57,9 +55,8 @@ class Recorder:
             error=f"{type(error).__name__}: {text[0]}"[:MOST_LETTERS] if text else type(error).__name__,
             details=text[1:MOST_DETAILS] + _example(errors),
             where=where,
-            traceback=report.longreprtext if item.config.option.tbstyle != "no" else "",
+            traceback=str(item.repr_failure(call.excinfo)) if item.config.option.tbstyle != "no" else "",
         )
-        return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
