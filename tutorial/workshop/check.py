@@ -37,7 +37,7 @@ _PACKAGES = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gemma3")),
 )
 """What the tests of exercises import."""
-_PACKAGES_OF_KERNELS = ("torch", "psutil", "triton")
+_PACKAGES_OF_KERNELS = ("torch", "torch._dynamo", "psutil", "triton")
 _OPTIONS = (
     *("--workshop", "-p", "tutorial.workshop.recorder", "-p", "no:cacheprovider", "--benchmark-disable"),
     *("-q", "--no-header", "-o", f"timeout={SECONDS_PER_TEST}"),
