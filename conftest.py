@@ -28,6 +28,7 @@ settings.register_profile(
     settings.get_profile("repository"),
     derandomize=True,
     database=None,
+    report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
 settings.load_profile("workshop" if os.environ.get("INFER_WORKSHOP", "0") not in ("", "0") else "repository")

@@ -168,11 +168,13 @@ def test_any_order_of_taking_and_giving_back(steps: list[tuple[str, int]]) -> No
             allocator.free(held.pop(holder))
         else:
             got = allocator.allocate(count)
-            assert_equal(got is None, count > 8 - sum(map(len, held.values())), f"{count} blocks were refused")
+            assert_equal(
+                got is None, count > 8 - sum(map(len, held.values())), f"{count} blocks were refused, steps {steps}"
+            )
             if got is not None:
                 held[holder] = got
-        assert_equal(allocator.num_free, 8 - sum(map(len, held.values())), "free blocks")
-        assert_equal(allocator.audit(held.values()), [], "audit", ("line",))
+        assert_equal(allocator.num_free, 8 - sum(map(len, held.values())), f"free blocks, steps {steps}")
+        assert_equal(allocator.audit(held.values()), [], f"audit, steps {steps}", ("line",))
 
 
 class Sharing(RuleBasedStateMachine):

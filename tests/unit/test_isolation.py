@@ -36,8 +36,12 @@ def test_only_culprits_fail_and_order_is_kept(n: int, start: int, data: st.DataO
             results.append("failed")
         else:
             results += result
-    assert_equal(numbers, [*sequences], "sequences, each in one part and in order", ("place",))
-    assert_equal(results, ["failed" if i in culprits else -i for i in sequences], "results", ("sequence",))
+    assert_equal(
+        numbers, [*sequences], f"sequences {sequences}, culprits {culprits}: each in one part and in order", ("place",)
+    )
+    assert_equal(
+        results, ["failed" if i in culprits else -i for i in sequences], f"results, culprits {culprits}", ("sequence",)
+    )
     depth = max(1, n).bit_length()
     assert len(runs) <= (1 + 2 * len(culprits) * depth if n else 0), f"{len(runs)} runs to find {len(culprits)} of {n}"
 

@@ -46,7 +46,7 @@ def test_round_robin_comes_to_each_in_time_and_to_few_at_once(count: int, interv
     steps_since = [1] * count
     for _ in range(5 * interval):
         turns = in_turn(steps_since, interval)
-        assert_equal(sum(turns), -(-count // interval), "requests that decode: every step does as much as the last")
+        assert_equal(sum(turns), -(-count // interval), f"decoding of {count}, interval {interval}")
         steps_since = [1 if has_turn else steps + 1 for has_turn, steps in zip(turns, steps_since, strict=True)]
         assert max(steps_since) <= interval, f"a request has waited {max(steps_since)} steps, interval {interval}"
 

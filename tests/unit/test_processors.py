@@ -39,7 +39,7 @@ def random_logits(rows, vocabulary, seed=0):
 def test_top_k_keeps_tokens_with_fewer_than_k_better(values, k):
     out = apply_top_k(row_of(values), torch.tensor([k]))
     expected = [v if sum(w > v for w in values) < k else -INF for v in values]
-    assert_equal(out[0].tolist(), expected, f"logits with k = {k}", ("token",))
+    assert_equal(out[0].tolist(), expected, f"{values} with k = {k}", ("token",))
 
 
 @settings(max_examples=100, deadline=None)
@@ -50,7 +50,7 @@ def test_top_p_keeps_tokens_with_less_than_p_above_them(values, p):
     assume(p == 1 or all(abs(mass - p) > 1e-5 for mass in above))  # the oracle rounds too
     out = apply_top_p(row_of(values), torch.tensor([p], dtype=torch.float64))
     expected = [v if mass < p or p == 1 else -INF for v, mass in zip(values, above, strict=True)]
-    assert_equal(out[0].tolist(), expected, f"logits with p = {p:g}", ("token",))
+    assert_equal(out[0].tolist(), expected, f"{values} with p = {p:g}", ("token",))
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,10 +69,15 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative(values, pen
 def test_temperature_divides_and_keeps_the_distribution(values, temperature):
     logits = row_of(values)
     out = apply_temperature(logits, torch.tensor([temperature]))
-    assert_equal(out.max(), 0, "highest of the scaled logits")
+    assert_equal(out.max().item(), 0, f"highest of the scaled {values}")
     wanted = (logits.double() / temperature).softmax(-1).float()
     assert_close(
-        out.softmax(-1), wanted, f"probabilities at temperature {temperature:g}", ("row", "token"), rtol=1e-5, atol=1e-6
+        out.softmax(-1),
+        wanted,
+        f"softmax of {values} at temperature {temperature:g}",
+        ("row", "token"),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -189,14 +194,14 @@ def test_wide_and_narrow_nuclei_agree_in_one_batch(scale):
 )
 def test_extreme_logits_make_no_nan(values, temperature):
     scaled = apply_temperature(row_of(values), torch.tensor([temperature]))
-    assert_equal(scaled.max(), 0, "highest of the scaled logits")
+    assert_equal(scaled.max().item(), 0, "highest of the scaled logits")
     for out in (
         scaled,
         apply_top_k(scaled, torch.tensor([2])),
         apply_top_p(scaled, torch.tensor([0.5], dtype=torch.float64)),
     ):
         assert not out.isnan().any(), "the result has a NaN"
-        assert_equal(out.max(), 0, "highest of the result")
+        assert_equal(out.max().item(), 0, "highest of the result")
         assert not out.softmax(-1).isnan().any(), "the softmax of the result has a NaN"
 
 

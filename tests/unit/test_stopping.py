@@ -33,7 +33,11 @@ def _run(stops, pieces):
 def test_the_released_text_and_the_match_are_the_oracles(stops, pieces):
     checker, released = _run(stops, pieces)
     released.append(checker.flush())
-    assert_equal(("".join(released), checker.matched), _oracle("".join(pieces), stops), "released text, and the match")
+    assert_equal(
+        ("".join(released), checker.matched),
+        _oracle("".join(pieces), stops),
+        f"text and match of {pieces}, stop {stops}",
+    )
 
 
 @settings(max_examples=250, deadline=None)
@@ -51,7 +55,7 @@ def test_text_is_held_back_only_while_it_may_begin_or_contain_a_stop_string(stop
             for start in range(len(seen))
             if any(len(stop) > len(seen) - start and stop.startswith(seen[start:]) for stop in stops)
         )
-        assert_equal(released, seen[: next(may_begin, len(seen))], "released text")
+        assert_equal(released, seen[: next(may_begin, len(seen))], f"released of {seen!r}, stop strings {stops}")
 
 
 @settings(max_examples=250, deadline=None)
@@ -62,11 +66,11 @@ def test_a_match_is_reported_as_soon_as_no_continuation_can_change_it(stops, pie
     text = "".join(pieces)
     _, winner = _oracle(text, stops)
     if winner is None or checker.matched is not None:
-        assert_equal(checker.matched, winner, "the match")
+        assert_equal(checker.matched, winner, f"match of {pieces}, stop strings {stops}")
         return
     tails = [stop[size:] for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
     assert any(_oracle(text + tail, stops) != _oracle(text, stops) for tail in tails), (
-        "the checker waits although no continuation can change the match"
+        f"the checker waits after {pieces}, stop strings {stops}, although no continuation can change the match"
     )
 
 

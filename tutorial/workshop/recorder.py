@@ -53,7 +53,7 @@ class Recorder:
             test=item.nodeid,
             outcome="failed",
             error=f"{type(error).__name__}: {text[0]}"[:MOST_LETTERS] if text else type(error).__name__,
-            details=text[1:MOST_DETAILS] + _example(errors),
+            details=text[1:MOST_DETAILS],
             where=where,
             traceback=str(item.repr_failure(call.excinfo)) if item.config.option.tbstyle != "no" else "",
         )
@@ -125,13 +125,6 @@ def _lines(error: BaseException) -> list[str]:
     lines = [line.rstrip()[:MOST_LETTERS] for line in str(error).splitlines() if line.strip()]
     added = next((index for index, line in enumerate(lines) if index and line.startswith("assert ")), len(lines))
     return lines[:added]
-
-
-def _example(errors: Sequence[BaseException]) -> list[str]:
-    """The example with which a property test failed, as Hypothesis notes it."""
-    notes = [note for error in errors for note in getattr(error, "__notes__", ()) if "Falsifying example" in note]
-    lines = [line.rstrip()[:MOST_LETTERS] for note in notes[:1] for line in note.splitlines()]
-    return lines[:MOST_DETAILS] + (["..."] if len(lines) > MOST_DETAILS else [])
 
 
 def _file(module: Any, target: str) -> str | None:

@@ -32,7 +32,7 @@ class Case:
     test: str  # its node id
     outcome: str  # passed, failed or skipped
     error: str = ""  # the type of the exception and its first line
-    details: tuple[str, ...] = ()  # further lines of its message, and the example that a property test found
+    details: tuple[str, ...] = ()  # further lines of its message
     where: str | None = None  # the last line of the learner's that the error went through, file:line
     traceback: str = ""  # if tracebacks were asked for
 
