@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 import typer
@@ -32,9 +33,12 @@ _FIRST_WITH_TEXT = "02"
 def watch_exercises(open_workspace: "Callable[[], Workspace]", wanted: "Sequence[Exercise]") -> None:
     """Until all of these have passed. ``open_workspace`` is called anew for each check, since hints are noted too."""
     from tutorial.workshop.check import CheckServer
+    from tutorial.workshop.workspace import State
 
     with CheckServer() as server, ThreadPoolExecutor(1) as background:
         runs: dict[Exercise, Future] = {}
+        is_over = Event()
+        has_passed = False  # the exercise before; what was said of it stays on the screen
         try:
             while True:
                 workspace = open_workspace()
@@ -42,13 +46,18 @@ def watch_exercises(open_workspace: "Callable[[], Workspace]", wanted: "Sequence
                 if not left:
                     break
                 before = _state(workspace, wanted)
-                if left[0] not in runs:
-                    runs[left[0]] = background.submit(_prepare, server, workspace, left[0])
-                if _check(_session(workspace, server), left[0], wanted, runs[left[0]]):
-                    continue
-                _wait_for_a_change(workspace, wanted, before)
+                written = (exercise for exercise in left if workspace.state(exercise) is State.WRITTEN)
+                now = next(written, left[0])
+                if now not in runs:
+                    runs[now] = background.submit(_prepare, server, workspace, now, is_over)
+                clears = sys.stdout.isatty() and not has_passed
+                has_passed = _check(_session(workspace, server), now, wanted, runs[now], clears)
+                if not has_passed:
+                    _wait_for_a_change(workspace, wanted, before)
         except KeyboardInterrupt:
-            background.shutdown(wait=False, cancel_futures=True)
+            pass
+        finally:
+            is_over.set()
     workspace = open_workspace()
     num_passed = sum(workspace.has_passed(exercise) for exercise in wanted)
     typer.echo(f"\n{num_passed} of {len(wanted)} passed")
@@ -62,19 +71,25 @@ def _session(workspace: "Workspace", server: "CheckServer") -> "Session":
     return Session(workspace, server)
 
 
-def _prepare(server: "CheckServer", workspace: "Workspace", exercise: "Exercise") -> None:
-    """Find out what the known mistakes do, which also starts the server."""
-    _session(workspace, server).known(exercise)
+def _prepare(server: "CheckServer", workspace: "Workspace", exercise: "Exercise", is_over: Event) -> None:
+    """Find out what the known mistakes do, which also starts the server; ends soon once the watch is over."""
+    from tutorial.workshop.check import RunEndedError
+
+    def look(pid: int, record: Path) -> None:
+        if is_over.is_set():
+            raise RunEndedError("the watch is over")
+
+    _session(workspace, server).known(exercise, look)
 
 
-def _check(session: "Session", exercise: "Exercise", wanted: "Sequence[Exercise]", known: Future) -> bool:
-    """Check one exercise and show it; whether it passed."""
+def _check(session: "Session", exercise: "Exercise", wanted: "Sequence[Exercise]", known: Future, clears: bool) -> bool:
+    """Check one exercise and show it, on an empty screen if ``clears``; whether it passed."""
     from tutorial.workshop.verdicts import Outcome
 
     workspace = session.workspace
     with working(f"checking {exercise.number}"):
         (verdict,) = session.check([exercise])
-    if sys.stdout.isatty():
+    if clears:
         typer.echo(_CLEAR, nl=False)
     if verdict.outcome is Outcome.GAP:
         _say_what_to_write(workspace, exercise, wanted)

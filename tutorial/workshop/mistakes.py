@@ -18,7 +18,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -74,11 +74,17 @@ def mistakes_of(exercise: Exercise) -> tuple[Mistake, ...]:
     return tuple(mistake for mistake in found if mistake.exercise == exercise.number)
 
 
-def run_mistakes(server: CheckServer, exercise: Exercise, kept: Path | None = None) -> dict[Mistake, Verdict]:
+def run_mistakes(
+    server: CheckServer,
+    exercise: Exercise,
+    kept: Path | None = None,
+    watch: Callable[[int, Path], None] | None = None,
+) -> dict[Mistake, Verdict]:
     """What the tests say of each known mistake of an exercise.
 
     Args:
         kept: a folder in which the results are kept, and found again as long as nothing of the course has changed.
+        watch: as in `CheckServer.run`; results of runs that it ends are not kept.
     """
     mistakes = mistakes_of(exercise)
     file = None if kept is None else kept / f"{exercise.number}.json"
@@ -91,9 +97,11 @@ def run_mistakes(server: CheckServer, exercise: Exercise, kept: Path | None = No
             module = workspace / exercise.path
             module.parent.mkdir(parents=True)
             module.write_text(mistake.text(exercise), encoding="utf-8")
-        runs = list(pool.map(lambda workspace: server.run(workspace, [exercise], seconds=SECONDS), workspaces))
+        runs = list(
+            pool.map(lambda workspace: server.run(workspace, [exercise], seconds=SECONDS, watch=watch), workspaces)
+        )
     verdicts = [run.verdicts[0] for run in runs]
-    if file is not None:
+    if file is not None and all(verdict.outcome is Outcome.FAILED for verdict in verdicts):
         file.parent.mkdir(parents=True, exist_ok=True)
         cases = [[verdict.outcome, [asdict(case) for case in verdict.cases]] for verdict in verdicts]
         file.write_text(json.dumps({"state": state, "verdicts": cases}), encoding="utf-8")

@@ -4,7 +4,7 @@ All exercises that are written run together first. Where several are and one fai
 reference's lines in the place of all others, so that a mistake in one costs no other its result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,9 +47,9 @@ class Session:
         """The known mistake that fails in the same way. The mistakes run now, unless what they do is kept."""
         return recognise(verdict, self.known(verdict.exercise)) if verdict.outcome is Outcome.FAILED else None
 
-    def known(self, exercise: Exercise) -> dict[Mistake, Verdict]:
-        """What the known mistakes of an exercise do."""
-        return run_mistakes(self.server, exercise, self.workspace.root / KEPT)
+    def known(self, exercise: Exercise, watch: Callable[[int, Path], None] | None = None) -> dict[Mistake, Verdict]:
+        """What the known mistakes of an exercise do; ``watch`` as in `CheckServer.run`."""
+        return run_mistakes(self.server, exercise, self.workspace.root / KEPT, watch)
 
     def _before(self, exercise: Exercise) -> Verdict | None:
         """The verdict on an exercise whose tests need not run; None if they must."""
