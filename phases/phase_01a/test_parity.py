@@ -34,7 +34,7 @@ from shared.ops.rope import rotate
 from shared.parity.reference import ReferenceLayer, load_reference
 from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, Threshold, allowed_error, distance
 from shared.text.tokenizer import Tokenizer
-from tests.differences import wrong_rows
+from tests.comparison import assert_rows_close
 
 WINDOW = 16  # instead of Gemma's 512: the same crossing for a thirtieth of the tokens
 QUIET = 0.003  # mean square 9e-6, of the order of an epsilon
@@ -146,10 +146,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeCase]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_fp32(cases: MakeCase, name: str, backend: str) -> None:
-    case, bound = cases(name), THRESHOLDS[torch.float32].layer
-    ours, expected = case.ours(torch.float32, backend), case.reference(torch.float32, backend)
-    error = distance(ours, expected).relative
-    assert error <= bound, wrong_rows(ours, expected, bound)
+    case = cases(name)
+    assert_rows_close(
+        case.ours(torch.float32, backend),
+        case.reference(torch.float32, backend),
+        THRESHOLDS[torch.float32].layer,
+        "hidden states behind the layer",
+        ("token", "dim"),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

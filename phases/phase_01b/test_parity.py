@@ -21,7 +21,7 @@ from shared.loading.loader import load_model
 from shared.models.tokens import Tokens
 from shared.parity.reference import load_reference
 from shared.parity.thresholds import THRESHOLDS, allowed_error, argmax_shortfall, distance
-from tests.differences import wrong_rows
+from tests.comparison import assert_equal, assert_rows_close
 
 BACKENDS = ("naive", "sdpa")
 HALF = (torch.bfloat16, torch.float16)
@@ -94,11 +94,10 @@ def check_half(folder: Path, ids: list[int], dtype: torch.dtype) -> None:
 def test_fp32(variants: Callable[[str], Path], variant: str, backend: str) -> None:
     folder = variants(variant)
     ours = Engine(str(folder), attention_backend=backend).forward(IDS)
-    expected, bound = expected_logits(folder, IDS, torch.float32, backend), THRESHOLDS[torch.float32].logits
-    assert ours.dtype == torch.float32
-    error = distance(ours, expected).relative
-    assert error <= bound, wrong_rows(ours, expected, bound)
-    assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+    expected = expected_logits(folder, IDS, torch.float32, backend)
+    assert_equal(ours.dtype, torch.float32, "dtype of the logits")
+    assert_rows_close(ours, expected, THRESHOLDS[torch.float32].logits, "logits", ("token", "vocabulary"))
+    assert_equal(ours.argmax(-1), expected.argmax(-1), "most likely token", ("token",))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -156,16 +155,27 @@ def test_a_ragged_batch_gives_each_sequence_its_own_logits(model_folder: Path, b
         view = UncachedView([len(sequence) for sequence in sequences], backend)
         together = model.logits(model(Tokens(torch.tensor(ids), positions), view))
     alone = torch.cat([Engine(str(model_folder), attention_backend=backend).forward(s) for s in sequences])
-    assert distance(together, alone).relative <= THRESHOLDS[torch.float32].logits
-    assert torch.equal(together.argmax(-1), alone.argmax(-1))
+    assert_rows_close(
+        together,
+        alone,
+        THRESHOLDS[torch.float32].logits,
+        "logits of a step with sequences of 5, 1, 16 and 26 tokens",
+        ("token", "vocabulary"),
+    )
+    assert_equal(together.argmax(-1), alone.argmax(-1), "most likely token", ("token",))
 
 
 @pytest.mark.from_empty("llama")
 def test_a_prompt_reads_no_later_token(model_folder: Path) -> None:
     engine = Engine(str(model_folder))
     whole, part = engine.forward(IDS), engine.forward(IDS[:20])
-    error = distance(part, whole[:20]).relative
-    assert error <= THRESHOLDS[torch.float32].logits, "the first 20 rows depend on the 28 tokens behind them"
+    assert_rows_close(
+        part,
+        whole[:20],
+        THRESHOLDS[torch.float32].logits,
+        "logits without the 28 tokens behind them",
+        ("token", "vocabulary"),
+    )
 
 
 @pytest.mark.parametrize("ids", [[], [512], [-1], [True], [1.0], [0] * 2048], ids=lambda ids: f"{ids[:1]}x{len(ids)}")
@@ -216,9 +226,9 @@ def test_demo_logits_at_every_position(demo: Demo, prompt: str) -> None:
     ours = demo.engine.forward(ids)
     error, bound = distance(ours, expected), THRESHOLDS[torch.float32].logits
     assert ours.shape == (len(ids), 49152)
-    assert error.relative <= bound, wrong_rows(ours, expected, bound)
+    assert_rows_close(ours, expected, bound, "logits", ("token", "vocabulary"))
     assert error.maximum <= 1e-3
-    assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+    assert_equal(ours.argmax(-1), expected.argmax(-1), "most likely token", ("token",))
 
 
 @pytest.mark.demo

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from shared.cli import app
 from shared.errors import ConfigError
 from tutorial.workshop import chart, grading, preparation
-from tutorial.workshop.check import Outcome
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
 from tutorial.workshop.grading import grade, write_csv
 from tutorial.workshop.limits import Limits
 from tutorial.workshop.skeleton import skeleton
+from tutorial.workshop.verdicts import Outcome
 from tutorial.workshop.workspace import Workspace
 
 pytestmark = pytest.mark.slow

@@ -16,6 +16,7 @@ from shared.scheduling.preemption import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
+from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import Loop, names
 
 MAX_SEQ_LEN = 48
@@ -72,7 +73,7 @@ def test_admission_asks_for_what_there_is_and_decoding_for_one_token_more(tokeni
     for _ in range(3):
         loop.step()
         granted.append(loop.scheduler.pool.grants())
-    assert granted == [{"a": 3, "b": 5}, {"a": 4, "b": 6}, {"a": 5, "b": 7}]
+    assert_equal(granted, [{"a": 3, "b": 5}, {"a": 4, "b": 6}, {"a": 5, "b": 7}], "tokens granted", ("step", "request"))
 
 
 def test_the_youngest_is_preempted_for_the_oldest(tokenizer: Tokenizer) -> None:
@@ -80,23 +81,23 @@ def test_the_youngest_is_preempted_for_the_oldest(tokenizer: Tokenizer) -> None:
     for name in "abc":
         add(loop, name, 3)
     # 9 tokens of 11: in the second step a and b get one each, and c, the youngest, has none to get.
-    assert drawing(loop, 2) == ["|abc|", "c||ab"]
-    assert loop.scheduler.pool.grants() == {"a": 4, "b": 4}
+    assert_equal(drawing(loop, 2), ["|abc|", "c||ab"], "drawing: preempted|prompts|decoding", ("step",))
+    assert_equal(loop.scheduler.pool.grants(), {"a": 4, "b": 4}, "tokens granted", ("request",))
 
 
 def test_as_many_are_preempted_as_needed_the_youngest_first(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 4)
     for name in "abcd":
         add(loop, name, 1, max_new_tokens=3)
-    assert drawing(loop, 2) == ["|abcd|", "dc||ab"]
+    assert_equal(drawing(loop, 2), ["|abcd|", "dc||ab"], "drawing", ("step",))
 
 
 def test_the_one_that_asks_may_be_the_youngest(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 7)
     add(loop, "a", 3, max_new_tokens=4)
     add(loop, "b", 3, max_new_tokens=4)
-    assert drawing(loop, 2) == ["|ab|", "b||a"]
-    assert loop.scheduler.pool.grants() == {"a": 4}
+    assert_equal(drawing(loop, 2), ["|ab|", "b||a"], "drawing", ("step",))
+    assert_equal(loop.scheduler.pool.grants(), {"a": 4}, "tokens granted", ("request",))
 
 
 def test_a_prompt_that_was_admitted_and_not_yet_run_is_the_youngest_too(tokenizer: Tokenizer) -> None:
@@ -124,7 +125,7 @@ def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
     loop = make(tokenizer, 9, max_batch_size=2)
     add(loop, "a", 3, max_new_tokens=6)
     b = add(loop, "b", 3, max_new_tokens=4)
-    assert drawing(loop, 2) == ["|ab|", "||ab"]
+    assert_equal(drawing(loop, 2), ["|ab|", "||ab"], "drawing", ("step",))
     add(loop, "c", 1)
     loop.step()
     return loop, b
@@ -132,40 +133,51 @@ def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
 
 def test_it_holds_nothing_and_keeps_its_tokens(tokenizer: Tokenizer) -> None:
     loop, b = preempted(tokenizer)
-    assert (b.status, b.num_computed_tokens) == (RequestStatus.PREEMPTED, 0)
-    assert b.output_ids == [LETTER, LETTER + 1]
-    assert loop.scheduler.pool.grants() == {"a": 5}
-    assert list(loop.scheduler.running) == ["a"]
-    assert loop.scheduler.num_preemptions == EngineLoad.of(loop.scheduler).num_preemptions == 1
+    assert_equal((b.status, b.num_computed_tokens), (RequestStatus.PREEMPTED, 0), "status and computed tokens of b")
+    assert_equal(b.output_ids, [LETTER, LETTER + 1], "output of b", ("token",))
+    assert_equal(loop.scheduler.pool.grants(), {"a": 5}, "tokens granted", ("request",))
+    assert_equal(list(loop.scheduler.running), ["a"], "running", ("place",))
+    counted = (loop.scheduler.num_preemptions, EngineLoad.of(loop.scheduler).num_preemptions)
+    assert_equal(counted, (1, 1), "preemptions")
 
 
 def test_it_is_queued_before_later_requests(tokenizer: Tokenizer) -> None:
     loop, _ = preempted(tokenizer)
-    assert list(loop.scheduler.waiting) == ["b", "c"]
-    assert "b" in loop.scheduler
+    assert_equal(list(loop.scheduler.waiting), ["b", "c"], "queue", ("place",))
+    assert "b" in loop.scheduler, "the scheduler no longer knows b"
     loop = make(tokenizer, 4, max_batch_size=4)
     for name in "abcde":
         add(loop, name, 1, max_new_tokens=3)
     drawing(loop, 2)
-    assert list(loop.scheduler.waiting) == ["c", "d", "e"], "two gave way, d before c"
+    assert_equal(list(loop.scheduler.waiting), ["c", "d", "e"], "queue: d was preempted before c", ("place",))
 
 
 def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokenizer) -> None:
     loop, b = preempted(tokenizer)
     # a has 5 tokens and ends with 9, of which the last is not written: then there is room for the 5 of b.
-    assert drawing(loop, 3) == ["||a", "||a", "||a"]
+    assert_equal(drawing(loop, 3), ["||a", "||a", "||a"], "drawing", ("step",))
     schedule = loop.scheduler.schedule()
-    assert shown(schedule) == "|bc|"
+    assert_equal(shown(schedule), "|bc|", "drawing of the next step")
     again = schedule.entries[0]
-    assert (again.start, again.num_tokens, schedule.num_decoding) == (0, 5, 0)
+    assert_equal(
+        (again.start, again.num_tokens, schedule.num_decoding), (0, 5, 0), "start, tokens of b, and decoding requests"
+    )
     batch = Batch.of(schedule, loop.scheduler.pool).part(range(1))
-    assert batch.token_ids.tolist() == [5, 5, 5, LETTER, LETTER + 1]
-    assert batch.positions.tolist() == [0, 1, 2, 3, 4]
-    assert (schedule.sampling_rows()[0].index, batch.logit_rows.tolist()) == (2, [4])
+    assert_equal(batch.token_ids.tolist(), [5, 5, 5, LETTER, LETTER + 1], "token ids of b", ("token",))
+    assert_equal(batch.positions.tolist(), [0, 1, 2, 3, 4], "positions of b", ("token",))
+    assert_equal(
+        (schedule.sampling_rows()[0].index, batch.logit_rows.tolist()),
+        (2, [4]),
+        "index of the sampled token, and logit rows",
+    )
     loop.finish(schedule)
     outputs = loop.processor.take()
-    assert (outputs[0].request_id, outputs[0].token_id, b.is_prefilling) == ("b", LETTER + 2, False)
-    assert StepRecord.of(loop.scheduler, schedule, outputs).prefilled == (("b", 5), ("c", 1))
+    assert_equal(
+        (outputs[0].request_id, outputs[0].token_id, b.is_prefilling),
+        ("b", LETTER + 2, False),
+        "request, token and whether it is still prefilling",
+    )
+    assert_equal(StepRecord.of(loop.scheduler, schedule, outputs).prefilled, (("b", 5), ("c", 1)), "prefilled")
 
 
 @pytest.mark.parametrize("has_stop", [False, True])
