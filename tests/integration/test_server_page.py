@@ -298,13 +298,11 @@ def test_a_stream_that_fails_in_the_middle_keeps_its_text(page: Any, body: str, 
     expect(page, "#summary", "^1 token ")
 
 
-@pytest.mark.slow
 def test_the_death_of_the_engine_and_of_the_server_is_told(browser: Any, tiny_checkpoints: dict[str, Path]) -> None:
     """Each is killed while it answers."""
-    expected = ("503", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_EMPTY_RESPONSE")
     with (
         serving(tiny_checkpoints["llama"], "--engine-process") as (address, server),
-        opened(browser, address, *expected) as tab,
+        opened(browser, address, "503", "net::ERR_") as tab,
     ):
         expect(tab, "#model", "tiny-llama")
         tab.fill("#max_tokens", "2000")
