@@ -44,7 +44,7 @@ def test_nothing_is_left_behind(
     import shared.engine.warm_up as module
 
     monkeypatch.setattr(module, "rounds", lambda *sizes, **about: rounds(*sizes, **about | {"is_gpu": is_gpu}))
-    sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # a request that finds the queue full waits
+    sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # with a full queue requests wait
     engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), **sizes))
     warm_up(engine)
     assert not engine.has_work()
