@@ -139,7 +139,7 @@ def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("one_server")
-def test_limits_within_which_the_reference_fails_grade_nobody(tmp_path: Path) -> None:
+def test_limits_within_which_the_reference_fails_are_refused(tmp_path: Path) -> None:
     folder = hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING)))
     with pytest.raises(ConfigError, match=r"The reference itself does not pass 02x5 here \(.*--memory"):
         grade([folder], [STOPPING], limits=Limits(memory=0.05))

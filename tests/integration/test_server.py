@@ -271,7 +271,7 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
     found = {name: re.search(rf"^{name}{{.*}} (\S+)$", metrics, re.MULTILINE) for name in COUNTED}
     counts = {name: float(match[1]) for name, match in found.items() if match}
     assert counts["infer:num_preemptions_total"] == state["load"]["num_preemptions"] >= len(preempted)
-    # Who was preempted and came again is one request, with one first token and one wait in the queue.
+    # A preempted and readmitted request is one request, with one first token and one wait in the queue.
     assert [counts[name] for name in COUNTED[1:]] == [4, 4, 40]
     assert all(line["path"] != "/debug/memory" for line in server.events("request")), "what a page asks is not logged"
 

@@ -479,7 +479,7 @@ CROWDED = ("--num-gpu-blocks", "8", "--block-size", "4", "--max-seq-len", "32", 
 
 @pytest.fixture(scope="module")
 def crowded(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which somebody is preempted, beside the same requests in regions."""
+    """A run with preemptions, and the same requests on regions."""
     folder = tmp_path_factory.mktemp("crowded")
     told = traced("--model", model, *CROWDED, "--compare", "contiguous,paged", "--out", folder)
     (folder / "told.txt").write_text(told)

@@ -25,7 +25,7 @@ KV_BYTES = "return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 class Learner:
-    """Somebody at a terminal, with a workspace of their own."""
+    """A learner at a terminal, with their own workspace."""
 
     def __init__(self, workspace: Path, server: CheckServer) -> None:
         self.workspace = workspace

@@ -207,7 +207,7 @@ STEPS = [  # prompts of different lengths; all decode; a part decodes; a prompt 
 
 @pytest.mark.parametrize("backend", [None, "naive", "sdpa", "flash"])
 def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Path, backend: str | None) -> None:
-    """To the last bit: on a CPU a sequence's attention does not know who else is in the step."""
+    """Bitwise: on a CPU a sequence's attention does not depend on the other sequences of the step."""
     model = load_model(model_folder)
     shape, generator = model.config, torch.Generator().manual_seed(0)
     pool = ContiguousKVCachePool(4, 32)

@@ -23,9 +23,19 @@ PACKAGES = ("torch", "transformers.models.llama.modeling_llama", "safetensors.to
 MISTAKES = {
     "no mask": ("phase_01a", "triu(1 + len(k) - len(q))", "triu(len(k))", "right: token 17"),
     "epsilon": ("phase_01a", 'self.config["rms_norm_eps"])', "1e-6)", "hidden states behind the layer, token 1"),
-    "heads in turn": ("phase_01a", "v[:, h // group]", "v[:, h % k.shape[1]]", "hidden states behind the layer, token "),
+    "heads in turn": (
+        "phase_01a",
+        "v[:, h // group]",
+        "v[:, h % k.shape[1]]",
+        "hidden states behind the layer, token ",
+    ),
     "a typo": ("phase_01a", "return self(x, positions)", "return self(x, position)", "name 'position' is not defined"),
-    "another shape": ("phase_01a", "return self(x, positions)", "return x[0]", "expected the shape [18, 576] (token, dim), got [576]"),
+    "another shape": (
+        "phase_01a",
+        "return self(x, positions)",
+        "return x[0]",
+        "expected the shape [18, 576] (token, dim), got [576]",
+    ),
     "no last norm": ("phase_01b", "rms_norm(x, self.last_norm, self", "(x, self", "TypeError"),
     "no first layer": ("phase_01b", "in self.layers:", "in self.layers[1:]:", "none is right"),
     "a token too few": ("phase_02", "mass_before >=", "mass_before + probabilities >=", "its probability is"),

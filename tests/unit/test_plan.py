@@ -267,7 +267,7 @@ def test_a_fixed_split_size_does_not_depend_on_the_other_sequences():
 
 
 def test_planning_a_large_batch_takes_no_time_that_a_step_would_notice():
-    """Less than 0.1 ms where nobody else computes; ten times that here, by the best of many."""
+    """The target is 0.1 ms on an idle machine; the bound is ten times that, for the shortest of many trials."""
     lengths = np.random.default_rng(0).integers(1, 8192, 256)
     grid = Grid(resident=528, unit=64, least_split=128)
     assert min(timeit.repeat(lambda: plan_decode(lengths, grid), number=1, repeat=50)) < 1e-3

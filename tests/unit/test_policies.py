@@ -1,4 +1,4 @@
-"""Who decodes beside prompts, under each policy."""
+"""Which requests decode in a step with prefills, under each policy."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Who gives way when memory runs out, who gets it, and what becomes of whoever gave way."""
+"""Which request is preempted when no block is free, and how it is queued, readmitted and recomputed."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class TokenPool(PagedKVCachePool):
         self.watermark_tokens = watermark
 
     def grants(self) -> dict[str, int]:
-        """By the ids of requests, as they came into the memory."""
+        """Tokens reserved for each request, by its id, in the order of admission."""
         return {request.request_id: self.granted[row] for request, row in self.rows.items()}
 
 
@@ -62,7 +62,7 @@ def drawing(loop: Loop, num_steps: int) -> list[str]:
     return [shown(loop.step()[0]) for _ in range(num_steps)]
 
 
-# Who gets memory, and from whom.
+# Which request is preempted, and for which.
 
 
 def test_admission_asks_for_what_there_is_and_decoding_for_one_token_more(tokenizer: Tokenizer) -> None:
@@ -109,7 +109,7 @@ def test_a_prompt_that_was_admitted_and_not_yet_run_is_the_youngest_too(tokenize
     assert loop.scheduler.waiting["c"].status is RequestStatus.PREEMPTED
 
 
-def test_nobody_gives_way_while_there_is_room(tokenizer: Tokenizer) -> None:
+def test_no_request_is_preempted_while_there_are_free_blocks(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 14)
     for name in "ab":
         add(loop, name, 3, max_new_tokens=5)
@@ -117,11 +117,11 @@ def test_nobody_gives_way_while_there_is_room(tokenizer: Tokenizer) -> None:
     assert (loop.scheduler.num_preemptions, loop.scheduler.has_work()) == (0, False)
 
 
-# What becomes of whoever gave way.
+# A preempted request.
 
 
 def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
-    """a and b run and have two tokens each; c came and waits; then b gave way."""
+    """a and b run and have two tokens each, c waits; then b is preempted."""
     loop = make(tokenizer, 9, max_batch_size=2)
     add(loop, "a", 3, max_new_tokens=6)
     b = add(loop, "b", 3, max_new_tokens=4)
@@ -208,11 +208,11 @@ def test_a_preempted_request_can_be_aborted(tokenizer: Tokenizer) -> None:
     assert {request.request_id for request in loop.processor.streams} == {"a", "c"}
 
 
-# Who is let in.
+# Admission.
 
 
-def test_nobody_is_admitted_in_a_step_in_which_somebody_had_to_leave(tokenizer: Tokenizer) -> None:
-    """Not even where more came free than was taken."""
+def test_no_request_is_admitted_in_a_step_with_a_preemption(tokenizer: Tokenizer) -> None:
+    """Not even if the preemption freed more blocks than the step needed."""
 
     class GrowingPool(TokenPool):
         def __init__(self) -> None:
@@ -231,7 +231,7 @@ def test_nobody_is_admitted_in_a_step_in_which_somebody_had_to_leave(tokenizer: 
     assert drawing(loop, 3) == ["|abc|", "c||ab", "|c|ab"]
 
 
-def test_admission_leaves_the_watermark_to_those_who_run(tokenizer: Tokenizer) -> None:
+def test_admission_leaves_the_watermark_to_running_requests(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 10, watermark=3)
     add(loop, "a", 4, max_new_tokens=2)
     add(loop, "b", 4, max_new_tokens=2)
@@ -240,17 +240,17 @@ def test_admission_leaves_the_watermark_to_those_who_run(tokenizer: Tokenizer) -
     loop = make(tokenizer, 11, watermark=3)
     add(loop, "a", 4, max_new_tokens=2)
     add(loop, "b", 4, max_new_tokens=2)
-    assert drawing(loop, 2) == ["|ab|", "||ab"], "of the watermark those who run may take"
+    assert drawing(loop, 2) == ["|ab|", "||ab"], "running requests may use the watermark"
 
 
-def test_while_nobody_runs_there_is_no_watermark(tokenizer: Tokenizer) -> None:
+def test_the_watermark_does_not_apply_while_no_request_runs(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 10, watermark=10)
     add(loop, "a", 9, max_new_tokens=1)
     add(loop, "b", 1, max_new_tokens=1)
     assert drawing(loop, 2) == ["|a|", "|b|"]
 
 
-def test_nobody_overtakes_one_that_has_no_room(tokenizer: Tokenizer) -> None:
+def test_no_request_overtakes_one_that_does_not_fit(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 10)
     add(loop, "a", 6, max_new_tokens=2)
     add(loop, "b", 5, max_new_tokens=1)
@@ -258,7 +258,7 @@ def test_nobody_overtakes_one_that_has_no_room(tokenizer: Tokenizer) -> None:
     assert drawing(loop, 3) == ["|a|", "||a", "|bc|"]
 
 
-# From the first to the last.
+# Whole runs.
 
 
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
@@ -267,7 +267,7 @@ def test_nobody_overtakes_one_that_has_no_room(tokenizer: Tokenizer) -> None:
 def test_through_storms_the_order_of_arrival_is_kept(
     tokenizer: Tokenizer, policy: str, watermark: int, num_in_flight: int
 ) -> None:
-    """Each of twelve could fill the memory alone, so they take it from each other all the time."""
+    """Each of twelve requests could fill the pool alone, so they preempt each other all the time."""
     loop = make(tokenizer, 24, watermark, num_in_flight, scheduler_policy=policy, max_decode_interval=3)
     requests = [add(loop, str(n), 1 + n % 3, max_new_tokens=24 - (1 + n % 3)) for n in range(12)]
     ended: list[int] = []

@@ -1,4 +1,4 @@
-"""Scheduling over random arrivals: order, budgets, fairness, and an end for everybody."""
+"""Scheduling over random arrivals: order, budgets, fairness, and that every request finishes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_a_batch_with_too_many_prompt_tokens_starts_in_several_steps(tokenizer: 
     assert drawing(loop, 5) == ["a|", "b|a", "c|ab", "d|abc", "|abcd"], "c is longer than the budget: alone"
 
 
-def test_nobody_overtakes_a_request_that_does_not_fit(tokenizer: Tokenizer) -> None:
+def test_no_request_overtakes_one_that_does_not_fit(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, max_num_batched_tokens=10)
     for name, length in zip("abc", (8, 4, 1), strict=True):
         loop.add(request(name, length))
@@ -135,7 +135,7 @@ def test_admission_asks_for_the_prompt_and_the_longest_answer(tokenizer: Tokeniz
     pool = loop.scheduler.pool = Tokens(16, MAX_SEQ_LEN)
     for name, prompt, answer in (("a", 4, 6), ("b", 2, 2), ("c", 3, 4), ("d", 1, 1)):
         loop.add(request(name, prompt, answer))
-    # a has 10 of 20 and b 4; c wants 7, and d, who would fit, does not overtake it; b goes after two tokens.
+    # a has 10 of 20 and b 4; c needs 7; d would fit but does not overtake c; b finishes after two tokens.
     assert drawing(loop, 4) == ["ab|", "|ab", "cd|a", "|ac"]
     assert sum(pool.granted) == 17
 
