@@ -99,6 +99,8 @@ class Runner:
         hidden = self.model(tokens, self.view)
         self.num_tokens_computed += batch.num_tokens
         self.num_forwards += 1
+        if not len(logit_rows):  # chunks that do not end their prompts
+            return self.model.head.weight[:0]
         return self.model.logits(hidden if len(logit_rows) == batch.num_tokens else hidden[logit_rows])
 
     def _fill_pending(self, batch: Batch, ids: torch.Tensor) -> None:

@@ -161,14 +161,17 @@ class Scheduler(ABC):
         ]
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
-        """Schedule all unscheduled tokens of these requests, and one sampled token for each."""
-        entries = []
-        for request in (*decoding, *prompts):
-            num_new = request.num_unscheduled_tokens
-            entries.append(Scheduled(request, request.num_scheduled_tokens, num_new))
-            request.num_scheduled_tokens += num_new
-            request.num_pending_tokens += 1
+        """Schedule all unscheduled tokens of these requests."""
+        entries = [self._grant(request, request.num_unscheduled_tokens) for request in (*decoding, *prompts)]
         return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
+
+    def _grant(self, request: Request, num_tokens: int) -> Scheduled:
+        """Schedule the next ``num_tokens`` tokens of a request; a token is sampled if none remains."""
+        is_sampled = num_tokens == request.num_unscheduled_tokens
+        entry = Scheduled(request, request.num_scheduled_tokens, num_tokens, num_logit_rows=int(is_sampled))
+        request.num_scheduled_tokens += num_tokens
+        request.num_pending_tokens += is_sampled
+        return entry
 
     def _is_complete(self, request: Request) -> bool:
         """Whether the request has reached its maximum length, tokens in flight included."""

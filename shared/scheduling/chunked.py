@@ -1,0 +1,62 @@
+"""Chunked prefill: long prompts are computed over several steps, beside decoding. Introduced in phase 7.
+
+A whole prompt of 8,192 tokens makes a step a hundred times as long, and every decoding request waits for it. In chunks
+(Sarathi-Serve: Agrawal et al., OSDI 2024) the decoding requests get a token between any two chunks, and a step with
+both reads each weight once for all its tokens. A chunk attends to the keys of the chunks before it, so the results are
+those of the whole prompt; only the step that computes the last known token of a request samples.
+
+A step is filled up to ``max_num_batched_tokens``: decoding requests first, then chunks of at most
+``prefill_chunk_size`` tokens, in the order of admission, at most ``max_prefill_chunks_per_step``. Small chunks bound
+the time between tokens, large ones bring the first token sooner.
+
+Invariants: a step computes at most ``max_num_batched_tokens``, or one more than its decoding requests, so a prompt
+progresses in each step; the oldest unfinished prompt has a chunk in every step with chunks.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from shared.engine.request import Request
+from shared.scheduling.preemption import PreemptiveScheduler
+from shared.scheduling.schedule import Schedule
+
+
+class ChunkedScheduler(PreemptiveScheduler):
+    """Divides prompts into chunks. Admission, preemption and policies are those of :class:`PreemptiveScheduler`.
+
+    The KV cache of a whole prompt is reserved at admission, so a chunk never lacks room.
+    """
+
+    def _prompts(self) -> list[Request]:
+        """The requests whose prompts, or recomputed tokens, are not scheduled to the end."""
+        return [request for request in self.running.values() if request.is_prefilling]
+
+    def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
+        """Schedule one token of each decoding request, then chunks of prompts within the token budget."""
+        entries = [self._grant(request, request.num_unscheduled_tokens) for request in decoding]
+        sizes = self._chunk_sizes([request.num_unscheduled_tokens for request in prompts], len(decoding))
+        entries += [self._grant(*chunk) for chunk in zip(prompts, sizes, strict=False)]
+        return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
+
+    def _chunk_sizes(self, num_unscheduled: Sequence[int], num_decoding: int) -> list[int]:
+        """The tokens of each chunk of a step.
+
+        Args:
+            num_unscheduled: the tokens that remain of each prompt, in the order of admission.
+            num_decoding: decoding requests of the step; each computes one token.
+
+        Returns:
+            A size of at least 1 for as many of the prompts, from the first, as have a chunk in the step.
+        """
+        # exercise 07x1: fill the step with chunks
+        # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1, so that a prompt progresses
+        # hint: a chunk is at most prefill_chunk_size, the rest of its prompt, and the rest of the budget
+        # hint: stop when the budget is used up, or after max_prefill_chunks_per_step chunks (None: no limit)
+        budget = max(self.config.max_num_batched_tokens - num_decoding, 1)
+        sizes: list[int] = []
+        for remaining in num_unscheduled[: self.config.max_prefill_chunks_per_step]:
+            if budget == 0:
+                break
+            sizes.append(min(remaining, self.config.prefill_chunk_size, budget))
+            budget -= sizes[-1]
+        # end exercise
+        return sizes
