@@ -48,7 +48,7 @@ class ChunkedScheduler(PreemptiveScheduler):
             A size of at least 1 for as many of the prompts, from the first, as have a chunk in the step.
         """
         # exercise 07x1: fill the step with chunks
-        # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1, so that a prompt progresses
+        # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1: a prompt progresses
         # hint: a chunk is at most prefill_chunk_size, the rest of its prompt, and the rest of the budget
         # hint: stop when the budget is used up, or after max_prefill_chunks_per_step chunks (None: no limit)
         budget = max(self.config.max_num_batched_tokens - num_decoding, 1)

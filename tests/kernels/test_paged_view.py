@@ -95,7 +95,7 @@ def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, num_launches, 
     torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-5)
     layers, is_flash = len(LAYERS[family]), backend != "sdpa"
     assert num_launches(kv_write_kernel) == len(STEPS) * layers, "one write a layer for all sequences"
-    assert num_launches(paged_attention_kernel) == is_flash * NUM_DECODE * layers, "one read a layer for all that decode"
+    assert num_launches(paged_attention_kernel) == is_flash * NUM_DECODE * layers, "one read a layer for all"
     assert num_launches(paged_prefill_kernel) == is_flash * NUM_PREFILL * layers
     assert num_launches() == (len(STEPS) + is_flash * (NUM_DECODE + NUM_PREFILL)) * layers
 
