@@ -14,13 +14,21 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.contenders import Contender, Turns, generating_lessons, is_ours, load_engine, speeds
-from benchmarks.generation.peers import choose_peers, load_peers
-from benchmarks.generation.step_trace import StepTrace, TraceWindow
+from benchmarks.contenders import (
+    Contender,
+    Turns,
+    choose_peers,
+    generating_lessons,
+    is_ours,
+    load_engine,
+    load_peers,
+    speeds,
+)
 from benchmarks.hardware import Ceilings, measure_ceilings
 from benchmarks.report import Report, rounded
 from benchmarks.roofline import DecodeWork
 from benchmarks.setup import Setup, check_least, check_positive
+from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Run
 from benchmarks.view import NOTHING, Bar, Bars, Column, Row, Table, View, count, number, percent, text, times
 from shared.engine.config import EngineConfig
@@ -61,7 +69,7 @@ def measure_generation(
 
     Args:
         phases: numbers of phases that generate; by default the uncached loop, the cached one, and the newest phase.
-        peers: names of `benchmarks.generation.peers.PEERS`; by default all that can run here.
+        peers: names of `benchmarks.contenders.PEERS`; by default all that can run here.
         size: by default W1 on a GPU and the demo size on a CPU.
         pack_weights: the phases' setting; the report's name says so.
         ceilings: the machine's; by default they are measured.

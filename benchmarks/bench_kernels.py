@@ -1,20 +1,37 @@
-"""Every kernel at the real decode shapes of a model, beside the memory's ceiling. Introduced in phase 3.1.
+"""Every kernel at the real decode shapes of a model, and decode attention over a paged KV cache, beside the memory's
+ceiling. Introduced in phase 3.1; paged attention in phase 6.1.
 
 Decoding moves bytes, so each row says how many bytes must move, how long that would take at the ceiling measured in the
-same run, and how long it took: our kernel, eager PyTorch, and ``torch.compile`` of the eager code
-(:mod:`benchmarks.kernels.case`). Without a GPU the tiny shape of the same family stands in, and launchers call ops.
+same run, and how long it took (:mod:`benchmarks.kernels.case`). A kernel of ours stands beside eager PyTorch and
+``torch.compile`` of the eager code; attention, which reads every cached key and value once, beside phase 6's kernel,
+FlashInfer and PyTorch, and beside what its plan costs on the host. Without a GPU tiny shapes of the same kind stand in,
+and launchers call ops.
 """
 
+import statistics
+import timeit
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.hardware import device_of
+from benchmarks.kernels import paged_cases
 from benchmarks.kernels.case import Case, check_options, dtype_of, is_gpu, measure_cases, report_of
-from benchmarks.kernels.cases import PEERS, ModelShapes, norm_cases, projection_cases
-from benchmarks.kernels.decode_cases import attention_case, kv_write_case, sampler_cases
-from benchmarks.report import Report
+from benchmarks.kernels.cases import (
+    PEERS,
+    ModelShapes,
+    attention_case,
+    kv_write_case,
+    norm_cases,
+    projection_cases,
+    sampler_cases,
+)
+from benchmarks.kernels.paged_cases import PagedSequences, paged_case
+from benchmarks.report import Report, ratio, rounded
+from shared.attention.descriptor import Grid
+from shared.attention.plan import plan_decode
 from shared.checkpoints.progress import Progress
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
@@ -30,6 +47,10 @@ KERNELS = (
 ROWS, DEMO_ROWS = (1, 4, 8, 16), (1, 4)
 CONTEXTS, DEMO_CONTEXTS = (512, 4096, 16384), (32, 256)
 NOT_ASKED = {"time_us": None, "missing": "not asked for"}
+PLANNED_SEQUENCES = (1, 32, 256)
+PLANNED_CONTEXT = 8192
+PLANNED_GRID = Grid(resident=528, unit=64, least_split=128)  # so many items that 256 sequences are still cut
+PLANS_TIMED = 200
 
 
 def measure_kernels(
@@ -91,3 +112,47 @@ def flat_row(row: dict[str, Any]) -> dict[str, Any]:
         peer = peers.get(name, NOT_ASKED)
         ours |= {f"{name}_us": peer["time_us"], f"{name}_missing": peer["missing"]}
     return row | ours
+
+
+def measure_attention(
+    shapes: Sequence[str] | None = None,
+    *,
+    device: str,
+    peers: Sequence[str] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Report:
+    """Measure shape by shape. Raises ConfigError before anything is measured.
+
+    Args:
+        shapes: names of ``paged_cases.SHAPES``, on a CPU of ``DEMO_SHAPES``; None: all.
+        peers: names of ``paged_cases.PEERS``, possibly none; None: all.
+        seed: of the inputs and of the order of blocks.
+    """
+    known = {shape.name: shape for shape in (paged_cases.SHAPES if is_gpu(device) else paged_cases.DEMO_SHAPES)}
+    check_options(seed, shape=(shapes or (), known), peer=(peers or (), paged_cases.PEERS))
+    peers = paged_cases.PEERS if peers is None else tuple(peers)
+    chosen = [known[name] for name in dict.fromkeys(shapes or known)]
+    where = device_of(device)
+    cases = [paged_case(PagedSequences(shape, where, seed), dtype_of(where)) for shape in chosen]
+    ceilings, rows = measure_cases(cases, peers, device, seed, progress)
+    results: dict[str, Any] = {"ceilings": ceilings}
+    results["planning_us"] = {str(count): planning_us(count) for count in PLANNED_SEQUENCES}
+    results["shapes"] = {shape.name: split_row(row) for shape, row in zip(chosen, rows, strict=True)}
+    flags = {"shapes": list(results["shapes"]), "peers": list(peers), "block_size": paged_cases.BLOCK_SIZE}
+    return report_of("attention", results, flags, device, seed, model={})
+
+
+def split_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A shape's row of the report: what was measured, and what splitting gains."""
+    ours, unsplit = row["variants"]["planned"], row["variants"]["unsplit"]
+    # Without launches both are the same op.
+    return row | {"times_unsplit": ratio(unsplit["time_us"], ours["time_us"]) if ours["launches"] else None}
+
+
+def planning_us(num_sequences: int) -> float:
+    """Microseconds on the host to plan a batch of sequences of any length, the median of many."""
+    lengths = np.random.default_rng(num_sequences).integers(1, PLANNED_CONTEXT, num_sequences)
+    plan_decode(lengths, PLANNED_GRID)
+    times = timeit.repeat(lambda: plan_decode(lengths, PLANNED_GRID), number=1, repeat=PLANS_TIMED)
+    return rounded(1e6 * statistics.median(times), 3)

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.report import Report
 from benchmarks.serving.contenders import Servers, lineup
 from benchmarks.serving.experiments import EXPERIMENTS, Experiment, Runner
-from benchmarks.serving.served_process import ServedProcess, served
+from benchmarks.serving.http_load import ServedProcess, served
 from benchmarks.setup import Setup, check_least, check_positive
 from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, default_size
 from shared.cache.contiguous import kv_bytes

@@ -1,10 +1,12 @@
-"""What the machine can do at best: the ceilings that every other figure stands beside. Introduced in phase 3.1.
+"""What a machine can do at best: the ceilings that every other figure stands beside. Introduced in phase 3.1.
 
 No program reaches a data sheet's bandwidth; what the simplest kernels reach is the ceiling worth comparing with. Four
 numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions a second
-of a large matrix product, and what a launch costs before any work.
+of a large matrix product, and what a launch costs before any work. For a GPU that is not at hand there are the rates of
+its data sheet; programs reach some 90 % of its bandwidth and 80 % of its arithmetic.
 
-Invariant: ceilings hold for one run. Clocks and neighbours change, so a benchmark measures them again itself.
+Invariants: ceilings hold for one run; clocks and neighbours change, so a benchmark measures them again itself. A data
+sheet's row names its source, and its rates are those of dense 16-bit matrices (a rate "with sparsity" is halved).
 """
 
 import statistics
@@ -14,9 +16,10 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.device.graph_timing import time_calls
 from benchmarks.report import Report, rounded
+from benchmarks.timing import time_calls
 from benchmarks.view import Column, Table, View, text
+from shared.errors import ConfigError
 from shared.kernels.launch import check_launchable, tl, triton
 
 GPU_BUFFER_BYTES, CPU_BUFFER_BYTES, LEAST_BUFFER_BYTES = 1 << 30, 1 << 28, 1 << 26
@@ -160,3 +163,39 @@ def view(report: Report) -> View:
     rows = [{"ceiling": name, "reached": report.results[key]} for key, name in names.items()]
     table = Table("", [text("", "ceiling"), Column("reached", "reached")], rows)
     return View(f"Ceilings: {report.machine_title}", [], [table])
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """``read_bytes_per_second`` of the GPU's memory, ``matmul_flops_per_second`` of dense bf16 or fp16 products."""
+
+    title: str
+    read_bytes_per_second: float
+    matmul_flops_per_second: float
+    source: str
+
+
+DATA_SHEETS = {
+    name: DataSheet(f"NVIDIA {title}", read, flops, f"NVIDIA {source}")
+    for name, title, read, flops, source in (
+        ("h100", "H100 SXM 80 GB", 3.35e12, 989e12, "H100 data sheet: 3.35 TB/s; 1,979 TFLOP/s with sparsity, halved"),
+        ("h100-pcie", "H100 PCIe", 2.0e12, 756e12, "H100 data sheet: 2 TB/s; 1,513 TFLOP/s with sparsity, halved"),
+        ("h200", "H200 SXM", 4.8e12, 989e12, "H200 data sheet: 4.8 TB/s; 1,979 TFLOP/s with sparsity, halved"),
+        ("a100", "A100 SXM 80 GB", 2.039e12, 312e12, "A100 data sheet: 2,039 GB/s; 312 TFLOP/s"),
+        ("l40s", "L40S", 0.864e12, 362e12, "L40S data sheet: 864 GB/s; 362 TFLOP/s"),
+        ("l4", "L4", 0.3e12, 121e12, "L4 data sheet: 300 GB/s; 242 TFLOP/s with sparsity, halved"),
+        ("rtx-4090", "GeForce RTX 4090", 1.008e12, 165e12, "Ada whitepaper: 1,008 GB/s; 165.2 TFLOP/s"),
+        ("rtx-3090", "GeForce RTX 3090", 0.936e12, 71e12, "GA102 whitepaper: 936 GB/s; 71 TFLOP/s"),
+    )
+}
+
+
+def find_data_sheet(name: str) -> DataSheet:
+    """The row of a GPU by its short name; raises ConfigError with those that there are."""
+    sheet = DATA_SHEETS.get(name.lower())
+    if sheet is None:
+        raise ConfigError(
+            f"There is no data sheet of {name!r} here; there are {', '.join(DATA_SHEETS)}. For another GPU give its "
+            "rates with --bandwidth and --flops."
+        )
+    return sheet

@@ -58,7 +58,8 @@ def machine_title(device: str | None = None) -> str:
     if gpus := _num_gpus(device):
         return (f"{gpus} × " if gpus > 1 else "") + torch.cuda.get_device_name(0)
     threads = _num_threads()
-    return f"{_plain_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
+    words = [_plain_cpu_model(), f"{threads} thread{'s' if threads != 1 else ''}"]
+    return ", ".join(filter(None, words))
 
 
 def num_cores() -> int:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Turns, generating_lessons, load_engine
-from benchmarks.generation.step_trace import StepTrace, TraceWindow
 from benchmarks.report import Report, rounded
 from benchmarks.setup import Setup, check_least
+from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Run
 from benchmarks.view import Column, Table, View, number, percent, text
 from shared.errors import ConfigError

@@ -1,10 +1,18 @@
-"""Timing answers: one run, token by token, and what makes runs comparable. Introduced in phase 3.
+"""Timing: answers token by token, calls whose inputs are not in the cache, and what makes either comparable.
 
-Invariant: contenders that are compared get the same prompts and the same threads, and each goes first as often as the
-others.
+Introduced in phase 3; the calls in phase 3.1. A decode step reads every weight once and comes back to it a token later,
+when the cache has long held others. A loop over one set of inputs would measure the cache, so a call's inputs are many
+sets, called in turn, which together are several times the cache. A kernel of a few microseconds ends before Python can
+launch the next, so on a GPU Triton's ``do_bench_cudagraph`` captures all calls in one CUDA graph and times its replays
+between events. On a CPU the same sets pass in a plain loop.
+
+Invariant: contenders that are compared get the same prompts or the same sets of inputs, and the same threads; each goes
+first as often as the others, and none has a warmer cache or cheaper launches.
 """
 
+import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -21,6 +29,18 @@ OnToken = Callable[[int], bool]
 """Called with each token when it reaches the host; False breaks the answer off."""
 Answer = Callable[[list[int], int, OnToken], int]
 """Answers a prompt with so many tokens, greedily and past any end of sequence; returns how many tokens it computed."""
+
+CACHES_ROTATED = 4  # all sets of inputs together are at least so many times the last cache
+MOST_INPUT_SETS = 4096
+"""Sets at most, even if together they are less. So many are needed only where a set is some kilobytes, which in a
+decode step too lie in the cache: the kernel before has just written them."""
+DEMO_CACHE_BYTES = 1 << 14  # stands for a CPU's last cache, where the figures show the way and not the machine
+DEMO_TRIALS = 3
+GRAPH_MS = 20
+"""Milliseconds of launches that a graph holds, and at least one call of every set: some thousands of calls at most."""
+ALIGNMENT = 128  # bytes: a cache line, and more than any kernel's alignment
+
+Inputs = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -114,3 +134,50 @@ class Steps:
         yield
         self.done += 1
         self.progress(text, self.done, self.total)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the device's last cache: a GPU's L2; a small stand-in for a CPU's."""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).L2_cache_size if is_gpu else DEMO_CACHE_BYTES
+
+
+def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
+    """How many sets of inputs of ``set_bytes`` each have to be called in turn: from two to ``MOST_INPUT_SETS``."""
+    return min(MOST_INPUT_SETS, max(2, -(-CACHES_ROTATED * cache_bytes // set_bytes)))
+
+
+def rotated_tensors(
+    num_sets: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: Callable[[torch.Tensor], Any]
+) -> list[torch.Tensor]:
+    """One contiguous tensor a set, aligned alike, no two in a cache line; ``fill`` writes all ``[sets, numbers]``."""
+    numbers = torch.Size(shape).numel()
+    line = ALIGNMENT // dtype.itemsize
+    rows = torch.empty(num_sets, -(-numbers // line) * line, dtype=dtype, device=device)[:, :numbers]
+    fill(rows)
+    return [row.view(shape) for row in rows.unbind(0)]
+
+
+def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs]) -> float:
+    """Seconds of ``call(*inputs)``, the median of trials over all sets in turn, on the device of the first tensor.
+
+    All sets are called before the first trial, so kernels are compiled by then. Raises what ``call`` raises, and
+    RuntimeError where it cannot be captured.
+    """
+    device = next(value.device for value in input_sets[0] if isinstance(value, torch.Tensor))
+
+    def all_sets() -> None:
+        for inputs in input_sets:
+            call(*inputs)
+
+    with torch.no_grad():
+        if device.type == "cuda":
+            from triton.testing import do_bench_cudagraph
+
+            torch.cuda.synchronize(device)  # the inputs were drawn on another stream than the one that is captured
+            replays = do_bench_cudagraph(all_sets, rep=GRAPH_MS, return_mode="all")
+            trials = [milliseconds / 1e3 for milliseconds in replays[1:]]  # the first replay uploads the graph
+        else:
+            all_sets()
+            trials = timeit.repeat(all_sets, number=1, repeat=DEMO_TRIALS)
+    return statistics.median(trials) / len(input_sets)

@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.device.graph_timing import Inputs, cache_bytes, num_input_sets, rotated_tensors, time_calls
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
 from benchmarks.report import Report, ratio, rounded
 from benchmarks.setup import check_least
-from benchmarks.timing import Steps
+from benchmarks.timing import Inputs, Steps, cache_bytes, num_input_sets, rotated_tensors, time_calls
 from shared.checkpoints.progress import Progress
 from shared.errors import ConfigError
 from shared.kernels.launch import INTERPRETED, LAUNCHES

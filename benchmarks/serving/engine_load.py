@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
-from benchmarks.serving.run import ServedRequest, ServedRun, TimedStep
+from benchmarks.serving.results import ServedRequest, ServedRun, TimedStep
 from benchmarks.workloads.serving import Trace
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord

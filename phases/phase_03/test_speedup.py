@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import Turns, load_engine
-from benchmarks.generation.peers import load_transformers
+from benchmarks.contenders import Turns, load_engine, load_transformers
 from benchmarks.setup import Setup
 from benchmarks.timing import Run, SyntheticPrompts, run, torch_threads
 from phases.phase_02.engine import Engine as Uncached

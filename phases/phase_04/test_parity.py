@@ -26,11 +26,22 @@ from shared.text.stopping import FinishReason
 from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
+PENALISED: dict[str, Any] = {
+    "seed": 3,
+    "temperature": 1.3,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "presence_penalty": -0.3,
+    "min_p": 0.02,
+    "logit_bias": {5: 2.0, 9: -100.0},
+    "min_tokens": 9,
+    "stop_token_ids": [30, 77],
+}
 MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
     ("The capital of France is", {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}),
     ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
     (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 12}),
-    (SENTENCE, {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
+    (SENTENCE, PENALISED | {"max_new_tokens": 20, "ignore_eos": True}),
     ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
     ([7] * 90, {"temperature": 0.0, "max_new_tokens": 5}),
     ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
@@ -153,9 +164,12 @@ def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
     for row, output in zip(truth, with_, strict=True):
         assert output.logprobs is not None
         assert output.logprobs.logprob == pytest.approx(row[output.token_id].item(), abs=1e-4)
-        top = row.topk(4)
-        assert [token_id for token_id, _ in output.logprobs.top] == top.indices.tolist()
-        assert [logprob for _, logprob in output.logprobs.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+        top, extra = row.topk(4), output.logprobs.top[4:]
+        assert [token_id for token_id, _ in output.logprobs.top[:4]] == top.indices.tolist()
+        assert [logprob for _, logprob in output.logprobs.top[:4]] == pytest.approx(top.values.tolist(), abs=1e-4)
+        is_among = output.token_id in top.indices.tolist()
+        assert extra == (() if is_among else ((output.token_id, output.logprobs.logprob),))
+    assert {len(output.logprobs.top) for output in with_ if output.logprobs} == {4, 5}, "both cases occur"
 
 
 # Batches and their requests.
@@ -315,12 +329,12 @@ def test_a_failure_after_the_forward_changes_nothing_for_the_others(tiny_checkpo
     engine, calls = make(folder), 0
     sample = engine.runner.sampler.sample
 
-    def failing(logits: torch.Tensor, rows: Any) -> Any:
+    def failing(logits: torch.Tensor, rows: Any, places: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls in (1, 5):
             raise RuntimeError("injected, once in a prefill and once in a decode")
-        return sample(logits, rows)
+        return sample(logits, rows, places)
 
     engine.runner.sampler.sample = failing
     assert [tokens(answer) for answer in serve(engine, requests)] == expected

@@ -24,11 +24,22 @@ from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+PENALISED: dict[str, Any] = {
+    "seed": 3,
+    "temperature": 1.3,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "presence_penalty": -0.3,
+    "min_p": 0.02,
+    "logit_bias": {5: 2.0, 9: -100.0},
+    "min_tokens": 9,
+    "stop_token_ids": [30, 77],
+}
 MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
     ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
     ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
     (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
-    (SENTENCE, {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
+    (SENTENCE, PENALISED | {"max_new_tokens": 20, "ignore_eos": True}),
     ([7] * 90, GREEDY | {"max_new_tokens": 5}),
     ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
     ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),

@@ -29,13 +29,24 @@ from tests.reference_tokens import ReferenceTokens
 MAX_SEQ_LEN = 128
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+PENALISED: dict[str, Any] = {
+    "seed": 3,
+    "temperature": 1.3,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "presence_penalty": -0.3,
+    "min_p": 0.02,
+    "logit_bias": {5: 2.0, 9: -100.0},
+    "min_tokens": 9,
+    "stop_token_ids": [30, 77],
+}
 MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
     ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
     ("y", GREEDY | {"max_new_tokens": 70}),
     ("z", GREEDY | {"max_new_tokens": 70}),
     ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
     (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
-    (SENTENCE, {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
+    (SENTENCE, PENALISED | {"max_new_tokens": 20, "ignore_eos": True}),
     ([7] * 90, GREEDY | {"max_new_tokens": 5}),
     ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
     ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
@@ -193,14 +204,14 @@ def test_what_a_request_asks_for_survives_preemption(tiny_checkpoints: dict[str,
 
     for params in (
         {"seed": 2, "top_k": 20, "top_p": 0.9},
-        {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.5},
+        {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 0.5},
         {"seed": 4, "logprobs": 4},
     ):
         ours, theirs = both(**params)
         assert seen(ours) == seen(theirs), params
         assert len(ours) == 40
         assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-4)
-    assert len(logprobs(ours)) == 40 * 5
+    assert [len(o.logprobs.top) >= 4 for o in ours if o.logprobs] == [True] * 40
     stop = "".join(output.text for output in ours)[-6:-2]
     ours, theirs = both(seed=4, stop=(stop,))
     assert seen(ours) == seen(theirs)

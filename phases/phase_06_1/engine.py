@@ -86,11 +86,12 @@ class Engine:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
+        end_ids = params.end_ids(self.tokenizer.eos_ids, self.model.config.vocab_size)
         if request_id is None:
             request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
         self.scheduler.check(request_id, len(prompt_ids), params)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(request_id, prompt_ids, params, seed)
+        request = Request(request_id, prompt_ids, params, seed, end_ids)
         self.scheduler.add(request)
         self.output_processor.add(request)
         return request_id

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shared.kernels.planned_tiling as tilings
-from benchmarks.bench_attention import measure_attention
+from benchmarks.bench_kernels import measure_attention
 from phases.phase_06.engine import Engine as Paged
 from phases.phase_06_1.engine import Engine
 from shared.attention.descriptor import AttentionPlan, Grid

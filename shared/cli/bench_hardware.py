@@ -1,8 +1,8 @@
 """``infer bench hardware``, ``kernels`` and ``attention``: what the machine can do, and how near our kernels come.
 
-Introduced in phase 3.1. The commands only read their options and print; :mod:`benchmarks.hardware`,
-:mod:`benchmarks.bench_kernels` and :mod:`benchmarks.bench_attention` measure. Invariant: the last line on standard
-output is one JSON line; progress goes to standard error.
+Introduced in phase 3.1. The commands only read their options and print; :mod:`benchmarks.hardware` and
+:mod:`benchmarks.bench_kernels` measure. Invariant: the last line on standard output is one JSON line; progress goes to
+standard error.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def attention(
     Without a GPU it runs at demo size. Ends with 1 if a result of ours was wrong. The last line on standard output is
     the result as JSON.
     """
-    from benchmarks.bench_attention import measure_attention
+    from benchmarks.bench_kernels import measure_attention
 
     where = computing_device(device)
     with step_progress() as progress:

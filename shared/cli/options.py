@@ -17,7 +17,7 @@ import typer
 
 from shared.cli.terminal import byte_progress, working
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RequestError
 from shared.lessons import Lesson, find_lesson, lessons, newest_lesson
 
 if TYPE_CHECKING:
@@ -59,8 +59,23 @@ MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", text="Maximum tokens 
 Temperature = Annotated[float, _sampling("--temperature", "-t", text="0 takes the likeliest token every time.")]
 TopP = Annotated[float, _sampling("--top-p", text="Keep the likeliest tokens up to this total probability.")]
 TopK = Annotated[int | None, _sampling("--top-k", text="Keep this many of the likeliest tokens; default: all.")]
+MinP = Annotated[float, _sampling("--min-p", text="Keep tokens at least this times as likely as the likeliest.")]
 RepetitionPenalty = Annotated[
     float, _sampling("--repetition-penalty", text="Above 1 makes tokens less likely that have occurred.")
+]
+PresencePenalty = Annotated[
+    float, _sampling("--presence-penalty", text="Subtract this from the logits of tokens that the answer has.")
+]
+FrequencyPenalty = Annotated[
+    float, _sampling("--frequency-penalty", text="Subtract this for each time that the answer has a token.")
+]
+LogitBias = Annotated[
+    list[str] | None,
+    _sampling("--logit-bias", text="Add a number to a token's logit; may be repeated.", metavar="ID=BIAS"),
+]
+MinTokens = Annotated[int, _sampling("--min-tokens", text="Do not end the answer before this many tokens.")]
+StopTokenId = Annotated[
+    list[int] | None, _sampling("--stop-token-id", text="End the answer at this token; may be repeated.")
 ]
 Seed = Annotated[int | None, _sampling("--seed", text="The same seed gives the same answer; default: a random one.")]
 Stop = Annotated[list[str] | None, _sampling("--stop", text="End the answer before this text; may be repeated.")]
@@ -83,9 +98,15 @@ def sampling_params(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = None,
+    min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    logit_bias: LogitBias = None,
+    min_tokens: MinTokens = 0,
     seed: Seed = None,
     stop: Stop = None,
+    stop_token_id: StopTokenId = None,
     ignore_eos: IgnoreEos = False,
 ) -> "SamplingParams":
     """The parameters of the options above; raises RequestError. Without a seed, one is drawn here, to be shown."""
@@ -95,12 +116,26 @@ def sampling_params(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=dict(map(_bias, logit_bias or ())),
         max_new_tokens=max_tokens,
+        min_tokens=min_tokens,
         stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
         seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
         ignore_eos=ignore_eos,
     )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise RequestError(f"logit_bias is {text!r}; it must be a token id and a number, such as 284=-5.") from None
 
 
 def engine_options(*omitted: str, **defaults: Any) -> Callable[[Command], Command]:

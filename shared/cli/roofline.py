@@ -95,7 +95,7 @@ def _ceilings(gpu: str | None, bandwidth: float | None, flops: float | None, dev
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{option} is {value}; it must be a positive number.")
     if gpu is not None:
-        from benchmarks.device.datasheets import find_data_sheet
+        from benchmarks.hardware import find_data_sheet
 
         sheet = find_data_sheet(gpu)
         base = Ceilings("data sheet", sheet.title, f"not measured: {sheet.source}", *_rates(sheet))

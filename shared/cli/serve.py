@@ -58,13 +58,23 @@ def serve(
             "--plain-events", text="/v1/completions without event names, for load generators that cannot parse them."
         ),
     ] = False,
+    allowed_hosts: Annotated[
+        str | None,
+        _server(
+            "--allowed-hosts",
+            text="Hosts, with commas, that requests may name in the header Host; *.example.com is every subdomain.",
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int, _server("--max-connections", text="Open connections; one more is refused with 503.")
+    ] = 2048,
     grace: Annotated[
         float, _server("--grace", text="Seconds after SIGTERM in which running requests may finish.")
     ] = 30.0,
     send_timeout: Annotated[
         float, _server("--send-timeout", text="Seconds after which a client that does not read is disconnected.")
     ] = 20.0,
-    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="The longest body of a request.")] = 2 * 2**20,
+    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
     log_format: Annotated[
         str | None, _server("--log-format", text="json or text; default: text on a terminal, else json.")
     ] = None,
@@ -92,6 +102,8 @@ def serve(
         model_name=served_model_name or model_name(model),
         api_key=api_key,
         plain_events=plain_events,
+        allowed_hosts=tuple(host.strip() for host in (allowed_hosts or "").split(",") if host.strip()),
+        max_connections=max_connections,
         grace=grace,
         send_timeout=send_timeout,
         max_body_bytes=max_body_bytes,

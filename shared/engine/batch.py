@@ -17,6 +17,39 @@ from shared.scheduling.schedule import Schedule
 
 
 @dataclass(frozen=True)
+class PromptRows:
+    """m tokens of prompts; the log-probability of the prompt token that follows each is computed."""
+
+    rows: Integers  # [m], the tokens in the batch
+    sequences: Integers  # [m], the index of the sequence of each
+    next_ids: Integers  # [m], the tokens that follow
+    num_top: Integers  # [m], the number of most likely tokens to report beside each
+
+    @classmethod
+    def of(cls, schedule: Schedule, begins: Integers) -> Self | None:
+        """The rows of a schedule, whose sequences begin at the tokens ``begins``; None if no request asks for any."""
+        if not any(entry.num_prompt_logprobs for entry in schedule):
+            return None
+        counts = np.array([entry.num_prompt_logprobs for entry in schedule], np.int64)
+        next_ids = [
+            token_id
+            for request, start, *_, count in schedule
+            for token_id in request.prompt_ids[start + 1 : start + 1 + count]
+        ]
+        num_top = np.array([request.params.prompt_logprobs or 0 for request in schedule.requests], np.int64)
+        sequences = np.arange(len(schedule)).repeat(counts)
+        return cls(ranges(begins, counts), sequences, np.array(next_ids, np.int64), num_top[sequences])
+
+    def part(self, sequences: range, first_row: int) -> Self | None:
+        """The rows of a contiguous range of sequences, whose tokens begin at ``first_row``; None if there are none."""
+        chosen = (self.sequences >= sequences.start) & (self.sequences < sequences.stop)
+        if not chosen.any():
+            return None
+        rows, own = self.rows[chosen] - first_row, self.sequences[chosen] - sequences.start
+        return type(self)(rows, own, self.next_ids[chosen], self.num_top[chosen])
+
+
+@dataclass(frozen=True)
 class Batch:
     """T new tokens of B sequences."""
 
@@ -25,9 +58,10 @@ class Batch:
     pending: Integers  # [p], tokens whose id is still on the device: the last token sampled for their sequence
     positions: Integers  # [T]
     num_new_tokens: Integers  # [B], at least 1 each; the sum is T
-    logit_rows: Integers  # [n], the tokens whose logits are computed
+    logit_rows: Integers  # [n], the tokens from whose logits a token is sampled
     logit_sequences: Integers  # [n], the index of the sequence of each logit row
     layout: Layout
+    prompt_rows: PromptRows | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
@@ -61,6 +95,7 @@ class Batch:
             ranges(end_rows - num_logit_rows, num_logit_rows),
             np.arange(B).repeat(num_logit_rows),
             pool.layout(schedule),
+            PromptRows.of(schedule, end_rows - num_new),
         )
 
     @property
@@ -90,6 +125,7 @@ class Batch:
             self.logit_rows[is_asked] - begin,
             self.logit_sequences[is_asked] - sequences.start,
             self.layout.part(chosen, tokens),
+            self.prompt_rows and self.prompt_rows.part(sequences, begin),
         )
 
     def __len__(self) -> int:

@@ -43,6 +43,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
     logprobs: list[TokenLogprobs] | None = None  # of each token, if the parameters request them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # of each prompt token, None for the first
     error: str | None = None
 
     def add(self, output: StepOutput) -> None:
@@ -50,6 +51,8 @@ class Answer:
         self.text += output.text
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         if output.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs.append(output.logprobs)
@@ -92,12 +95,14 @@ class LLM:
             progress: show a progress bar on standard error.
 
         Raises:
-            RequestError: a prompt is invalid (the message says which), or the number of params differs.
+            RequestError: a prompt (the message says which) or params are invalid, or the number of params differs.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"There are {len(prompts)} prompts and {len(each)} params; give one, or one for each.")
+        for one in each:
+            one.check_token_ids(self.engine.model.config.vocab_size)
         answers = [Answer(self._prompt_ids(place, prompt)) for place, prompt in enumerate(prompts)]
         waiting = deque(zip(answers, each, strict=True))
         running: dict[str, Answer] = {}

@@ -1,7 +1,7 @@
 """From sampled token ids to text and a finish reason. Introduced in phase 2.
 
 Invariants: text is released once and never withdrawn; the text of an end-of-sequence token, and of a stop string, is
-never released; exactly one output of a request, its last, has a finish reason.
+never released, nor that of a stop token; exactly one output of a request, its last, has a finish reason.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,10 @@ from shared.text.tokenizer import Tokenizer
 class StepOutput(NamedTuple):
     """What one token adds to a request's output. ``text`` is empty while a character or a stop string is incomplete.
 
-    The last output of a failed request has no token: ``finish_reason`` is ERROR and ``error`` is a message for the
-    client.
+    The first output of a request has the log-probabilities of its prompt, if its parameters ask for them: an entry for
+    each prompt token, None for the first, which follows nothing. A request that generates nothing (``max_new_tokens``
+    0) has this one output, without a token, and finishes by length. The last output of a failed request has no token
+    either: ``finish_reason`` is ERROR and ``error`` is a message for the client.
     """
 
     request_id: str
@@ -25,6 +27,7 @@ class StepOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
     logprobs: TokenLogprobs | None = None  # if the request's parameters ask for them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: str | None = None
 
 
@@ -43,17 +46,25 @@ class OutputStream:
         self.has_stops = bool(request.params.stop)
         self.stops = StopChecker(request.params.stop)
         self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids
+        self.stop_ids = frozenset(request.params.stop_token_ids)
+        self.min_tokens = request.params.min_tokens
         self.limit = min(request.params.max_new_tokens, max_seq_len - len(request.prompt_ids))
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
-        """Append the next output token and return what it adds."""
+        """Append the next output token and return what it adds.
+
+        No stop string is searched in the text of the first ``min_tokens`` tokens, as in vLLM.
+        """
         self.num_tokens += 1
         reason = None
-        if token_id in self.eos_ids:
+        may_stop = self.num_tokens > self.min_tokens
+        if may_stop and token_id in self.eos_ids:
             text, reason = self._rest(), FinishReason.EOS
+        elif may_stop and token_id in self.stop_ids:
+            text, reason = self._rest(), FinishReason.STOP
         else:
             text = self.decoder.push(token_id)
-            if self.has_stops:
+            if self.has_stops and may_stop:
                 text = self.stops.push(text)
             if self.stops.matched is None and self.num_tokens >= self.limit:
                 text, reason = text + self._rest(), FinishReason.LENGTH
@@ -61,6 +72,11 @@ class OutputStream:
             reason = FinishReason.STOP
         self.has_ended = reason is not None
         return StepOutput(self.request_id, token_id, text, reason, self.stops.matched, logprobs)
+
+    def end(self) -> StepOutput:
+        """The output of a request that generates nothing, once its prompt is computed."""
+        self.has_ended = True
+        return StepOutput(self.request_id, None, "", FinishReason.LENGTH)
 
     def _rest(self) -> str:
         """The text held back until now; it may still complete a stop string."""

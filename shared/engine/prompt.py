@@ -11,20 +11,23 @@ from shared.errors import QueueFullError, RequestError
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -> list[int]:
     """The ids as a list; raises RequestError if the prompt is empty, too long, or has ids outside the vocabulary."""
-    ids = list(prompt_ids)
-    if not ids:
+    if len(prompt_ids) == 0:
         raise RequestError("The prompt is empty; give at least one token of text or one token id.")
+    if len(prompt_ids) >= max_seq_len:
+        raise _too_long(f"{len(prompt_ids)} tokens", max_seq_len)
+    ids = list(prompt_ids)
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise RequestError(
                 f"The prompt holds the token id {token_id!r}; this model's ids are integers from 0 to {vocab_size - 1}."
             )
-    if len(ids) >= max_seq_len:
-        raise RequestError(
-            f"The prompt has {len(ids)} tokens and a sequence may have {max_seq_len}, output included; shorten the "
-            f"prompt to at most {max_seq_len - 1}, or raise max_seq_len up to the model's limit."
-        )
     return ids
+
+
+def check_length(least_tokens: int, max_seq_len: int) -> None:
+    """Raise RequestError for a text that is too long, from the fewest tokens that it can have."""
+    if least_tokens >= max_seq_len:
+        raise _too_long(f"at least {least_tokens} tokens", max_seq_len)
 
 
 def check_capacity(num_prompt_tokens: int, max_new_tokens: int, max_seq_len: int, request_capacity: int) -> None:
@@ -43,3 +46,10 @@ def check_queue(num_waiting: int, max_waiting_requests: int) -> None:
         raise QueueFullError(
             f"{num_waiting} requests wait and max_waiting_requests is {max_waiting_requests}; try again later."
         )
+
+
+def _too_long(counted: str, max_seq_len: int) -> RequestError:
+    return RequestError(
+        f"The prompt has {counted} and a sequence may have {max_seq_len}, output included; shorten the prompt to at "
+        f"most {max_seq_len - 1}, or raise max_seq_len up to the model's limit."
+    )

@@ -4,6 +4,8 @@ A request holds ids and counts, never tensors, text or queues, so it can be sent
 tokens are the prompt followed by the outputs, and only ``append`` changes them.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,33 +29,40 @@ class RequestStatus(StrEnum):
 class TokenLogprobs:
     """Log-probabilities of a token and of the most likely alternatives, from raw logits, before any logits processor.
 
-    ``top`` holds (token id, log-probability) in descending order; it contains the sampled token only if that is among
-    the most likely.
+    ``top`` holds (token id, log-probability) in descending order: as many as the parameters ask for, and as one more
+    the token itself if it is not among them, as in OpenAI's API. It is empty if they ask for none.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
+_serials = itertools.count()
+
+
 @dataclass(eq=False)
 class Request:
     """One request. ``seed`` is set even if ``params.seed`` is None, so sampling never depends on other requests.
 
-    Requests compare by identity, since an id may be reused.
+    Requests compare by identity, since an id may be reused. ``end_ids`` are the ids that may end its output, of its
+    parameters and of the model (``SamplingParams.end_ids``).
     """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
+    end_ids: tuple[int, ...] = ()
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each output, if params ask for them
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each prompt token, if asked for
     num_computed_tokens: int = 0  # tokens whose keys and values the KV cache holds
     num_scheduled_tokens: int = 0  # computed tokens and those that steps in flight compute; set by the scheduler
     num_pending_tokens: int = 0  # output tokens that steps in flight will sample; set by the scheduler
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
     last_step: int = 0  # the step that computed its last token; set by the scheduler
     error: str | None = None  # why it failed, as a message for the client
+    serial: int = field(default_factory=lambda: next(_serials))  # its number in this process, never reused
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # prompt and output tokens whose ids are known
 
@@ -73,6 +82,14 @@ class Request:
         return num_scheduled < self.num_prompt_tokens or num_scheduled + 1 < self.num_tokens + self.num_pending_tokens
 
     @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether the request must compute its own prompt, because log-probabilities of prompt tokens are missing.
+
+        Cached keys and values of the prompt would not do: its logits are needed.
+        """
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    @property
     def token_ids(self) -> list[int]:
         """Prompt and outputs."""
         return self.prompt_ids + self.output_ids
@@ -87,7 +104,12 @@ class Request:
         if self.params.logprobs is not None:
             self.output_logprobs.append(logprobs)
 
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Keep the log-probabilities of the prompt tokens after ``start``, computed with the token at ``start``."""
+        self.prompt_logprobs = [*(self.prompt_logprobs[: start + 1] or [None]), *logprobs]
+
     def sampling_row(self) -> SamplingRow:
-        """The sampler's inputs for the next token; previous token ids are included only under a repetition penalty."""
-        seen = self.token_ids if self.params.repetition_penalty != 1 else ()
-        return SamplingRow(self.params, self.seed, len(self.output_ids), seen)
+        """The sampler's inputs for the next token. Its ids are the request's own lists, which ``append`` changes."""
+        index = len(self.output_ids)
+        masked_ids = self.end_ids if index < self.params.min_tokens else ()
+        return SamplingRow(self.params, self.seed, index, self.prompt_ids, self.output_ids, masked_ids, self.serial)

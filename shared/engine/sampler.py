@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from shared.cache.layout import Integers
+from shared.engine.penalty_tables import PenaltyTables
 from shared.engine.request import TokenLogprobs
 from shared.engine.staging import Staging
 from shared.kernels.sampler import make_counters, sample
@@ -20,12 +22,17 @@ from shared.sampling.sampler import SamplingBatch, SamplingRow
 
 _PLACES = {
     "temperature": np.float32,
-    "repetition_penalty": np.float32,
     "drawing_rows": np.int64,
     "seeds": np.int64,
     "indices": np.int64,
+    "log_min_p": np.float32,
     "top_k": np.int64,
     "top_p": np.float64,
+    "penalised_rows": np.int64,
+    "count_rows": np.int64,
+    "repetition_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "presence_penalty": np.float32,
 }
 
 
@@ -36,6 +43,7 @@ class SampledTokens:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None  # of each row that requests them; None if none does
     errors: Mapping[int, Exception] = field(default_factory=dict)  # by the index of the sequence in its batch
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by the same index
 
     def __iter__(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
         return zip(self.token_ids, self.logprobs or [None] * len(self.token_ids), strict=True)
@@ -54,25 +62,34 @@ class Draws:
     asking: Mapping[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class PromptDraws:
+    """Some prompt tokens as draws, with log-probabilities of all, and the index in the batch of each one's sequence."""
+
+    sequences: Integers
+    draws: Draws
+
+
 class SamplerOutput:
     """The sampled tokens of a batch, being copied to the host.
 
     Args:
         draws: of the rows in order: in one piece, or in parts after a failure.
         errors: of the failed sequences, by their index in the batch.
+        prompts: the scored prompt tokens, in order.
     """
 
-    def __init__(self, draws: Sequence[Draws], errors: Mapping[int, Exception] | None = None) -> None:
+    def __init__(
+        self,
+        draws: Sequence[Draws],
+        errors: Mapping[int, Exception] | None = None,
+        prompts: Sequence[PromptDraws] = (),
+    ) -> None:
         self.errors = errors or {}
-        self._draws = [  # pinned memory; not valid before the event
-            Draws(
-                part.ids.to("cpu", non_blocking=True),
-                [tensor.to("cpu", non_blocking=True) for tensor in part.logprobs],
-                part.asking,
-            )
-            for part in draws
-        ]
-        self._arrived = torch.cuda.Event() if any(part.ids.is_cuda for part in draws) else None
+        self._draws = [_copied(part) for part in draws]  # pinned memory; not valid before the event
+        self._prompts = [PromptDraws(part.sequences, _copied(part.draws)) for part in prompts]
+        is_cuda = any(part.ids.is_cuda for part in [*draws, *(part.draws for part in prompts)])
+        self._arrived = torch.cuda.Event() if is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
 
@@ -81,18 +98,35 @@ class SamplerOutput:
         if self._arrived is not None:
             self._arrived.synchronize()
         ids = [token_id for part in self._draws for token_id in part.ids.tolist()]
-        if not any(part.asking for part in self._draws):
-            return SampledTokens(ids, None, self.errors)
-        return SampledTokens(ids, [row for part in self._draws for row in _logprobs(part)], self.errors)
+        logprobs = None
+        if any(part.asking for part in self._draws):
+            logprobs = [row for part in self._draws for row in _logprobs(part)]
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for part in self._prompts:
+            for sequence, row in zip(part.sequences.tolist(), _logprobs(part.draws), strict=True):
+                assert row is not None
+                prompts.setdefault(sequence, []).append(row)
+        return SampledTokens(ids, logprobs, self.errors, prompts)
+
+
+def _copied(draws: Draws) -> Draws:
+    """The draws, being copied to the host."""
+    logprobs = [tensor.to("cpu", non_blocking=True) for tensor in draws.logprobs]
+    return Draws(draws.ids.to("cpu", non_blocking=True), logprobs, draws.asking)
 
 
 def _logprobs(draws: Draws) -> list[TokenLogprobs | None]:
     """The log-probabilities of each row; None for rows that request none."""
     logprobs: list[TokenLogprobs | None] = [None] * len(draws.ids)
-    chosen, top, top_ids = (tensor.tolist() for tensor in draws.logprobs) if draws.asking else ([], [], [])
+    if not draws.asking:
+        return logprobs
+    ids = draws.ids.tolist()
+    chosen, top, top_ids = (tensor.tolist() for tensor in draws.logprobs)
     for place, (row, count) in enumerate(draws.asking.items()):
-        likeliest = tuple(zip(top_ids[place][:count], top[place][:count], strict=True))
-        logprobs[row] = TokenLogprobs(chosen[place], likeliest)
+        likeliest = list(zip(top_ids[place][:count], top[place][:count], strict=True))
+        if count > 0 and ids[row] not in top_ids[place][:count]:
+            likeliest.append((ids[row], chosen[place]))
+        logprobs[row] = TokenLogprobs(chosen[place], tuple(likeliest))
     return logprobs
 
 
@@ -103,17 +137,25 @@ class Sampler:
         self.device = device
         self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _PLACES.items()})
         self.counters = make_counters(max_rows, device)
+        self.penalties = PenaltyTables(max_rows, device, self.upload)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
-        """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait."""
-        ids = sample(logits, self._send(SamplingBatch.of(rows)), counters=self.counters)
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Draws:
+        """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait.
+
+        Args:
+            places: the row of each request in the KV cache pool, below ``max_rows``.
+        """
+        self.penalties.enter(rows, places, logits.shape[-1])
+        batch = self._send(SamplingBatch.of(rows, counts=self.penalties.counts, count_rows=places))
+        ids = sample(logits, batch, counters=self.counters)
+        self.penalties.add(rows, places, batch, ids)
         asking = {n: row.params.logprobs for n, row in enumerate(rows) if row.params.logprobs is not None}
         if not asking:
             return Draws(ids)
         chosen = ids
         if len(asking) < len(rows):
-            places = self.upload(torch.tensor(list(asking)))
-            logits, chosen = logits[places], ids[places]
+            numbers = self.upload(torch.tensor(list(asking)))
+            logits, chosen = logits[numbers], ids[numbers]
         return Draws(ids, top_logprobs(logits, chosen, max(asking.values())), asking)
 
     def _send(self, batch: SamplingBatch) -> SamplingBatch:
@@ -122,8 +164,8 @@ class Sampler:
         if not arrays:
             return batch
         sent = self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _PLACES})
-        history = {name: self.upload(array) for name, array in arrays.items() if name not in _PLACES}
-        return dataclasses.replace(batch, **sent, **history)  # type: ignore[arg-type]
+        biases = {name: self.upload(array) for name, array in arrays.items() if name not in _PLACES}
+        return dataclasses.replace(batch, **sent, **biases)  # type: ignore[arg-type]
 
     def upload(self, array: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of any length to the device through pinned memory, without waiting."""

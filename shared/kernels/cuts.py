@@ -17,7 +17,7 @@ draws, rejects tokens that the cuts would remove, and draws again, which does no
 Invariants: as in :mod:`shared.sampling.processors` a token is kept if fewer than k tokens, and less than top-p of the
 probability, are strictly more likely, so ties are kept or removed together. A token's weight ``exp(-distance)`` is an
 integer in units of 2^-44: integer sums do not depend on the order of atomic additions, so the cuts of a row are the
-same in every run and every batch.
+same in every run and every batch. Tokens that min-p removes have no key, so they are neither counted nor summed.
 """
 
 from shared.kernels.arrival import is_last_arrival
@@ -42,11 +42,21 @@ ROW_SUMS = tl.constexpr(ARRIVALS + 3)
 
 
 @triton.jit
-def load_keys(logits, ids, vocabulary, peak, temperature):
-    """The keys of the tokens ``ids``; ``NO_KEY`` past the vocabulary's end."""
+def load_farthest(log_min_p, row):
+    """The largest key that min-p keeps in a row, ``FARTHEST`` without min-p."""
+    farthest = tl.full([], FARTHEST, tl.int32)
+    if log_min_p is not None:
+        farthest = tl.abs(tl.load(log_min_p + row)).to(tl.int32, bitcast=True)
+    return farthest
+
+
+@triton.jit
+def load_keys(logits, ids, vocabulary, peak, temperature, farthest):
+    """The keys of the tokens ``ids``; ``NO_KEY`` for keys above ``farthest`` and past the vocabulary's end."""
     logit = tl.load(logits + ids, mask=ids < vocabulary, other=0.0).to(tl.float32)
     distance = tl.where(logit == peak, 0.0, tl.div_rn(peak - logit, temperature))
-    return tl.where(ids < vocabulary, distance.to(tl.int32, bitcast=True), NO_KEY)
+    keys = distance.to(tl.int32, bitcast=True)
+    return tl.where((ids < vocabulary) & (keys <= farthest), keys, NO_KEY)
 
 
 @triton.jit
@@ -130,7 +140,8 @@ def choose_pivots(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constex
         high = tl.where(of_k, k_high, p_high).to(tl.float32, bitcast=True)
         high = tl.minimum(high, 2 * low + 1)
         distance = low + (high - low) * ((j % share + 1).to(tl.float32) / (share + 1).to(tl.float32))
-        return distance.to(tl.int32, bitcast=True)
+        # If min-p leaves fewer than k tokens, both bounds are infinite and the difference is NaN.
+        return tl.where(distance == distance, distance.to(tl.int32, bitcast=True), FARTHEST)
 
 
 @triton.jit
@@ -138,6 +149,7 @@ def narrow_kernel(
     logits,
     peaks,
     temperatures,
+    log_min_p,
     top_k,
     top_p,
     sums,
@@ -153,7 +165,8 @@ def narrow_kernel(
         sums += row * ROW_SUMS
         pivots = choose_pivots(sums, k, p, vocabulary, top_k is not None, top_p is not None, NARROWING)
         ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature)
+        farthest = load_farthest(log_min_p, row)
+        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature, farthest)
         is_within = keys[None, :] <= pivots[:, None]  # [PIVOTS, BLOCK]
         counts = tl.sum(is_within.to(tl.int32), 1)
         masses = tl.sum(tl.where(is_within, mass_of(keys)[None, :], 0), 1)
@@ -220,6 +233,7 @@ def collect_kernel(
     logits,
     peaks,
     temperatures,
+    log_min_p,
     top_k,
     top_p,
     sums,
@@ -242,7 +256,8 @@ def collect_kernel(
             sums, k, p, vocabulary, ANY_K, ANY_P, NARROWINGS
         )
         ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature)
+        farthest = load_farthest(log_min_p, row)
+        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature, farthest)
         is_open = ((keys > k_low) & (keys <= k_high)) | ((keys > p_low) & (keys <= p_high))
         places = tl.cumsum(is_open.to(tl.int32), 0)
         first = tl.atomic_add(sums + LISTED, tl.sum(is_open.to(tl.int64)), sem="relaxed")

@@ -7,6 +7,9 @@ is divided into blocks of logits, one program each, and the launches run in orde
     narrow, narrow, collect: the top-k and top-p cutoffs of rows that have them, see :mod:`shared.kernels.cuts`
     draw     Gumbel noise for the remaining tokens, and the arg-max
 
+Min-p needs no launch: its cutoff is a distance from the maximum, which is known before. Logit biases and penalties are
+applied before the launches, by PyTorch, to a copy of the logits in a batch that has any.
+
 Invariants: the noise is that of :mod:`shared.sampling.noise`, word by word; divisions and comparisons are those of the
 CPU bit by bit, so only the rounding of exponentials, logarithms and sums differs; ties go to the lowest id; a row's
 token does not depend on other rows; the host reads nothing.
@@ -22,6 +25,7 @@ from shared.kernels.cuts import (
     NARROWINGS,
     ROW_SUMS,
     collect_kernel,
+    load_farthest,
     load_keys,
     load_limits,
     narrow_kernel,
@@ -30,8 +34,7 @@ from shared.kernels.cuts import (
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.sampling import sampler as op
 from shared.sampling.noise import Stream
-from shared.sampling.processors import apply_repetition_penalty, seen_mask
-from shared.sampling.sampler import SamplingBatch
+from shared.sampling.sampler import SamplingBatch, adjust_logits
 
 BLOCK = 1024  # logits per program
 NUM_WARPS = 4
@@ -99,6 +102,7 @@ def draw_kernel(
     temperatures,
     seeds,
     indices,
+    log_min_p,
     top_k,
     top_p,
     cuts,
@@ -117,7 +121,8 @@ def draw_kernel(
     if temperature > 0:  # greedy rows are done
         first_id = tl.program_id(0) * BLOCK
         ids = first_id + tl.arange(0, BLOCK)
-        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature)
+        farthest = load_farthest(log_min_p, row)
+        keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature, farthest)
         is_kept = keys <= FARTHEST
         k, p = load_limits(top_k, top_p, row, vocabulary)
         if cuts is not None and (k < vocabulary) | (p < 1):
@@ -157,11 +162,7 @@ def sample(
         raise ValueError(f"logits have {B} rows, the sampling batch has {batch.num_rows}")
     if V > MAX_VOCABULARY:
         raise ValueError(f"the vocabulary has {V} tokens; the sampler's sums support up to {MAX_VOCABULARY}")
-    if batch.repetition_penalty is not None:
-        assert batch.history_rows is not None
-        assert batch.history_ids is not None
-        seen = seen_mask(batch.history_rows, batch.history_ids, logits.shape)
-        logits = apply_repetition_penalty(logits.float(), seen, batch.repetition_penalty)
+    logits = adjust_logits(logits, batch)
     ids = torch.empty(B, dtype=torch.int64, device=logits.device)
     if B == 0:
         return ids
@@ -193,7 +194,7 @@ def sample(
     )
     if batch.temperature is None:
         return ids
-    limits = (batch.top_k, batch.top_p)
+    limits = (batch.log_min_p, batch.top_k, batch.top_p)
     cuts = None
     if has_cuts:
         rows = (logits, peaks, batch.temperature, *limits, sums)

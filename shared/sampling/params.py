@@ -6,24 +6,42 @@ Python values, so no later stage validates again.
 
 import math
 import numbers
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from reprlib import repr as short_repr
+from typing import Any
 
 from shared.errors import RequestError
 
 MAX_SEED = 2**64 - 1  # a Philox key is 64 bits
 MAX_LOGPROBS = 20  # maximum number of top log-probabilities per token, as in the OpenAI API
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0  # as in the OpenAI API
+MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, as in the OpenAI API
+MAX_STOP_TOKEN_IDS = 128
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are sampled, and when it finishes.
 
-    ``temperature`` 0 takes the most likely token; ``top_p`` 1, ``top_k`` None and ``repetition_penalty`` 1 change
-    nothing. ``max_new_tokens`` counts generated tokens. ``stop`` holds strings that end the output (a single string may
-    be given directly). ``seed`` None lets the engine choose one. ``ignore_eos`` generates past end-of-sequence ids.
-    ``logprobs`` requests the log-probability of each sampled token and of that many most likely tokens (0: of the
-    sampled token alone; None: none), computed from raw logits; engines that serve one request at a time omit them.
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_p, top_k, min_p: limits of the draw; 1, None and 0 keep every token.
+        repetition_penalty: of tokens of the prompt and the output; 1 changes nothing.
+        presence_penalty, frequency_penalty: of tokens of the output, once and for each occurrence; 0 changes nothing.
+        logit_bias: added to the logits of these token ids. A mapping is stored as pairs in the order of their ids.
+        max_new_tokens: the longest output. 0 generates nothing and needs ``prompt_logprobs``.
+        min_tokens: the number of output tokens before which no end-of-sequence id and no stop ends the output.
+        stop: strings that end the output; a single string may be given directly.
+        stop_token_ids: token ids that end the output, also if ``ignore_eos`` is set.
+        seed: None lets the engine choose one.
+        ignore_eos: generate past end-of-sequence ids.
+        logprobs: report the log-probability of each sampled token and of that many most likely tokens (0: of the
+            sampled token alone; None: none), computed from raw logits.
+        prompt_logprobs: the same of each token of the prompt after the first. Engines that serve one request at a time
+            omit ``logprobs`` and refuse ``prompt_logprobs``.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -32,12 +50,19 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     max_new_tokens: int = 128
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         temperature = _real(
@@ -51,6 +76,8 @@ class SamplingParams:
         )
         top_p = _real("top_p", self.top_p, "a number above 0 and at most 1")
         _require(0 < top_p <= 1, "top_p", self.top_p, "above 0 and at most 1; 1 keeps every token")
+        min_p = _real("min_p", self.min_p, "a number from 0 to 1")
+        _require(0 <= min_p <= 1, "min_p", self.min_p, "from 0 to 1; 0 keeps every token")
         penalty = _real("repetition_penalty", self.repetition_penalty, "a number above 0")
         _require(
             math.isfinite(penalty) and penalty > 0,
@@ -62,27 +89,34 @@ class SamplingParams:
         if self.top_k is not None:
             top_k = _integer("top_k", self.top_k, "an integer of at least 1, or left out for no limit")
             _require(top_k >= 1, "top_k", self.top_k, "at least 1; leave it out for no limit")
+        prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
         max_new_tokens = _integer("max_new_tokens", self.max_new_tokens, "an integer of at least 1")
-        _require(max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        remedy = "at least 1, or 0 together with prompt_logprobs"
+        _require(max_new_tokens >= (prompt_logprobs is None), "max_new_tokens", self.max_new_tokens, remedy)
+        min_tokens = _integer("min_tokens", self.min_tokens, "an integer of at least 0")
+        remedy = f"from 0 to max_new_tokens, which is {max_new_tokens}"
+        _require(0 <= min_tokens <= max_new_tokens, "min_tokens", self.min_tokens, remedy)
         seed = None
         if self.seed is not None:
             seed = _integer("seed", self.seed, "an integer from 0 to 2**64 - 1, or left out for a random one")
             _require(0 <= seed <= MAX_SEED, "seed", self.seed, "from 0 to 2**64 - 1; leave it out for a random one")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = _integer("logprobs", self.logprobs, f"an integer from 0 to {MAX_LOGPROBS}, or left out")
-            remedy = f"from 0 to {MAX_LOGPROBS}, the number of most likely tokens to report; leave it out for none"
-            _require(0 <= logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, remedy)
         values = {
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
+            "min_p": min_p,
             "repetition_penalty": penalty,
+            "presence_penalty": _additive_penalty("presence_penalty", self.presence_penalty),
+            "frequency_penalty": _additive_penalty("frequency_penalty", self.frequency_penalty),
+            "logit_bias": _logit_bias(self.logit_bias),
             "max_new_tokens": max_new_tokens,
+            "min_tokens": min_tokens,
             "stop": _stop_strings(self.stop),
+            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "seed": seed,
-            "logprobs": logprobs,
+            "logprobs": _num_logprobs("logprobs", self.logprobs),
+            "prompt_logprobs": prompt_logprobs,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # converted to plain int, float and tuple
@@ -92,14 +126,48 @@ class SamplingParams:
         """Whether every token is the arg-max, without randomness."""
         return self.temperature == 0
 
+    @cached_property
+    def has_penalties(self) -> bool:
+        """Whether tokens that have occurred are penalised."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @cached_property
+    def adjusts_logits(self) -> bool:
+        """Whether logits are biased or penalised, which changes also what is most likely."""
+        return self.has_penalties or bool(self.logit_bias)
+
+    def end_ids(self, eos_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+        """The ids that ``min_tokens`` masks: ``stop_token_ids`` and, as in vLLM also with ``ignore_eos``, those of
+        ``eos_ids`` that are in the vocabulary. Raises RequestError as ``check_token_ids`` does.
+        """
+        self.check_token_ids(vocab_size)
+        return tuple(token_id for token_id in {*eos_ids, *self.stop_token_ids} if token_id < vocab_size)
+
+    def refuse(self, field: str, first_phase: str) -> None:
+        """Raise RequestError if a field is set that engines before ``first_phase`` do not support."""
+        value = getattr(self, field)
+        remedy = f"left out: this engine does not compute it, and phase {first_phase} is the first that does"
+        _require(value is None, field, value, remedy)
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raise RequestError if ``logit_bias`` or ``stop_token_ids`` has an id outside the vocabulary."""
+        for field, ids in (("logit_bias", dict(self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
+            largest = max(ids, default=0)
+            remedy = f"ids of this model's vocabulary, from 0 to {vocab_size - 1}"
+            _require(largest < vocab_size, field, largest, remedy)
+
 
 def _require(is_valid: bool, field: str, value: object, remedy: str) -> None:
     if not is_valid:
         raise RequestError(f"{field} is {short_repr(value)}; it must be {remedy}.")
 
 
+def _is(kind: type, value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def _real(field: str, value: object, remedy: str) -> float:
-    _require(isinstance(value, numbers.Real) and not isinstance(value, bool), field, value, remedy)
+    _require(_is(numbers.Real, value), field, value, remedy)
     try:
         return float(value)  # type: ignore[arg-type]
     except OverflowError:  # an integer beyond the range of floats
@@ -107,8 +175,49 @@ def _real(field: str, value: object, remedy: str) -> float:
 
 
 def _integer(field: str, value: object, remedy: str) -> int:
-    _require(isinstance(value, numbers.Integral) and not isinstance(value, bool), field, value, remedy)
+    _require(_is(numbers.Integral, value), field, value, remedy)
     return int(value)  # type: ignore[call-overload]
+
+
+def _additive_penalty(field: str, value: object) -> float:
+    remedy = f"a number from -{MAX_PENALTY:g} to {MAX_PENALTY:g}, where 0 means no penalty"
+    penalty = _real(field, value, remedy)
+    _require(-MAX_PENALTY <= penalty <= MAX_PENALTY, field, value, remedy)
+    return penalty
+
+
+def _num_logprobs(field: str, value: object) -> int | None:
+    if value is None:
+        return None
+    number = _integer(field, value, f"an integer from 0 to {MAX_LOGPROBS}, or left out")
+    remedy = f"from 0 to {MAX_LOGPROBS}, the number of most likely tokens to report; leave it out for none"
+    _require(0 <= number <= MAX_LOGPROBS, field, value, remedy)
+    return number
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    remedy = f"a mapping of token ids, from 0 on, to numbers from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+    are_pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    _require(isinstance(value, Mapping) or are_pairs, "logit_bias", value, remedy)
+    biases = {}
+    for token_id, bias in dict(value).items():  # type: ignore[call-overload]
+        is_valid = _is(numbers.Integral, token_id) and _is(numbers.Real, bias)
+        is_valid = is_valid and token_id >= 0 and abs(bias) <= MAX_LOGIT_BIAS
+        _require(is_valid, "logit_bias", {token_id: bias}, remedy)
+        biases[int(token_id)] = float(bias)
+    _require(len(biases) <= MAX_LOGIT_BIASES, "logit_bias", value, f"of at most {MAX_LOGIT_BIASES} token ids")
+    return tuple(sorted(biases.items()))
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    remedy = f"a list of at most {MAX_STOP_TOKEN_IDS} token ids, which are integers from 0 on"
+    _require(isinstance(value, tuple | list), "stop_token_ids", value, remedy)
+    ids: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
+    is_valid = len(ids) <= MAX_STOP_TOKEN_IDS and all(
+        _is(numbers.Integral, token_id) and token_id >= 0 for token_id in ids
+    )
+    _require(is_valid, "stop_token_ids", value, remedy)
+    return tuple(map(int, ids))
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:

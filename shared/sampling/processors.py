@@ -1,7 +1,9 @@
 """Logits processors: pure functions applied to logits before the draw. Introduced in phase 2.
 
-Order: grammar mask and penalties, temperature, top-k, top-p, draw. Each function takes float32 logits [B, V] with one
-parameter per row, returns new logits and sets removed tokens to -inf. Invariant: the arguments are never mutated.
+Order, as in vLLM: logit bias, mask of the ids that ``min_tokens`` forbids, repetition penalty, frequency and presence
+penalty, temperature, min-p, top-k, top-p, draw. (transformers applies min-p last, after top-p.) Each function takes
+float32 logits [B, V] with one parameter per row, returns new logits and sets removed tokens to -inf. Invariant: the
+arguments are never mutated.
 
 Top-k and top-p are defined by values ("strictly more likely"), not by ranks in a sorted list: tied tokens are kept or
 removed together, and every device agrees, whatever order its sort gives to ties. At least one token is always kept.
@@ -21,18 +23,25 @@ def apply_repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: 
 
     Args:
         logits: float32 [B, V].
-        seen: bool [B, V], True for the ids of the row's prompt and output (``seen_mask``).
+        seen: bool [B, V], True for the ids of the row's prompt and output.
         penalty: float32 [B]; above 1 discourages repeats, 1 leaves the row unchanged.
     """
     penalty = penalty[:, None]
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def seen_mask(rows: torch.Tensor, ids: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A bool mask [B, V] that is True at (rows[i], ids[i]): the mask of a ragged token history."""
-    mask = torch.zeros(shape, dtype=torch.bool, device=ids.device)
-    mask[rows, ids] = True
-    return mask
+def apply_output_penalties(
+    logits: torch.Tensor, counts: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor
+) -> torch.Tensor:
+    """Make tokens of the output so far less likely, as OpenAI and vLLM do; the prompt does not count.
+
+    Args:
+        logits: float32 [B, V].
+        counts: int32 [B, V], how often each id occurs in the row's output.
+        frequency: float32 [B], subtracted for each occurrence.
+        presence: float32 [B], subtracted once from an id that occurs.
+    """
+    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
 
 def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -47,6 +56,16 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     scaled = (logits - peak).div_(temperature[:, None])
     return scaled.masked_fill_(logits == peak, 0.0)  # also where 0 / 0 or inf - inf would be NaN
     # end exercise
+
+
+def apply_min_p(logits: torch.Tensor, log_min_p: torch.Tensor) -> torch.Tensor:
+    """Keep a token if it is at least ``min_p`` times as likely as the most likely token (arXiv 2407.01082).
+
+    Args:
+        logits: float32 [B, V] with a maximum of 0, as ``apply_temperature`` leaves them.
+        log_min_p: float32 [B], the logarithm of min_p; -inf leaves the row unchanged.
+    """
+    return logits.masked_fill(logits < log_min_p[:, None], -torch.inf)
 
 
 def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, largest: int | None = None) -> torch.Tensor:

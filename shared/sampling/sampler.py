@@ -5,39 +5,42 @@ row needs and takes the arg-max of logits plus Gumbel noise. Invariants: the inp
 is float32 whatever their dtype, and a row's token is the same in every batch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
 from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
 from shared.sampling.processors import (
+    apply_min_p,
+    apply_output_penalties,
     apply_repetition_penalty,
     apply_temperature,
     apply_top_k,
     apply_top_p,
-    seen_mask,
 )
+from shared.sampling.token_counts import TokenCounts
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 _FLOAT32 = torch.finfo(torch.float32)
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One row of a step: its sampling parameters, its seed, and its index in the request.
 
-    ``index`` counts generated tokens from 0 and selects the noise. ``token_ids`` are the ids of prompt and output so
-    far; they are read only under a repetition penalty.
+    ``index`` counts generated tokens from 0 and selects the noise. Only penalties read the ids of prompt and output.
     """
 
     params: SamplingParams
     seed: int
-    index: int
-    token_ids: Sequence[int]
+    index: int  # type: ignore[assignment]  # a tuple's method of this name is not needed
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    masked_ids: Sequence[int] = ()  # must not be drawn: what ends the output before min_tokens
+    serial: int = 0  # of the request
 
 
 @dataclass(frozen=True)
@@ -49,28 +52,39 @@ class SamplingBatch:
     drawing_rows: torch.Tensor | None = None  # int64 [n], the rows that draw; None: all of them, or none
     seeds: torch.Tensor | None = None  # int64 [B]; set with temperature, as is indices
     indices: torch.Tensor | None = None  # int64 [B]
+    log_min_p: torch.Tensor | None = None  # float32 [B], -inf for a row without min_p
     top_k: torch.Tensor | None = None  # int64 [B], above max_top_k for a row without a limit
     max_top_k: int | None = None  # the largest limit in top_k
     top_p: torch.Tensor | None = None  # float64 [B]
-    repetition_penalty: torch.Tensor | None = None  # float32 [B]
-    history_rows: torch.Tensor | None = (
-        None  # int64 [n], set with repetition_penalty: token history_ids[i] occurred ...
-    )
-    history_ids: torch.Tensor | None = None  # int64 [n] ... in row history_rows[i]
+    bias_rows: torch.Tensor | None = None  # int64 [n]: the logit of bias_ids[i] in row bias_rows[i] ...
+    bias_ids: torch.Tensor | None = None  # int64 [n]; set with bias_rows, as is biases; a pair occurs once
+    biases: torch.Tensor | None = None  # float32 [n] ... gets biases[i] added; -inf masks the token
+    penalised_rows: torch.Tensor | None = None  # int64 [p], rows with a penalty; set with the fields below
+    repetition_penalty: torch.Tensor | None = None  # float32 [p]
+    frequency_penalty: torch.Tensor | None = None  # float32 [p]
+    presence_penalty: torch.Tensor | None = None  # float32 [p]
+    count_rows: torch.Tensor | None = None  # int64 [p], the row of ``counts`` that each penalised row reads
+    counts: TokenCounts | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingRow], *, device: torch.device | str | None = None) -> Self:
-        """The arrays for ``rows``, in their order, on ``device`` (None: the CPU)."""
+    def of(
+        cls,
+        rows: Sequence[SamplingRow],
+        *,
+        counts: TokenCounts | None = None,
+        count_rows: Sequence[int] = (),
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """The arrays for ``rows``, in their order, on ``device`` (None: the CPU).
+
+        Args:
+            counts: tables that hold the tokens of the rows with a penalty; None makes tables of their ids.
+            count_rows: the row of ``counts`` for each row.
+        """
         params = [row.params for row in rows]
-        batch: dict[str, torch.Tensor | int | None] = {}
-        penalties = [p.repetition_penalty for p in params]
-        if any(penalty != 1 for penalty in penalties):
-            seen = [row.token_ids if row.params.repetition_penalty != 1 else () for row in rows]
-            lengths = torch.tensor([len(ids) for ids in seen])
-            # Outside float32's normal range a penalty becomes 0 or inf, and logits NaN.
-            batch["repetition_penalty"] = _float32(penalties, _FLOAT32.tiny, device)
-            batch["history_rows"] = torch.arange(len(rows)).repeat_interleave(lengths).to(device)
-            batch["history_ids"] = torch.tensor(list(chain.from_iterable(seen)), dtype=torch.int64, device=device)
+        batch: dict[str, torch.Tensor | TokenCounts | int | None] = {}
+        if any(row.masked_ids or row.params.adjusts_logits for row in rows):
+            batch = {**_biases(rows, device), **_penalties(rows, counts, count_rows, device)}
         drawing = [b for b, p in enumerate(params) if not p.is_greedy]
         if drawing:
             batch["temperature"] = _float32([p.temperature for p in params], 0.0, device)
@@ -78,6 +92,9 @@ class SamplingBatch:
             batch["indices"] = torch.tensor([row.index for row in rows], device=device)
             if len(drawing) < len(rows):
                 batch["drawing_rows"] = torch.tensor(drawing, device=device)
+            if any(params[b].min_p > 0 for b in drawing):
+                logs = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+                batch["log_min_p"] = torch.tensor(logs, dtype=torch.float32, device=device)
             limits = [params[b].top_k for b in drawing]
             if any(k is not None for k in limits):
                 batch["max_top_k"] = min(max(k for k in limits if k is not None), _INT64_MAX - 1)
@@ -85,6 +102,48 @@ class SamplingBatch:
             if any(params[b].top_p < 1 for b in drawing):
                 batch["top_p"] = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
         return cls(len(rows), **batch)  # type: ignore[arg-type]
+
+
+def _biases(rows: Sequence[SamplingRow], device: torch.device | str | None) -> dict[str, torch.Tensor]:
+    found = [
+        (b, token_id, bias)
+        for b, row in enumerate(rows)
+        for token_id, bias in {**dict(row.params.logit_bias), **dict.fromkeys(row.masked_ids, -math.inf)}.items()
+    ]
+    if not found:
+        return {}
+    bias_rows, ids, biases = zip(*found, strict=True)
+    return {
+        "bias_rows": torch.tensor(bias_rows, device=device),
+        "bias_ids": torch.tensor(ids, device=device),
+        "biases": torch.tensor(biases, dtype=torch.float32, device=device),
+    }
+
+
+def _penalties(
+    rows: Sequence[SamplingRow],
+    counts: TokenCounts | None,
+    count_rows: Sequence[int],
+    device: torch.device | str | None,
+) -> dict[str, torch.Tensor | TokenCounts]:
+    penalised = [b for b, row in enumerate(rows) if row.params.has_penalties]
+    if not penalised:
+        return {}
+    if counts is None:
+        histories = [(rows[b].prompt_ids, rows[b].output_ids) for b in penalised]
+        counts, chosen = TokenCounts.of(histories, device=device), list(range(len(penalised)))
+    else:
+        chosen = [count_rows[b] for b in penalised]
+    params = [rows[b].params for b in penalised]
+    return {
+        "penalised_rows": torch.tensor(penalised, device=device),
+        # Outside float32's normal range a repetition penalty becomes 0 or inf, and logits NaN.
+        "repetition_penalty": _float32([p.repetition_penalty for p in params], _FLOAT32.tiny, device),
+        "frequency_penalty": torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32, device=device),
+        "presence_penalty": torch.tensor([p.presence_penalty for p in params], dtype=torch.float32, device=device),
+        "count_rows": torch.tensor(chosen, device=device),
+        "counts": counts,
+    }
 
 
 def _float32(values: Sequence[float], smallest: float, device: torch.device | str | None) -> torch.Tensor:
@@ -95,8 +154,8 @@ def _float32(values: Sequence[float], smallest: float, device: torch.device | st
 def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Stream.DRAW) -> torch.Tensor:
     """Sample a token for every row.
 
-    Greedy rows take the exact arg-max of the penalised logits, the lowest id among equals. Other rows draw from the
-    softmax of the filtered, temperature-scaled logits by the Gumbel-max trick.
+    Greedy rows take the exact arg-max of the logits that ``adjust_logits`` returns, the lowest id among equals. Other
+    rows draw from the softmax of these logits, scaled by the temperature and filtered, by the Gumbel-max trick.
 
     Args:
         logits: [B, V] in any float dtype; not mutated.
@@ -111,11 +170,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
     """
     if logits.shape[0] != batch.num_rows:
         raise ValueError(f"logits have {logits.shape[0]} rows, the sampling batch has {batch.num_rows}")
-    if batch.repetition_penalty is not None:
-        assert batch.history_rows is not None
-        assert batch.history_ids is not None
-        seen = seen_mask(batch.history_rows, batch.history_ids, logits.shape)
-        logits = apply_repetition_penalty(logits.float(), seen, batch.repetition_penalty)
+    logits = adjust_logits(logits, batch)
     if batch.temperature is None:
         return logits.argmax(-1)
     if batch.drawing_rows is None:
@@ -125,11 +180,47 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
     return ids
 
 
+def adjust_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Apply logit biases, masks and penalties: what greedy rows obey too.
+
+    Args:
+        logits: [B, V] in any float dtype; not mutated.
+        batch: the parameters of the B rows, on the same device.
+
+    Returns:
+        float32 [B, V]; ``logits`` itself if no row has any of these.
+    """
+    if batch.biases is None and batch.counts is None:
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    if batch.biases is not None:
+        assert batch.bias_rows is not None
+        assert batch.bias_ids is not None
+        biased = logits[batch.bias_rows, batch.bias_ids] + batch.biases
+        # A masked token's logit is replaced: if it were +inf, the sum would be NaN.
+        biased = torch.where(batch.biases == -torch.inf, batch.biases, biased)
+        logits[batch.bias_rows, batch.bias_ids] = biased
+    if batch.counts is not None:
+        assert batch.count_rows is not None
+        assert batch.repetition_penalty is not None
+        assert batch.frequency_penalty is not None
+        assert batch.presence_penalty is not None
+        num_outputs = batch.counts.in_output[batch.count_rows]  # [p, columns of the tables]
+        seen = batch.counts.in_prompt[batch.count_rows] | (num_outputs > 0)
+        columns = slice(num_outputs.shape[1])
+        rows = apply_repetition_penalty(logits[batch.penalised_rows, columns], seen, batch.repetition_penalty)
+        rows = apply_output_penalties(rows, num_outputs, batch.frequency_penalty, batch.presence_penalty)
+        logits[batch.penalised_rows, columns] = rows
+    return logits
+
+
 def _draw(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice, stream: Stream) -> torch.Tensor:
     assert batch.temperature is not None
     assert batch.seeds is not None
     assert batch.indices is not None
     scores = apply_temperature(logits.float(), batch.temperature[rows])
+    if batch.log_min_p is not None:
+        scores = apply_min_p(scores, batch.log_min_p[rows])
     if batch.top_k is not None:
         scores = apply_top_k(scores, batch.top_k[rows], batch.max_top_k)
     if batch.top_p is not None:

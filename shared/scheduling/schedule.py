@@ -22,7 +22,9 @@ Integers = NDArray[np.int64]
 class Scheduled(NamedTuple):
     """One request's part of a step, which computes its tokens ``[start, start + num_tokens)``.
 
-    The last ``num_drafts`` of them are draft tokens. The step computes logits for the last ``num_logit_rows``.
+    The last ``num_drafts`` of them are draft tokens. The step samples a token from the logits of each of the last
+    ``num_logit_rows``. It also computes the log-probabilities of the prompt tokens that follow the first
+    ``num_prompt_logprobs``, from logits of which only a few rows exist at a time.
     """
 
     request: Request
@@ -30,6 +32,7 @@ class Scheduled(NamedTuple):
     num_tokens: int
     num_drafts: int = 0
     num_logit_rows: int = 1
+    num_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Scheduler(ABC):
         Results for a request that has finished or was preempted meanwhile are dropped.
         """
         tokens = iter(sampled)
-        for number, (request, start, num_tokens, _, num_logit_rows) in enumerate(schedule):
+        for number, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
             error = sampled.errors.get(number)
             drawn = list(islice(tokens, num_logit_rows)) if error is None else []
             if request.status is RequestStatus.RUNNING and request.num_computed_tokens == start:
@@ -80,6 +80,8 @@ class Scheduler(ABC):
                     request.num_computed_tokens += num_tokens
                     request.num_pending_tokens -= len(drawn)
                     request.last_step = schedule.step
+                    if request.needs_prompt_logits:
+                        request.add_prompt_logprobs(start, sampled.prompt_logprobs.get(number, ()))
                     for token_id, logprobs in drawn:
                         request.append(token_id, logprobs)
             if self.ending and request in self.ending and request.num_scheduled_tokens == start + num_tokens:
@@ -157,7 +159,9 @@ class Scheduler(ABC):
         return [
             request
             for request in self.running.values()
-            if not request.is_prefilling and (request.num_pending_tokens == 0 or not self._is_complete(request))
+            if not request.is_prefilling
+            and request.num_unscheduled_tokens > 0
+            and (request.num_pending_tokens == 0 or not self._is_complete(request))
         ]
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
@@ -166,12 +170,13 @@ class Scheduler(ABC):
         return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
 
     def _grant(self, request: Request, num_tokens: int) -> Scheduled:
-        """Schedule the next ``num_tokens`` tokens of a request; a token is sampled if none remains."""
-        is_sampled = num_tokens == request.num_unscheduled_tokens
-        entry = Scheduled(request, request.num_scheduled_tokens, num_tokens, num_logit_rows=int(is_sampled))
+        """Schedule a request's next ``num_tokens`` tokens; a token is sampled if none is left and it generates any."""
+        start, is_last = request.num_scheduled_tokens, num_tokens == request.num_unscheduled_tokens
+        num_sampled = int(is_last and request.params.max_new_tokens > 0)
+        num_left = max(0, request.num_prompt_tokens - 1 - start) if request.needs_prompt_logits else 0
         request.num_scheduled_tokens += num_tokens
-        request.num_pending_tokens += is_sampled
-        return entry
+        request.num_pending_tokens += num_sampled
+        return Scheduled(request, start, num_tokens, 0, num_sampled, min(num_tokens, num_left))
 
     def _is_complete(self, request: Request) -> bool:
         """Whether the request has reached its maximum length, tokens in flight included."""

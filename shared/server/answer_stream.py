@@ -87,7 +87,7 @@ class AnswerStream:
         self._wake()
 
     def refuse(self, error: ApiError) -> None:
-        """End with an error because the engine refused the request."""
+        """End with an error because the engine refused the request, or has stopped."""
         if self.is_open:
             self._end(FinishReason.ERROR, time.perf_counter(), error)
 

@@ -1,7 +1,7 @@
 """The ASGI application: an engine's client, the routes and the middleware. Introduced in phase 4.
 
-Invariant: the middleware around a route is, from the outside in, the log, the API key, the limits of the body. So every
-refusal is logged, and the body of a request without the key is never read.
+Invariant: the middleware around a route is, from the outside in, the log, the hosts, the API key, the limits of the
+body. So every refusal is logged, and the body of a request without the key is never read.
 """
 
 import time
@@ -17,17 +17,17 @@ from shared.server.engine_loop import EngineHandle
 from shared.server.errors import ErrorBody, install
 from shared.server.intake import Intake
 from shared.server.metrics import ServerMetrics
-from shared.server.middleware import ApiKey, BodyLimit, RequestLog
+from shared.server.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
 from shared.server.settings import ServerConfig
 
 _STATUSES = {
-    400: "not JSON, or a field is missing",
+    400: "not JSON, a field is missing, or the host is not allowed",
     401: "the API key is missing or wrong",
     408: "the body did not arrive in time, or the client did not read the answer",
-    413: "the body is too long",
+    413: "the body is too long, or holds too many values",
     422: "an invalid value",
     500: "the engine failed",
-    503: "the queue is full, or the server is shutting down",
+    503: "the queue is full, too many connections are open, or the server is shutting down",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text} for status, text in _STATUSES.items()
@@ -38,7 +38,7 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     """Make the application; its lifespan starts and stops the engine loop."""
     metrics = ServerMetrics(config.model_name)
     client = EngineClient(handle, metrics, config)
-    metrics.watch(lambda: client.load)
+    metrics.watch(lambda: client.load, lambda: client.is_alive)
     intake = Intake(handle, client, config)
 
     @asynccontextmanager
@@ -65,8 +65,12 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     install(app)
     for part in (completions, chat, status, pages):
         app.include_router(part.router)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.body_timeout)
+    app.add_middleware(
+        BodyLimit, max_bytes=config.max_body_bytes, seconds=config.body_timeout, stopping=intake.stopping
+    )
     if config.api_key is not None:
         app.add_middleware(ApiKey, key=config.api_key)
+    if config.allowed_hosts:
+        app.add_middleware(AllowedHosts, hosts=config.allowed_hosts)
     app.add_middleware(RequestLog, metrics=metrics)
     return app

@@ -192,9 +192,14 @@ class EngineClient:
                 self._observer.on_end(stream)
 
     def _crashed(self, cause: str) -> None:
+        """End every open request with an error; an engine that has stopped has no load."""
         self.crash = cause
+        self.load = dataclasses.replace(self.load, num_running=0, num_waiting=0, kv_usage=0.0)
         error = ApiError(500, "engine_error", "The engine has stopped after an error; see the server's log.")
-        self.end_all(error)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.refuse(error)
+            self._observer.on_end(stream)
         for asked in self._questions.values():
             if not asked.done():
                 asked.set_exception(error)

@@ -110,7 +110,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ValueError):
         return invalid(str(cause), param=param)
-    shown = repr(first.get("input"))
+    value = first.get("input")
+    value = value[:_SHOWN] if isinstance(value, str | list) else value
+    shown = repr(value)
     shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
     said = first["msg"][:1].lower() + first["msg"][1:]
     return invalid(f"{param} is {shown}; {said}.", param=param)

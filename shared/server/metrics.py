@@ -104,8 +104,9 @@ class ServerMetrics:
             "infer:http_requests", "HTTP requests, by route and status.", ["handler", "status"], registry=self.registry
         )
 
-    def watch(self, load: Callable[[], Any]) -> None:
-        """Read the gauges from ``load``, which returns an ``EngineLoad``, at each scrape."""
+    def watch(self, load: Callable[[], Any], is_alive: Callable[[], bool]) -> None:
+        """Read the gauges from ``load``, which returns an ``EngineLoad``, and ``is_alive``, at each scrape."""
+        self._gauge("infer:engine_alive", "1 while the engine runs, 0 after it has stopped.", is_alive)
         self._gauge("infer:num_requests_running", "Running requests.", lambda: load().num_running)
         self._gauge("infer:num_requests_waiting", "Waiting requests.", lambda: load().num_waiting)
         self._gauge("infer:kv_cache_usage_perc", "KV cache usage; 1 is 100 percent.", lambda: load().kv_usage)

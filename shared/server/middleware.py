@@ -1,4 +1,4 @@
-"""Middleware: request ids, the log, the API key, the limits of a body. Introduced in phase 4.
+"""Middleware: request ids, the log, the hosts, the API key, the limits of a body. Introduced in phase 4.
 
 Plain ASGI, since thousands of frames of a stream pass through it. Invariant: every HTTP request is logged and counted
 once, however it ends.
@@ -10,6 +10,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,10 @@ from shared.server.metrics import ServerMetrics
 
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 """A valid `X-Request-Id` of a client; any other is replaced."""
+MAX_VALUES, MAX_KEYS = 2**17, 2**13
+"""Most values (a token id is one) and keys of a JSON body."""
+_BIG = 2**15
+_PORT = re.compile(r":\d*$")
 _QUIET = ("health", "metrics", "page", "memory")
 _GUARDED = ("/v1/", "/debug/")
 _HANDLERS = {
@@ -95,12 +100,12 @@ class ApiKey:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
-        self.wanted = f"Bearer {key}".encode()
+        self.key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.wanted):
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.key):
                 message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
                 headers = {"WWW-Authenticate": "Bearer"}
                 error = ApiError(401, "invalid_api_key", message, headers=headers)
@@ -109,16 +114,47 @@ class ApiKey:
         await self.app(scope, receive, send)
 
 
-class BodyLimit:
-    """Refuses a body that is too long or does not arrive in time, so memory and connections are not held by it.
+class AllowedHosts:
+    """Refuses requests whose header ``Host`` names none of ``hosts``; ``*.example.com`` names every subdomain.
 
-    Starlette's own limit answers in plain text where the length is announced, not with the body of an API error.
+    A page of another site can reach a server on this machine under a name of its own that it resolves to 127.0.0.1;
+    the header then tells. Starlette's TrustedHostMiddleware refuses with plain text.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self.app = app
+        self.names = {host.lower() for host in hosts if not host.startswith("*.")}
+        self.suffixes = tuple(host[1:].lower() for host in hosts if host.startswith("*."))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            if len(given) != 1 or not self._allows(_PORT.sub("", given[0]).lower()):
+                message = f"The header Host is {', '.join(given)[:80]!r}, which this server does not answer to."
+                await ApiError(400, "invalid_host", message).response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _allows(self, host: str) -> bool:
+        return host in self.names or host.endswith(self.suffixes)
+
+
+class BodyLimit:
+    """Refuses a body that is too long, too complex, or does not arrive in time.
+
+    Starlette's own limit answers in plain text where the length is announced, not with the body of an API error.
+
+    Parsing and validating a body holds Python's lock. A body of more than ``_BIG`` bytes waits for a turn of the event
+    loop of its own, so that other clients get theirs between two such bodies; its values and keys are bounded, because
+    their number and not the number of bytes is what takes time.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, stopping: Callable[[], ApiError | None]) -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.seconds = seconds
+        self.stopping = stopping
+        self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -129,7 +165,7 @@ class BodyLimit:
             await self._too_large().response()(scope, receive, send)
             return
         deadline = asyncio.get_running_loop().time() + self.seconds
-        num_bytes, is_complete = 0, False
+        num_bytes, pieces, is_complete = 0, list[bytes](), False
 
         async def receive_within_limits() -> Message:
             nonlocal num_bytes, is_complete
@@ -141,10 +177,19 @@ class BodyLimit:
             except TimeoutError:
                 said = f"The body did not arrive within {self.seconds:g} seconds."
                 raise ApiError(408, "body_timeout", said, headers={"Connection": "close"}) from None
-            num_bytes += len(message.get("body", b""))
+            pieces.append(message.get("body", b""))
+            num_bytes += len(pieces[-1])
             if num_bytes > self.max_bytes:
                 raise self._too_large()
             is_complete = not message.get("more_body", False)
+            if not is_complete and (stopping := self.stopping()) is not None:
+                raise stopping
+            if is_complete:
+                if num_bytes > _BIG:
+                    async with self._turn:
+                        await asyncio.sleep(0)
+                _check_json(b"".join(pieces))
+                pieces.clear()
             return message
 
         await self.app(scope, receive_within_limits, send)
@@ -152,6 +197,24 @@ class BodyLimit:
     def _too_large(self) -> ApiError:
         said = f"The body is longer than {self.max_bytes} bytes, the limit of this server."
         return ApiError(413, "body_too_large", said, headers={"Connection": "close"})
+
+
+def _check_json(body: bytes) -> None:
+    """Raise ApiError if a JSON text has more than MAX_VALUES values or MAX_KEYS keys, or is not UTF-8, without parsing.
+
+    Commas, colons and opening brackets outside strings are counted; each value but the first comes after one of them.
+    """
+    if b"\0" in body:  # UTF-16 and UTF-32, which json.loads would take; in UTF-8, JSON has no zero byte
+        raise ApiError(400, "invalid_json", "The body is not JSON in UTF-8: it holds a byte 0.")
+    if sum(map(body.count, (b",", b"[", b"{"))) <= MAX_VALUES and body.count(b":") <= MAX_KEYS:
+        return
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quotation mark opens or closes a string
+    if plain.count(b'"') <= 2 * (MAX_VALUES + MAX_KEYS):
+        outside = b"".join(plain.split(b'"')[::2])
+        if sum(map(outside.count, (b",", b"[", b"{"))) <= MAX_VALUES and outside.count(b":") <= MAX_KEYS:
+            return
+    said = f"The body holds more than {MAX_VALUES} values or {MAX_KEYS} keys, the limits of this server."
+    raise ApiError(413, "body_too_complex", said)
 
 
 def _log_request(scope: Scope, record: RequestRecord, handler: str, seconds: float) -> None:

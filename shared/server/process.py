@@ -1,22 +1,30 @@
 """The server process: socket, signals, shutdown. Introduced in phase 4.
 
-Invariants: a port in use is a ConfigError before the model is loaded; after SIGTERM the server refuses new requests,
+Invariants: a port in use is a ConfigError before the model is loaded; there are descriptors for as many connections as
+are allowed, so none is turned away without a line in the log; after SIGTERM the server refuses new requests,
 lets running ones finish until shortly before the end of the grace time, ends the rest with an error event, and exits
 with 0.
 """
 
 import asyncio
+import gc
+import ipaddress
 import logging
+import resource
 import signal
 import socket
+import sys
+from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
+import psutil
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shared.errors import ConfigError
+from shared.server.connection import Connection
 from shared.server.errors import overloaded
 from shared.server.logs import log_event
 from shared.server.settings import ServerConfig
@@ -24,14 +32,11 @@ from shared.server.settings import ServerConfig
 SEND_BUFFER_BYTES = 128 * 2**10
 """The kernel's send buffer of a connection. By default it grows to megabytes, which an unread answer would fill."""
 BACKLOG = 2048
-
-
-class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Gives a response the transport of its connection, so that it can abort it; ASGI has no message for that."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self.app_state: dict[str, Any] = {**self.app_state, "transport": transport}
+SWITCH_INTERVAL = 0.0005
+"""Seconds for which a thread keeps Python's lock while another waits for it. The step of an engine on a thread gives it
+up at each operation, so at Python's own 5 ms it takes seconds while a large body is validated."""
+SPARE_DESCRIPTORS = 64
+"""For files, and for connections that are refused."""
 
 
 class Server(uvicorn.Server):
@@ -41,7 +46,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=partial(Connection, limits=config, metrics=app.state.metrics),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -101,6 +106,28 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def _affordable(wanted: int) -> int:
+    """The connections that the process has descriptors for, at most ``wanted``; raises its limit as far as it may.
+
+    A server without a free descriptor accepts connections only to close them, and learns nothing of them (libuv).
+    """
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = psutil.Process().num_fds() + SPARE_DESCRIPTORS
+    if resource.RLIM_INFINITY not in (most, hard):
+        most = max(most, min(wanted + taken, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most == resource.RLIM_INFINITY or most >= wanted + taken:
+        return wanted
+    allowed = max(1, most - taken)
+    log_event(logging.WARNING, "fewer connections than configured", descriptors=most, max_connections=allowed)
+    return allowed
+
+
+def is_exposed(bound: socket.socket) -> bool:
+    """Whether other machines may reach the socket."""
+    return not ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+
+
 def address_of(bound: socket.socket) -> str:
     """The URL of a bound socket."""
     host, port = bound.getsockname()[:2]
@@ -112,9 +139,14 @@ def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: A
 
     ``described`` is logged when the server is ready.
     """
-    server = Server(app, config)
+    if config.api_key is None and is_exposed(bound):
+        log_event(logging.WARNING, "other machines may send requests: there is no API key (--api-key)")
+    server = Server(app, replace(config, max_connections=_affordable(config.max_connections)))
     bound.listen(BACKLOG)
     log_event(logging.INFO, "ready", url=address_of(bound), **described)
+    gc.collect()
+    gc.freeze()  # a collection then visits what requests allocated, and not every module: 0.1 s less for a large body
+    sys.setswitchinterval(SWITCH_INTERVAL)
     # uvicorn raises the signal again when it is done, for the previous handler; SIGTERM must then have no effect.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:

@@ -8,7 +8,16 @@ gives the same message here, on the command line and in Python.
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
 from shared.sampling.params import MAX_LOGPROBS, SamplingParams
 from shared.server.fields import (
@@ -158,7 +167,7 @@ class ResponseFormat(BaseModel):
 class ChatRequest(SamplingFields):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None

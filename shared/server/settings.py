@@ -1,6 +1,6 @@
 """The settings of a server, without its engine's. Introduced in phase 4.
 
-Invariant: every resource that a client can occupy (a body, unread bytes, a connection's time) has its limit here.
+Invariant: every resource that a client can occupy (a connection, its time, a body, unread bytes) has its limit here.
 """
 
 import math
@@ -10,6 +10,16 @@ from shared.errors import ConfigError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+_COUNTS = (
+    "max_tokens",
+    "max_chat_tokens",
+    "max_body_bytes",
+    "max_connections",
+    "max_head_bytes",
+    "max_url_bytes",
+    "max_unread_bytes",
+    "retry_after",
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,11 @@ class ServerConfig:
     ``plain_events``       `/v1/completions` without event names and with a final ``[DONE]``.
     ``max_body_bytes``     the longest body; a longer one is refused with 413.
     ``body_timeout``       seconds in which a client must send its body.
+    ``max_connections``    open connections, with a request or without; one more is refused with 503.
+    ``head_timeout``       seconds in which a client must send a request's line and headers.
+    ``max_head_bytes``     the longest headers; longer ones are refused with 431.
+    ``max_url_bytes``      the longest URL; a longer one is refused with 414.
+    ``allowed_hosts``      if not empty, the values that the header `Host` may have, ports aside.
     ``max_unread_bytes``   unread bytes of a stream beyond which its request is aborted.
     ``send_timeout``       seconds that a send may block on a client before its connection is aborted.
     ``keep_alive``         seconds of silence after which a stream gets a comment, so that no proxy closes it.
@@ -35,6 +50,11 @@ class ServerConfig:
     max_chat_tokens: int = 512
     max_body_bytes: int = 2 * 2**20
     body_timeout: float = 20.0
+    max_connections: int = 2048
+    head_timeout: float = 10.0
+    max_head_bytes: int = 64 * 2**10
+    max_url_bytes: int = 8 * 2**10
+    allowed_hosts: tuple[str, ...] = ()
     max_unread_bytes: int = 256 * 2**10
     send_timeout: float = 20.0
     keep_alive: float = 15.0
@@ -46,10 +66,10 @@ class ServerConfig:
             raise ConfigError(f"The served model's name is {self.model_name!r}; it must be printable and not empty.")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii() or " " in self.api_key):
             raise ConfigError("The API key must be ASCII, not empty, and without spaces, as a header can carry it.")
-        for name in ("max_tokens", "max_chat_tokens", "max_body_bytes", "max_unread_bytes", "retry_after"):
+        for name in _COUNTS:
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
-        for name in ("body_timeout", "send_timeout", "keep_alive", "grace"):
+        for name in ("body_timeout", "head_timeout", "send_timeout", "keep_alive", "grace"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value} s; it must be above 0 and finite.")

@@ -40,9 +40,13 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    """``live``: no restart is needed. ``ready``: the server accepts requests."""
+    """``live``: no restart is needed. ``ready``: the server accepts requests.
+
+    ``message`` is a sentence if the engine has crashed, else null.
+    """
 
     status: str
+    message: str | None
     live: bool
     ready: bool
     num_requests_running: int
@@ -152,6 +156,7 @@ def _health(request: Request) -> Health:
     status = "ok" if is_ready else "shutting down" if intake.is_draining else "the engine has stopped"
     return Health(
         status=status,
+        message=None if client.crash is None else f"The engine has stopped ({client.crash}); restart the server.",
         live=client.crash is None,
         ready=is_ready,
         num_requests_running=load.num_running,

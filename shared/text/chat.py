@@ -129,7 +129,28 @@ def encode_chat(
     thinking: bool | None = None,
     today: datetime.date | None = None,
 ) -> list[int]:
-    """Token ids of a conversation; BOS comes from the template alone, so it is never doubled.
+    """Token ids of a conversation: those of `chat_parts`, without special tokens added."""
+    parts = chat_parts(
+        tokenizer,
+        messages,
+        template=template,
+        add_generation_prompt=add_generation_prompt,
+        thinking=thinking,
+        today=today,
+    )
+    return [index for part in parts for index in tokenizer.encode(part, add_special_tokens=False)]
+
+
+def chat_parts(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    template: str,
+    add_generation_prompt: bool = True,
+    thinking: bool | None = None,
+    today: datetime.date | None = None,
+) -> list[str]:
+    """The prompt text of a conversation in parts to tokenize one by one; BOS comes from the template alone.
 
     Differences between checkpoints of one family are read from the checkpoint: whether Llama's system turn contains a
     date (see `llama_date`; `today` defaults to the clock), and whether ChatML has SmolLM2's default system message.
@@ -150,7 +171,7 @@ def encode_chat(
         date=llama_date(tokenizer, today or datetime.date.today()) if template == "llama3" else None,
         default_system=own is None or "named SmolLM" in own,
     )
-    return [index for part in text.split(seam) for index in tokenizer.encode(part, add_special_tokens=False)]
+    return text.split(seam)
 
 
 def llama_date(tokenizer: Tokenizer, today: datetime.date) -> str | None:

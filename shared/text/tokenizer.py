@@ -32,6 +32,7 @@ class Tokenizer:
     special_ids    control tokens, which `decode` skips
     chat_template  the Jinja2 source that came with the checkpoint, or None
     decoder        converts token strings to bytes
+    backend        the tokenizers.Tokenizer underneath
     """
 
     def __init__(self, fast: Any, eos_ids: frozenset[int], decoder: TokenDecoder) -> None:
@@ -41,7 +42,7 @@ class Tokenizer:
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         template = fast.chat_template
-        self._backend = backend
+        self.backend = backend
         self._token_bytes: dict[int, bytes] = {}
         self.decoder = decoder
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -83,27 +84,29 @@ class Tokenizer:
         messages). Raises RequestError for a string that is not valid Unicode (an unpaired surrogate).
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike encode, this releases Python's lock: a long text delays no other thread.
+            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             shown = text[:60] if isinstance(text, str) else text
             raise RequestError(
                 f"The text {shown!a} cannot be tokenized: it must be a "
                 "string of valid Unicode, without unpaired surrogates (\\ud800 to \\udfff)."
             ) from error
+        return encoding.ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary give nothing."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact string in the vocabulary, or None."""
-        return self._backend.token_to_id(token)
+        return self.backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token contributes to decoded text; b"" for special tokens and unused ids."""
         known = self._token_bytes.get(token_id)
         if known is None:
-            token = None if token_id in self.special_ids else self._backend.id_to_token(token_id)
+            token = None if token_id in self.special_ids else self.backend.id_to_token(token_id)
             known = self._token_bytes[token_id] = b"" if token is None else self.decoder.bytes_of(token)
         return known
 
@@ -111,7 +114,7 @@ class Tokenizer:
         """Whether the token is one raw byte of a byte-fallback vocabulary (``<0xNN>``)."""
         if not self.decoder.has_byte_fallback or token_id in self.special_ids:
             return False
-        token = self._backend.id_to_token(token_id)
+        token = self.backend.id_to_token(token_id)
         return token is not None and self.decoder.byte_of(token) is not None
 
 

@@ -238,7 +238,8 @@ def test_generate_writes_the_answer_and_nothing_else_to_standard_output(tiny: st
 
 def test_generate_passes_every_sampling_option_on(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFER_MODEL", tiny)
-    options = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 7}
+    options = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 7, "min_p": 0.01}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "min_tokens": 2}
     arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     result = infer("generate", "--prompt", "-", "-n", "16", "--ignore-eos", "-q", *arguments, stdin="Hi there\n")
     assert result.stdout == generated(tiny, "Hi there", max_new_tokens=16, ignore_eos=True, **options) + "\n"
@@ -388,6 +389,7 @@ REFUSALS: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "--top-p", "1.5"), "top_p is 1.5"),
     ((*GENERATE, "--top-p", "nan"), "top_p is nan"),
     ((*GENERATE, "--repetition-penalty", "0"), "repetition_penalty is 0"),
+    ((*GENERATE, "--logit-bias", "5"), "logit_bias is '5'; it must be a token id and a number"),
     ((*GENERATE, "--max-tokens", "0"), "max_new_tokens is 0"),
     ((*GENERATE, "--seed", "-5"), "seed is -5"),
     ((*GENERATE, "--stop", ""), "stop"),

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,75 +29,15 @@ from shared.cli import app
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson, lessons
 from shared.sampling.params import SamplingParams
-from tests.integration.infer_process import INFER, heed_interrupts
+from tests.integration.infer_process import INFER
+from tests.integration.server_process import MODEL, ServerProcess, wait_until
 
 ROOT = Path(__file__).parents[2]
-MODEL = "tiny-llama"
 SERVING = [lesson.number for lesson in lessons() if hasattr(lesson.engine, "add_request")]
 FIRST, NEWEST = SERVING[0], SERVING[-1]
-START_SECONDS = 90
 EXAMPLES = 30
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
-
-
-class ServerProcess:
-    """A server that runs as a user would run it; what it logs goes to a file."""
-
-    def __init__(self, folder: Path, log: Path, *options: str) -> None:
-        self.log = log
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [*INFER, "serve", str(folder), "--port", "0", *options]
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stderr=stderr, preexec_fn=heed_interrupts
-            )
-        wait_until(lambda: bool(self.events("ready")) or self.process.poll() is not None, START_SECONDS)
-        assert self.process.poll() is None, log.read_text()
-        self.url = self.events("ready")[0]["url"]
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}")]
-        return [line for line in lines if line["event"] == name]
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
-
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=60, max_retries=0)
-
-    def state(self) -> dict[str, Any]:
-        """What the engine says of itself between two steps."""
-        with self.client() as client:
-            return client.get("/debug/engine").json()
-
-    def wait_until_idle(self, seconds: float) -> None:
-        """Nothing runs, nothing waits, and the audit of the memory finds nothing."""
-        state: dict[str, Any] = {}
-
-        def is_idle() -> bool:
-            state.update(self.state())
-            return state["num_open_requests"] == 0 and state["load"]["num_running"] == state["load"]["num_waiting"] == 0
-
-        wait_until(is_idle, seconds)
-        assert state["audit"] == []
-        assert state["load"]["kv_usage"] == 0
-
-    def end(self, sig: int = signal.SIGTERM, seconds: float = 20) -> int:
-        """Its exit code after a signal."""
-        if self.process.poll() is None:
-            self.process.send_signal(sig)
-        try:
-            return self.process.wait(seconds)
-        finally:
-            self.process.kill()
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
-    started = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - started < seconds, "it did not come in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -321,18 +260,19 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
 # Clients that leave.
 
 
-def test_two_hundred_cancelled_requests_leave_nothing_behind(server: ServerProcess) -> None:
-    async def cancel_all() -> None:
+def test_a_hundred_and_ninety_cancelled_streams_of_two_hundred_leave_nothing_behind(server: ServerProcess) -> None:
+    async def cancel_most() -> float:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, trust_env=False) as client:
 
-            async def start() -> None:
-                async with client.stream("POST", "/v1/completions", json=long_body()) as response:
+            async def stream(max_tokens: int) -> bytes:
+                body = long_body(max_tokens=max_tokens)
+                async with client.stream("POST", "/v1/completions", json=body) as response:
                     assert response.status_code == 200
-                    async for _ in response.aiter_raw():
-                        pass
+                    return b"".join([part async for part in response.aiter_raw()])
 
-            tasks = [asyncio.create_task(start()) for _ in range(200)]
+            staying = [asyncio.create_task(stream(500)) for _ in range(10)]
+            tasks = [asyncio.create_task(stream(1900)) for _ in range(190)]
             async with asyncio.timeout(30):
                 while (await client.get("/health")).json()["num_requests_waiting"] < 150:
                     await asyncio.sleep(0.05)
@@ -341,14 +281,16 @@ def test_two_hundred_cancelled_requests_leave_nothing_behind(server: ServerProce
                 assert not task.done()
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            started = time.monotonic()
+            answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", "max_tokens": 4})
+            seconds = time.monotonic() - started
+            assert answer.text.count("event: done") == 1
+            for answered in await asyncio.gather(*staying):
+                assert answered.count(b"event: token") == 500
+                assert answered.count(b"event: done") == 1
+            return seconds
 
-    asyncio.run(cancel_all())
-    started = time.monotonic()
-    with server.client() as client:
-        answer = client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", "max_tokens": 4})
-    assert answer.text.count("event: token") >= 1
-    assert answer.text.count("event: done") == 1
-    assert time.monotonic() - started < 5
+    assert asyncio.run(cancel_most()) < 5
     server.wait_until_idle(5)
 
 

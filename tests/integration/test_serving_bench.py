@@ -7,10 +7,10 @@ import os
 import signal
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -22,8 +22,7 @@ from benchmarks.report import Report, read_value
 from benchmarks.serving.contenders import lineup
 from benchmarks.serving.engine_load import drive
 from benchmarks.serving.experiments import EXPERIMENTS, Runner
-from benchmarks.serving.load_generator import generate_load
-from benchmarks.serving.served_process import MODEL, ServedProcess, served
+from benchmarks.serving.http_load import MODEL, ServedProcess, generate_load, served
 from benchmarks.serving.view import all_runs, view
 from benchmarks.setup import Setup
 from benchmarks.view import markdown
@@ -32,7 +31,7 @@ from phases.phase_05.engine import Engine as Continuous
 from shared.cache.contiguous import kv_bytes
 from shared.cli import app
 from shared.engine.config import EngineConfig
-from shared.errors import CapacityError, ConfigError, RequestError
+from shared.errors import ConfigError
 from shared.lessons import Lesson, newest_lesson
 from shared.loading.config_json import read_config
 
@@ -71,14 +70,12 @@ def process(folder: Path) -> Iterator[ServedProcess]:
 @pytest.fixture(scope="module")
 def report(folder: Path, process: ServedProcess) -> Report:
     """Every experiment, with the server of this module."""
-
-    def start(*asked: Any) -> Any:
-        assert asked == (newest_lesson(), folder, OPTIONS)
-        return contextlib.nullcontext(process)
-
+    start = Mock(return_value=contextlib.nullcontext(process))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.bench_serving.served", start)
-        return measure_serving(Setup(str(folder), threads=1), size=SIZE)
+        report = measure_serving(Setup(str(folder), threads=1), size=SIZE)
+    start.assert_called_once_with(newest_lesson(), folder, OPTIONS)
+    return report
 
 
 def test_every_contender_serves_the_same_trace_to_its_end(report: Report, folder: Path) -> None:
@@ -179,57 +176,16 @@ def test_a_server_ends_with_its_benchmark(tmp_path: Path, monkeypatch: pytest.Mo
         raise AssertionError("it started")
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "told"),
-    [
-        ({"experiments": ["speed"]}, ConfigError, "no experiment 'speed'"),
-        ({"phase": "04"}, ConfigError, "has no continuous batching"),
-        ({"phase": "05", "contenders": ["paged"]}, ConfigError, "no contender 'paged'"),
-        ({"phase": "05", "experiments": ["capacity"]}, ConfigError, "no experiment 'capacity'"),
-        ({"size": replace(SIZE, wide_slots=(2, 4096))}, RequestError, "4096"),
-        ({"size": replace(SIZE, w2=replace(SIZE.w2, prompt_tokens=(4, 2048)))}, RequestError, "2048"),
-        ({"size": replace(SIZE, trials=0)}, ConfigError, "trials is 0"),
-        ({"rate": 0.0}, ConfigError, "rate is 0.0"),
-        ({"size": replace(SIZE, tail=replace(SIZE.tail, num_requests=0))}, ConfigError, "tail_requests is 0"),
-    ],
-)
-def test_bad_settings_are_refused_before_any_work(
-    folder: Path, settings: dict[str, Any], error: Any, told: str
-) -> None:
-    def progress(*_: object) -> None:
-        raise AssertionError("work began")
-
-    with pytest.raises(error) as caught:
-        measure_serving(Setup(str(folder), progress=progress), **{"size": SIZE, **settings})
-    assert told in str(caught.value)
-
-
-def test_more_than_the_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1000))
-    with pytest.raises(CapacityError, match=r"2 engines.*--experiment"):
-        measure_serving(Setup(str(folder)), size=SIZE, experiments=["tail"])
-
-
 def test_an_interrupted_run_reports_what_was_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = "tail"
-
-    def interrupt(self: Runner, experiment: Any) -> dict[str, Any]:
-        if experiment.name == stop:
-            raise KeyboardInterrupt
-        return {}
-
-    monkeypatch.setattr(Runner, "run", interrupt)
+    monkeypatch.setattr(Runner, "run", Mock(side_effect=[{}, KeyboardInterrupt, KeyboardInterrupt]))
     found = measure_serving(Setup(str(folder)), size=SIZE, experiments=["policies", "tail"])
     assert list(found.results) == found.flags["experiments"] == ["policies"]
     assert "Poisson" not in markdown(view(found))
-    stop = "policies"
     with pytest.raises(KeyboardInterrupt):
         measure_serving(Setup(str(folder)), size=SIZE, experiments=["policies", "tail"])
 
 
-def test_the_matrix_measures_each_configuration_on_each_workload(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_matrix_measures_each_configuration_on_each_workload(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("benchmarks.run_matrix.default_size", lambda device: SIZE)
     arguments = ["--phase", "2", "--phase", "05", "--threads", "1", "--device", "cpu", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, ["bench", "matrix", "--model", str(folder), *arguments])
@@ -248,9 +204,7 @@ def test_the_matrix_measures_each_configuration_on_each_workload(
     assert next(tmp_path.glob("*.md")).read_text().count("| 05 scheduler_policy=prefill_first |") == 3
 
 
-def test_the_command_prints_json_last_and_writes_files_and_its_options_reach_the_runs(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_command_writes_a_report_and_its_options_reach_the_runs(folder: Path, tmp_path: Path) -> None:
     arguments = ["-e", "tail", "-e", "workloads", "-c", "static", "--rate", "0.5", "--max-seconds", "1e-9"]
     arguments += ["--tail-requests", "5", "--threads", "1", "--device", "cpu", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, ["bench", "serving", "--model", str(folder), *arguments])

@@ -1,13 +1,11 @@
-"""Ladder, generation and profile on tiny models: real measurements, and counts and sums that hold on any machine."""
+"""Ladder, generation, profile and sanity check on tiny models: real runs, and counts that hold on any machine."""
 
 import gzip
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -15,21 +13,21 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
-from benchmarks import bench_generation, ladder, profile_generation
+from benchmarks import bench_generation, ladder, profile_generation, sanity_check
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
-from benchmarks.contenders import MIN_DECODED, load_engine
-from benchmarks.generation.peers import load_transformers
-from benchmarks.generation.step_trace import StepTrace, TraceWindow
+from benchmarks.contenders import MIN_DECODED, load_engine, load_transformers
 from benchmarks.hardware import Ceilings
-from benchmarks.ladder import measure_ladder
-from benchmarks.profile_generation import measure_profile
 from benchmarks.report import Report, read_value
 from benchmarks.roofline import DecodeWork
+from benchmarks.sanity_check import problem
 from benchmarks.setup import Setup
+from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Run, timed
 from benchmarks.view import markdown, show
+from phases.phase_03.engine import Engine
+from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
-from shared.errors import CapacityError, ConfigError, InferError, RequestError
+from shared.errors import ModelFolderError
 from shared.lessons import find_lesson, lessons, newest_lesson
 from shared.loading.config_json import read_config
 
@@ -47,7 +45,7 @@ def folder(tiny_checkpoints: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def rungs(folder: Path) -> Report:
-    return measure_ladder(str(folder), prompt_tokens=5, new_tokens=4, trials=2, context_lengths=[3, 40], threads=1)
+    return ladder.measure_ladder(str(folder), prompt_tokens=5, new_tokens=4, trials=2, context_lengths=[3, 40])
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +66,28 @@ def test_every_phase_that_generates_is_a_rung_and_answers_the_same(rungs: Report
         assert min(*result["ms_per_token"].values(), result["time_to_first_token_ms"], result["speedup"]) > 0
     assert rungs.results["02"]["speedup"] == 1.0
     # Without a cache the i-th new token pays for prompt and answer so far; with one, every token is computed once.
-    assert rungs.results["02"]["tokens_computed"] == sum(5 + i for i in range(4))
-    assert rungs.results["03"]["tokens_computed"] == 5 + 3
+    computed = [rungs.results[number]["tokens_computed"] for number in ("02", "03")]
+    assert computed == [sum(5 + i for i in range(4)), 5 + 3]
     assert rungs.engines["02"]["model"] == folder.name
     assert str(folder.parent) not in json.dumps(rungs.to_dict())
 
 
 def test_the_ladder_fits_the_terminal(rungs: Report) -> None:
-    console = Console(width=60, record=True, force_terminal=True)
-    show(ladder.view(rungs), console)
+    show(ladder.view(rungs), console := Console(width=60, record=True, force_terminal=True))
     lines = console.export_text().splitlines()
-    assert all(len(line) <= 60 for line in lines)
+    assert max(map(len, lines)) <= 60
     assert all(any(line.startswith(number) and "█" in line for line in lines) for number in rungs.results)
 
 
 def test_contexts_are_those_the_model_can_hold(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 60}))
-    found = measure_ladder(str(tmp_path), prompt_tokens=2, new_tokens=2, trials=1, phases=[NEWEST, "2", "02"])
-    assert found.flags["contexts"] == [16, 32]
-    assert list(found.results) == ["02", NEWEST]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 70}))
+    found = ladder.measure_ladder(str(tmp_path), prompt_tokens=2, new_tokens=2, trials=1, phases=[NEWEST, "2", "02"])
+    assert (found.flags["contexts"], list(found.results)) == ([16, 32], ["02", NEWEST])
 
 
-def test_contenders_answer_the_same_at_a_share_of_the_bytes_that_a_token_must_read(
-    generated: Report, folder: Path
-) -> None:
+def test_contenders_answer_the_same_at_a_share_of_the_bytes_a_token_must_read(generated: Report, folder: Path) -> None:
     results, names = generated.results, generated.flags["contenders"]
     assert names == ["02", "03", "transformers_eager"]
     work = DecodeWork(read_config(folder), torch.float32)
@@ -155,17 +149,12 @@ def gpu_trace() -> StepTrace:
     calls += [("Memset (Device)", 1.0), ("decode", 999.0)]
     host = [(f"cu{name}", 2.0) for name in ("daLaunchKernel", "LaunchKernelEx", "daGraphLaunch", "daLaunchKernelExC")]
     host += [("cudaStreamSynchronize", 500.0), ("cudaDeviceSynchronize", 500.0), ("aten::mm", 4.0)]
-    common: dict[str, Any] = {"thread": 0, "use_device": "cuda", "stack": [], "is_user_annotation": False}
-    events = [
-        FunctionEvent(id=i, name=name, start_us=0, end_us=us, device_type=DeviceType.CUDA, **common)
-        for i, (name, us) in enumerate(calls)
-    ]
-    events[-1].is_user_annotation = True
-    events += [
-        FunctionEvent(id=100 + i, name=name, start_us=1000 * i, end_us=1000 * i + us, **common)
-        for i, (name, us) in enumerate(host)
-    ]
-    averages = EventList(events, use_device="cuda")
+    common: dict[str, Any] = {"thread": 0, "use_device": "cuda", "stack": []}
+    averages = EventList([], use_device="cuda")
+    for i, (name, us) in enumerate(calls + host):
+        common["device_type"] = DeviceType.CUDA if i < len(calls) else DeviceType.CPU
+        mark = {"is_user_annotation": name == "decode"}
+        averages.append(FunctionEvent(id=i, name=name, start_us=1000 * i, end_us=1000 * i + us, **common, **mark))
     averages._build_tree()
     return StepTrace(averages.key_averages(), steps=2, own_launches=2)
 
@@ -181,29 +170,25 @@ def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "name", "cited"),
+    ("command", "name", "cited"),
     [
-        ("ladder", "--phase 2 --trials 1 --new-tokens 3 --contexts 2,6", "ladder", {"results.02.tokens_computed": 15}),
+        ("ladder --phase 2 --trials 1 --new-tokens 3 --contexts 2,6", "ladder", {"results.02.tokens_computed": 15}),
         (
-            "bench generation",
-            "--phase 3 --trials 1 --new-tokens 3 --no-peers --pack-weights",
+            "bench generation --phase 3 --trials 1 --new-tokens 3 --no-peers --pack-weights",
             "generation-packed",
             {"results.03.tokens_computed": 4 + 2, "results.ratios": {}, "engines.03.pack_weights": True},
         ),
         (
-            "bench profile",
-            "--phase 03 --steps 2 --top 3 --trace trace.json.gz",
+            "bench profile --phase 03 --steps 2 --top 3 --trace trace.json.gz",
             "profile-03",
             {"results.03.kernel_us_per_token": None, "results.03.idle_us_per_token": None},
         ),
     ],
 )
-def test_a_command_ends_with_json_and_writes_what_it_shows(
-    command: str, options: str, name: str, cited: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_command_writes_what_it_shows(command, name, cited, folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bench_generation, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.chdir(tmp_path)
-    result = infer(*command.split(), "--model", folder, "--prompt-tokens", 4, *options.split(), "--out", "reports")
+    result = infer(*command.split(), "--model", folder, "--prompt-tokens", 4, "--out", "reports")
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     stem = Path(f"reports/{name}-tiny-gemma3-{line['machine']}")
@@ -211,7 +196,7 @@ def test_a_command_ends_with_json_and_writes_what_it_shows(
     assert read_value(f"{stem}.json", "results") == line["results"]
     assert read_value(f"{stem}.json", "machine.torch_threads") == line["flags"]["threads"] == 1
     assert {key: read_value(f"{stem}.json", key) for key in cited} == cited
-    if command == "bench profile":
+    if name == "profile-03":
         rows = {row["name"]: row for row in line["results"]["03"]["rows"]}
         assert rows["aten::linear"]["count_per_token"] == 7 * read_config(folder).num_layers + 1
         assert sum(row["share"] for row in rows.values()) == pytest.approx(1, abs=0.01)
@@ -220,68 +205,78 @@ def test_a_command_ends_with_json_and_writes_what_it_shows(
             assert any(event.get("name") == "aten::embedding" for event in json.load(file)["traceEvents"])
 
 
-MEASURES = {"ladder": measure_ladder, "generation": measure_generation, "profile": measure_profile}
-GENERATION = {"prompt_tokens": 5, "new_tokens": 6, "trials": 1}
-
-
-@pytest.mark.parametrize(
-    ("command", "settings", "error", "told"),
-    [
-        ("ladder", {"prompt_tokens": 0}, ConfigError, "prompt_tokens is 0"),
-        ("ladder", {"threads": 0}, ConfigError, "threads is 0"),
-        ("ladder", {"prompt_tokens": 2040, "new_tokens": 9}, RequestError, "2048 tokens"),
-        ("ladder", {"context_lengths": [16, 2048]}, RequestError, "context length is 2048"),
-        ("ladder", {"context_lengths": [0]}, ConfigError, "context length is 0"),
-        ("ladder", {"phases": ["01a"]}, ConfigError, "generates no text"),
-        ("ladder", {"phases": []}, ConfigError, "No phase"),
-        ("ladder", {"device": "cuda:77"}, ConfigError, "cuda:77"),
-        ("ladder", {"seed": -1}, ConfigError, "seed is -1"),
-        ("generation", {"size": {"new_tokens": 2}}, ConfigError, "new_tokens is 2"),
-        ("generation", {"max_seconds": 0.0}, ConfigError, "max_seconds is 0"),
-        ("generation", {"peers": ["nobody"]}, ConfigError, "no peer 'nobody'"),
-        ("generation", {"peers": ["transformers_compiled"]}, ConfigError, "needs a GPU"),
-        ("generation", {"peers": ["vllm"]}, ConfigError, "an installed vLLM"),
-        ("generation", {"pack_weights": True, "phases": ["02"]}, ConfigError, "arrives in phase 03"),
-        ("profile", {"steps": 0}, ConfigError, "steps is 0"),
-        ("profile", {"trace": Path("nowhere/at/all.json.gz")}, ConfigError, "nowhere"),
-        ("profile", {"trace": Path("trace.txt")}, ConfigError, "trace.txt"),
-    ],
-)
-def test_bad_settings_are_refused_before_any_work(
-    folder: Path, command: str, settings: dict[str, Any], error: type[InferError], told: str
-) -> None:
-    def progress(*_: object) -> None:
-        raise AssertionError("work began")
-
-    if "size" in settings:
-        settings = {"size": GenerationSize(**GENERATION | settings["size"])}
-    with pytest.raises(error) as caught:
-        MEASURES[command](str(folder), **settings, progress=progress)
-    assert told in str(caught.value)
-
-
-def test_contenders_too_large_for_the_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1000))
-    with pytest.raises(CapacityError, match=r"3 engines.*--no-peers"):
-        measure_generation(str(folder), phases=["02", "03"], size=SIZE)
-    with pytest.raises(CapacityError, match=rf"{len(PHASES)} engines.*--phase"):
-        measure_ladder(str(folder))
-
-
-def test_a_command_refuses_in_one_paragraph(folder: Path) -> None:
-    result = infer("ladder", "--model", folder, "--contexts", "64,many")
-    assert (result.exit_code, "64,many" in result.output, "Traceback" in result.output) == (2, True, False)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_seen(folder: Path) -> None:
     size = GenerationSize(prompt_tokens=16, new_tokens=12, trials=1)
     found = measure_generation(str(folder), size=size, device="cuda", peers=["transformers_eager"]).results
-    profile = measure_profile(str(folder), device="cuda", prompt_tokens=16, steps=4).results[NEWEST]
+    profile = profile_generation.measure_profile(str(folder), device="cuda", prompt_tokens=16, steps=4).results[NEWEST]
     for result in (found["02"], found["03"], found["transformers_eager"], found[NEWEST], profile):
-        assert result["kernels_per_token"] > 10
-        assert result["kernel_us_per_token"] > 0
-    assert found["03"]["own_launches_per_token"] == 0
-    assert found[NEWEST]["own_launches_per_token"] > 10
+        assert (result["kernels_per_token"] > 10, result["kernel_us_per_token"] > 0) == (True, True)
+    assert (found["03"]["own_launches_per_token"], found[NEWEST]["own_launches_per_token"] > 10) == (0, True)
     assert profile["host_launches_per_token"] >= profile["own_launches_per_token"]
     assert not any(row["name"].startswith("aten::") for row in profile["rows"])
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_sound_models_pass_in_every_phase(tiny_checkpoints: dict[str, Path], dtype: str | None) -> None:
+    folders, phases = tiny_checkpoints.values(), ["02", "03"]
+    report = sanity_check.check_models(models=[*map(str, folders)], phases=phases, new_tokens=8, dtype=dtype, threads=1)
+    rows = report.results["rows"]
+    assert [(row["model"], row["phase"]) for row in rows] == [(f.name, number) for f in folders for number in phases]
+    assert report.results["num_failed"] == 0, rows
+    assert all(row["num_tokens"] == 8 and (row["flips"] == 0 or dtype == "bfloat16") for row in rows)
+
+
+def test_a_broken_folder_is_a_row_beside_a_shape_that_is_made_and_removed(folder, tmp_path, monkeypatch) -> None:
+    cut, made = tmp_path / "[red]cut", tmp_path / "made"
+    made.mkdir()
+    shutil.copytree(folder, cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(made))
+    monkeypatch.setenv("INFER_TEST_MODELS", ",".join(map(str, (cut, tmp_path / "empty", tmp_path / "missing"))))
+    monkeypatch.setattr(sanity_check, "KNOWN_MODELS", {})
+    monkeypatch.setattr(sanity_check, "SHAPES", {"tiny-gemma3": SHAPES["tiny-gemma3"]})
+    result = infer("bench", "sanity", "--phase", "03", "--new-tokens", 3)
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout.splitlines()[-1])["results"]
+    assert (found["num_failed"], found["num_checked"]) == (3, 4)
+    problems = {row["model"]: row["problem"] for row in found["rows"]}
+    assert (problems["tiny-gemma3"], problems["[red]cut"] is None) == (None, False)
+    assert ("config.json" in problems["empty"], "missing" in problems["missing"]) == (True, True)
+    assert str(tmp_path) not in json.dumps(found)
+    assert "[red]cut" in result.stdout  # markup stays text
+    assert not list(made.glob("infer-sanity-*"))
+
+
+def test_a_wrong_answer_is_found_and_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A phase whose third token is another than the model's likeliest."""
+    plain = Engine.decode
+
+    def other_token(self: Any, request: Any) -> torch.Tensor:
+        logits = plain(self, request)
+        return -logits if len(request.output_ids) == 2 else logits
+
+    monkeypatch.setattr(Engine, "decode", other_token)
+    report = sanity_check.check_models(models=[str(folder)], phases=["02", "03"], new_tokens=5, threads=1)
+    sound, wrong = report.results["rows"]
+    assert sound["problem"] is None
+    assert (wrong["flips"], wrong["shortfall"] > 1) == (1, True)
+    page = markdown(sanity_check.view(report))
+    assert ("below transformers' likeliest" in page, "1 of 2 failed." in page) == (True, True)
+
+
+def test_without_choice_everything_at_hand_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("INFER_TEST_MODELS", str(tmp_path / "mine"))
+    for device, is_tiny in (("cpu", True), ("cuda", False)):
+        shapes = [name for name in SHAPES if name.startswith("tiny-") == is_tiny]
+        assert [name for name, _ in sanity_check.find_subjects(None, None, 0, device)] == ["mine", *shapes]
+    assert [name for name, _ in sanity_check.find_subjects(None, ["tiny-llama"], 0, "cpu")] == ["tiny-llama"]
+
+
+def test_problems_name_no_folder_of_the_machine() -> None:
+    error = ModelFolderError("/home/someone/models/mine has no config.json\nmore; fetch it.")
+    assert problem(error) == "mine has no config.json"
+    assert problem(RuntimeError("3 tokens/s and owner/name stay")) == "RuntimeError: 3 tokens/s and owner/name stay"

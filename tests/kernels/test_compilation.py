@@ -126,8 +126,9 @@ def compile_sampler():
     from shared.sampling.sampler import SamplingBatch, SamplingRow
 
     module.launches, module.launch = lambda tensor: True, compile_launch
-    for settings in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}):
-        batch = SamplingBatch.of([SamplingRow(SamplingParams(**settings), 1, 2, ())])
+    cuts = ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9})
+    for settings in (*cuts, {"min_p": 0.1}, cuts[-1] | {"min_p": 0.1}):
+        batch = SamplingBatch.of([SamplingRow(SamplingParams(**settings), 1, 2)])
         module.sample(torch.zeros(1, 128_256, dtype=torch.bfloat16), batch)
 
 

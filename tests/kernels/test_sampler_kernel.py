@@ -19,7 +19,7 @@ from shared.kernels.sampler import load_gumbel, sample
 from shared.sampling import sampler as op
 from shared.sampling.noise import Stream, gumbel, seed_pattern, uniform
 from shared.sampling.params import SamplingParams
-from shared.sampling.processors import apply_repetition_penalty, apply_temperature, seen_mask
+from shared.sampling.processors import apply_min_p, apply_temperature
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 
 INF = math.inf
@@ -28,23 +28,22 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def scores_of(logits, row):
-    """The processed scores ``[V]`` in fp32, without top-k and top-p; of a greedy row the logits."""
+    """The processed scores ``[V]`` in fp32, without top-k and top-p; of a greedy row the adjusted logits."""
     p = row.params
     logits = logits.cpu().float()[None]
-    if p.repetition_penalty != 1:
-        ids = torch.tensor(row.token_ids)
-        seen = seen_mask(torch.zeros_like(ids), ids, logits.shape)
-        logits = apply_repetition_penalty(logits, seen, torch.tensor([p.repetition_penalty], dtype=torch.float32))
+    logits = op.adjust_logits(logits, SamplingBatch.of([row]))
     if not p.is_greedy:
         logits = apply_temperature(logits, torch.tensor([p.temperature], dtype=torch.float32))
+        if p.min_p > 0:
+            logits = apply_min_p(logits, torch.tensor([math.log(p.min_p)], dtype=torch.float32))
     return logits[0]
 
 
 def kept_tokens(scores, params):
     """Two masks by exact masses in fp64: the tokens that stay, and those that may by rounding."""
-    may_stay = torch.ones(len(scores), dtype=torch.bool)
+    may_stay = scores > -INF if params.min_p > 0 else torch.ones(len(scores), dtype=torch.bool)
     if params.top_k is not None and params.top_k < len(scores):
-        may_stay = scores >= scores.topk(params.top_k).values[-1]
+        may_stay &= scores >= scores.topk(params.top_k).values[-1]
     if params.top_p == 1:
         return may_stay, may_stay
     values, place = scores.double().where(may_stay, -INF).softmax(-1).unique(return_inverse=True)  # ascending
@@ -97,7 +96,7 @@ def check(logits, rows, stream=Stream.DRAW):
         p = row.params
         if not p.is_greedy and (p.top_p < 1 or (p.top_k or len(scores)) < len(scores)):
             stays, may_stay = kept_tokens(scores, p)
-            kept = scores.abs().view(torch.int32) <= cuts[b].min()
+            kept = (scores.abs().view(torch.int32) <= cuts[b].min()) & ((scores > -INF) | (p.min_p == 0))
             assert (stays <= kept).all(), (b, p, int(stays.sum()), int(kept.sum()))
             assert (kept <= may_stay).all(), (b, p, int(kept.sum()), int(may_stay.sum()))
     return several
@@ -112,10 +111,15 @@ def random_rows(count, seed):
             settings["top_k"] = generator.choice([1, 2, 5, 50, 500, 2000, 10**6])
         if generator.random() < 0.6:
             settings["top_p"] = generator.choice([1e-9, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999])
+        if generator.random() < 0.4:
+            settings["min_p"] = generator.choice([1e-6, 0.01, 0.2, 1.0])
+        if generator.random() < 0.3:
+            settings |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.7}
         if generator.random() < 0.2:
-            settings["repetition_penalty"] = 1.3
-        params = SamplingParams(**settings)
-        rows.append(SamplingRow(params, generator.getrandbits(64), generator.getrandbits(33), [0, 3, 3, 4]))
+            settings["logit_bias"] = {0: -100.0, 5: 3.0}
+        masked = (1, 4) if generator.random() < 0.2 else ()
+        numbers = generator.getrandbits(64), generator.getrandbits(33)
+        rows.append(SamplingRow(SamplingParams(**settings), *numbers, [0, 3, 3, 4], [2, 2, 3], masked))
     return rows
 
 
@@ -182,6 +186,15 @@ TIES = torch.tensor([0.0, 1.0, -1.0, 1.0, 2.0, 0.0, 1.0, -INF]).repeat(40)  # of
 def test_equals_share_their_fate(settings):
     rows = [row(seed=seed, **settings) for seed in range(3)]
     assert check(TIES.expand(3, -1).to(DEVICE), rows) == 0
+
+
+@pytest.mark.parametrize("top", [{}, {"top_k": 300}, {"top_k": 300, "top_p": 0.99}])
+@pytest.mark.parametrize("min_p", [0.36, 0.01])  # of the ties 160, or 280
+def test_min_p_before_top_k_and_top_p(randn, min_p, top):
+    """Often it leaves fewer tokens than top-k would keep."""
+    rows = [row(seed=seed, min_p=min_p, **top) for seed in range(2)] + [row(seed=2, **top)]
+    assert check(TIES.expand(3, -1).to(DEVICE), rows) == 0
+    assert check(randn(3, 1300, scale=2.0), rows) <= 1
 
 
 def test_all_tokens_are_equal():

@@ -35,7 +35,7 @@ def add(loop: Loop, name: str, num_prompt_tokens: int, max_new_tokens: int = 30)
 def written(schedule: Schedule) -> str:
     """``a+1 b:0-8`` if request a decodes and tokens 0 to 8 of b's prompt are computed; ``!`` where one samples."""
     parts = []
-    for n, (request, start, num_tokens, _, num_logit_rows) in enumerate(schedule):
+    for n, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
         what = "+1" if n < schedule.num_decoding else f":{start}-{start + num_tokens}"
         parts.append(request.request_id + what + "!" * num_logit_rows)
     return " ".join(parts)

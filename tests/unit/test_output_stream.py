@@ -56,3 +56,40 @@ def test_no_output_follows_the_one_that_ends_a_request(tokenizer: Tokenizer) -> 
         request.append(token_id)
     assert processor.catch_up() == [request]
     assert [output.token_id for output in processor.take()] == ids[:2]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_the_output_and_its_text_is_not_part_of_it(tokenizer: Tokenizer, ignore_eos: bool) -> None:
+    """Also where end-of-sequence ids are ignored, as in vLLM."""
+    ids = tokenizer.encode("The cat!")
+    assert ids.count(ids[-1]) == 1
+    params = SamplingParams(stop_token_ids=(ids[-1],), ignore_eos=ignore_eos)
+    outputs = OutputStream(Request("a", [1], params, 0), tokenizer, 100)
+    answer = [outputs.push(token_id) for token_id in ids]
+    assert "".join(output.text for output in answer) == tokenizer.decode(ids[:-1])
+    assert [output.finish_reason for output in answer] == [None] * (len(ids) - 1) + [FinishReason.STOP]
+    assert (answer[-1].token_id, answer[-1].stop) == (ids[-1], None)
+
+
+def test_before_min_tokens_no_stop_string_and_no_id_ends_the_output(tokenizer: Tokenizer) -> None:
+    (mark,) = tokenizer.encode("!")
+    for asked in ({"stop": "!"}, {"stop_token_ids": [mark]}):
+        for min_tokens in (0, 1, 3):
+            params = SamplingParams(min_tokens=min_tokens, **asked)  # type: ignore[arg-type]
+            outputs = OutputStream(Request("a", [1], params, 0), tokenizer, 100)
+            answer = [outputs.push(mark) for _ in range(min_tokens + 1)]
+            assert [output.finish_reason for output in answer] == [None] * min_tokens + [FinishReason.STOP]
+            assert "".join(output.text for output in answer) == "!" * min_tokens
+
+
+def test_what_ends_an_output_is_masked_until_min_tokens(tokenizer: Tokenizer) -> None:
+    """As in vLLM the end-of-sequence ids too if they are ignored; not those that the model cannot draw."""
+    params = SamplingParams(min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
+    end_ids = params.end_ids({3, 10**6}, 100)
+    assert sorted(end_ids) == [3, 7]
+    request = Request("a", [1], params, 0, end_ids)
+    masks = []
+    for token_id in (4, 5, 6):
+        masks.append(request.sampling_row().masked_ids)
+        request.append(token_id)
+    assert masks == [end_ids, end_ids, ()]

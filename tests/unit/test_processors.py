@@ -6,14 +6,15 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from shared.sampling.processors import (
+    apply_min_p,
+    apply_output_penalties,
     apply_repetition_penalty,
     apply_temperature,
     apply_top_k,
     apply_top_p,
-    seen_mask,
 )
 
 INF = math.inf
@@ -56,7 +57,8 @@ def test_top_p_keeps_tokens_with_less_than_p_above_them(values, p):
 def test_repetition_penalty_divides_positive_and_multiplies_negative(values, penalty, data):
     ids = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=8))
     logits = row_of(values)
-    seen = seen_mask(torch.zeros(len(ids), dtype=torch.int64), torch.tensor(ids, dtype=torch.int64), logits.shape)
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    seen[0, ids] = True
     out = apply_repetition_penalty(logits, seen, torch.tensor([penalty]))
     expected = [(v / penalty if v > 0 else v * penalty) if i in ids else v for i, v in enumerate(values)]
     assert out[0].tolist() == pytest.approx(expected)
@@ -88,11 +90,38 @@ def test_top_p_as_transformers(p, vocabulary, scale):
     assert 1 <= (out > -INF).sum(-1).min() < vocabulary
 
 
+@pytest.mark.parametrize("min_p", [0.001, 0.03, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
+def test_min_p_as_transformers(min_p, temperature):
+    """The function is the same; transformers applies it last, after top-p, and vLLM and we before top-k."""
+    logits = random_logits(4, 1000)
+    scaled = apply_temperature(logits, torch.full((4,), temperature))
+    out = apply_min_p(scaled, torch.full((4,), math.log(min_p)))
+    assert torch.equal(out > -INF, MinPLogitsWarper(min_p)(None, logits / temperature) > -INF)
+    assert torch.equal(out[out > -INF], scaled[out > -INF])
+
+
+def test_min_p_keeps_what_is_exactly_as_likely_and_a_row_without_it():
+    logits = row_of([0.0, math.log(0.25), -1.4, -INF]).expand(3, -1)
+    out = apply_min_p(logits, torch.tensor([math.log(0.25), 0.0, -INF]))
+    assert (out > -INF).tolist() == [[True, True, False, False], [True, False, False, False], [True, True, True, False]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(LOGITS, st.integers(-8, 8), st.integers(-8, 8), st.data())
+def test_output_penalties_are_subtracted_once_and_for_each_occurrence(values, frequency, presence, data):
+    counts = data.draw(st.lists(st.integers(0, 5), min_size=len(values), max_size=len(values)))
+    quarters = torch.tensor([frequency / 4]), torch.tensor([presence / 4])
+    out = apply_output_penalties(row_of(values), torch.tensor([counts], dtype=torch.int32), *quarters)
+    expected = [v - n * frequency / 4 - (n > 0) * presence / 4 for v, n in zip(values, counts, strict=True)]
+    assert out.tolist() == [expected]
+
+
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 5.0])
 def test_repetition_penalty_as_transformers(penalty):
     logits = random_logits(3, 100)
     ids = torch.randint(0, 100, (3, 40), generator=torch.Generator().manual_seed(1))
-    seen = seen_mask(torch.arange(3).repeat_interleave(40), ids.flatten(), logits.shape)
+    seen = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, ids, True)
     out = apply_repetition_penalty(logits, seen, torch.full((3,), penalty))
     assert torch.equal(out, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits))
 
@@ -171,6 +200,7 @@ def test_extreme_logits_make_no_nan(values, temperature):
     assert scaled.max() == 0
     for out in (
         scaled,
+        apply_min_p(scaled, torch.tensor([-0.1])),
         apply_top_k(scaled, torch.tensor([2])),
         apply_top_p(scaled, torch.tensor([0.5], dtype=torch.float64)),
     ):
@@ -187,6 +217,8 @@ def test_temperature_zero_leaves_the_likeliest_tokens():
 def test_arguments_are_not_mutated():
     logits, before = random_logits(2, 50), random_logits(2, 50)
     apply_repetition_penalty(logits, torch.ones(2, 50, dtype=torch.bool), torch.tensor([2.0, 0.5]))
+    apply_output_penalties(logits, torch.ones(2, 50, dtype=torch.int32), torch.ones(2), torch.ones(2))
+    apply_min_p(logits, torch.zeros(2))
     apply_temperature(logits, torch.tensor([0.5, 0.0]))
     apply_top_k(logits, torch.tensor([1, 2]))
     apply_top_p(logits, torch.tensor([0.1, 0.2], dtype=torch.float64))

@@ -130,10 +130,10 @@ def test_a_row_that_cannot_be_drawn_fails_alone(culprits: list[int]) -> None:
         step.model.failing = failing
         sample = step.runner.sampler.sample
 
-        def drawing(logits: torch.Tensor, rows: Sequence[SamplingRow], sample: Any = sample) -> Any:
+        def drawing(logits: torch.Tensor, rows: Any, places: Any, sample: Any = sample) -> Any:
             if any(10 * (n + 1) + 1 in logits.argmax(-1).tolist() for n in culprits):
                 raise ValueError("injected")
-            return sample(logits, rows)
+            return sample(logits, rows, places)
 
         step.runner.sampler.sample = drawing  # type: ignore[method-assign]
         sampled = step.run([2, 0, 3, 1])
@@ -159,10 +159,10 @@ def test_pending_ids_survive_a_draw_that_was_made_in_parts() -> None:
     step = Step(8)
     sample = step.runner.sampler.sample
 
-    def drawing(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Any:
+    def drawing(logits: torch.Tensor, rows: Sequence[SamplingRow], places: Any) -> Any:
         if {11, 31, 51} & {*logits.argmax(-1).tolist()}:
             raise ValueError("injected")
-        return sample(logits, rows)
+        return sample(logits, rows, places)
 
     step.runner.sampler.sample = drawing  # type: ignore[method-assign]
     sampled = step.run(range(6))

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from scipy import stats
+from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from shared.sampling.noise import Stream
 from shared.sampling.params import SamplingParams
-from shared.sampling.sampler import SamplingBatch, SamplingRow, log_probabilities, sample
+from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits, log_probabilities, sample
 
 INF = math.inf
 NUM_DRAWS = 20_000
@@ -25,16 +26,46 @@ DISTRIBUTIONS = [
     {"temperature": 1.5, "top_k": 6, "top_p": 0.8},
     {"repetition_penalty": 1.5, "temperature": 0.8},
     {"repetition_penalty": 0.7, "top_k": 5, "top_p": 0.9, "temperature": 1.2},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"min_p": 0.3, "temperature": 2.0, "top_k": 5, "top_p": 0.8},
+    {"presence_penalty": 1.2},
+    {"frequency_penalty": 0.5, "presence_penalty": -0.4},
+    {"frequency_penalty": -0.6, "repetition_penalty": 1.4, "temperature": 1.5},
+    {"logit_bias": {4: -100.0, 5: 3.5, 9: 1.0}},
+    {"min_tokens": 9},
+    {
+        "logit_bias": {3: 5.0, 6: 1.0, 5: 2.0},
+        "min_tokens": 9,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "temperature": 1.4,
+        "min_p": 0.08,
+        "top_k": 7,
+        "top_p": 0.97,
+    },
 ]
-HISTORY = [3, 3, 0, 5, 7]
+UNBIASED = [settings for settings in DISTRIBUTIONS if "logit_bias" not in settings]
+PROMPT, OUTPUT = [3, 3, 1], [0, 5, 7, 5]
+END_IDS = (3, 8)  # masked before min_tokens; at 3 is one of the two likeliest
 
 
 def exact_distribution(params):
     """The pipeline written out over Python floats."""
     scores = LOGITS.tolist()
-    for i in set(HISTORY):
+    for i, bias in dict(params.logit_bias).items():
+        scores[i] += bias
+    for i in END_IDS if params.min_tokens else ():
+        scores[i] = -INF
+    for i in {*PROMPT, *OUTPUT}:
         scores[i] = scores[i] / params.repetition_penalty if scores[i] > 0 else scores[i] * params.repetition_penalty
+    for i in OUTPUT:
+        scores[i] -= params.frequency_penalty
+    for i in set(OUTPUT):
+        scores[i] -= params.presence_penalty
     scores = [s / params.temperature for s in scores]
+    scores = [s if math.exp(s - max(scores)) >= params.min_p else -INF for s in scores]
     if params.top_k is not None:
         scores = [s if sum(o > s for o in scores) < params.top_k else -INF for s in scores]
     total = sum(math.exp(s) for s in scores)
@@ -54,7 +85,10 @@ def assert_follows(ids, distribution):
 
 
 def draw_many(params, axis, stream=Stream.DRAW):
-    rows = [SamplingRow(params, *((n, 4) if axis == "seed" else (4, n)), token_ids=HISTORY) for n in range(NUM_DRAWS)]
+    masked = END_IDS if params.min_tokens else ()
+    rows = [
+        SamplingRow(params, *((n, 4) if axis == "seed" else (4, n)), PROMPT, OUTPUT, masked) for n in range(NUM_DRAWS)
+    ]
     return sample(LOGITS.expand(NUM_DRAWS, -1), SamplingBatch.of(rows), stream=stream)
 
 
@@ -69,9 +103,14 @@ def mixed_rows(count):
         {"temperature": 2.0, "top_p": 0.98},
         {"top_k": 2000, "top_p": 0.5, "repetition_penalty": 1.1},
         {"temperature": 1e-6},
+        {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.2},
+        {"min_p": 0.1, "logit_bias": {4: 3.0, 40: -100.0}},
     ]
     params = [SamplingParams(**kinds[b % len(kinds)]) for b in range(count)]
-    return [SamplingRow(p, 2**63 + 17 * b, b * b, range(b, 400, 7)) for b, p in enumerate(params)]
+    return [
+        SamplingRow(p, 2**63 + 17 * b, b * b, range(b, 400, 7), [b] * b, (b,) * (b % 3 == 0))
+        for b, p in enumerate(params)
+    ]
 
 
 def make_logits(rows, vocabulary, seed=0):
@@ -153,7 +192,47 @@ def test_greedy_honours_the_repetition_penalty():
     assert sample(logits, SamplingBatch.of([penalised])).tolist() == [1]
     both = SamplingBatch.of([plain, penalised])
     assert sample(logits.expand(2, -1), both).tolist() == [0, 1]
-    assert both.history_rows.tolist() == [1]  # no history is carried for a row without a penalty
+    assert both.penalised_rows.tolist() == [1]  # nothing is counted for a row without a penalty
+
+
+@pytest.mark.parametrize("settings", DISTRIBUTIONS, ids=str)
+def test_greedy_takes_the_likeliest_of_the_adjusted_logits(settings):
+    adjusted = {k: v for k, v in settings.items() if k not in ("temperature", "top_k", "top_p", "min_p")}
+    params = SamplingParams(temperature=1.0, **adjusted)
+    likeliest = max(range(10), key=exact_distribution(params).__getitem__)
+    masked = END_IDS if params.min_tokens else ()
+    row = SamplingRow(SamplingParams(**settings | {"temperature": 0}), 1, 4, PROMPT, OUTPUT, masked)
+    assert sample(LOGITS[None], SamplingBatch.of([row])).tolist() == [likeliest]
+
+
+@pytest.mark.parametrize("masked", [(), (2, 50, 199)])
+def test_logits_are_adjusted_as_by_transformers(masked):
+    """Of what transformers has: its processors for the repetition penalty, and for the fewest new tokens."""
+    logits = make_logits(4, 200)
+    prompts, outputs = ([[n, 7, 7, 120] for n in range(4)] for _ in range(2))
+    params = SamplingParams(repetition_penalty=1.4, min_tokens=len(masked) * 3)
+    rows = [SamplingRow(params, 0, 4, p, o, masked) for p, o in zip(prompts, outputs, strict=True)]
+    ids = torch.tensor([p + o for p, o in zip(prompts, outputs, strict=True)])
+    theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits)
+    if masked:
+        theirs = MinNewTokensLengthLogitsProcessor(4, params.min_tokens, list(masked))(ids, theirs)
+    ours = adjust_logits(logits, SamplingBatch.of(rows))
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_a_masked_token_is_not_drawn_whatever_its_logit():
+    logits = torch.tensor([[INF, 1.0, 0.0], [-INF, -INF, -INF], [5.0, 1.0, 0.0]])
+    masks = [(0,), (0,), (0, 1, 2)]
+    for temperature in (0, 1.0):
+        params = SamplingParams(temperature=temperature, min_tokens=1, frequency_penalty=1.0, repetition_penalty=2.0)
+        for seed in range(20):
+            rows = [SamplingRow(params, seed, 0, [0], [1], masked) for masked in masks]
+            batch = SamplingBatch.of(rows)
+            assert not adjust_logits(logits, batch).isnan().any()
+            ids = sample(logits, batch).tolist()
+            assert ids[0] in (1, 2)
+            assert all(0 <= token_id < 3 for token_id in ids)
 
 
 def test_fields_that_no_row_needs_are_none():
@@ -161,7 +240,7 @@ def test_fields_that_no_row_needs_are_none():
     assert SamplingBatch.of([greedy, greedy]) == SamplingBatch(num_rows=2)
     plain = SamplingBatch.of([SamplingRow(SamplingParams(), 1, 2, [1])])
     assert plain.temperature is not None
-    assert (plain.top_k, plain.top_p, plain.repetition_penalty, plain.drawing_rows) == (None,) * 4
+    assert (plain.top_k, plain.top_p, plain.counts, plain.drawing_rows) == (None,) * 4
     # the filters of a greedy row do not make its neighbours pay for a search
     beside = SamplingBatch.of([greedy, SamplingRow(SamplingParams(), 1, 2, [1])])
     assert (beside.top_k, beside.top_p) == (None, None)
@@ -176,7 +255,7 @@ def test_an_all_greedy_batch_is_one_arg_max():
     assert not {e.key for e in profile.key_averages()} & {"aten::sort", "aten::topk", "aten::log_", "aten::softmax"}
 
 
-@pytest.mark.parametrize("settings", [*DISTRIBUTIONS, {"temperature": 1e-6}, {"temperature": 5e-324}], ids=str)
+@pytest.mark.parametrize("settings", [*UNBIASED, {"temperature": 1e-6}, {"temperature": 5e-324}], ids=str)
 @pytest.mark.parametrize(
     ("values", "allowed"),
     [

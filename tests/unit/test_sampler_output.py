@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> SampledTokens:
-    return SamplerOutput([Sampler(CPU, 8).sample(logits, rows)]).wait()
+    return SamplerOutput([Sampler(CPU, 8).sample(logits, rows, range(len(rows)))]).wait()
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,6 +60,22 @@ def test_each_row_gets_what_it_asked_for() -> None:
     assert sample(logits[:1], rows[:1]).logprobs is None
 
 
+def test_the_sampled_token_is_reported_also_if_it_is_not_among_the_likeliest() -> None:
+    """As one entry more, after the likeliest; none if no alternatives were asked for."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    only_last = dict.fromkeys(range(3), -100.0)
+    for k, count in ((0, 0), (1, 2), (3, 4), (4, 4)):
+        params = SamplingParams(temperature=0.0, logprobs=k, logit_bias=only_last)
+        drawn = sample(logits, [SamplingRow(params, 0, 0)])
+        assert drawn.token_ids == [3]
+        assert drawn.logprobs is not None
+        found = drawn.logprobs[0]
+        assert found is not None
+        assert [token_id for token_id, _ in found.top] == [*range(k), 3][:count]
+        assert list(found.top) == sorted(found.top, key=lambda pair: -pair[1])
+        assert not found.top or found.top[-1] == (3, found.logprob)
+
+
 def test_neither_temperature_nor_penalty_changes_them() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     plain = SamplingRow(SamplingParams(temperature=0.0, logprobs=3), 0, 0, ())
@@ -82,8 +98,9 @@ def test_the_parts_of_a_batch_are_one_output_however_often_it_is_waited_for() ->
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, 2.0], [0.0, 0.0, 4.0]])
     rows = [SamplingRow(SamplingParams(temperature=0.0, logprobs=k), 0, 0, ()) for k in (None, 1, 2)]
     sampler, error = Sampler(CPU, 8), ValueError("injected")
-    whole = SamplerOutput([sampler.sample(logits, rows)])
-    parts = SamplerOutput([sampler.sample(logits[:1], rows[:1]), sampler.sample(logits[1:], rows[1:])], {7: error})
+    whole = SamplerOutput([sampler.sample(logits, rows, range(3))])
+    split = [sampler.sample(logits[part], rows[part], [0, 1, 2][part]) for part in (slice(0, 1), slice(1, 3))]
+    parts = SamplerOutput(split, {7: error})
     first, again = parts.wait(), parts.wait()
     assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs) == ([1, 0, 2], whole.wait().logprobs)
     assert first.logprobs is not None
@@ -110,12 +127,14 @@ def test_parameters_of_one_call_do_not_reach_into_the_next() -> None:
     """They travel through memory that every call uses again."""
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     rows = [
-        SamplingRow(SamplingParams(temperature=0.5 + n, top_k=3 + n, top_p=0.9, repetition_penalty=1.2), n, n, (1, n))
+        SamplingRow(
+            SamplingParams(temperature=0.5 + n, top_k=3 + n, top_p=0.9, repetition_penalty=1.2), n, n, (1, n), serial=n
+        )
         for n in range(8)
     ]
     alone = [sample(logits[n : n + 1], rows[n : n + 1]).token_ids[0] for n in range(8)]
     sampler = Sampler(CPU, 8)
     for part in (range(8), range(3), range(2, 7), range(8)):
         chosen = slice(part.start, part.stop)
-        output = SamplerOutput([sampler.sample(logits[chosen], rows[chosen])])
+        output = SamplerOutput([sampler.sample(logits[chosen], rows[chosen], part)])
         assert output.wait().token_ids == alone[chosen]

@@ -1,7 +1,7 @@
 """SamplingParams accepts what makes sense, normalises it, and refuses the rest with field, value and remedy."""
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -49,6 +49,13 @@ def test_stop_becomes_a_tuple(given, kept):
         *(("top_k", v) for v in (0, -1, 1.0, 2.5, True, False, "5", math.nan)),
         *(("repetition_penalty", v) for v in (0, -1.0, math.nan, math.inf, True, "1", None)),
         *(("max_new_tokens", v) for v in (0, -5, 1.5, True, "10", None)),
+        *(("min_p", v) for v in (-0.1, 1.1, math.nan, math.inf, True, "0.1", None)),
+        *((f, v) for f in ("presence_penalty", "frequency_penalty") for v in (-2.1, 2.1, math.nan, True, "1", None)),
+        *(("logit_bias", v) for v in ({-1: 1}, {"1": 1}, {True: 1}, {1: 101}, {1: -101}, {1: math.nan}, {1: True})),
+        *(("logit_bias", v) for v in (None, [(1, 2)], (1, 2), ((1, 2, 3),), "1", dict.fromkeys(range(1025), 1.0))),
+        *(("min_tokens", v) for v in (-1, 129, 1.0, True, None)),
+        *(("stop_token_ids", v) for v in (5, None, "1", [-1], [1.0], [True], list(range(129)))),
+        *(("prompt_logprobs", v) for v in (-1, 21, 1.0, True, "1")),
         *(("seed", v) for v in (-1, 2**64, 1.0, True, "1")),
         *(("stop", v) for v in ("", ("a", ""), [""], (1,), ["a", None], 3, None, b"x", {"a"})),
         *(("ignore_eos", v) for v in (0, 1, None, "yes")),
@@ -68,6 +75,33 @@ def test_bad_values_are_refused(field, value):
 def test_a_refused_zero_top_k_says_how_to_lift_the_limit():
     with pytest.raises(RequestError, match=r"top_k is 0; it must be at least 1; leave it out for no limit\."):
         SamplingParams(top_k=0)
+
+
+def test_logit_bias_is_kept_as_pairs_in_the_order_of_the_ids():
+    params = SamplingParams(logit_bias={7: 1, np.int64(3): -100})
+    assert params.logit_bias == ((3, -100.0), (7, 1.0))
+    assert replace(params, seed=1).logit_bias == params.logit_bias
+    hash(params)
+
+
+def test_nothing_is_generated_only_to_get_prompt_logprobs():
+    assert SamplingParams(max_new_tokens=0, prompt_logprobs=0).max_new_tokens == 0
+    with pytest.raises(RequestError, match=r"max_new_tokens is 0; it must be at least 1, or 0 together with prompt_lo"):
+        SamplingParams(max_new_tokens=0)
+
+
+@pytest.mark.parametrize("given", [{"min_tokens": 4, "max_new_tokens": 3}, {"min_tokens": 129}])
+def test_min_tokens_does_not_exceed_the_longest_output(given):
+    with pytest.raises(RequestError, match=r"min_tokens is \d+; it must be from 0 to max_new_tokens, which is \d+\."):
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize("given", [{"logit_bias": {3: 1.0, 100: 1.0}}, {"stop_token_ids": [3, 100]}])
+def test_ids_outside_the_vocabulary_are_refused_by_field(given):
+    params = SamplingParams(**given)
+    params.check_token_ids(101)
+    with pytest.raises(RequestError, match=rf"{next(iter(given))} is 100; it must be .* from 0 to 99\."):
+        params.check_token_ids(100)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])

@@ -71,21 +71,25 @@ class Overlapped(Engine):
 
 
 def crowd(seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and drawn, short and long, with penalties, stop strings and log-probabilities."""
+    """Greedy and drawn, short, long and empty, with penalties, stop strings and log-probabilities."""
     chance = random.Random(seed)
+    lengths = [0 if n % 8 == 7 else chance.randrange(1, 14) for n in range(24)]
     return [
         (
             [chance.randrange(20, 500) for _ in range(chance.randrange(1, 30))],
             SamplingParams(
                 seed=n,
                 temperature=chance.choice([0.0, 0.8]),
-                max_new_tokens=chance.randrange(1, 14),
+                max_new_tokens=num_new,
                 repetition_penalty=chance.choice([1.0, 1.3]),
+                frequency_penalty=chance.choice([0.0, 0.8]),
+                min_tokens=min(num_new, 2),
+                prompt_logprobs=None if num_new > 3 else 2,
                 logprobs=chance.choice([None, 2]),
                 stop=chance.choice([(), ("a",)]),
             ),
         )
-        for n in range(24)
+        for n, num_new in enumerate(lengths)
     ]
 
 
@@ -130,6 +134,7 @@ def test_answers_are_those_of_the_loop_that_waits(
             (o.token_id, o.text, o.finish_reason) for o in theirs
         ]
         assert [o.logprobs is None for o in mine] == [o.logprobs is None for o in theirs]
+        assert [len(o.prompt_logprobs or ()) for o in mine] == [len(o.prompt_logprobs or ()) for o in theirs]
     assert engine.runner.num_pending > 50
     if config.get("num_gpu_blocks") == 14:
         assert engine.load().num_preemptions > 0

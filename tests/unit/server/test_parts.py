@@ -17,7 +17,7 @@ from shared.server.answer_stream import AnswerStream
 from shared.server.completions import CompletionFrames
 from shared.server.errors import ApiError
 from shared.server.metrics import ServerMetrics
-from shared.server.process import bind
+from shared.server.process import bind, is_exposed
 from shared.server.settings import ServerConfig
 from shared.server.sse import frame, to_json
 from shared.text.stopping import FinishReason
@@ -29,6 +29,8 @@ from shared.text.stopping import FinishReason
         "model_name": ["", "a\nb"],
         "api_key": ["", "two words", "schlüssel"],
         "max_body_bytes": [0, -1],
+        "max_connections": [0],
+        "head_timeout": [0],
         "max_unread_bytes": [0],
         "grace": [0, -1, float("inf"), float("nan")],
         "send_timeout": [0],
@@ -182,3 +184,9 @@ def test_an_address_that_cannot_be_bound_is_refused() -> None:
         assert first.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 512 * 1024
     with pytest.raises(ConfigError, match=r"Port 80 of no\.\.host cannot be bound"):
         bind("no..host", 80)
+
+
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", False), ("127.0.0.2", False), ("0.0.0.0", True)])
+def test_an_address_beyond_this_machine_is_exposed(host: str, expected: bool) -> None:
+    with bind(host, 0) as bound:
+        assert is_exposed(bound) is expected

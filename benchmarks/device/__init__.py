@@ -1,1 +1,0 @@
-"""How a GPU is timed: inputs that rotate, CUDA graphs, what the data sheets promise."""

@@ -1,0 +1,175 @@
+"""A trace over HTTP: a phase's server as a process of its own, and streams that are opened, read and timed.
+
+Introduced in phase 4. The server is started as a user would start it, by ``python -m`` with the phase's package; when a
+request was scheduled is read from its log, one line a request. Requests go to ``POST /v1/completions`` as token ids,
+and their events are read as they come, by one asyncio client, which reads some 20,000 events a second.
+
+Invariants: the process computes with as many threads as the benchmark does, and is gone when the block ends, whatever
+happened inside. A stream counts as answered only if it ended with one ``done`` and as many tokens as were asked for;
+anything else is an error with its cause.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from benchmarks.serving.results import ServedRequest, ServedRun
+from benchmarks.workloads.serving import Trace, TraceRequest
+from shared.errors import ConfigError
+from shared.lessons import Lesson
+
+ROOT = Path(__file__).parents[2]
+MODEL = "benchmarked"
+START_SECONDS = 300.0
+SILENCE_SECONDS = 300.0
+"""A stream that says nothing for so long has failed."""
+
+
+@dataclass
+class ServedProcess:
+    """A server that is ready; see :func:`served`."""
+
+    pid: int
+    log: Path
+    url: str
+    num_runs: int = 0
+
+    def serve(self, trace: Trace) -> ServedRun:
+        """Serve a trace over HTTP, with each request's queue wait as the server logged it."""
+        self.num_runs += 1
+        run = asyncio.run(generate_load(self.url, MODEL, trace, f"run{self.num_runs}"))
+        for _attempt in range(500):  # a line may be written a moment after the end of its stream
+            for line in events(self.log, "request"):
+                owner, _, place = line["request_id"].rpartition("-")
+                if owner == f"run{self.num_runs}" and line.get("queue_s") is not None:
+                    request = run.requests[int(place)]
+                    request.scheduled = request.arrived + line["queue_s"]
+            if all(request.scheduled is not None for request in run.finished):
+                break
+            time.sleep(0.01)
+        return run
+
+
+@contextmanager
+def served(lesson: Lesson, folder: Path, options: Sequence[str]) -> Iterator[ServedProcess]:
+    """A server of the model in ``folder`` by a phase, with these options of its command ``serve``.
+
+    SIGTERM ends the block like any exception. Raises ConfigError, with the last line of the server's log, if it does
+    not become ready.
+    """
+    command = [sys.executable, "-m", lesson.module_name, "serve", str(folder), "--log-format", "json"]
+    command += ["--served-model-name", MODEL, "--port", "0", *options]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        with log.open("wb") as stderr:  # in its own session: Ctrl-C is for the benchmark, which then ends the server
+            null = subprocess.DEVNULL
+            process = subprocess.Popen(command, env=environment, stdout=null, stderr=stderr, start_new_session=True)
+        try:
+            yield ServedProcess(process.pid, log, _url(process, log))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            process.kill()
+            process.wait()
+
+
+def events(log: Path, name: str) -> list[dict[str, Any]]:
+    """The log's lines about one kind of event; a line that is being written is left out."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
+    return [line for line in found if line["event"] == name]
+
+
+def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        if ready := events(log, "ready"):
+            return str(ready[0]["url"])
+        time.sleep(0.05)
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    why = said[-1] if said else f"it said nothing in {START_SECONDS:.0f} s"
+    raise ConfigError(f"The server did not become ready: {why}")
+
+
+async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run") -> ServedRun:
+    """Send a trace, greedily and past any end of sequence, and read every answer.
+
+    ``run_id`` begins the ``X-Request-Id`` of each request, whose end is its place in the trace. When requests were
+    scheduled, and the engine's steps, only the server knows.
+    """
+    served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
+    queue = iter(enumerate(trace.requests))
+    options = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=SILENCE_SECONDS, trust_env=False) as client:
+        start = time.perf_counter()
+
+        async def send(n: int, request: TraceRequest, arrived: float) -> None:
+            served[n].arrived = arrived
+            body = options | {"prompt": request.prompt_ids, "max_tokens": request.new_tokens}
+            await _stream(client, f"{run_id}-{n}", body, served[n], start)
+
+        async def one_after_another() -> None:
+            freed = 0.0
+            for n, request in queue:
+                await send(n, request, freed)
+                freed = time.perf_counter() - start
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(trace.concurrency or 0):
+                tasks.create_task(one_after_another())
+            for n, request in enumerate(trace.requests) if trace.concurrency is None else ():
+                arrival = request.arrival or 0.0
+                await asyncio.sleep(max(0.0, start + arrival - time.perf_counter()))
+                tasks.create_task(send(n, request, arrival))
+    return ServedRun(served, steps=None, num_forwards=None)
+
+
+async def _stream(
+    client: httpx.AsyncClient, request_id: str, body: dict[str, Any], into: ServedRequest, start: float
+) -> None:
+    """One request, from sending it to the end of its answer."""
+    rest, ends = b"", 0
+    headers = {"X-Request-Id": request_id}
+    try:
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            if response.status_code != 200:
+                into.error = f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:200]}"
+                return
+            async for data in response.aiter_raw():
+                now = time.perf_counter() - start
+                *frames, rest = (rest + data).split(b"\n\n")
+                for name, payload in map(read_event, frames):
+                    if name == "token":
+                        into.token_ids.append(json.loads(payload)["token_id"])
+                        into.token_times.append(now)
+                    elif name == "error":
+                        into.error = json.loads(payload)["error"]["message"]
+                    ends += name in ("done", "error")
+    except httpx.HTTPError as error:
+        into.error = f"{type(error).__name__}: {error}"
+    finally:
+        into.ended = time.perf_counter() - start
+    if into.error is None and (ends != 1 or len(into.token_ids) != body["max_tokens"]):
+        into.error = f"The stream had {len(into.token_ids)} of {body['max_tokens']} tokens and {ends} terminal events."
+
+
+def read_event(frame: bytes) -> tuple[str, str]:
+    """The name and the data of a server-sent event, or ""; JSON may hold what httpx takes for ends of lines."""
+    fields = dict(line.partition(": ")[::2] for line in frame.decode().split("\n"))
+    return fields.get("event", ""), fields.get("data", "")

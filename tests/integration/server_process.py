@@ -1,0 +1,84 @@
+"""``infer serve`` as a process of its own, as a user would run it."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from tests.integration.infer_process import INFER, heed_interrupts
+
+ROOT = Path(__file__).parents[2]
+MODEL = "tiny-llama"
+START_SECONDS = 90
+
+
+class ServerProcess:
+    """A server that runs as a user would run it; what it logs goes to a file."""
+
+    def __init__(self, folder: Path, log: Path, *options: str, descriptors: int | None = None) -> None:
+        """``descriptors``: the most that the process may have open; None: as many as this one."""
+        self.log = log
+
+        def prepare() -> None:
+            heed_interrupts()
+            if descriptors is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [*INFER, "serve", str(folder), "--port", "0", *options]
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr, preexec_fn=prepare)
+        wait_until(lambda: bool(self.events("ready")) or self.process.poll() is not None, START_SECONDS)
+        assert self.process.poll() is None, log.read_text()
+        self.url = self.events("ready")[0]["url"]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}")]
+        return [line for line in lines if line["event"] == name]
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=60, max_retries=0)
+
+    def state(self) -> dict[str, Any]:
+        """What the engine says of itself between two steps."""
+        with self.client() as client:
+            return client.get("/debug/engine").json()
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Nothing runs, nothing waits, and the audit of the memory finds nothing."""
+        state: dict[str, Any] = {}
+
+        def is_idle() -> bool:
+            state.update(self.state())
+            return state["num_open_requests"] == 0 and state["load"]["num_running"] == state["load"]["num_waiting"] == 0
+
+        wait_until(is_idle, seconds)
+        assert state["audit"] == []
+        assert state["load"]["kv_usage"] == 0
+
+    def end(self, sig: int = signal.SIGTERM, seconds: float = 20) -> int:
+        """Its exit code after a signal."""
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    started = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - started < seconds, "it did not come in time"
+        time.sleep(0.05)

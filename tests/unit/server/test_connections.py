@@ -1,0 +1,264 @@
+"""Connections that send no request, half of one, or one that is too large; and requests that are refused unread."""
+
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.server.echo import EchoEngine, Running, serving, wait_until
+from tests.unit.server.exchange import completion, error_of, events, samples
+
+SECONDS = 0.4
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+LIVE = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+LIMITS = {"head_timeout": SECONDS, "max_head_bytes": 4096, "max_url_bytes": 1024, "max_connections": 6}
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Iterator[Running]:
+    """A server with small limits."""
+    with serving(EchoEngine(folder), **LIMITS) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(running: Running, *parts: bytes) -> Iterator[socket.socket]:
+    """A connection that has sent ``parts``."""
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+        yield connection
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            answer += chunk
+    return answer
+
+
+def refusal(answer: bytes) -> tuple[int, str]:
+    """Status and code of a response that ends its connection, after a look at its shape."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    assert headers["connection"] == "close"
+    assert len(headers["x-request-id"]) == 32
+    response = httpx.Response(200, headers={"content-type": headers["content-type"]}, content=body)
+    return int(status.split()[1]), error_of(response)["code"]
+
+
+HALVES = {
+    "a request line": b"GET /hea",
+    "headers": HEAD + b"X-A: b\r\n",
+    "a second request": LIVE + b"GET /hea",
+}
+
+
+@pytest.mark.parametrize("sent", HALVES.values(), ids=HALVES)
+def test_half_a_request_is_refused_after_a_while(sent: bytes, small: Running) -> None:
+    started = time.perf_counter()
+    with connected(small, sent) as connection:
+        answer = everything(connection)
+    assert SECONDS * 0.9 < time.perf_counter() - started < SECONDS + 2
+    assert refusal(answer[answer.rindex(b"HTTP/1.1 ") :]) == (408, "headers_timeout")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", LIVE, LIVE + b"\r\n", HEAD + b"Content-Length: 9\r\n\r\n123"])
+def test_silence_closes_a_connection(sent: bytes, folder: Path) -> None:
+    with serving(EchoEngine(folder), **LIMITS, api_key="secret") as running:  # the last one is refused before its body
+        started = time.perf_counter()
+        with connected(running, sent) as connection:
+            answer = everything(connection)
+        assert SECONDS * 0.9 < time.perf_counter() - started < SECONDS + 2
+        assert answer.count(b"HTTP/1.1 ") == int(sent not in (b"", b"\r\n"))
+
+
+def test_a_head_that_drips_has_no_more_time(small: Running) -> None:
+    started = time.perf_counter()
+    with connected(small, LIVE[:4]) as connection:
+        with contextlib.suppress(OSError):
+            for byte in HEAD + b"x" * 1000:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+        assert time.perf_counter() - started < SECONDS + 2
+
+
+MORE_THAN_A_READ = 600_000  # uvloop reads 256 KiB at most, and the limit counts from the second read on
+TOO_LONG = {
+    "a URL": (b"GET /" + b"a" * 2000, (414, "url_too_long")),
+    "a header": (HEAD + b"X-Long: " + b"a" * 5000 + b"\r\n\r\n", (431, "headers_too_large")),
+    "a header without end": (HEAD + b"X-Long: " + b"a" * MORE_THAN_A_READ, (431, "headers_too_large")),
+    "many headers": (HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(900)) + b"\r\n", (431, "headers_too_large")),
+    "line ends": (b"\r\n" * 4000, (431, "headers_too_large")),
+    "a trailer": (
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-Long: " + b"a" * MORE_THAN_A_READ,
+        (431, "headers_too_large"),
+    ),
+}
+MALFORMED = (
+    b"hello\r\n\r\n",
+    b"GET /\x00 HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+)
+REFUSED = TOO_LONG | {repr(sent): (sent, (400, "invalid_http")) for sent in MALFORMED}
+
+
+@pytest.mark.parametrize(("sent", "expected"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_request_is_refused_like_any_other(
+    sent: bytes, expected: tuple[int, str], small: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"infer:http_requests_total{{handler=other,status={expected[0]}}}"
+    with caplog.at_level(logging.INFO, "infer"), small.client() as client:
+        before = samples(client).get(name, 0)
+        with connected(small) as connection:
+            with contextlib.suppress(ConnectionError):  # the rest is not read
+                for start in range(0, len(sent), 1000):
+                    connection.sendall(sent[start : start + 1000])
+            assert refusal(everything(connection)) == expected
+        assert samples(client)[name] == before + 1
+        fields: Any = [record.__dict__["fields"] for record in caplog.records if record.message == "connection refused"]
+        assert [(line["status"], line["error"]) for line in fields] == [expected]
+        assert client.get("/debug/engine").json()["num_open_requests"] == 0
+
+
+def test_a_connection_too_many_is_told_so(small: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infer"), contextlib.ExitStack() as open_connections:
+        first, *_ = [open_connections.enter_context(connected(small, LIVE)) for _ in range(LIMITS["max_connections"])]
+        assert b"200 OK" in first.recv(4096)
+        with connected(small) as another:
+            answer = everything(another)
+        assert refusal(answer) == (503, "too_many_connections")
+        assert b"\r\nretry-after: 1\r\n" in answer
+        assert "connection refused" in caplog.messages
+        first.close()
+        wait_until(lambda: len(small.server.server_state.connections) < LIMITS["max_connections"])
+        with small.client() as client:
+            assert client.get("/health/live").status_code == 200
+
+
+def test_rubbish_behind_a_request_does_not_enter_its_answer(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.step_seconds = 0.02
+    body = json.dumps(completion(max_tokens=3000)).encode()
+    with serving(engine) as running:
+        with connected(running, HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)) as connection:
+            answer = connection.recv(65536)
+            connection.sendall(b"rubbish\r\n\r\n")
+            answer += everything(connection)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"invalid_http" not in answer
+        wait_until(lambda: not engine.running)
+
+
+def test_a_connection_whose_answers_are_not_read_is_closed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(EchoEngine(folder), send_timeout=SECONDS) as running:
+        schema = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+        with connected(running, schema * 300):
+            wait_until(lambda: bool(running.server.server_state.connections))
+            wait_until(lambda: not running.server.server_state.connections)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_the_key_is_looked_at_before_the_body(folder: Path) -> None:
+    with serving(EchoEngine(folder), api_key="secret") as running, running.client() as client:
+        for extra in (b"", b"Expect: 100-continue\r\n", b"Authorization: Bearer wrong\r\n"):
+            with connected(running, HEAD + extra + b"Content-Length: 1000000\r\n\r\n") as connection:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+        for scheme in ("bearer", "BEARER", "Bearer "):
+            assert client.get("/v1/models", headers={"authorization": f"{scheme} secret"}).status_code == 200
+        for wrong in ("basic secret", "bearer", "bearer secret2", "bearersecret"):
+            assert client.get("/v1/models", headers={"authorization": wrong}).status_code == 401
+
+
+def test_only_the_allowed_hosts_are_answered(folder: Path) -> None:
+    hosts = ("localhost", "[::1]", "*.Example.com")
+    with serving(EchoEngine(folder), allowed_hosts=hosts) as running, running.client() as client:
+        for host in ("localhost", "LOCALHOST:8000", "[::1]:80", "[::1]", "a.example.com:1", "b.a.example.com"):
+            assert client.get("/health", headers={"host": host}).status_code == 200, host
+        for host in ("evil.test", "example.com", "localhost.evil.test", "evilexample.com", "localhost:x", ""):
+            refused = client.get("/health", headers={"host": host})
+            assert (refused.status_code, error_of(refused)["code"]) == (400, "invalid_host"), host
+        with connected(running, b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.test\r\n\r\n") as connection:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+COMPLEX = {
+    "values": {"prompt": [7] * 140_000},
+    "lists": {"prompt": [[]] * 140_000},
+    "keys": {"metadata": {f"{index}": 1 for index in range(8200)}},
+    "keys that look like text": {"metadata": {f'\\":"{index}': 1 for index in range(8200)}},
+}
+
+
+@pytest.mark.parametrize("extra", COMPLEX.values(), ids=COMPLEX)
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(extra: dict[str, Any], client: httpx.Client) -> None:
+    refused = client.post("/v1/completions", json=completion() | extra)
+    assert (refused.status_code, error_of(refused)["code"]) == (413, "body_too_complex")
+
+
+def test_text_may_hold_as_many_commas_and_brackets_as_it_likes(client: httpx.Client) -> None:
+    for text in (',[{:"' * 60_000, "\\" * 131_073 + '"' * 140_000, '\\",' * 140_000):
+        response = client.post("/v1/completions", json=completion("ab") | {"user": text})
+        assert response.status_code == 200, response.text
+
+
+def test_a_body_is_utf_8(client: httpx.Client) -> None:
+    content = json.dumps(completion()).encode("utf-16")
+    refused = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "invalid_json")
+
+
+def test_a_text_that_fits_into_no_sequence_is_not_tokenized(client: httpx.Client, echo: Running) -> None:
+    text = "a" * 1_900_000
+    bodies = {
+        "prompt": ("/v1/completions", {"prompt": text}),
+        "messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    }
+    for param, (path, body) in bodies.items():
+        refused = client.post(path, json={"model": "echo", **body})
+        assert refused.status_code == 422
+        assert error_of(refused)["param"] == param
+        assert "at least" in error_of(refused)["message"]
+
+
+def test_a_body_without_end_does_not_delay_the_end(folder: Path) -> None:
+    with serving(EchoEngine(folder), grace=10.0) as running:
+        with connected(running, HEAD + b"Content-Length: 1000\r\n\r\n{") as connection, connected(running, LIVE[:9]):
+            wait_until(lambda: bool(running.server.server_state.tasks))
+            started = time.perf_counter()
+            running.call(lambda: running.server.handle_exit(15, None))
+            answer = everything(connection)
+        assert time.perf_counter() - started < 2
+        assert refusal(answer) == (503, "shutting_down")
+
+
+def test_a_dead_engine_has_no_load_and_its_requests_have_failed(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=1)
+    engine.step_seconds = 0.05
+    with serving(engine) as running, running.client() as client:
+        with client.stream("POST", "/v1/completions", json=completion(max_tokens=3000)) as stream:
+            wait_until(lambda: running.app.state.client.load.num_running == 1)
+            engine.bug = RuntimeError("boom")
+            assert events("".join(stream.iter_text()))[-1][0] == "error"
+        found = samples(client)
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "engine_alive"):
+            assert found[f"infer:{name}{{}}"] == 0
+        reasons = {
+            reason: found[f"infer:request_success_total{{finished_reason={reason}}}"] for reason in ("error", "abort")
+        }
+        assert reasons == {"error": 1, "abort": 0}
+        health = client.get("/health").json()
+        assert (health["num_requests_running"], health["kv_cache_usage"]) == (0, 0)
+        assert health["message"] == "The engine has stopped (RuntimeError: boom); restart the server."

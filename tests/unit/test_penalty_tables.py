@@ -1,0 +1,237 @@
+"""The penalty tables count each request's tokens, in any order of adding, stepping, preempting, failing, breaking off
+and aborting, with a step in flight or none."""
+
+from collections import Counter, deque
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+import shared.engine.sampler as sampler_module
+from shared.cache.paged import PagedKVCachePool
+from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
+from shared.engine.penalty_tables import PenaltyTables
+from shared.engine.request import Request
+from shared.engine.runner import Launched, Runner
+from shared.engine.sampler import SamplerOutput
+from shared.models.tokens import Tokens
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch, SamplingRow
+from shared.sampling.token_counts import TokenCounts
+from shared.scheduling.preemption import PreemptiveScheduler
+from shared.scheduling.schedule import Schedule
+
+VOCABULARY = 7
+MAX_SEQ_LEN = 24
+PENALTIES: list[dict[str, float]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": -0.5, "frequency_penalty": 0.1},
+]
+FAILURES = st.sampled_from([0, 0, 0, 1, 2])
+real_sample, real_top_logprobs = sampler_module.sample, sampler_module.top_logprobs
+
+
+def counts_of(counts: TokenCounts, row: int) -> tuple[set[int], Counter[int]]:
+    in_output = counts.in_output[row]
+    return {*counts.in_prompt[row].nonzero().flatten().tolist()}, Counter(
+        {token_id: int(in_output[token_id]) for token_id in in_output.nonzero().flatten().tolist()}
+    )
+
+
+class Model:
+    """Logits that depend on the last token alone; ``View`` has no memory."""
+
+    device = torch.device("cpu")
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
+
+    def __call__(self, tokens: Tokens, kv: Any) -> torch.Tensor:
+        return tokens.ids
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.table[hidden]
+
+
+class View:
+    num_bytes = 0
+
+    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
+        ids, positions, logit_rows = map(torch.from_numpy, (batch.token_ids.copy(), batch.positions, batch.logit_rows))
+        return Tokens(ids, positions), logit_rows
+
+
+class Machine(RuleBasedStateMachine):
+    """An engine's loop with a real runner, scheduler and pool, which is too small for its requests."""
+
+    wrong: list[Any]
+    num_checked: ClassVar[Counter[str]] = Counter()
+
+    @initialize(num_blocks=st.integers(4, 8), is_overlapped=st.booleans())
+    def begin(self, num_blocks: int, is_overlapped: bool) -> None:
+        config = EngineConfig(max_batch_size=4)
+        self.pool = PagedKVCachePool(num_blocks, 2, 4, MAX_SEQ_LEN)
+        self.scheduler = PreemptiveScheduler(config, self.pool, MAX_SEQ_LEN)
+        self.runner = Runner(Model(), View(), 4)  # type: ignore[arg-type]
+        self.is_overlapped = is_overlapped
+        self.in_flight: deque[tuple[Schedule, SamplerOutput]] = deque()
+        self.num_added = 0
+        self.wrong = []
+        self.fail_before = self.fail_after = 0  # calls that raise before the draw, and after the tokens are counted
+        sampler_module.sample = self.checked_sample  # type: ignore[assignment]
+        sampler_module.top_logprobs = self.failing_logprobs
+
+    def teardown(self) -> None:
+        sampler_module.sample, sampler_module.top_logprobs = real_sample, real_top_logprobs
+
+    def checked_sample(self, logits: torch.Tensor, batch: SamplingBatch, **more: Any) -> torch.Tensor:
+        """What the processors read is counted from the ids of the request that holds the row."""
+        if batch.counts is not None:
+            assert batch.count_rows is not None
+            holders = {row: request for request, row in self.pool.rows.items()}
+            for place in batch.count_rows.tolist():
+                request = holders[place]
+                expected = {*request.prompt_ids}, Counter(request.output_ids)
+                if counts_of(batch.counts, place) != expected:  # an exception here would be taken for the request's
+                    self.wrong.append((request, counts_of(batch.counts, place)))
+                Machine.num_checked["rows read"] += 1
+        if self.fail_before:
+            self.fail_before -= 1
+            raise RuntimeError("injected")
+        return real_sample(logits, batch, **more)
+
+    def failing_logprobs(self, *args: Any) -> Any:
+        if self.fail_after:
+            self.fail_after -= 1
+            raise RuntimeError("injected")
+        return real_top_logprobs(*args)
+
+    @rule(
+        prompts=st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4), min_size=2, max_size=4),
+        data=st.data(),
+    )
+    def add(self, prompts: list[list[int]], data: st.DataObject) -> None:
+        for prompt in prompts:
+            penalties, logprobs = data.draw(st.sampled_from(PENALTIES)), data.draw(st.sampled_from([None, 1]))
+            num_new = data.draw(st.integers(1, 3)) if len(prompt) == 1 else self.pool.request_capacity - len(prompt)
+            params = SamplingParams(**penalties, logprobs=logprobs, max_new_tokens=num_new)  # type: ignore[arg-type]
+            self.scheduler.add(Request(str(self.num_added), prompt, params, self.num_added))
+            self.num_added += 1
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if names := [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.abort(data.draw(st.sampled_from(names)))
+
+    @rule(num_before=FAILURES, num_after=FAILURES, times=st.integers(1, 8))
+    def step(self, num_before: int, num_after: int, times: int) -> None:
+        self.fail_before, self.fail_after = num_before, num_after
+        for _ in range(times):
+            schedule = self.scheduler.schedule()
+            Machine.num_checked["preempted"] += len(schedule.preempted)
+            parts = (schedule,) if self.is_overlapped else (schedule.prompts, schedule.decoding)
+            launched = [self.forward(part) for part in parts]
+            while self.in_flight:
+                self.finish(*self.in_flight.popleft())
+            self.in_flight.extend((part, self.draw(part, one)) for part, one in zip(parts, launched, strict=True))
+            while self.in_flight and not self.is_overlapped:
+                self.finish(*self.in_flight.popleft())
+            self.fail_before = self.fail_after = 0
+
+    @rule(is_drawn=st.booleans())
+    def break_off(self, is_drawn: bool) -> None:
+        """A step that is interrupted before it is committed, after its draw or before; what was in flight is lost."""
+        schedule = self.scheduler.schedule()
+        launched = self.forward(schedule)
+        while self.in_flight:
+            self.finish(*self.in_flight.popleft())
+        if is_drawn:
+            self.draw(schedule, launched)
+        self.scheduler.drop_in_flight()
+
+    @invariant()
+    def what_was_read_was_right(self) -> None:
+        assert not getattr(self, "wrong", [])
+
+    def forward(self, part: Schedule) -> Launched | None:
+        return self.runner.forward(Batch.of(part, self.pool)) if part else None
+
+    def draw(self, part: Schedule, launched: Launched | None) -> SamplerOutput:
+        return self.runner.sample(launched, part.sampling_rows()) if launched else SamplerOutput(())
+
+    def finish(self, part: Schedule, output: SamplerOutput) -> None:
+        self.scheduler.commit(part, output.wait())
+        complete = [r for r in self.scheduler.running.values() if len(r.output_ids) >= r.params.max_new_tokens]
+        tables = self.runner.sampler.penalties
+        for request in part.requests:
+            place = self.pool.rows.get(request)
+            if request in self.scheduler.running.values() and tables.entered.get(place, ())[:1] == (request.serial,):
+                assert tables.counts is not None
+                expected = {*request.prompt_ids}, Counter(request.output_ids)
+                assert counts_of(tables.counts, place) == expected
+                Machine.num_checked["rows kept"] += 1
+        self.scheduler.finish(complete)
+
+
+def test_tables_are_counted_from_the_ids_of_their_requests(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL")
+    Machine.num_checked = Counter()
+    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    assert min(Machine.num_checked[name] for name in ("rows read", "rows kept", "preempted")) > 5, Machine.num_checked
+
+
+def row(serial: int, prompt_ids: list[int], output_ids: list[int], **penalties: float) -> SamplingRow:
+    params = SamplingParams(temperature=0.0, **penalties)  # type: ignore[arg-type]
+    return SamplingRow(params, 0, len(output_ids), prompt_ids, output_ids, serial=serial)
+
+
+def test_without_penalties_nothing_is_allocated_and_a_known_row_is_not_entered_again() -> None:
+    uploads: list[list[int]] = []
+
+    def upload(ids: torch.Tensor) -> torch.Tensor:
+        uploads.append(ids.tolist())
+        return ids
+
+    def draw(rows: list[SamplingRow], token_ids: list[int]) -> None:
+        places = range(len(rows))
+        tables.enter(rows, places, VOCABULARY)
+        tables.add(
+            rows, places, SamplingBatch.of(rows, counts=tables.counts, count_rows=places), torch.tensor(token_ids)
+        )
+
+    tables = PenaltyTables(3, torch.device("cpu"), upload)
+    draw([row(0, [1], [])], [2])
+    assert (tables.counts, tables.entered, uploads) == (None, {}, [])
+    draw([row(0, [1], [2]), row(1, [4, 4], [], frequency_penalty=1.0)], [2, 5])
+    assert tables.counts is not None
+    assert tables.counts.num_bytes == 3 * VOCABULARY * 5
+    assert uploads == [[4, 4], []]
+    addresses = tables.counts.in_prompt.data_ptr(), tables.counts.in_output.data_ptr()
+    draw([row(0, [1], [2, 2]), row(1, [4, 4], [5], frequency_penalty=1.0)], [2, 5])
+    assert uploads == [[4, 4], []]
+    assert counts_of(tables.counts, 1) == ({4}, Counter({5: 2}))
+    draw([row(2, [6], [0, 0], presence_penalty=1.0)], [3])  # another request in the row of the first
+    assert uploads == [[4, 4], [], [6], [0, 0]]
+    assert counts_of(tables.counts, 0) == ({6}, Counter({0: 2, 3: 1}))
+    assert addresses == (tables.counts.in_prompt.data_ptr(), tables.counts.in_output.data_ptr())
+
+
+def test_an_older_row_of_a_request_that_moved_is_not_believed() -> None:
+    """It counts as many outputs, one of them from a step that was dropped."""
+    tables = PenaltyTables(2, torch.device("cpu"), lambda ids: ids)
+
+    def draw(place: int, outputs: list[int], token_id: int) -> None:
+        rows = [row(0, [1], outputs, frequency_penalty=1.0)]
+        tables.enter(rows, [place], VOCABULARY)
+        batch = SamplingBatch.of(rows, counts=tables.counts, count_rows=[place])
+        tables.add(rows, [place], batch, torch.tensor([token_id]))
+
+    draw(0, [2], 3)  # dropped, and the request preempted
+    draw(1, [2], 4)
+    draw(0, [2, 4], 5)
+    assert tables.counts is not None
+    assert counts_of(tables.counts, 0) == ({1}, Counter([2, 4, 5]))
