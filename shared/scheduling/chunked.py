@@ -27,15 +27,34 @@ class ChunkedScheduler(PreemptiveScheduler):
     """
 
     def _prompts(self) -> list[Request]:
-        """The requests whose prompts, or recomputed tokens, are not scheduled to the end."""
+        """The requests whose prompts, or recomputed tokens, are not scheduled to the end; in order of admission."""
+        # exercise 07x2: find the prompts that are not computed to the end
+        # hint: self.running holds the running requests by id, in order of admission
+        # hint: see Request.is_prefilling; why is `num_computed_tokens < num_prompt_tokens` not enough?
+        # hint: the token budget is not applied here, but to the chunks
         return [request for request in self.running.values() if request.is_prefilling]
+        # end exercise
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """Schedule one token of each decoding request, then chunks of prompts within the token budget."""
+        # exercise 07x4: decoding requests first, then the chunks
+        # hint: _grant makes an entry and counts its tokens; leave the entries, in the order of the batch, in `entries`
+        # hint: a decoding request is granted its one unscheduled token
+        # hint: _chunk_sizes takes the unscheduled tokens of each prompt, and returns sizes for the first of them
+        # hint: a prompt without a chunk in this step has no entry
         entries = [self._grant(request, request.num_unscheduled_tokens) for request in decoding]
         sizes = self._chunk_sizes([request.num_unscheduled_tokens for request in prompts], len(decoding))
         entries += [self._grant(*chunk) for chunk in zip(prompts, sizes, strict=False)]
+        # end exercise
         return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
+
+    def _is_last(self, request: Request, num_tokens: int) -> bool:
+        """Whether the next ``num_tokens`` tokens leave none of the request's tokens to compute; then it samples."""
+        # exercise 07x3: only the last chunk samples
+        # hint: num_unscheduled_tokens counts the tokens that no step has computed or is computing
+        # hint: the end of the prompt is not the measure: after a preemption outputs are recomputed too
+        return num_tokens == request.num_unscheduled_tokens
+        # end exercise
 
     def _chunk_sizes(self, num_unscheduled: Sequence[int], num_decoding: int) -> list[int]:
         """The tokens of each chunk of a step.
