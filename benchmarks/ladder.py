@@ -1,8 +1,8 @@
-"""The ladder: decode speed of each phase, and what a token costs as its context grows. Introduced in phase 3.
+"""The ladder: each phase's speed with one request and with 16, and a token's cost by context. Introduced in phase 3.
 
 Every phase answers the same synthetic prompts, greedily and past any end of sequence, inside one process, and they take
-turns (`benchmarks.contenders.Turns`); medians count. Invariant: nothing is computed before every setting has been
-checked.
+turns; medians count. Invariants: nothing is computed before every setting has been checked; phases that serve many
+requests have equally large KV caches.
 """
 
 import statistics
@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.contenders import Turns, generating_lessons, load_engine, speeds
+from benchmarks.contenders import Contender, Turns, generating_lessons, speeds
 from benchmarks.report import Report, rounded
+from benchmarks.serving.engine_load import OneAtATime, drive
+from benchmarks.serving.run import ServedRun
 from benchmarks.setup import Setup, check_least
+from benchmarks.timing import answer_with, rotated
 from benchmarks.view import Bar, Bars, Column, Lines, Row, Table, View, count, number, text, times
-from shared.engine.config import DEFAULT_MAX_SEQ_LEN
+from benchmarks.workloads.serving import Workload, make_trace
+from shared.engine.config import EngineConfig
+from shared.engine.warm_up import warm_up
 from shared.errors import ConfigError, RequestError
+from shared.lessons import Lesson
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,12 @@ class LadderSize:
 CONTEXT_LENGTHS = (16, 32, 64, 128, 256, 512)
 DEFAULT = LadderSize()
 QUICK = LadderSize(prompt_tokens=32, new_tokens=12, trials=1, context_lengths=())
+TOGETHER, TOGETHER_SECONDS = Workload("together", "16 at a time", 32, 16, (8, 24), (4, 48)), 8.0
+"""Requests of 16 clients; after so many seconds a phase is judged by the tokens that it has given."""
+REGIONS, REGION_TOKENS = 4, 256
+"""The KV cache of a phase that serves many requests: so many regions of at least so many tokens, or as many blocks."""
 POINT_TOKENS, POINT_BOUND = 16, (2, 0.5)
 """Most tokens that a point of the curve times; it ends after so many tokens and seconds."""
-WARM_UP_TOKENS = 3
 
 
 def measure_ladder(
@@ -47,7 +56,7 @@ def measure_ladder(
     context_lengths: Sequence[int] | None = None,
     **where: Any,
 ) -> Report:
-    """Decode speed, time to first token, tokens computed, and milliseconds a token by context, of each phase.
+    """Speed with one request and with 16, time to first token, tokens computed, and milliseconds a token by context.
 
     Args:
         prompt_tokens, new_tokens: of each answer; at least 1 and 2 (speed needs an interval).
@@ -61,18 +70,27 @@ def measure_ladder(
     setup = Setup(model, **where)
     check_least(prompt_tokens=(prompt_tokens, 1), new_tokens=(new_tokens, 2), trials=(trials, 1))
     setup.check_length(prompt_tokens + new_tokens, f"prompt_tokens {prompt_tokens} and new_tokens {new_tokens}")
-    contexts = _contexts(context_lengths, setup.shape.max_position_embeddings)
+    setup.check_length(TOGETHER.longest, f"The longest prompt and answer of {TOGETHER.num_requests} requests")
+    limit = setup.shape.max_position_embeddings
+    contexts = _contexts(context_lengths, limit)
     rungs = generating_lessons(phases)
-    longest = max([prompt_tokens + new_tokens, *(length + POINT_TOKENS + 1 for length in contexts)])
-    config = setup.config(max_seq_len=longest if longest > DEFAULT_MAX_SEQ_LEN else None)
+    longest = max(prompt_tokens + new_tokens, REGION_TOKENS, *(length + POINT_TOKENS + 1 for length in contexts))
+    config = setup.config(max_seq_len=min(longest, limit))
     setup.check_memory(len(rungs), "name fewer phases with --phase")
 
-    with setup.running(len(rungs) * (2 + trials + len(contexts))) as steps:
-        turns = Turns(setup, steps)
+    with setup.running(len(rungs) * (2 + 2 * trials + len(contexts))) as steps:
+        turns, queues = Turns(setup, steps), dict[str, Any]()
         for lesson in rungs:
-            turns.load(lesson.number, partial(load_engine, lesson, config))
-        turns.warm_up(prompt_tokens, min(new_tokens, WARM_UP_TOKENS))
+            turns.load(lesson.number, partial(load_rung, lesson, config, queues))
+        turns.warm_up(prompt_tokens, 2)
         runs = turns.trials(trials, prompt_tokens, new_tokens)
+        served: dict[str, list[ServedRun]] = {name: [] for name in queues}
+        for trial in range(trials):
+            trace = make_trace(TOGETHER, setup.shape.vocab_size, setup.seed + trial)
+            for name in rotated(tuple(queues), trial):
+                with steps.step(f"phase {name}: {TOGETHER.title}, trial {trial + 1} of {trials}"):
+                    served[name].append(drive(queues[name], trace, TOGETHER_SECONDS))
+        many = {name: statistics.median(run.num_tokens / run.seconds for run in own) for name, own in served.items()}
         curve = {
             str(length): turns.round(f"{length} tokens of context", length, POINT_TOKENS + 1, POINT_BOUND)
             for length in contexts
@@ -80,18 +98,32 @@ def measure_ladder(
         first = rungs[0].number
         results: dict[str, Any] = {}
         for lesson in rungs:
-            own, told = runs[lesson.number], speeds(runs[lesson.number])
+            own, told, last = runs[lesson.number], speeds(runs[lesson.number]), served[lesson.number][-1]
             gaps = {length: point[lesson.number].intervals for length, point in curve.items()}
             results[lesson.number] = {
                 "title": lesson.title,
+                "bought": lesson.bought,
                 **told,
                 "speedup": rounded(told["decode_tokens_per_second"] / speeds(runs[first])["decode_tokens_per_second"]),
+                "together_tokens_per_second": rounded(many[lesson.number]),
+                "together_speedup": rounded(many[lesson.number] / many[first]),
+                "tokens_per_forward": rounded(last.num_tokens / (last.num_forwards or 1)),
                 "equal_output": [run.token_ids for run in own] == [run.token_ids for run in runs[first]],
                 "ms_per_token": {length: rounded(1e3 * statistics.median(found)) for length, found in gaps.items()},
             }
         flags = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials, "contexts": list(contexts)}
+        flags["together"] = TOGETHER.describe()
         engines = {name: contender.settings for name, contender in turns.contenders.items()}
         return setup.report("ladder", engines, flags, results)
+
+
+def load_rung(lesson: Lesson, config: EngineConfig, queues: dict[str, Any]) -> dict[str, Contender]:
+    """A phase's engine; its queue, which many requests join, goes into ``queues``."""
+    engine = lesson.engine_within(config, REGIONS, TOGETHER.concurrency)
+    queues[lesson.number] = engine if hasattr(engine, "step") else OneAtATime(engine)
+    if hasattr(engine, "step"):
+        warm_up(engine)
+    return {lesson.number: Contender(lesson.title, partial(answer_with, engine), engine.config)}
 
 
 def _contexts(lengths: Sequence[int] | None, limit: int) -> tuple[int, ...]:
@@ -109,13 +141,8 @@ def _contexts(lengths: Sequence[int] | None, limit: int) -> tuple[int, ...]:
     return tuple(sorted(set(lengths)))
 
 
-def trials(flags: dict[str, Any]) -> str:
-    """How the shown figures come from the trials."""
-    return f"median of {flags['trials']}" if flags["trials"] > 1 else "one trial"
-
-
 def view(report: Report) -> View:
-    """Bars of decode speed with the facts that explain them, and the cost of a token by context."""
+    """Bars of the speeds with the facts that explain them, what each phase bought, and a token's cost by context."""
     flags = report.flags
     rows = [{"name": name} | result | result["ms_per_token"] for name, result in report.results.items()]
     newest = rows[-1]["name"]
@@ -123,32 +150,36 @@ def view(report: Report) -> View:
     def style(row: Row) -> str:
         return "bold green" if row["name"] == newest else ""
 
-    phase, speed = text("phase", lambda row: f"{row['name']} {row['title']}"), "decode_tokens_per_second"
-    columns = [
-        phase,
-        Column("", speed, is_bar=True),
-        Column("tok/s", speed),
-        Column("speedup", "speedup", times),
-        Column("first token (ms)", "time_to_first_token_ms"),
-        Column("tokens computed", "tokens_computed", count),
-    ]
-    tables = [Table("", columns, rows, style)]
-    contexts = [str(length) for length in flags["contexts"]]
+    phase, contexts = text("phase", lambda row: f"{row['name']} {row['title']}"), [str(n) for n in flags["contexts"]]
+    computed = Column("first token (ms)", "time_to_first_token_ms"), Column("tokens computed", "tokens_computed", count)
+    passes = (Column("tokens a forward pass", "tokens_per_forward"),)
+    shown = {
+        "One request": ("decode_tokens_per_second", "speedup", computed),
+        TOGETHER.title: ("together_tokens_per_second", "together_speedup", passes),
+    }
+    tables, panels = [], []
+    for heading, (speed, speedup, more) in shown.items():
+        columns = [phase, Column("", speed, is_bar=True), Column("tok/s", speed), Column("speedup", speedup, times)]
+        tables.append(Table(heading, [*columns, *more], rows, style))
+        bars = []
+        for row in rows:
+            reached, colour = f"{number(row[speed])} tok/s, {times(row[speedup])}", "ours" if style(row) else "first"
+            bars.append(Bar(phase.cell(row), row[speed], reached, colour))
+        panels.append(Bars(heading, [("", bars)]))
+    tables.append(Table("What each phase bought", [text("phase", "name"), text("", "bought")], rows, style))
     if contexts:
         points = [Column(length, length) for length in contexts]
         tables.append(Table("Milliseconds a token, by tokens of context before it", [phase, *points], rows, style))
-    different = [row["name"] for row in rows if not row["equal_output"]]
-    bars, lines = [], []
-    for row in rows:
-        reached, colour = f"{number(row[speed])} tok/s, {times(row['speedup'])}", "ours" if style(row) else "first"
-        bars.append(Bar(phase.cell(row), row[speed], reached, colour))
-        lines.append((row["name"], [row[length] for length in contexts]))
+    lines = [(row["name"], [row[length] for length in contexts]) for row in rows]
     curve = Lines("Milliseconds a token, by tokens of context", flags["contexts"], lines)
-    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials(flags)}"
+    different = [row["name"] for row in rows if not row["equal_output"]]
+    trials = f"median of {flags['trials']}" if flags["trials"] > 1 else "one trial"
+    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials}"
+    about = [f"One request: {size}, phases taking turns; {report.date[:10]}"]
     return View(
-        f"Decode speed: {report.model['name']} on {report.machine_title}, {flags['dtype']}",
-        [f"{size}, phases taking turns; {report.date[:10]}"],
+        f"Speed: {report.model['name']} on {report.machine_title}, {flags['dtype']}",
+        [*about, f"{TOGETHER.title}: {flags['together']}; the same bytes of KV cache"],
         tables,
         warnings=[f"Phase {', '.join(different)}: other tokens than the first phase's."] if different else [],
-        panels=[Bars("Decode speed", [("", bars)]), *([curve] if contexts else [])],
+        panels=[*panels, *([curve] if contexts else [])],
     )

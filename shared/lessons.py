@@ -28,14 +28,16 @@ class ExerciseEntry:
 
 @dataclass(frozen=True)
 class Lesson:
-    """One phase: ``adds`` are its new shared modules, ``changes`` the methods of Engine that differ, ``removes`` the
-    methods it drops. A side track branches off its ``previous`` phase, and no phase follows it.
+    """One phase: ``bought`` says in a sentence what its idea gains, and where; ``adds`` are its new shared modules,
+    ``changes`` the methods of Engine that differ, ``removes`` the methods it drops. A side track branches off its
+    ``previous`` phase, and no phase follows it.
     """
 
     number: str
     folder: Path
     title: str
     question: str
+    bought: str
     previous: str | None
     adds: tuple[str, ...]
     changes: tuple[str, ...]
@@ -61,6 +63,20 @@ class Lesson:
         """The phase's engine for one request at a time; no KV cache is reserved for more."""
         if "max_batch_size" in self.load("engine").SUPPORTED:
             config = dataclasses.replace(config, max_batch_size=1)
+        return self.engine(config)
+
+    def engine_within(self, config: Any, num_regions: int, max_batch_size: int) -> Any:
+        """The phase's engine with the KV cache of ``num_regions`` requests of ``config.max_seq_len`` tokens.
+
+        The memory is that many regions or, from phase 6 on, as many bytes in blocks, for up to ``max_batch_size``
+        requests. A phase of one request at a time has its one region.
+        """
+        supported = self.load("engine").SUPPORTED
+        if "num_gpu_blocks" in supported:
+            blocks = num_regions * config.max_seq_len // config.block_size
+            config = dataclasses.replace(config, max_batch_size=max_batch_size, num_gpu_blocks=blocks)
+        elif "max_batch_size" in supported:
+            config = dataclasses.replace(config, max_batch_size=num_regions)
         return self.engine(config)
 
     @property
@@ -97,6 +113,7 @@ def _read(folder: Path) -> Lesson:
         folder=folder,
         title=values["title"],
         question=values["question"],
+        bought=values["bought"],
         previous=values.get("previous"),
         adds=tuple(values["adds"]),
         changes=tuple(values["changes"]),

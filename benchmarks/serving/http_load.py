@@ -1,8 +1,8 @@
 """A trace over HTTP: a phase's server as a process of its own, and streams that are opened, read and timed.
 
 Introduced in phase 4. The server is started as a user would start it, by ``python -m`` with the phase's package; when a
-request was scheduled is read from its log, one line a request. Requests go to ``POST /v1/completions`` as token ids,
-and their events are read as they come, by one asyncio client, which reads some 20,000 events a second.
+request was scheduled is read from its log, one line a request. Requests go to ``POST /v1/completions`` as token ids
+and ask for named events, which are read as they come, by one asyncio client: some 20,000 events a second.
 
 Invariants: the process computes with as many threads as the benchmark does, and is gone when the block ends, whatever
 happened inside. A stream counts as answered only if it ended with one ``done`` and as many tokens as were asked for;
@@ -114,7 +114,7 @@ async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run")
     """
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     queue = iter(enumerate(trace.requests))
-    options = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
+    options = {"model": model, "temperature": 0, "ignore_eos": True}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=SILENCE_SECONDS, trust_env=False) as client:
         start = time.perf_counter()
@@ -145,7 +145,7 @@ async def _stream(
 ) -> None:
     """One request, from sending it to the end of its answer."""
     rest, ends = b"", 0
-    headers = {"X-Request-Id": request_id}
+    headers = {"X-Request-Id": request_id, "Accept": "text/event-stream"}
     try:
         async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if response.status_code != 200:

@@ -23,7 +23,7 @@ def choose_cell(tab: Page) -> None:
 
 
 def main() -> None:
-    # The height of the whole page: what it says of a cell would else cover a part of it.
+    # The height of the whole page, which a picture of a lower window would cut off.
     arguments = parser("Draw the page of infer trace.", "trace.png", width=1400, height=2600)
     add_model(arguments)
     arguments.add_argument("--phase", default="05", help="whose engine runs (default: %(default)s)")

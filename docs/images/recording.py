@@ -116,6 +116,7 @@ def trace(model: str, *settings: str) -> Iterator[str]:
 
 def capture(tab: "Page", first: str, last: str, file: Path) -> None:
     """Save a page from the upper edge of one element to the lower edge of another; the window has room for both."""
+    tab.evaluate("document.body.style.height = 'auto'")  # what fills the window and scrolls inside is shown whole
     boxes = [tab.locator(selector).bounding_box() for selector in (first, last)]
     assert boxes[0] is not None
     assert boxes[1] is not None

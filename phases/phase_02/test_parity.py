@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from phases.phase_02.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.errors import CapacityError, ConfigError, RequestError
+from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
+from tests.differences import wrong_tokens
 from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
@@ -33,11 +37,13 @@ def llama(tiny_checkpoints: dict[str, Path]) -> Engine:
     return Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
 
 
+@pytest.mark.from_empty("llama")
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
     for prompt, num_tokens in zip(PROMPTS, (200, 60, 60), strict=True):
         ours = ids(answer(engine, prompt, max_new_tokens=num_tokens, **GREEDY))
-        assert ours == reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
+        expected = reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens)
+        assert ours == expected, wrong_tokens(ours, expected, prompt)
 
 
 @pytest.mark.demo
@@ -70,11 +76,35 @@ def test_the_streamed_text_is_the_decoded_answer(llama: Engine) -> None:
     assert text(outputs) == llama.tokenizer.decode(ids(outputs))
 
 
+@pytest.mark.from_empty
 def test_the_same_seed_gives_the_same_answer_and_another_seed_another(llama: Engine) -> None:
     first = ids(answer(llama, "x", seed=7, max_new_tokens=40, ignore_eos=True))
     answer(llama, "something else in between", seed=1, max_new_tokens=3)
-    assert ids(answer(llama, "x", seed=7, max_new_tokens=40, ignore_eos=True)) == first
-    assert ids(answer(llama, "x", seed=8, max_new_tokens=40, ignore_eos=True)) != first
+    again, other = (ids(answer(llama, "x", seed=seed, max_new_tokens=40, ignore_eos=True)) for seed in (7, 8))
+    assert again == first, "the same seed sampled other tokens the second time"
+    assert other != first, "seeds 7 and 8 sampled the same tokens"
+
+
+@pytest.mark.from_empty
+def test_sampled_tokens_have_the_distribution_of_transformers(llama: Engine, tiny_checkpoints: dict[str, Path]) -> None:
+    """The first token of many answers, against transformers' temperature, top-k and top-p."""
+    prompt_ids = torch.tensor([llama.tokenizer.encode(PROMPTS[0])])
+    with torch.inference_mode():
+        logits = load_reference(tiny_checkpoints["llama"], torch.float32)(prompt_ids).logits[:, -1]
+    for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(6), TopPLogitsWarper(0.7)):
+        logits = warper(prompt_ids, logits)
+    expected, num_answers = logits.softmax(-1)[0], 200
+    settings = {"temperature": 0.7, "top_k": 6, "top_p": 0.7, "max_new_tokens": 1}
+    tokens = [ids(answer(llama, PROMPTS[0], seed=seed, **settings))[0] for seed in range(num_answers)]
+    shares = torch.bincount(torch.tensor(tokens), minlength=len(expected)) / num_answers
+    assert 1 < expected.count_nonzero() < 6, "top-p removes some tokens that top-k keeps"
+    num_excluded = int((shares[expected == 0] > 0).sum())
+    assert num_excluded == 0, f"{num_excluded} tokens were sampled that top-k or top-p excludes"
+    deviations = (expected * (1 - expected) / num_answers).sqrt()
+    worst = ((shares - expected).abs() - 5 * deviations).argmax()
+    told = f"token {worst} was sampled in {shares[worst]:.0%} of the answers; its probability is {expected[worst]:.0%}"
+    is_close = bool(((shares - expected).abs() <= 5 * deviations).all())
+    assert is_close, told
 
 
 def test_requests_without_a_seed_differ_unless_the_engine_has_one(tiny_checkpoints: dict[str, Path]) -> None:

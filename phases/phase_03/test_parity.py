@@ -15,6 +15,8 @@ from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
+from tests.comparison import assert_close, assert_equal
+from tests.differences import wrong_tokens
 from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
@@ -44,11 +46,13 @@ def run_in_pieces(model: CausalLM, cache: ContiguousCache, backend: str, tokens:
     return torch.cat(logits)
 
 
+@pytest.mark.from_empty("llama")
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
     for prompt, num_tokens in zip(PROMPTS, (100, 40, 40), strict=True):
         ours = ids(engine, prompt, num_tokens)
-        assert ours == reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
+        expected = reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens)
+        assert ours == expected, wrong_tokens(ours, expected, prompt)
 
 
 @pytest.mark.demo
@@ -77,7 +81,7 @@ def test_logits_do_not_depend_on_how_the_prompt_is_cut(model_folder: Path, backe
     with torch.inference_mode():
         whole = model.logits(model(Tokens(tokens, torch.arange(48)), UncachedView([48], "naive")))
     cut = run_in_pieces(model, ContiguousCache(model.config, 48, torch.float32), backend, tokens, sizes)
-    torch.testing.assert_close(cut, whole, rtol=0, atol=2e-5 * whole.abs().max().item())
+    assert_close(cut, whole, "logits", ("token", "vocabulary"), rtol=0, atol=2e-5 * whole.abs().max().item())
 
 
 def test_a_cap_on_scores_is_the_same_over_the_cache(tiny_checkpoints: dict[str, Path]) -> None:
@@ -90,8 +94,8 @@ def test_a_cap_on_scores_is_the_same_over_the_cache(tiny_checkpoints: dict[str, 
         whole = model.logits(model(Tokens(tokens, torch.arange(12)), UncachedView([12])))
     cut = run_in_pieces(model, ContiguousCache(model.config, 12, torch.float32), "sdpa", tokens, [7, 1, 4])
     tolerance = 2e-5 * whole.abs().max().item()
-    torch.testing.assert_close(cut, whole, rtol=0, atol=tolerance)
-    assert (whole - uncapped).abs().max() > 10 * tolerance
+    assert_close(cut, whole, "logits with a cap on scores", ("token", "vocabulary"), rtol=0, atol=tolerance)
+    assert (whole - uncapped).abs().max() > 10 * tolerance, "the cap changes nothing, so this test would prove nothing"
 
 
 def test_the_cache_holds_what_a_recomputed_forward_computes(model_folder: Path) -> None:
@@ -116,12 +120,26 @@ def test_the_cache_holds_what_a_recomputed_forward_computes(model_folder: Path) 
     recorder = Recorder()
     with torch.inference_mode():
         model(Tokens(tokens, torch.arange(40)), recorder)
-    assert len(recorder.kept) == model.config.num_layers
+    assert_equal(len(recorder.kept), model.config.num_layers, "layers that wrote")
     for layer, (keys, values) in recorder.kept.items():
-        torch.testing.assert_close(cache.keys[layer, :, :40], keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(cache.values[layer, :, :40], values, rtol=1e-4, atol=1e-5)
+        assert_close(
+            cache.keys[layer, :, :40],
+            keys,
+            f"cached keys of layer {layer}",
+            ("head", "token", "dim"),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+        assert_close(
+            cache.values[layer, :, :40],
+            values,
+            f"cached values of layer {layer}",
+            ("head", "token", "dim"),
+            rtol=1e-4,
+            atol=1e-5,
+        )
     assert cache.keys[:, :, 40:].isnan().all(), "slots after the sequence were written"
-    assert cache.length == 40
+    assert_equal(cache.length, 40, "length of the cache")
 
 
 def test_positions_turn_and_the_order_in_the_cache_decides(model_folder: Path) -> None:
@@ -138,7 +156,9 @@ def test_positions_turn_and_the_order_in_the_cache_decides(model_folder: Path) -
             view.prepare(len(tokens[piece]))
             pieces.append(model.logits(model(Tokens(tokens[piece], positions[piece]), view)))
             cache.advance(len(tokens[piece]))
-    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=2e-5 * whole.abs().max().item())
+    assert_close(
+        torch.cat(pieces), whole, "logits", ("token", "vocabulary"), rtol=0, atol=2e-5 * whole.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])
@@ -146,20 +166,24 @@ def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path
     """Keys before every layer's window may hold anything if all layers have a sliding window."""
     model = load_model(tiny_checkpoints["gemma3_text"])
     window = model.config.windows[0]
-    assert window is not None
+    assert window is not None, "all layers of this model should have a window"
     tokens = sequence(60, model.config.vocab_size)
     for block in model.blocks:
         block.attention.window = window
     cache = ContiguousCache(model.config, 64, torch.float32)
     run_in_pieces(model, cache, backend, tokens[:59], [59])
     last = run_in_pieces(model, cache, backend, tokens[59:], [1])
-    cache.truncate(59)
-    cache.keys[:, :, : 60 - window] = float("nan")
-    cache.values[:, :, : 60 - window] = float("nan")
-    assert torch.equal(run_in_pieces(model, cache, backend, tokens[59:], [1]), last)
+    for end, where in ((59 - window, "before the last key in front of its window"), (60 - window, "before its window")):
+        cache.truncate(59)
+        cache.keys[:, :, :end] = float("nan")
+        cache.values[:, :, :end] = float("nan")
+        again = run_in_pieces(model, cache, backend, tokens[59:], [1])
+        assert_equal(again, last, f"logits of the last token, with NaN {where}", ("token", "vocabulary"))
     cache.truncate(59)
     cache.keys[:, :, 60 - window] = float("nan")
-    assert run_in_pieces(model, cache, backend, tokens[59:], [1]).isnan().all()
+    assert run_in_pieces(model, cache, backend, tokens[59:], [1]).isnan().all(), (
+        "logits of the last token are numbers although the first key of its window is NaN: the window begins too late"
+    )
 
 
 def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(model_folder: Path) -> None:
@@ -173,6 +197,17 @@ def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(model_folder:
     run_in_pieces(model, cache, "sdpa", sequence(7, model.config.vocab_size), [7])
     cache.truncate(20)
     assert torch.equal(run_in_pieces(model, cache, "sdpa", tokens[20:], [10]), straight)
+
+
+@pytest.mark.from_empty
+def test_every_token_is_computed_once(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+    num_expected = 0
+    for prompt in PROMPTS:
+        ids(engine, prompt, 4)
+        num_expected += len(engine.tokenizer.encode(prompt)) + 3  # the last token of an answer is never run
+        num_computed = engine.num_tokens_computed
+        assert num_computed == num_expected, f"{num_computed} tokens were computed; each once would be {num_expected}"
 
 
 def test_an_answer_left_in_the_middle_leaves_nothing_behind(tiny_checkpoints: dict[str, Path]) -> None:
@@ -199,8 +234,9 @@ def test_cache_bytes_equal_the_formula(model_folder: Path, dtype: str) -> None:
     config = engine.model.config
     size = {"float32": 4, "bfloat16": 2}[dtype]
     expected = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 100 * size
-    assert engine.cache.num_bytes == expected == kv_bytes(config, 100, engine.model.dtype)
-    assert engine.stats()["cache bytes"] == expected
+    assert_equal(engine.cache.num_bytes, expected, "bytes of the cache")
+    assert_equal(kv_bytes(config, 100, engine.model.dtype), expected, "kv_bytes of 100 tokens")
+    assert_equal(engine.stats()["cache bytes"], expected, "cache bytes in the statistics")
 
 
 @pytest.mark.parametrize("capacity", [0, -1])

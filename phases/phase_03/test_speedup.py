@@ -28,15 +28,18 @@ def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
 
 @pytest.mark.demo
 def test_decode_against_phase_2(demo_folder: Path) -> None:
-    """Milliseconds per token after so much context, both phases interleaved, median of the trials."""
-    config = EngineConfig(model=str(demo_folder), max_seq_len=256 + 8)
-    with torch_threads(2):
+    """Seconds per token after a context, both phases interleaved, the shortest of the trials.
+
+    One thread: on a busy machine two threads wait for each other, far longer than a token takes.
+    """
+    config = EngineConfig(model=str(demo_folder), max_seq_len=128 + 8)
+    with torch_threads(1):
         engines = {"02": Uncached(config), "03": Engine(config)}
         prompts = SyntheticPrompts(engines["02"].model.config.vocab_size, seed=0)
         warm_up = prompts.draw(8)
         for engine in engines.values():
             run(engine, warm_up, 2)
-        for context, at_least in ((64, 2.0), (256, 3.0)):
+        for context, at_least in ((64, 2.0), (128, 3.0)):
             answers: dict[str, list[Run]] = {"02": [], "03": []}
             for _ in range(2):
                 prompt = prompts.draw(context)
@@ -44,27 +47,25 @@ def test_decode_against_phase_2(demo_folder: Path) -> None:
                     answers[name].append(run(engine, prompt, new_tokens=2))
             assert sum(answer.tokens_computed for answer in answers["02"]) == 2 * (2 * context + 1)
             assert sum(answer.tokens_computed for answer in answers["03"]) == 2 * (context + 1)
-            before, after = (
-                statistics.median(gap for answer in answers[name] for gap in answer.intervals) for name in engines
-            )
+            before, after = (min(gap for answer in answers[name] for gap in answer.intervals) for name in engines)
             assert before / after >= at_least, f"{before / after:.1f} times at {context} tokens of context"
 
 
 @pytest.mark.demo
 def test_decode_beside_transformers(demo_folder: Path) -> None:
     """Ratios of decode speeds within a trial, plain and packed; measured again, twice at most, on a busy machine."""
-    setup = Setup(str(demo_folder), dtype="float32", threads=2)
+    setup = Setup(str(demo_folder), dtype="float32", threads=1)
     wanted = {"plain": 0.95} | ({"packed": 1.2} if "fbgemm" in SUPPORTED_ENGINES else {})  # FBGEMM exists only on x86
     best = dict.fromkeys(wanted, 0.0)
     with setup.running(num_steps=0) as steps:
         turns = Turns(setup, steps)
         for name in wanted:
-            config = setup.config(max_seq_len=64 + 12, pack_weights=name == "packed")
+            config = setup.config(max_seq_len=16 + 8, pack_weights=name == "packed")
             turns.load(name, lambda name=name, config=config: {name: load_engine(find_lesson("03"), config)["03"]})
         turns.load("transformers", lambda: load_transformers(["transformers_eager"], setup))
-        turns.warm_up(prompt_tokens=64, new_tokens=4)
+        turns.warm_up(prompt_tokens=16, new_tokens=2)
         for _ in range(3):
-            runs = turns.trials(3, prompt_tokens=64, new_tokens=12)
+            runs = turns.trials(3, prompt_tokens=16, new_tokens=8)
             for name in wanted:
                 pairs = list(zip(runs[name], runs["transformers_eager"], strict=True))
                 assert all(ours.token_ids == theirs.token_ids for ours, theirs in pairs)

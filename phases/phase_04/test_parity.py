@@ -23,6 +23,7 @@ from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
+from tests.comparison import assert_equal
 from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
@@ -69,7 +70,7 @@ def serve(engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]
     """Serve all requests at once; the outputs of each, in the order of the requests."""
     names = [engine.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
     outputs = run(engine)
-    assert engine.pool.audit() == []
+    assert_equal(engine.pool.audit(), [], "audit of the pool", ("line",))
     return [outputs[name] for name in names]
 
 
@@ -211,26 +212,35 @@ def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
     requests = [Request("a", [3, 4, 5], SamplingParams(), 0), Request("b", [6], SamplingParams(), 0)]
     pool = ContiguousKVCachePool(2, 16)
     for request in requests:
-        assert pool.reserve(request, 16)
+        assert pool.reserve(request, 16), "the pool has room for both"
 
     def batch(*entries: Scheduled) -> Batch:
         return Batch.of(Schedule(1, entries), pool)
 
     first = batch(*map(entry, requests))
-    assert first.request_ids == ("a", "b")
-    assert first.token_ids.tolist() == [3, 4, 5, 6]
-    assert first.positions.tolist() == [0, 1, 2, 0]
-    assert (first.num_new_tokens.tolist(), first.logit_rows.tolist(), first.num_tokens) == ([3, 1], [2, 3], 4)
-    assert first.pending.tolist() == []
-    assert batch(Scheduled(requests[0], 0, 2), entry(requests[1])).token_ids.tolist() == [3, 4, 6]
+    assert_equal(first.request_ids, ("a", "b"), "requests of the batch")
+    assert_equal(first.token_ids.tolist(), [3, 4, 5, 6], "token ids", ("token",))
+    assert_equal(first.positions.tolist(), [0, 1, 2, 0], "positions", ("token",))
+    assert_equal(first.num_new_tokens.tolist(), [3, 1], "new tokens", ("sequence",))
+    assert_equal((first.logit_rows.tolist(), first.num_tokens), ([2, 3], 4), "logit rows, and tokens")
+    assert_equal(first.pending.tolist(), [], "pending tokens")
+    assert_equal(
+        batch(Scheduled(requests[0], 0, 2), entry(requests[1])).token_ids.tolist(),
+        [3, 4, 6],
+        "token ids of two of three tokens",
+        ("token",),
+    )
     # Tokens in flight have slots, and no ids yet.
     for request in requests:
         request.num_scheduled_tokens, request.num_pending_tokens = request.num_tokens, 1
     late = batch(Scheduled(requests[0], 3, 1), Scheduled(requests[1], 1, 1))
-    assert (late.token_ids.tolist(), late.positions.tolist(), late.pending.tolist()) == ([0, 0], [3, 1], [0, 1])
-    assert late.layout.num_cached.tolist() == [3, 1], "tokens in flight precede them"
+    assert_equal(late.token_ids.tolist(), [0, 0], "token ids in flight", ("token",))
+    assert_equal(late.positions.tolist(), [3, 1], "positions of tokens in flight", ("token",))
+    assert_equal(late.pending.tolist(), [0, 1], "pending", ("entry",))
+    assert_equal(late.layout.num_cached.tolist(), [3, 1], "cached tokens: those in flight precede them", ("sequence",))
     later = batch(Scheduled(requests[0], 1, 3), Scheduled(requests[1], 1, 1))
-    assert (later.token_ids.tolist(), later.pending.tolist()) == ([4, 5, 0, 0], [2, 3]), "the last of each sequence"
+    assert_equal(later.token_ids.tolist(), [4, 5, 0, 0], "token ids, the last of each sequence in flight", ("token",))
+    assert_equal(later.pending.tolist(), [2, 3], "pending: the last token of each sequence", ("entry",))
     for request in requests:
         pool.commit(request, request.num_tokens)
         request.num_computed_tokens = request.num_tokens
@@ -238,15 +248,20 @@ def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
         request.append(9)
     schedule = Schedule(2, tuple(map(entry, requests)))
     second = Batch.of(schedule, pool)
-    assert (second.token_ids.tolist(), second.positions.tolist()) == ([9, 9], [3, 1])
-    assert [row.index for row in schedule.sampling_rows()] == [1, 1]
+    assert_equal(second.token_ids.tolist(), [9, 9], "token ids of a decode step", ("token",))
+    assert_equal(second.positions.tolist(), [3, 1], "positions of a decode step", ("token",))
+    assert_equal([row.index for row in schedule.sampling_rows()], [1, 1], "index of the sampled token", ("request",))
     requests[0].num_computed_tokens = 1
     pool.truncate(requests[0], 1)
     again = batch(*map(entry, requests))
-    assert again.positions.tolist() == [1, 2, 3, 1]
-    assert again.token_ids.tolist() == [4, 5, 9, 9]
+    assert_equal(again.positions.tolist(), [1, 2, 3, 1], "positions from the second token on", ("token",))
+    assert_equal(again.token_ids.tolist(), [4, 5, 9, 9], "token ids from the second token on", ("token",))
     part = again.part(range(1, 2))
-    assert (part.request_ids, part.token_ids.tolist(), part.positions.tolist()) == (("b",), [9], [1])
+    assert_equal(
+        (part.request_ids, part.token_ids.tolist(), part.positions.tolist()),
+        (("b",), [9], [1]),
+        "requests, token ids and positions of a part",
+    )
 
 
 def test_prompt_tokens_of_a_step_stay_within_the_budget(tiny_checkpoints: dict[str, Path]) -> None:
@@ -313,11 +328,16 @@ def test_requests_that_fail_while_they_decode(tiny_checkpoints: dict[str, Path])
     engine = make(folder)
     fail_where(engine, lambda ids: bool(culprits & {*ids}), ValueError("injected"))
     answers = [tokens(answer) for answer in serve(engine, [(p, params) for p in prompts])]
-    assert [answers[n] for n in (0, 2, 3)] == [expected[n] for n in (0, 2, 3)]
+    assert_equal(
+        [answers[n] for n in (0, 2, 3)],
+        [expected[n] for n in (0, 2, 3)],
+        "answers of the requests that did not fail",
+        ("answer", "token"),
+    )
     for n in (1, 4):
         got = answers[n]
-        assert got[-1] is None
-        assert got[:-1] == expected[n][: len(got) - 1], "earlier tokens are kept"
+        assert got[-1] is None, "a request that failed got an answer to its end"
+        assert_equal(got[:-1], expected[n][: len(got) - 1], "tokens before the failure", ("token",))
     assert serve(engine, [([9] * 4, params)])[0][-1].finish_reason is FinishReason.LENGTH, "the engine goes on"
 
 

@@ -20,6 +20,7 @@ from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
+from tests.comparison import assert_equal
 from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
@@ -131,13 +132,18 @@ def test_a_free_row_is_filled_in_the_next_step(tiny_checkpoints: dict[str, Path]
     while engine.has_work():
         engine.step()
         records.append(engine.last_step)
-    assert [(r.prefilled, r.decoded, r.finished) for r in records if r] == [
-        ((("a", 5), ("b", 5)), (), ()),
-        ((), ("a", "b"), ("a",)),
-        ((("c", 5),), ("b",), ("c",)),
-        ((), ("b",), ("b",)),
-    ]
-    assert [r.step for r in records if r] == [0, 1, 2, 3]
+    assert_equal(
+        [(r.prefilled, r.decoded, r.finished) for r in records if r],
+        [
+            ((("a", 5), ("b", 5)), (), ()),
+            ((), ("a", "b"), ("a",)),
+            ((("c", 5),), ("b",), ("c",)),
+            ((), ("b",), ("b",)),
+        ],
+        "prefilled, decoded and finished",
+        ("step", "column"),
+    )
+    assert_equal([r.step for r in records if r], [0, 1, 2, 3], "steps", ("step",))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from shared.ops.attention import ATTENTION_BACKENDS
 
 
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the KV cache of ``num_tokens`` tokens: 2 · layers · Hkv · D · tokens · bytes per number."""
+    """Bytes of the KV cache of ``num_tokens`` tokens, in all layers."""
     # exercise 03x1: what one token costs, in bytes
     # hint: a key and a value, each of D numbers, for every layer and every KV head
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize

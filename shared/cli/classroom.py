@@ -5,7 +5,8 @@ reaches the terminal as text, never as its orders.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,7 @@ from shared.errors import ConfigError, InferError
 from shared.lessons import find_lesson
 
 if TYPE_CHECKING:
-    from tutorial.workshop.chart import PersonalLadder
+    from tutorial.workshop.chart import PersonalLadder, Progress
     from tutorial.workshop.exercises import Exercise
     from tutorial.workshop.grading import Row
 
@@ -38,37 +39,44 @@ def chart(
     ] = DEFAULT_MODEL,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts and answers.")] = False,
 ) -> None:
-    """Measure how fast each phase decodes with your code in it, beside the reference, and draw it.
+    """Measure each phase with your code in it, beside the reference, and draw it: one request, and 16 at a time.
 
-    The last line on standard output is the result as JSON.
+    A phase is yours once every exercise of it that runs here has passed `infer workshop check`. The last line on
+    standard output is the result as JSON.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from benchmarks.ladder import DEFAULT, QUICK
-    from tutorial.workshop.chart import measure
-    from tutorial.workshop.chart_figure import save
+    from tutorial.workshop.chart import DEFAULT, QUICK, measure
     from tutorial.workshop.overlay import workspace_folder
     from tutorial.workshop.workspace import Workspace
 
     fetch_if_known(model)
     workspace = Workspace(workspace_folder())
-    size = QUICK if quick else DEFAULT
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("begin", total=None)
-        ladder = measure(
-            workspace,
-            model,
-            prompt_tokens=size.prompt_tokens,
-            new_tokens=size.new_tokens,
-            trials=DEFAULT.trials,  # one alone would compare two moments, not two programs
-            progress=lambda text, done, total: bar.update(task, description=text, completed=done, total=total),
-        )
+    with _turns() as progress:
+        ladder = measure(workspace, model, QUICK if quick else DEFAULT, progress)
     _print_ladder(ladder)
+    from tutorial.workshop.chart_figure import save  # after the measurement, whose memory it would add to
+
     picture = out or workspace.root / "ladder.png"
     save(ladder, picture)
     typer.echo(f"\nwrote {picture}\n")
     typer.echo(ladder.line())
+
+
+@contextmanager
+def _turns() -> "Iterator[Progress]":
+    """Shows the turns of a measurement on standard error: as a bar on a terminal, else a line each."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    is_terminal = sys.stderr.isatty()
+    with Progress(*columns, console=stderr_console(), transient=True, disable=not is_terminal) as bar:
+        task = bar.add_task("begin", total=None)
+
+        def report(text: str, done: int, total: int) -> None:
+            bar.update(task, description=text, completed=done, total=total)
+            if not is_terminal:
+                typer.echo(f"{done * 100 // total:>3} %  {text}", err=True)
+
+        yield report
 
 
 def export(
@@ -180,21 +188,23 @@ def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
 
 def _print_ladder(ladder: "PersonalLadder") -> None:
     from benchmarks.view import number
-    from tutorial.workshop.chart_figure import doubts, said, whose
+    from tutorial.workshop.chart_figure import bars, ratio, said, told
 
-    typer.echo(f"{ladder.model} · {ladder.machine_title} · {ladder.flags['dtype']}\n{said(ladder)}\n")
+    typer.echo(f"{ladder.model} · {ladder.machine_title} · {ladder.flags['dtype']}")
+    typer.echo("\n".join(said(ladder)))
+    typer.echo(f"\n{'tokens a second':<24}{'one request':>16}{'16 at a time':>20}")
     for rung in ladder.rungs:
         typer.echo(f"{rung.number}  {rung.title}")
-        if rung.own_speed is not None:
-            ratio = typer.style(f"{rung.ratio:.2f}× the reference", bold=True)
-            typer.echo(f"      yours      {number(rung.own_speed):>6} tok/s  {ratio}")
-        typer.echo(f"      reference  {number(rung.reference_speed):>6} tok/s")
-        for line in [*whose(rung), *doubts(rung)]:
+        for name, speeds in bars(rung):
+            line = f"      {name:<18}"
+            for key, width in (("one", 16), ("together", 20)):
+                told_ratio = ratio(rung, key) if name == "yours" else ""
+                line += f"{number(getattr(speeds, key))}  {told_ratio:<5}".rjust(width)
+            typer.echo(typer.style(line.rstrip(), bold=name == "yours"))
+        for line in told(rung):
             typer.echo(f"      {line}")
-    if ladder.unchecked:
-        typer.echo(f"\nTests not passed yet: {', '.join(ladder.unchecked)}; run `infer workshop check`.")
-    if not any(rung.yours for rung in ladder.rungs):
-        typer.echo("\nNo code of yours ran: this is the reference. Begin with `infer workshop start 01a`.")
+    if not any(rung.own for rung in ladder.rungs):
+        typer.echo("\nNo phase is yours yet: this is the reference. Begin with `infer workshop start 02`.")
 
 
 def _print_rows(rows: list["Row"]) -> None:

@@ -1,4 +1,4 @@
-"""``infer ladder``: how fast each phase decodes on this machine. Introduced in phase 3.
+"""``infer ladder``: the speed of each phase on this machine. Introduced in phase 3.
 
 The command only reads its options and prints; `benchmarks.ladder` measures. Invariant: the last line on standard output
 is one JSON line; progress goes to standard error.
@@ -50,9 +50,9 @@ def ladder(
     dtype: Dtype = None,
     device: Device = "auto",
     seed: Seed = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Take seconds: less of everything, and no curve.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take a minute: less of everything, and no curve.")] = False,
 ) -> None:
-    """Let every phase answer the same prompts on this machine, in turns, and draw how fast it decodes.
+    """Measure each phase on this machine with one request and with 16 at a time, and say what it bought.
 
     The last line on standard output is the result as JSON.
     """

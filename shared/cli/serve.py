@@ -19,7 +19,7 @@ from shared.lessons import Lesson, lessons
 EPILOG = examples(
     "infer serve smollm2-135m --port 8000",
     "infer serve ./my-model --max-batch-size 64 --api-key secret",
-    "infer serve smollm2-135m --phase 04 --plain-events",
+    "infer serve smollm2-135m --phase 04",
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
     """-d '{"model": "smollm2-135m", "prompt": "Once upon a time"}'""",
 )
@@ -52,11 +52,9 @@ def serve(
     api_key: Annotated[
         str | None, _server("--api-key", text="The API key that requests must send.", envvar="INFER_API_KEY")
     ] = None,
-    plain_events: Annotated[
+    named_events: Annotated[
         bool,
-        _server(
-            "--plain-events", text="/v1/completions without event names, for load generators that cannot parse them."
-        ),
+        _server("--named-events", text="Always stream /v1/completions as the events token, done and error."),
     ] = False,
     allowed_hosts: Annotated[
         str | None,
@@ -101,7 +99,7 @@ def serve(
     config = ServerConfig(
         model_name=served_model_name or model_name(model),
         api_key=api_key,
-        plain_events=plain_events,
+        named_events=named_events,
         allowed_hosts=tuple(host.strip() for host in (allowed_hosts or "").split(",") if host.strip()),
         max_connections=max_connections,
         grace=grace,

@@ -29,6 +29,7 @@ EPILOG = examples(
     "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",
 )
 DEFAULT_REQUESTS = 12
+COMPARED = "Times are those of the median of three trials: after a round to warm up, the runs took turns."
 FILES = ("trace.html", "trace.json")
 _WORK = "Workload"
 
@@ -37,7 +38,7 @@ def _work(*names: str, text: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=_WORK, **more)
 
 
-@options.engine_options("max_waiting_requests", max_batch_size=4)
+@options.engine_options("max_waiting_requests", max_batch_size=4, max_seq_len=512)
 def trace(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
@@ -57,7 +58,8 @@ def trace(
         str | None,
         _work(
             "--compare",
-            text="Run the workload under several batching modes, policies or KV caches, such as static,continuous.",
+            text="Run the workload, in turns, under several batching modes, policies or KV caches of equally many "
+            "bytes, such as static,continuous.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="The folder for trace.html and trace.json.")] = Path("trace"),
@@ -70,8 +72,8 @@ def trace(
     from shared.cli.serve import model_name
     from shared.engine.warm_up import warm_up
     from shared.sampling.params import SamplingParams
-    from shared.tracing.recorder import Recorder
-    from shared.tracing.workload import arrival_steps, read_prompts, run
+    from shared.tracing.trials import TracedRun, record
+    from shared.tracing.workload import arrival_steps, read_prompts
 
     lesson = _tracing_lesson(phase)
     texts = read_prompts(prompts) if prompts is not None else None
@@ -80,22 +82,22 @@ def trace(
         raise ConfigError(f"--every is {every} and --rate is {rate}; both set the arrivals: give one of them.")
     steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
     SamplingParams(max_new_tokens=max_tokens)
-    variants = _variants(compare, {**settings, "seed": seed, "max_waiting_requests": number})
+    variants = _variants(compare, {**settings, "seed": seed, "max_waiting_requests": number}, number)
     for _, variant in variants:
         EngineConfig(model=model, **variant).check(lesson.load("engine").SUPPORTED)
     _prepare(out)
-    traces = []
+    runs = []
     for title, variant in variants:
         engine = options.load_engine(lesson, model, **variant)
         arrivals = _arrivals(engine, steps, texts, max_tokens, seed)
         warm_up(engine)
-        recorder = Recorder(engine)
         about = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
         title = title or ", ".join(str(about[name]) for name in ("batching mode", "policy") if name in about)
-        with working(f"running {number} requests, {title}"):
-            run(recorder, arrivals)
-        traces.append(recorder.trace(title, **about))
-    _write(traces, out, f"infer trace · {model_name(model)}")
+        runs.append(TracedRun(title, engine, arrivals, about))
+    with working(f"running {number} requests: {', '.join(run.title for run in runs)}"):
+        traces = record(runs)
+    note = COMPARED if compare else ""
+    _write(traces, out, f"infer trace · {model_name(model)}", note)
 
 
 def _tracing_lesson(number: str | None) -> Lesson:
@@ -114,8 +116,8 @@ def _has_steps(lesson: Lesson) -> bool:
     return hasattr(lesson.engine, "step")
 
 
-def _variants(compare: str | None, settings: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
-    """The title and the settings of each run; one run alone has the title None."""
+def _variants(compare: str | None, settings: dict[str, Any], number: int) -> list[tuple[str | None, dict[str, Any]]]:
+    """The title and the settings of each run of ``number`` requests; one run alone has the title None."""
     if compare is None:
         return [(None, settings)]
     chosen = ("batching_mode", "scheduler_policy", "kv_cache_backend")
@@ -142,6 +144,14 @@ def _variants(compare: str | None, settings: dict[str, Any]) -> list[tuple[str |
         "contiguous": without("block_size", "num_gpu_blocks") | {"kv_cache_backend": "contiguous"},
         "paged": settings | {"kv_cache_backend": "paged"},
     }
+    if {"contiguous", "paged"} <= set(names):  # the same bytes; blocks may then hold more requests
+        longest, size, blocks = settings["max_seq_len"], settings["block_size"], settings["num_gpu_blocks"]
+        num_regions = settings["max_batch_size"] if blocks is None else max(1, blocks * size // longest)
+        variants["contiguous"]["max_batch_size"] = num_regions
+        variants["paged"] |= {
+            "num_gpu_blocks": -(-num_regions * longest // size),
+            "max_batch_size": max(number, num_regions),
+        }
     return [(name, variants[name]) for name in names]
 
 
@@ -206,22 +216,25 @@ def _settings(
         settings |= {"policy": config.scheduler_policy, "max decode interval": config.max_decode_interval}
     settings["max batch size"] = config.max_batch_size
     memory = MemoryMap.of(engine.scheduler)
-    settings["KV cache"] = f"{memory.num_blocks} {memory.unit}s of {memory.block_tokens} tokens"
+    megabytes = engine.stats()["cache bytes"] / 1e6
+    units = f"{memory.unit}s" if memory.num_blocks != 1 else memory.unit
+    settings["KV cache"] = f"{memory.num_blocks} {units} of {memory.block_tokens} tokens, {megabytes:.4g} MB"
     settings["arrivals"] = (
         f"Poisson, {rate:g} per step" if rate else f"one in {every} steps" if every else "all at once"
     )
     return {**settings, "seed": seed}
 
 
-def _write(traces: "list[Trace]", out: Path, title: str) -> None:
+def _write(traces: "list[Trace]", out: Path, title: str, note: str) -> None:
     """Write both files, and the totals to standard output."""
     from rich.table import Table
 
     from shared.tracing.chrome import chrome_text
+    from shared.tracing.focus import focus
     from shared.tracing.timeline_page import page, totals_rows
 
     makers: dict[str, Callable[[], str]] = {
-        "trace.html": lambda: page(traces, title),
+        "trace.html": lambda: page(traces, title, note),
         "trace.json": lambda: chrome_text(traces),
     }
     table = Table("", *(trace.title for trace in traces), box=None, pad_edge=False)
@@ -230,6 +243,9 @@ def _write(traces: "list[Trace]", out: Path, title: str) -> None:
     console = stdout_console()
     console.print(table)
     console.print()
+    for trace in traces:
+        console.print(f"{trace.title}: {focus(trace).text}", highlight=False, markup=False)
+    console.print(f"{note}\n" if note else "")
     for name in FILES:
         (out / name).write_text(makers[name](), encoding="utf-8")
         console.print(f"wrote {out / name}", style="bright_black", highlight=False, soft_wrap=True, markup=False)

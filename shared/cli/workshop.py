@@ -1,17 +1,17 @@
 """``infer workshop``: exercises handed out, checked, solved, reset, merged, graded. Introduced in phase 1b."""
 
 import difflib
-from pathlib import Path
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shared.cli.check_screen import COLOURS, line_of, looks_like, screen, shown
 from shared.cli.classroom import COMMANDS, wanted_exercises
 from shared.cli.terminal import examples, stdout_console, working
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tutorial.workshop.check import Verdict
     from tutorial.workshop.exercises import Exercise
     from tutorial.workshop.workspace import Workspace
 
@@ -29,7 +29,6 @@ app = typer.Typer(
 PhaseArgument = Annotated[str, typer.Argument(help="A phase, such as 03.", metavar="PHASE")]
 OnlyOption = Annotated[str | None, typer.Option("--only", help="One exercise of it, such as 03x2.", metavar="EXERCISE")]
 ExerciseArgument = Annotated[str, typer.Argument(help="An exercise, such as 03x2.", metavar="EXERCISE")]
-_COLOURS = {"passed": "green", "failed": "red", "not run": "red", "to do": "yellow", "written": "cyan"}
 
 
 @app.command(epilog=examples("infer workshop start 03", "infer workshop start 03 --only 03x2"))
@@ -39,11 +38,11 @@ def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
     wanted = wanted_exercises(phase, only)
     files = workspace.start(wanted)
     if not files:
-        typer.echo(f"All of that is in {_shown(workspace.root)} already; `infer workshop status` shows how far it is.")
+        typer.echo(f"All of that is in {shown(workspace.root)} already; `infer workshop status` shows how far it is.")
     for file in files:
-        typer.echo(_shown(file))
+        typer.echo(shown(file))
     for exercise in wanted:
-        place = f"line {_line(workspace, exercise):>4}  about {exercise.minutes:>2} min"
+        place = f"line {line_of(workspace, exercise):>4}  about {exercise.minutes:>2} min"
         typer.echo(f"  {exercise.number}  {place}  {exercise.title}")
     again = f"check {wanted[0].phase}" + (f" --only {wanted[0].number}" if only else "")
     typer.echo(f"\nWrite your lines where the file raises NotImplementedError, then run: infer workshop {again}")
@@ -55,42 +54,47 @@ def check(
         str | None, typer.Argument(help="A phase; by default everything started.", metavar="PHASE")
     ] = None,
     only: OnlyOption = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show what pytest printed.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the traceback of the case that is shown.")] = False,
 ) -> None:
     """Run the tests of your exercises on your code; exit code 1 unless all of them pass."""
-    from tutorial.workshop.check import CheckServer, Outcome, Verdict
+    from tutorial.workshop.check import CheckServer
+    from tutorial.workshop.session import Session
+    from tutorial.workshop.verdicts import Outcome
     from tutorial.workshop.workspace import State
 
     workspace = _workspace()
-    if phase is None and only is None:
-        wanted = [exercise for exercise, state in workspace.states().items() if state is not State.NEW]
-        if not wanted:
-            raise ConfigError(f"Nothing has been started in {workspace.root}; begin with `infer workshop start 01a`.")
-    else:
-        wanted = wanted_exercises(phase, only)
-    verdicts = {e: Verdict(e, Outcome.NEW) for e in wanted if workspace.state(e) is State.NEW}
-    verdicts |= {e: Verdict(e, Outcome.GAP) for e in wanted if workspace.state(e) is State.GAP}
-    written = [exercise for exercise in wanted if exercise not in verdicts]
-    output = ""
-    if written:
-        what = f"running the tests of {', '.join(exercise.number for exercise in written)}"
-        with working(what), CheckServer(forks=False) as server:  # one run imports what it needs, a server everything
-            run = server.run(workspace.root, written, tracebacks=verbose)
-        output = run.output
-        for verdict in run.verdicts:
-            verdicts[verdict.exercise] = verdict
-            workspace.note_check(verdict.exercise, passed=verdict.outcome is Outcome.PASSED)
-    if verbose:
-        typer.echo(output, err=True)
-    for exercise in wanted:
-        _print_verdict(workspace, verdicts[exercise])
-    num_passed = sum(verdict.outcome is Outcome.PASSED for verdict in verdicts.values())
-    beside = [e.number for e, state in workspace.states().items() if state is State.WRITTEN and e not in written]
-    if num_passed < len(written) and beside:
-        typer.echo(f"Your code for {', '.join(beside)} ran as well.")
+    wanted = _wanted(workspace, phase, only)
+    written = [exercise for exercise in wanted if workspace.state(exercise) is State.WRITTEN]
+    with CheckServer() as server:
+        session = Session(workspace, server)
+        what = f"running the tests of {', '.join(exercise.number for exercise in written)}" if written else ""
+        with working(what) if what else nullcontext():
+            verdicts = session.check(wanted, tracebacks=verbose)
+        for verdict in verdicts:
+            typer.echo("\n".join(screen(workspace, verdict)))
+            if verdict.outcome is Outcome.FAILED:
+                with working(f"comparing {verdict.exercise.number} with known mistakes"):
+                    found = session.look(verdict)
+                typer.echo("".join(f"{line}\n" for line in looks_like(found)), nl=False)
+    num_passed = sum(verdict.outcome is Outcome.PASSED for verdict in verdicts)
     typer.echo(f"{num_passed} of {len(wanted)} passed")
     if num_passed < len(wanted):
         raise typer.Exit(1)
+
+
+@app.command(epilog=examples("infer workshop watch 03", "infer workshop watch 03 --only 03x2"))
+def watch(
+    phase: Annotated[
+        str | None, typer.Argument(help="A phase; by default everything started.", metavar="PHASE")
+    ] = None,
+    only: OnlyOption = None,
+) -> None:
+    """Check each time you save, and go on to the next exercise when one passes; starts the phase if need be."""
+    from shared.cli.watch import watch_exercises
+
+    wanted = _wanted(_workspace(), phase, only)
+    _workspace().start(wanted)
+    watch_exercises(_workspace, wanted)
 
 
 @app.command(epilog=examples("infer workshop hint 03x2", "infer workshop hint 03x2 --all"))
@@ -130,7 +134,7 @@ def solution(
     theirs = function_lines(reference(found)[0], found.target)
     file = workspace.file(found)
     yours = function_lines(file.read_text(encoding="utf-8", errors="replace"), found.target) if file.is_file() else []
-    labels = (_shown(file) if yours else "nothing of yours", f"{found.path} (the reference)")
+    labels = (shown(file) if yours else "nothing of yours", f"{found.path} (the reference)")
     console = stdout_console()
     lines = list(difflib.unified_diff(yours, theirs, *labels, lineterm="", n=100))
     for line in lines:
@@ -156,9 +160,9 @@ def status() -> None:
         passed = workspace.has_passed(exercise)
         num_passed += passed
         said = "passed" if passed else str(state)
-        place = _shown(workspace.file(exercise)) if str(state) != "not started" else exercise.path
+        place = shown(workspace.file(exercise)) if str(state) != "not started" else exercise.path
         table.add_row(
-            exercise.number, f"[{_COLOURS.get(said, 'dim')}]{said}[/]", str(exercise.minutes), exercise.title, place
+            exercise.number, f"[{COLOURS.get(said, 'dim')}]{said}[/]", str(exercise.minutes), exercise.title, place
         )
     stdout_console().print(table)
     typer.echo(f"{num_passed} of {len(states)} passed")
@@ -170,8 +174,8 @@ def reset(phase: PhaseArgument, only: OnlyOption = None) -> None:
     workspace = _workspace()
     files, backup = workspace.reset(wanted_exercises(phase, only))
     for file in files:
-        typer.echo(_shown(file))
-    typer.echo(f"your files are kept in {_shown(backup)}" if backup else "nothing of that had been started")
+        typer.echo(shown(file))
+    typer.echo(f"your files are kept in {shown(backup)}" if backup else "nothing of that had been started")
 
 
 @app.command(epilog=examples("infer workshop update"))
@@ -183,9 +187,9 @@ def update() -> None:
         said = "is up to date" if not result.is_changed else "took in the changes of the reference"
         if result.num_conflicts:
             said = f"has {result.num_conflicts} conflict(s): solve them between <<<<<<< and >>>>>>>"
-        typer.echo(f"{_shown(workspace.root / result.path)} {said}")
+        typer.echo(f"{shown(workspace.root / result.path)} {said}")
         if result.backup is not None:
-            typer.echo(f"  before: {_shown(result.backup)}")
+            typer.echo(f"  before: {shown(result.backup)}")
     if not results:
         typer.echo("nothing has been started")
     if any(result.num_conflicts for result in results):
@@ -196,45 +200,20 @@ for command, epilog in COMMANDS.items():
     app.command(epilog=epilog)(command)
 
 
+def _wanted(workspace: "Workspace", phase: str | None, only: str | None) -> "tuple[Exercise, ...]":
+    """The exercises of the phase, or all that were started; ConfigError if there are none."""
+    from tutorial.workshop.workspace import State
+
+    if phase is not None or only is not None:
+        return tuple(wanted_exercises(phase, only))
+    started = tuple(exercise for exercise, state in workspace.states().items() if state is not State.NEW)
+    if not started:
+        raise ConfigError(f"Nothing has been started in {workspace.root}; begin with `infer workshop start 01a`.")
+    return started
+
+
 def _workspace() -> "Workspace":
     from tutorial.workshop.overlay import workspace_folder
     from tutorial.workshop.workspace import Workspace
 
     return Workspace(workspace_folder())
-
-
-def _print_verdict(workspace: "Workspace", verdict: "Verdict") -> None:
-    exercise, said = verdict.exercise, str(verdict.outcome)
-    line = f"{exercise.number}  {typer.style(f'{said:<11}', fg=_COLOURS.get(said))}  {exercise.title}"
-    typer.echo(line)
-    if said == "passed":
-        file = _shown(workspace.file(exercise))
-        typer.echo(f"        {verdict.num_passed} tests, run on {exercise.target} of {file}")
-    elif said == "to do":
-        typer.echo(f"        {_shown(workspace.file(exercise))}:{_line(workspace, exercise)}")
-    elif said == "not started":
-        typer.echo(f"        infer workshop start {exercise.phase} --only {exercise.number}")
-    else:
-        typer.echo(f"        {verdict.reason}")
-        if verdict.where:
-            typer.echo(f"        at {_shown(Path(verdict.where))}")
-        if verdict.test:
-            typer.echo(f"        in {verdict.test}")
-
-
-def _line(workspace: "Workspace", exercise: "Exercise") -> int:
-    """The line, from 1, of the exercise's gap; where it is written, of its marker."""
-    from tutorial.workshop.exercises import reference
-
-    lines = workspace.file(exercise).read_text(encoding="utf-8", errors="replace").splitlines()
-    gap = f'raise NotImplementedError("{exercise.message}")'
-    for wanted in (gap, f"# {exercise.message}"):
-        for number, text in enumerate(lines, start=1):
-            if text.strip() == wanted:
-                return number
-    return reference(exercise)[1].begin + 1
-
-
-def _shown(path: Path) -> str:
-    """A path as short as it can be said from here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -40,9 +40,13 @@ def check_capacity(num_prompt_tokens: int, max_new_tokens: int, max_seq_len: int
         )
 
 
-def check_queue(num_waiting: int, max_waiting_requests: int) -> None:
-    """Raise QueueFullError if the queue is full."""
-    if num_waiting >= max_waiting_requests:
+def check_queue(num_waiting: int, max_waiting_requests: int, num_new: int = 1) -> None:
+    """Raise QueueFullError if the queue has no room for ``num_new`` requests, RequestError if it never could have."""
+    if num_new > max_waiting_requests:
+        raise RequestError(
+            f"{num_new} requests come together and max_waiting_requests is {max_waiting_requests}; send fewer at once."
+        )
+    if num_waiting + num_new > max_waiting_requests:
         raise QueueFullError(
             f"{num_waiting} requests wait and max_waiting_requests is {max_waiting_requests}; try again later."
         )

@@ -17,11 +17,12 @@ BLOCK = 256
 def gated_activation(gate, up, ACTIVATION: tl.constexpr):
     """``silu(gate) · up`` or ``gelu(gate) · up`` in fp32.
 
-    GELU's tanh form is g · ½ (1 + tanh u) with u = √(2/π) (g + 0.044715 g³), and ½ (1 + tanh u) = sigmoid(2u).
+    GELU's tanh form is g · ½ (1 + tanh u) with u = √(2/π) (g + 0.044715 g³). Triton has a sigmoid and no tanh.
     """
     # exercise 03.1x1: both gated activations, GELU without a tanh
     # hint: ACTIVATION is a compile-time string: use a plain if; only one branch is compiled
     # hint: silu(x) is x * tl.sigmoid(x)
+    # hint: ½ (1 + tanh u) is the sigmoid of 2u
     # hint: 2 sqrt(2/pi) is 1.5957691216057308; factor out gate, so that no power is needed
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up

@@ -61,7 +61,7 @@ def rope_table(
 
 
 def rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rotate each head of each token by its position: ``x · cos + halves_swapped(x) · signed sin``.
+    """Rotate each head of each token by its position: element i and element i + D/2 are a point of the plane.
 
     Args:
         x: ``[T, heads, D]`` in any floating dtype; the result has its shape and dtype.

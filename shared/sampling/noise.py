@@ -105,7 +105,7 @@ def uniform(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: in
 
 
 def gumbel(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: int) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [B, size]: -log(-log(u)) of ``uniform`` with the same arguments.
+    """Standard Gumbel noise, float32 [B, size], made of ``uniform`` with the same arguments.
 
     ``argmax(logits + gumbel)`` is a draw from ``softmax(logits)`` (the Gumbel-max trick). Values lie between -2.9 and
     16.7, so a token about 19.4 nats (a factor of 3e8) below the most likely one is never drawn.

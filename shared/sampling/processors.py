@@ -45,10 +45,10 @@ def apply_output_penalties(
 
 
 def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """``(logits - max) / temperature``, with the same softmax as ``logits / temperature`` and a maximum of exactly 0.
+    """Logits with the same softmax as ``logits / temperature`` and a maximum of exactly 0.
 
-    Since the maximum is subtracted first, no small temperature overflows, and temperature 0 keeps only the most likely
-    tokens, at 0. ``temperature`` is float32 [B], finite and at least 0.
+    No small temperature overflows, and temperature 0 keeps only the most likely tokens, at 0. ``temperature`` is
+    float32 [B], finite and at least 0.
     """
     # exercise 02x1: divide by the temperature so that neither 0 nor a tiny one overflows
     # hint: subtract the row's maximum first; the most likely token is then at 0, whatever the divisor

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from shared.server import chat, completions, pages, status
+from shared.server.description import describe
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle
 from shared.server.errors import ErrorBody, install
@@ -63,6 +64,7 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     app.state.metrics = metrics
     app.state.started = time.time()
     install(app)
+    describe(app, intake)
     for part in (completions, chat, status, pages):
         app.include_router(part.router)
     app.add_middleware(

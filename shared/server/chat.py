@@ -1,7 +1,7 @@
 """``POST /v1/chat/completions``: OpenAI's chat API. Introduced in phase 4.
 
-Prompts come from our own chat templates. Invariant: the deltas of a streamed answer, joined, equal the content of the
-same answer in one body.
+Prompts come from our own chat templates. Invariant: the deltas of a streamed choice, joined, equal the content of the
+same choice in one body.
 """
 
 import time
@@ -12,44 +12,45 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from shared.engine.output import StepOutput
+from shared.server.answer import Answer, usage
 from shared.server.answer_stream import AnswerStream
-from shared.server.completions import OPENAI_REASONS
+from shared.server.completions import ANSWER, OPENAI_REASONS
 from shared.server.errors import ApiError
 from shared.server.event_stream import EventStreamResponse, WholeResponse
 from shared.server.intake import Intake
-from shared.server.logprobs import chat_logprobs, with_logprobs
+from shared.server.logprobs import chat_logprobs, scored
 from shared.server.middleware import record_of
 from shared.server.protocol import ChatRequest
 from shared.server.sse import DONE, frame, to_json
 from shared.text.tokenizer import Tokenizer
 
 router = APIRouter()
-_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"description": "one body, or a stream", "content": {"application/json": {}, "text/event-stream": {}}}
-}
 
 
-@router.post("/v1/chat/completions", response_class=Response, responses=_ANSWER, summary="Answer a conversation")
+@router.post("/v1/chat/completions", response_class=Response, responses=ANSWER, summary="Answer a conversation")
 async def answer(request: Request, body: ChatRequest) -> Response:
     """One JSON body, or with `stream` server-sent events without names, the last of which is `[DONE]`."""
     intake: Intake = request.app.state.intake
     record_of(request.scope).is_streaming = bool(body.stream)
     intake.check(body)
     thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
-    given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    stream = intake.submit(
-        request,
-        body,
-        await intake.chat_ids(body.messages, thinking),
-        param="messages",
-        kind="chatcmpl",
-        max_tokens=min(intake.config.max_chat_tokens, intake.max_seq_len) if given is None else given,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    older = intake.within_limit("max_tokens", body.max_tokens)
+    max_tokens = intake.within_limit("max_completion_tokens", body.max_completion_tokens) or older
+    max_tokens = max_tokens or min(intake.config.max_chat_tokens, intake.max_seq_len)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.sampling_params(max_tokens, logprobs)
+    prompt_ids = await intake.chat_ids(body.messages, thinking)
+    answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl")
+    frames = ChatFrames(
+        answer,
+        intake.config.model_name,
+        intake.tokenizer,
+        wants_usage=body.wants_usage,
+        wants_usage_so_far=body.wants_usage_so_far,
     )
-    chat = ChatFrames(stream, intake.config.model_name, intake.tokenizer, wants_usage=body.wants_usage)
     if body.stream:
-        return EventStreamResponse(stream, intake.config, chat)
-    return WholeResponse(stream, intake.config, chat.whole)
+        return EventStreamResponse(answer, intake.config, frames)
+    return WholeResponse(answer, intake.config, frames.whole)
 
 
 class ChatFrames:
@@ -57,59 +58,80 @@ class ChatFrames:
 
     Args:
         wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
+        wants_usage_so_far: they hold the usage so far.
     """
 
-    def __init__(self, stream: AnswerStream, model_name: str, tokenizer: Tokenizer, *, wants_usage: bool) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        answer: Answer,
+        model_name: str,
+        tokenizer: Tokenizer,
+        *,
+        wants_usage: bool = False,
+        wants_usage_so_far: bool = False,
+    ) -> None:
+        self._answer = answer
         self._tokenizer = tokenizer
         self._wants_usage = wants_usage
-        self._head = {"id": stream.request_id, "created": int(time.time()), "model": model_name}
+        self._wants_usage_so_far = wants_usage_so_far
+        self._num_sent = 0  # tokens so far
+        self._head = {"id": answer.request_id, "created": int(time.time()), "model": model_name}
 
     def start(self) -> bytes:
-        return self._frame({"role": "assistant", "content": ""})
+        return b"".join(self._frame(choice.index, {"role": "assistant", "content": ""}) for choice in self._choices)
 
-    def tokens(self, outputs: Sequence[StepOutput]) -> bytes:
-        return b"".join(
-            self._frame({"content": output.text}, logprobs=self._logprobs([output]))
-            for output in outputs
-            if output.text or output.logprobs is not None
-        )
+    def tokens(self, choice: AnswerStream, outputs: Sequence[StepOutput]) -> bytes:
+        frames = b""
+        for output in outputs:
+            self._num_sent += 1
+            if output.text or output.logprobs is not None:
+                frames += self._frame(choice.index, {"content": output.text}, logprobs=self._logprobs([output]))
+        return frames
 
-    def end(self, stream: AnswerStream) -> bytes:
-        assert stream.finish_reason is not None
-        frames = self._frame({}, reason=OPENAI_REASONS[stream.finish_reason], stop=stream.stop)
-        if self._wants_usage:
-            frames += frame(to_json({**self._chunk(), "choices": [], "usage": stream.usage}))
-        return frames + DONE
+    def finish(self, choice: AnswerStream) -> bytes:
+        return self._frame(choice.index, {}, **_end_of(choice))
+
+    def end(self) -> bytes:
+        if not self._wants_usage:
+            return DONE
+        return frame(to_json({**self._chunk(), "choices": [], "usage": self._answer.usage})) + DONE
 
     def failure(self, error: ApiError) -> bytes:
         return frame(error.body()) + DONE
 
-    def whole(self, outputs: list[StepOutput]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[StepOutput]]) -> bytes:
         """The body of an answer that is not streamed."""
-        stream = self._stream
-        assert stream.finish_reason is not None
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(output.text for output in outputs), "refusal": None},
-            "logprobs": self._logprobs(outputs),
-            "finish_reason": OPENAI_REASONS[stream.finish_reason],
-            "stop_reason": stream.stop,
-        }
-        return to_json({**self._head, "object": "chat.completion", "choices": [choice], "usage": stream.usage})
+        choices = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": "".join(output.text for output in own), "refusal": None},
+                "logprobs": self._logprobs(own),
+                **_end_of(choice),
+            }
+            for choice, own in zip(self._choices, outputs, strict=True)
+        ]
+        return to_json({**self._head, "object": "chat.completion", "choices": choices, "usage": self._answer.usage})
+
+    @property
+    def _choices(self) -> Sequence[AnswerStream]:
+        return self._answer.choices
 
     def _chunk(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
-    def _frame(
-        self, delta: dict[str, str], *, reason: str | None = None, stop: str | None = None, logprobs: Any = None
-    ) -> bytes:
-        choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        if reason is not None:
-            choice["stop_reason"] = stop
-        usage = {"usage": None} if self._wants_usage else {}
-        return frame(to_json({**self._chunk(), "choices": [choice], **usage}))
+    def _frame(self, index: int, delta: dict[str, str], *, logprobs: Any = None, **end: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
+        chunk = {**self._chunk(), "choices": [choice]}
+        if self._wants_usage:
+            so_far = usage(self._answer.num_prompt_tokens, self._num_sent)
+            chunk["usage"] = so_far if self._wants_usage_so_far else None
+        return frame(to_json(chunk))
 
     def _logprobs(self, outputs: Sequence[StepOutput]) -> dict[str, Any] | None:
-        chosen = with_logprobs(outputs)
-        return chat_logprobs(self._tokenizer, chosen) if chosen else None
+        tokens = scored(outputs)
+        return chat_logprobs(self._tokenizer, tokens) if tokens else None
+
+
+def _end_of(choice: AnswerStream) -> dict[str, Any]:
+    assert choice.finish_reason is not None
+    return {"finish_reason": OPENAI_REASONS[choice.finish_reason], "stop_reason": choice.stop}

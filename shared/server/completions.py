@@ -1,8 +1,9 @@
-"""``POST /v1/completions``: continue a text, token by token. Introduced in phase 4.
+"""``POST /v1/completions``: continue texts. Introduced in phase 4.
 
-The response is always a stream of the events ``token``, ``done`` and ``error``. The data of each is also a chunk of
-OpenAI's ``text_completion``, so OpenAI's clients can read the stream. Invariants: one ``token`` event for each
-generated token, in order, an end-of-sequence token included; then exactly one ``done`` or ``error``.
+The response is one JSON body, a stream of OpenAI's unnamed frames, or a stream of the named events ``token``, ``done``
+and ``error``. Invariants of both streams: one frame for each generated token, in the order of its choice, an
+end-of-sequence token included, and its data is a chunk of OpenAI's ``text_completion``; named events end with exactly
+one ``done`` or ``error``, unnamed frames with ``[DONE]``.
 """
 
 import json
@@ -14,11 +15,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from shared.engine.output import StepOutput
+from shared.server.answer import Answer, usage
 from shared.server.answer_stream import AnswerStream
-from shared.server.errors import ApiError
-from shared.server.event_stream import EventStreamResponse
+from shared.server.echo import Echo
+from shared.server.errors import ApiError, invalid
+from shared.server.event_stream import EventStreamResponse, WholeResponse
 from shared.server.intake import Intake
-from shared.server.logprobs import completion_logprobs, with_logprobs
+from shared.server.logprobs import completion_logprobs, scored
 from shared.server.middleware import record_of
 from shared.server.protocol import CompletionRequest
 from shared.server.sse import DONE, frame, to_json
@@ -29,93 +32,168 @@ OPENAI_REASONS = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishRea
 """OpenAI's ``finish_reason`` for each way in which generation ends by itself."""
 
 router = APIRouter()
-_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": "the events token, done and error", "content": {"text/event-stream": {}}}
+ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"description": "one body, or a stream", "content": {"application/json": {}, "text/event-stream": {}}}
 }
+"""The successful responses of both routes, for the OpenAPI schema."""
 
 
-@router.post("/v1/completions", response_class=Response, responses=_STREAM, summary="Continue a text, as a stream")
+@router.post("/v1/completions", response_class=Response, responses=ANSWER, summary="Continue texts")
 async def complete(request: Request, body: CompletionRequest) -> Response:
-    """Server-sent events `token`, `done` and `error`; `stream` is always treated as true."""
+    """One JSON body, or with `stream` server-sent events without names, the last of which is `[DONE]`.
+
+    A request without `stream` whose `Accept` names `text/event-stream` gets the events `token`, `done` and `error`.
+    """
     intake: Intake = request.app.state.intake
-    record_of(request.scope).is_streaming = True
+    is_named = intake.config.named_events or (body.stream is None and accepts_events(request))
+    record_of(request.scope).is_streaming = is_streaming = is_named or bool(body.stream)
     intake.check(body)
-    stream = intake.submit(
-        request,
-        body,
-        await intake.text_ids(body.prompt),
-        param="prompt",
-        kind="cmpl",
-        max_tokens=intake.config.max_tokens if body.max_tokens is None else body.max_tokens,
-        logprobs=body.logprobs,
-    )
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens is 0; it must be at least 1, or 0 together with echo.", param="max_tokens")
+    max_tokens = intake.within_limit("max_tokens", body.max_tokens)
+    max_tokens = min(intake.config.max_tokens, intake.max_seq_len) if max_tokens is None else max_tokens
+    prompt_logprobs = body.logprobs if body.echo else None
+    if max_tokens == 0 and prompt_logprobs is None:
+        prompt_logprobs = 0  # the engine takes a request that generates nothing only if it has something to compute
+    has_special = body.add_special_tokens is not False
+    prompts = [await intake.text_ids(prompt, has_special) for prompt in body.prompt]
+    params = body.sampling_params(max_tokens, body.logprobs, prompt_logprobs)
+    answer = intake.submit(request, body, prompts, params, kind="cmpl")
     frames = CompletionFrames(
-        stream.request_id,
+        answer,
         intake.config.model_name,
         intake.tokenizer,
-        is_plain=intake.config.plain_events,
+        is_named=is_named,
         wants_usage=body.wants_usage,
+        wants_usage_so_far=body.wants_usage_so_far,
+        echo=Echo(intake.tokenizer, body.prompt, has_logprobs=body.logprobs is not None) if body.echo else None,
     )
-    return EventStreamResponse(stream, intake.config, frames)
+    if is_streaming:
+        return EventStreamResponse(answer, intake.config, frames)
+    return WholeResponse(answer, intake.config, frames.whole)
+
+
+def accepts_events(request: Request) -> bool:
+    """Whether the header `Accept` names `text/event-stream`; a wildcard does not."""
+    kinds = (kind.partition(";")[0].strip().lower() for kind in request.headers.get("accept", "").split(","))
+    return "text/event-stream" in kinds
 
 
 class CompletionFrames:
-    """Formats one answer as frames.
+    """Formats one answer, as frames of a stream or as one body.
 
     Args:
-        is_plain: exactly as OpenAI does it: no event names, at the end a chunk with the usage if ``wants_usage``, then
-            ``[DONE]``.
+        is_named: frames are the events ``token``, ``done`` (with the usage) and ``error``; else OpenAI's, which have no
+            names and end with ``[DONE]``.
+        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``. Without
+            effect on named events.
+        wants_usage_so_far: they hold the usage so far.
+        echo: the prompts, which then begin the text of their choices.
     """
 
     def __init__(
-        self, request_id: str, model_name: str, tokenizer: Tokenizer, *, is_plain: bool, wants_usage: bool
+        self,
+        answer: Answer,
+        model_name: str,
+        tokenizer: Tokenizer,
+        *,
+        is_named: bool,
+        wants_usage: bool = False,
+        wants_usage_so_far: bool = False,
+        echo: Echo | None = None,
     ) -> None:
-        self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": model_name}
+        created = int(time.time())
+        self._head = {"id": answer.request_id, "object": "text_completion", "created": created, "model": model_name}
+        self._answer = answer
         self._tokenizer = tokenizer
-        self._is_plain = is_plain
-        self._wants_usage = wants_usage
-        self._length = 0  # characters of the answer so far
-        # A token's frame without the text and the id: prepared once, since a step writes a frame for each request.
-        blank = self._chunk("\0", None, token_id=-1)
-        self._before, _, rest = frame(to_json(blank), self._name("token")).rpartition(rb'"\u0000"')
-        self._between = rest.partition(b"-1}")[0]
+        self._is_named = is_named
+        self._wants_usage = wants_usage and not is_named
+        self._wants_usage_so_far = wants_usage_so_far and not is_named
+        self._num_sent = 0  # tokens in frames so far
+        self._echo = echo
+        self._length = [0] * len(answer.choices)  # characters of each choice so far, if that is asked for
+        self._is_begun = [echo is None] * len(answer.choices)  # whether the choice's prompt has been sent
+        self._parts = [self._prepared(index) for index in range(len(answer.choices))]
 
     def start(self) -> bytes:
         return b""
 
-    def tokens(self, outputs: Sequence[StepOutput]) -> bytes:
-        return b"".join(map(self._token, outputs))
+    def tokens(self, choice: AnswerStream, outputs: Sequence[StepOutput]) -> bytes:
+        return b"".join([self._token(choice, output) for output in outputs])
 
-    def end(self, stream: AnswerStream) -> bytes:
-        assert stream.finish_reason is not None
-        done = self._chunk("", OPENAI_REASONS[stream.finish_reason], token_id=None, stop=stream.stop)
-        frames = frame(to_json({**done, "usage": stream.usage}), self._name("done"))
-        if self._is_plain:
-            if self._wants_usage:
-                frames += frame(to_json({**self._head, "choices": [], "usage": stream.usage}))
-            frames += DONE
-        return frames
+    def finish(self, choice: AnswerStream) -> bytes:
+        return b"" if self._is_named else frame(to_json(self._chunk([self._last(choice)], None)))
+
+    def end(self) -> bytes:
+        answer = self._answer
+        if self._is_named:
+            done = self._chunk([self._last(choice) for choice in answer.choices], None)
+            return frame(to_json({**done, "usage": answer.usage}), "done")
+        last = frame(to_json({**self._head, "choices": [], "usage": answer.usage})) if self._wants_usage else b""
+        return last + DONE
 
     def failure(self, error: ApiError) -> bytes:
-        return frame(error.body(), self._name("error")) + (DONE if self._is_plain else b"")
+        return frame(error.body(), self._name("error")) + (b"" if self._is_named else DONE)
 
-    def _token(self, output: StepOutput) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[StepOutput]]) -> bytes:
+        """The body of an answer that is not streamed."""
+        answer = self._answer
+        choices = []
+        for choice, own in zip(answer.choices, outputs, strict=True):
+            text, tokens = self._begun(choice)
+            text, tokens = text + "".join(output.text for output in own), tokens + scored(own)
+            logprobs = completion_logprobs(self._tokenizer, tokens, 0) if tokens else None
+            choices.append({**self._last(choice), "text": text, "logprobs": logprobs})
+        return to_json({**self._head, "choices": choices, "usage": answer.usage})
+
+    def _token(self, choice: AnswerStream, output: StepOutput) -> bytes:
         assert output.token_id is not None
-        if output.logprobs is None:
-            text = json.dumps(output.text, ensure_ascii=False).encode()
-            return b"%b%b%b%d}\n\n" % (self._before, text, self._between, output.token_id)
-        logprobs = completion_logprobs(self._tokenizer, with_logprobs([output]), self._length)
-        self._length += len(output.text)
-        chunk = self._chunk(output.text, None, token_id=output.token_id, logprobs=logprobs)
-        return frame(to_json(chunk), self._name("token"))
+        self._num_sent += 1
+        index = choice.index
+        if output.logprobs is None and self._is_begun[index]:
+            before, between, after = self._parts[index]
+            escaped = json.dumps(output.text, ensure_ascii=False).encode()
+            if self._wants_usage_so_far:
+                after = b',"usage":%b}\n\n' % to_json(self._usage_so_far())
+            return b"%b%b%b%d%b" % (before, escaped, between, output.token_id, after)
+        text, tokens = self._begun(choice)
+        shown = self._shown(index, text + output.text, tokens + scored([output]))
+        return frame(to_json(self._chunk([shown], output.token_id)), self._name("token"))
 
-    def _chunk(
-        self, text: str, reason: str | None, *, token_id: int | None, stop: str | None = None, logprobs: Any = None
-    ) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        if reason is not None:
-            choice["stop_reason"] = stop
-        return {**self._head, "choices": [choice], "token_id": token_id}
+    def _last(self, choice: AnswerStream) -> dict[str, Any]:
+        """The end of a choice; also its prompt, if no token has followed that."""
+        assert choice.finish_reason is not None
+        text, tokens = self._begun(choice)
+        ended = {"finish_reason": OPENAI_REASONS[choice.finish_reason], "stop_reason": choice.stop}
+        return {**self._shown(choice.index, text, tokens), **ended}
+
+    def _begun(self, choice: AnswerStream) -> tuple[str, list[Any]]:
+        """The prompt of a choice and its tokens with log-probabilities, if that is asked for and not sent yet."""
+        if self._echo is None or self._is_begun[choice.index]:
+            return "", []
+        self._is_begun[choice.index] = True
+        return self._echo.of(choice, len(self._answer.choices))
+
+    def _shown(self, index: int, text: str, tokens: Sequence[Any]) -> dict[str, Any]:
+        logprobs = completion_logprobs(self._tokenizer, tokens, self._length[index]) if tokens else None
+        self._length[index] += len(text)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _chunk(self, choices: list[dict[str, Any]], token_id: int | None) -> dict[str, Any]:
+        chunk = {**self._head, "choices": choices, "token_id": token_id}
+        if self._wants_usage:
+            chunk["usage"] = self._usage_so_far() if self._wants_usage_so_far else None
+        return chunk
+
+    def _prepared(self, index: int) -> tuple[bytes, bytes, bytes]:
+        """A token's frame around its text and its id: made once, since a step writes a frame for each request."""
+        blank = {"index": index, "text": "\0", "logprobs": None, "finish_reason": None}
+        before, _, rest = frame(to_json(self._chunk([blank], -1)), self._name("token")).rpartition(rb'"\u0000"')
+        between, _, after = rest.partition(b"-1")
+        return before, between, after
+
+    def _usage_so_far(self) -> dict[str, int]:
+        return usage(self._answer.num_prompt_tokens, self._num_sent)
 
     def _name(self, event: str) -> str | None:
-        return None if self._is_plain else event
+        return event if self._is_named else None

@@ -9,13 +9,14 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from shared.engine.memory_map import MemoryMap
 from shared.engine.prompt import check_capacity, check_prompt, check_queue
 from shared.engine.record import EngineLoad
 from shared.errors import InferError
-from shared.sampling.params import SamplingParams
+from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
 from shared.server.engine_loop import (
     Abort,
@@ -26,6 +27,7 @@ from shared.server.engine_loop import (
     EngineHandle,
     Event,
     Idle,
+    NewRequest,
     Question,
     Refused,
     Stepped,
@@ -79,31 +81,39 @@ class EngineClient:
     def num_open_requests(self) -> int:
         return len(self._streams)
 
-    def submit(self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, param: str) -> AnswerStream:
-        """Submit a request to the engine; ``param`` is the field of the body that holds the prompt.
+    def submit(self, answer_id: str, requests: Sequence[NewRequest], *, n: int, param: str) -> Answer:
+        """Submit the requests of one answer to the engine; ``n`` of them in a row have the same prompt.
 
-        Raises ApiError for a request that the engine would refuse, and if the engine has stopped.
+        ``param`` is the field of the body that holds the prompts. Raises ApiError if the engine would refuse one of
+        them, and if the engine has stopped; then none is submitted.
         """
         if not self.is_alive:
             raise _stopped()
         handle = self._handle
         try:
-            check_prompt(prompt_ids, handle.model_config.vocab_size, handle.max_seq_len)
-            check_capacity(len(prompt_ids), params.max_new_tokens, handle.max_seq_len, handle.request_capacity)
-            check_queue(self.load.num_waiting, handle.config.max_waiting_requests)
+            for new in requests[::n]:
+                check_prompt(new.prompt_ids, handle.model_config.vocab_size, handle.max_seq_len)
+                num_new_tokens = new.params.max_new_tokens
+                check_capacity(len(new.prompt_ids), num_new_tokens, handle.max_seq_len, handle.request_capacity)
+            check_queue(self.load.num_waiting, handle.config.max_waiting_requests, len(requests))
         except InferError as refusal:
             raise self._error_of(refusal, param) from None
-        stream = self._streams[request_id] = AnswerStream(
-            request_id,
-            len(prompt_ids),
-            param=param,
-            max_unread_bytes=self._config.max_unread_bytes,
-            abandon=self._abort,
-        )
-        self._num_submitted += 1
-        self.load = dataclasses.replace(self.load, num_waiting=self.load.num_waiting + 1)
-        handle.send(Add(request_id, prompt_ids, params))
-        return stream
+        choices = [
+            AnswerStream(
+                new.request_id,
+                new.prompt_ids,
+                index=index,
+                param=param,
+                max_unread_bytes=self._config.max_unread_bytes,
+                abandon=self._abort,
+            )
+            for index, new in enumerate(requests)
+        ]
+        self._streams |= {choice.request_id: choice for choice in choices}
+        self._num_submitted += len(choices)
+        self.load = dataclasses.replace(self.load, num_waiting=self.load.num_waiting + len(choices))
+        handle.send(Add(tuple(requests)))
+        return Answer(answer_id, choices, n)
 
     def end_all(self, error: ApiError) -> None:
         """End every open request with an error."""

@@ -27,12 +27,19 @@ _log = logging.getLogger("infer.engine")
 
 
 @dataclass(frozen=True)
-class Add:
-    """Add a request to the engine's queue."""
+class NewRequest:
+    """A request as the engine takes it."""
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Add:
+    """Add requests to the engine's queue: all of them, or none if the engine refuses one."""
+
+    requests: tuple[NewRequest, ...]
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Crashed:
 
 Event = Refused | Idle | Answered | Stepped | Crashed
 Publish = Callable[[Event, EngineLoad, int], None]
-"""Takes an event, the load after it, and the number of :class:`Add` commands executed so far."""
+"""Takes an event, the load after it, and the number of requests that :class:`Add` commands have brought so far."""
 
 
 class Inbox(Protocol):
@@ -196,14 +203,24 @@ class EngineLoop:
         self._publish(Stepped(started, ended, outputs, prefilled, len(record.preempted)))
 
     def _add(self, command: Add) -> None:
-        self._num_added += 1
+        self._num_added += len(command.requests)
+        for position, new in enumerate(command.requests):
+            refusal = self._refusal_of(new)
+            if refusal is not None:
+                for added in command.requests[:position]:
+                    self._engine.abort(added.request_id)
+                self._publish(refusal)
+                return
+
+    def _refusal_of(self, new: NewRequest) -> Refused | None:
         try:
-            self._engine.add_request(command.prompt_ids, command.params, command.request_id)
+            self._engine.add_request(new.prompt_ids, new.params, new.request_id)
         except InferError as refusal:
-            self._publish(Refused(command.request_id, refusal))
+            return Refused(new.request_id, refusal)
         except Exception as bug:
-            _log.error("request %s could not be added", command.request_id, exc_info=bug)
-            self._publish(Refused(command.request_id, None))
+            _log.error("request %s could not be added", new.request_id, exc_info=bug)
+            return Refused(new.request_id, None)
+        return None
 
     def _answer(self, number: int, question: Question) -> Answered:
         try:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from shared.engine.output import StepOutput
+from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
 from shared.server.errors import ApiError
 from shared.server.settings import ServerConfig
@@ -32,10 +33,13 @@ class Frames(Protocol):
     def start(self) -> bytes:
         """The frames before the first token."""
 
-    def tokens(self, outputs: Sequence[StepOutput]) -> bytes:
-        """One frame for each token; a token without text may have none."""
+    def tokens(self, choice: AnswerStream, outputs: Sequence[StepOutput]) -> bytes:
+        """One frame for each token of a choice; a token without text may have none."""
 
-    def end(self, stream: AnswerStream) -> bytes:
+    def finish(self, choice: AnswerStream) -> bytes:
+        """The frames that end one choice."""
+
+    def end(self) -> bytes:
         """The frames that end a complete answer."""
 
     def failure(self, error: ApiError) -> bytes:
@@ -49,9 +53,9 @@ class AnswerResponse(Response, ABC):
     would cost more than the frame.
     """
 
-    def __init__(self, stream: AnswerStream, config: ServerConfig) -> None:
+    def __init__(self, answer: Answer, config: ServerConfig) -> None:
         super().__init__(media_type="application/json")
-        self.stream = stream
+        self.answer = answer
         self.config = config
         self._last_sent = time.perf_counter()
         self._is_sending = False
@@ -77,14 +81,14 @@ class AnswerResponse(Response, ABC):
                     cause = "slow_reader"
                     scope["state"]["transport"].abort()  # close() would wait for the reader
                 elif not self._is_sending and seconds > self.config.keep_alive:
-                    self.stream.nudge()
+                    self.answer.nudge()
             if tasks[0] in done:
                 tasks[0].result()
         except asyncio.CancelledError:
             cause = "shutting_down"
             raise
         finally:
-            self.stream.cancel(cause)
+            self.answer.cancel(cause)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -97,57 +101,63 @@ class EventStreamResponse(AnswerResponse):
     before that has the status of the error.
     """
 
-    def __init__(self, stream: AnswerStream, config: ServerConfig, frames: Frames) -> None:
-        super().__init__(stream, config)
+    def __init__(self, answer: Answer, config: ServerConfig, frames: Frames) -> None:
+        super().__init__(answer, config)
         self.frames = frames
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
         is_started, is_open = False, True
         while is_open:
-            outputs = await self.stream.take()
-            is_open, error = self.stream.is_open, self.stream.error
-            if not is_started and not outputs and error is not None:
+            changed = await self.answer.take()
+            is_open, error = self.answer.is_open, self.answer.error
+            if not is_started and error is not None and not any(outputs for _, outputs in changed):
                 await error.response()(scope, receive, send)
                 return
             try:
-                data = self._frames_of(outputs)
+                data = (b"" if is_started else self.frames.start()) + self._frames_of(changed)
             except Exception as bug:
                 _log.error("a response could not be formatted", exc_info=bug)
                 error = ApiError(500, "internal_error", "The server failed; see its log.")
                 data, is_open = self.frames.failure(error), False
             if not is_started:
-                data = self.frames.start() + data
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 is_started = True
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": is_open})
 
-    def _frames_of(self, outputs: list[StepOutput]) -> bytes:
+    def _frames_of(self, changed: list[tuple[AnswerStream, list[StepOutput]]]) -> bytes:
         """The frames of the outputs, and of the end if they are the last; without outputs a keep-alive comment."""
-        if self.stream.is_open:
-            return self.frames.tokens(outputs) if outputs else COMMENT
-        error = self.stream.error
-        end = self.frames.end(self.stream) if error is None else self.frames.failure(error)
-        return self.frames.tokens(outputs) + end
+        answer, frames = self.answer, self.frames
+        data = b""
+        for choice, outputs in changed:
+            data += frames.tokens(choice, outputs)
+            if not choice.is_open and answer.error is None:
+                data += frames.finish(choice)
+        if answer.is_open:
+            return data if changed else COMMENT
+        return data + (frames.end() if answer.error is None else frames.failure(answer.error))
 
 
 class WholeResponse(AnswerResponse):
     """One JSON body, sent when the answer is complete.
 
     Args:
-        body: makes the body of all outputs.
+        body: makes the body of the outputs of all choices.
     """
 
-    def __init__(self, stream: AnswerStream, config: ServerConfig, body: Callable[[list[StepOutput]], bytes]) -> None:
-        super().__init__(stream, config)
+    def __init__(self, answer: Answer, config: ServerConfig, body: Callable[[list[list[StepOutput]]], bytes]) -> None:
+        super().__init__(answer, config)
         self.make_body = body
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outputs: list[StepOutput] = []
-        while self.stream.is_open:
-            outputs += await self.stream.take()
-        error = self.stream.error
+        outputs: list[list[StepOutput]] = [[] for _ in self.answer.choices]
+        is_open = True
+        while is_open:
+            for choice, added in await self.answer.take():
+                outputs[choice.index] += added
+            is_open = self.answer.is_open
+        error = self.answer.error
         response = (
             Response(self.make_body(outputs), media_type="application/json") if error is None else error.response()
         )

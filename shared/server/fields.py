@@ -5,20 +5,36 @@ validator returns one canonical form, however the client wrote the value.
 """
 
 import json
-from typing import Any
+import re
+from typing import Annotated, Any, cast
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
 
-from shared.sampling.params import SamplingParams
-from shared.server.settings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from shared.sampling.params import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from shared.server.settings import MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
+TOKEN_ID_PATTERN = "^(0|[1-9][0-9]*)$"
+"""A token id as a key of a JSON object."""
 _TEXT = {"type": "string", "minLength": 1}
-PROMPT_SCHEMA = {
+TOKEN_ID_SCHEMA: dict[str, Any] = {"title": "Token id", "type": "integer", "minimum": 0}
+"""A token id; :mod:`shared.server.description` adds the maximum."""
+_IDS = {"type": "array", "items": TOKEN_ID_SCHEMA, "minItems": 1}
+_SEVERAL = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+PROMPTS_SCHEMA = {"anyOf": [_TEXT, _IDS, {**_SEVERAL, "items": _TEXT}, {**_SEVERAL, "items": _IDS}]}
+STOP_IDS_SCHEMA = {
+    "anyOf": [{"type": "array", "items": TOKEN_ID_SCHEMA, "maxItems": MAX_STOP_TOKEN_IDS}, {"type": "null"}]
+}
+_BIAS = {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS}
+LOGIT_BIAS_SCHEMA = {
     "anyOf": [
-        _TEXT,
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 1},
+        {
+            "type": "object",
+            "patternProperties": {TOKEN_ID_PATTERN: _BIAS},
+            "additionalProperties": False,
+            "maxProperties": MAX_LOGIT_BIASES,
+        },
+        {"type": "null"},
     ]
 }
 _STOP_TEXT = {**_TEXT, "maxLength": MAX_STOP_CHARACTERS}
@@ -53,6 +69,26 @@ class Only:
         return {"enum": list(self.allowed)}
 
 
+def optional(kind: str, **limits: float) -> WithJsonSchema:
+    """The JSON schema of a number that may be null; the field's validator checks its limits."""
+    return WithJsonSchema({"anyOf": [{"type": kind, **limits}, {"type": "null"}]})
+
+
+def whole(value: Any) -> Any:
+    """A number without a fraction as an integer, since JSON and its schemas do not distinguish 1.0 from 1."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def wholes(value: Any) -> Any:
+    """``whole`` for a list, and for a list of lists."""
+    if isinstance(value, list) and not all(type(one) in (int, str) for one in value):
+        return [wholes(one) for one in value]
+    return whole(value)
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+
+
 def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."
@@ -82,16 +118,34 @@ def content_text(value: Any) -> str:
     return "".join(part["text"] for part in value)
 
 
-def one_prompt(value: Any) -> str | list[int]:
-    """A text or a list of token ids; a list with one prompt in it is that prompt."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and all(type(token_id) is int for token_id in value):
-        return value
+def token_biases(value: Any) -> dict[int, Any] | None:
+    """Biases by token id, from an object whose keys are the ids as text."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"logit_bias is {short(value)}; it must be an object of token ids and numbers.")
+    for key in value:
+        if not re.fullmatch(TOKEN_ID_PATTERN, key) or len(key) > 10:
+            raise ValueError(f'logit_bias has the key {short(key)}; a key must be a token id, such as "11".')
+    return {int(key): bias for key, bias in value.items()}
+
+
+def prompt_list(value: Any) -> list[str | list[int]]:
+    """The prompts: of a text, a list of token ids, or a list of texts or of lists of token ids."""
+    value = wholes(value)
+    is_several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+    prompts = value if is_several else [value]
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"prompt holds {len(prompts)} prompts; it may hold at most {MAX_PROMPTS}.")
+    if not all(isinstance(prompt, type(prompts[0])) for prompt in prompts):
+        raise ValueError("prompt holds texts and lists of token ids; send them in two requests.")
+    return [_prompt(prompt) for prompt in prompts]
+
+
+def _prompt(value: Any) -> str | list[int]:
     if value in ("", []):
         raise ValueError("prompt is empty; give at least one character of text or one token id.")
-    if isinstance(value, list) and all(isinstance(one, str | list) for one in value):
-        raise ValueError(f"prompt holds {len(value)} prompts; send one prompt with each request.")
-    raise ValueError(f"prompt is {short(value)}; it must be a text or a list of token ids.")
+    is_ids = isinstance(value, list) and all(type(token_id) is int for token_id in value)
+    if not (is_ids or isinstance(value, str)):
+        raise ValueError(f"prompt is {short(value)}; it must be a text or a list of token ids, or a list of prompts.")
+    return cast("str | list[int]", value)

@@ -10,19 +10,21 @@ import contextlib
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from starlette.requests import Request
 
 from shared.engine.prompt import check_length
 from shared.errors import ModelFolderError, RequestError
-from shared.server.answer_stream import AnswerStream
+from shared.sampling.params import SamplingParams
+from shared.server.answer import Answer
 from shared.server.engine_client import EngineClient
-from shared.server.engine_loop import EngineHandle
+from shared.server.engine_loop import EngineHandle, NewRequest
 from shared.server.errors import ApiError, invalid, overloaded
 from shared.server.middleware import record_of
 from shared.server.protocol import Message, SamplingFields
 from shared.server.settings import ServerConfig
-from shared.text.chat import ChatMessage, chat_parts, choose_template
+from shared.text.chat import THINKING_TEMPLATES, ChatMessage, chat_parts, choose_template
 from shared.text.token_length import TextBound
 
 _LONG = 2**14  # characters
@@ -34,6 +36,7 @@ class Intake:
     def __init__(self, handle: EngineHandle, client: EngineClient, config: ServerConfig) -> None:
         self.tokenizer = handle.tokenizer
         self.max_seq_len = handle.max_seq_len
+        self.vocab_size: int = handle.model_config.vocab_size
         self.config = config
         self.is_draining = False
         self._client = client
@@ -43,14 +46,15 @@ class Intake:
         self._template: str | None = None
         with contextlib.suppress(ModelFolderError):
             self._template = choose_template(handle.model_config.family, handle.tokenizer)
+        self.has_thinking = self._template in THINKING_TEMPLATES
 
-    async def text_ids(self, prompt: str | list[int]) -> list[int]:
+    async def text_ids(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
 
         def encode() -> list[int]:
             check_length(self._bound.least_tokens(prompt), self.max_seq_len)
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
         return await self._encode("prompt", len(prompt), encode)
 
@@ -59,6 +63,9 @@ class Intake:
         if template is None:
             name = self.config.model_name
             raise invalid(f"The model {name} has no chat template here; use /v1/completions.", param="model")
+        if thinking and not self.has_thinking:
+            said = "enable_thinking is true; this model's chat format has no thinking: leave it out or set it to false."
+            raise invalid(said, param="chat_template_kwargs.enable_thinking")
         turns = [ChatMessage(message.role, message.content) for message in messages]
 
         def encode() -> list[int]:
@@ -68,29 +75,39 @@ class Intake:
 
         return await self._encode("messages", sum(len(turn.content) for turn in turns), encode)
 
-    def submit(
-        self,
-        request: Request,
-        body: SamplingFields,
-        prompt_ids: list[int],
-        *,
-        param: str,
-        kind: str,
-        max_tokens: int,
-        logprobs: int | None,
-    ) -> AnswerStream:
-        """Submit a request. ``param`` is the field of the body with the prompt; ``kind`` is the prefix of the id."""
-        if max_tokens > self.max_seq_len:
-            field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+    def within_limit(self, field: str, max_tokens: int | None) -> int | None:
+        """The value of a field that bounds the answer; raises ApiError if no sequence can be so long."""
+        if max_tokens is not None and max_tokens > self.max_seq_len:
             raise invalid(
                 f"{field} is {max_tokens}; this server allows at most {self.max_seq_len} tokens for prompt and answer "
                 "together.",
                 param=field,
             )
-        params = body.sampling_params(max_tokens, logprobs)
-        stream = self._client.submit(f"{kind}-{uuid.uuid4().hex}", prompt_ids, params, param=param)
-        record_of(request.scope).stream = stream
-        return stream
+        return max_tokens
+
+    def submit(
+        self, request: Request, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, *, kind: str
+    ) -> Answer:
+        """Submit ``n`` requests for each prompt, all or none. ``kind`` is the prefix of the id.
+
+        The first answer to a prompt has the seed of the request, the others have seeds derived from it.
+        """
+        num_choices = body.num_answers * len(prompts)
+        try:
+            params.check_token_ids(self.vocab_size)
+        except RequestError as error:
+            raise invalid(str(error), param=str(error).partition(" ")[0]) from None  # it begins with the field
+        answer_id = f"{kind}-{uuid.uuid4().hex}"
+        seeds = [derived_seed(params.seed, index) for index in range(body.num_answers)]
+        sampled = [replace(params, seed=seed) for seed in seeds]
+        requests = [
+            NewRequest(f"{answer_id}-{p}-{i}" if num_choices > 1 else answer_id, prompt_ids, sampled[i])
+            for p, prompt_ids in enumerate(prompts)
+            for i in range(body.num_answers)
+        ]
+        answer = self._client.submit(answer_id, requests, n=body.num_answers, param=body.prompt_field)
+        record_of(request.scope).answer = answer
+        return answer
 
     def check(self, body: SamplingFields) -> None:
         """Raise ApiError for another model's name, and for every request while the server shuts down."""
@@ -120,3 +137,11 @@ class Intake:
         except RequestError as error:
             raise invalid(str(error), param=param) from None
         return ids
+
+
+def derived_seed(seed: int | None, index: int) -> int | None:
+    """The seed of the answer with this index, of those to one prompt.
+
+    The stride is 2**64 over the golden ratio, so that requests with neighbouring seeds have no seed in common.
+    """
+    return None if seed is None else (seed + index * 0x9E3779B97F4A7C15) % 2**64

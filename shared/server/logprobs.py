@@ -5,7 +5,7 @@ different tokens of a list rarely have the same name.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.engine.output import StepOutput
 from shared.engine.request import TokenLogprobs
@@ -23,36 +23,45 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, outputs: Sequence[tuple[StepOutput, TokenLogprobs]], offset: int
-) -> dict[str, Any]:
-    """``logprobs`` of a completion; ``offset`` is where the first of these tokens starts in the answer's text."""
-    tokens = [token_text(tokenizer, output.token_id) for output, _ in outputs if output.token_id is not None]
+class Scored(NamedTuple):
+    """A token of a completion, the text it adds, and its log-probabilities: None for the first token of a prompt."""
+
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None
+
+
+def scored(outputs: Sequence[StepOutput]) -> list[Scored]:
+    """The outputs that have log-probabilities."""
+    return [
+        Scored(output.token_id, output.text, output.logprobs)
+        for output in outputs
+        if output.token_id is not None and output.logprobs is not None
+    ]
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Scored], offset: int) -> dict[str, Any]:
+    """``logprobs`` of a completion; ``offset`` is where the first of these tokens starts in the choice's text."""
     offsets = []
-    for output, _ in outputs:
+    for token in tokens:
         offsets.append(offset)
-        offset += len(output.text)
+        offset += len(token.text)
     return {
-        "tokens": tokens,
-        "token_logprobs": [logprobs.logprob for _, logprobs in outputs],
-        "top_logprobs": [_by_name(tokenizer, logprobs) for _, logprobs in outputs],
+        "tokens": [token_text(tokenizer, token.token_id) for token in tokens],
+        "token_logprobs": [token.logprobs and token.logprobs.logprob for token in tokens],
+        "top_logprobs": [token.logprobs and _by_name(tokenizer, token.logprobs) for token in tokens],
         "text_offset": offsets,
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, outputs: Sequence[tuple[StepOutput, TokenLogprobs]]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Scored]) -> dict[str, Any]:
     """``logprobs`` of a choice of a chat completion."""
     content = []
-    for output, logprobs in outputs:
-        assert output.token_id is not None
-        top = [_named(tokenizer, token_id, logprob) for token_id, logprob in logprobs.top]
-        content.append({**_named(tokenizer, output.token_id, logprobs.logprob), "top_logprobs": top})
+    for token_id, _, logprobs in tokens:
+        assert logprobs is not None
+        top = [_named(tokenizer, other, logprob) for other, logprob in logprobs.top]
+        content.append({**_named(tokenizer, token_id, logprobs.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
-
-
-def with_logprobs(outputs: Sequence[StepOutput]) -> list[tuple[StepOutput, TokenLogprobs]]:
-    """The outputs that have log probabilities, with these."""
-    return [(output, output.logprobs) for output in outputs if output.logprobs is not None]
 
 
 def _by_name(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> dict[str, float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared.server.answer_stream import AnswerStream
+from shared.server.answer import Answer
 from shared.server.errors import ApiError
 from shared.server.logs import log_event
 from shared.server.metrics import ServerMetrics
@@ -44,7 +44,7 @@ class RequestRecord:
 
     request_id: str
     status: int = 499  # if no response was started: the client disconnected before
-    stream: AnswerStream | None = None
+    answer: Answer | None = None
     is_streaming: bool | None = None
 
 
@@ -218,17 +218,17 @@ def _check_json(body: bytes) -> None:
 
 
 def _log_request(scope: Scope, record: RequestRecord, handler: str, seconds: float) -> None:
-    stream = record.stream
+    answer = record.answer
     fields: dict[str, object] = {"stream": record.is_streaming}
-    if stream is not None:
+    if answer is not None:
         fields |= {
-            "prompt_tokens": stream.num_prompt_tokens,
-            "completion_tokens": stream.num_tokens,
-            "finish_reason": stream.finish_reason,
-            "cause": stream.cause,
-            "error": stream.error.code if stream.error is not None else None,
-            "queue_s": _between(stream.arrived, stream.scheduled),
-            "ttft_s": _between(stream.arrived, stream.first_token),
+            "prompt_tokens": answer.num_prompt_tokens,
+            "completion_tokens": answer.num_tokens,
+            "finish_reason": answer.finish_reason,
+            "cause": answer.cause,
+            "error": answer.error.code if answer.error is not None else None,
+            "queue_s": _between(answer.arrived, answer.scheduled),
+            "ttft_s": _between(answer.arrived, answer.first_token),
         }
     client = scope.get("client")
     log_event(

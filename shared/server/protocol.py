@@ -1,16 +1,17 @@
 """Request bodies, as OpenAI's and compatible clients send them. Introduced in phase 4.
 
 There are three kinds of fields: those that have an effect; those that clients send with a value without effect, such as
-``n: 1``, which are accepted with that value only; and notes of the client (``user``), which are accepted and ignored.
-Any other field is refused by name. Invariant: ``SamplingParams`` validates the sampling fields, so an invalid value
-gives the same message here, on the command line and in Python.
+``suffix: ""``, which are accepted with that value only; and notes of the client (``user``), which are accepted and
+ignored. Any other field is refused by name. Invariants: ``SamplingParams`` validates the sampling fields, so an invalid
+value gives the same message here, on the command line and in Python; a field's JSON schema allows what is accepted.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
@@ -19,26 +20,49 @@ from pydantic import (
     field_validator,
 )
 
-from shared.sampling.params import MAX_LOGPROBS, SamplingParams
+from shared.sampling.params import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, SamplingParams
 from shared.server.fields import (
     CONTENT_SCHEMA,
-    PROMPT_SCHEMA,
+    LOGIT_BIAS_SCHEMA,
+    PROMPTS_SCHEMA,
+    STOP_IDS_SCHEMA,
     STOP_SCHEMA,
     Only,
+    Whole,
     content_text,
-    one_prompt,
+    optional,
+    prompt_list,
     short,
     stop_texts,
+    token_biases,
+    whole,
+)
+from shared.server.settings import MAX_N
+
+_MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "seed",
+    "ignore_eos",
 )
 
 
 class StreamOptions(BaseModel):
-    """``include_usage`` adds a chunk with the usage at the end of a stream."""
+    """``include_usage`` adds a chunk with the usage at the end of a stream, and with ``continuous_usage_stats`` the
+    usage so far to every chunk."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
-    continuous_usage_stats: Annotated[Any, Only(False, None)] = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -46,28 +70,28 @@ class SamplingFields(BaseModel):
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    prompt_field: ClassVar[str]
 
     model: str = Field(max_length=1024)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_N), BeforeValidator(whole)] = None
+    temperature: Annotated[float | None, optional("number", minimum=0, maximum=_MAX_FLOAT)] = None
+    top_p: Annotated[float | None, optional("number", exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[Whole | None, optional("integer", minimum=-1)] = None
+    min_p: Annotated[float | None, optional("number", minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, optional("number", exclusiveMinimum=0, maximum=_MAX_FLOAT)] = None
+    presence_penalty: Annotated[float | None, optional("number", minimum=-MAX_PENALTY, maximum=MAX_PENALTY)] = None
+    frequency_penalty: Annotated[float | None, optional("number", minimum=-MAX_PENALTY, maximum=MAX_PENALTY)] = None
+    logit_bias: Annotated[Any, AfterValidator(token_biases), WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
+    min_tokens: Annotated[int | None, Field(ge=0), BeforeValidator(whole)] = None
     stop: Annotated[Any, AfterValidator(stop_texts), WithJsonSchema(STOP_SCHEMA)] = ()
-    seed: int | None = None
+    stop_token_ids: Annotated[list[Whole] | None, WithJsonSchema(STOP_IDS_SCHEMA)] = None
+    seed: Annotated[Whole | None, optional("integer", minimum=0, maximum=MAX_SEED)] = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    n: Annotated[Any, Only(1, None)] = None
-    presence_penalty: Annotated[Any, Only(0, None)] = None
-    frequency_penalty: Annotated[Any, Only(0, None)] = None
-    logit_bias: Annotated[Any, Only({}, None)] = None
-    min_p: Annotated[Any, Only(0, None)] = None
-    min_tokens: Annotated[Any, Only(0, None)] = None
     length_penalty: Annotated[Any, Only(1, None)] = None
     use_beam_search: Annotated[Any, Only(False, None)] = None
-    stop_token_ids: Annotated[Any, Only([], None)] = None
     include_stop_str_in_output: Annotated[Any, Only(False, None)] = None
     skip_special_tokens: Annotated[Any, Only(True, None)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True, None)] = None
@@ -78,50 +102,68 @@ class SamplingFields(BaseModel):
     user: str | None = None
     metadata: dict[str, Any] | None = None
 
-    @field_validator("temperature", "top_p", "repetition_penalty", "seed", "ignore_eos")
+    @field_validator(*_SAMPLING)
     @classmethod
     def _is_samplable(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if info.field_name == "top_k" and value in (0, -1):  # some clients' words for no limit
+            return None
         if value is not None:
-            assert info.field_name is not None
             SamplingParams(**{info.field_name: value})
         return value
 
-    @field_validator("top_k")
-    @classmethod
-    def _is_top_k(cls, value: int | None) -> int | None:
-        """Some clients send 0 or -1 for no limit."""
-        value = None if value in (0, -1) else value
-        SamplingParams(top_k=value)
-        return value
+    def sampling_params(
+        self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """The sampling parameters; absent fields have OpenAI's defaults, which are also those of ``SamplingParams``.
 
-    @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
-    @classmethod
-    def _is_positive(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value < 1:
-            raise ValueError(f"{info.field_name} is {value}; it must be at least 1.")
-        return value
+        ``min_tokens`` beyond the longest answer means that answer.
+        """
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **given,
+            max_new_tokens=max_new_tokens,
+            min_tokens=min(self.min_tokens or 0, max_new_tokens),
+            stop=self.stop,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
-    def sampling_params(self, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
-        """The sampling parameters; absent fields have OpenAI's defaults, which are also those of ``SamplingParams``."""
-        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "ignore_eos")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(**given, max_new_tokens=max_new_tokens, stop=self.stop, logprobs=logprobs)
+    @property
+    def num_answers(self) -> int:
+        """The number of answers to each prompt."""
+        return 1 if self.n is None else self.n
 
     @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def wants_usage_so_far(self) -> bool:
+        return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class CompletionRequest(SamplingFields):
     """The body of ``POST /v1/completions``."""
 
-    prompt: Annotated[Any, AfterValidator(one_prompt), WithJsonSchema(PROMPT_SCHEMA)]
-    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    prompt_field: ClassVar[str] = "prompt"
 
-    best_of: Annotated[Any, Only(1, None)] = None
-    echo: Annotated[Any, Only(False, None)] = None
+    prompt: Annotated[Any, AfterValidator(prompt_list), WithJsonSchema(PROMPTS_SCHEMA)]
+    max_tokens: Annotated[int | None, Field(ge=0), BeforeValidator(whole)] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)] = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_N), BeforeValidator(whole)] = None
+
     suffix: Annotated[Any, Only("", None)] = None
-    add_special_tokens: Annotated[Any, Only(True, None)] = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _is_n(cls, value: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n") or 1
+        if value is not None and value != n:
+            raise ValueError(f"best_of is {value} and n is {n}; every answer is returned, so best_of must equal n.")
+        return value
 
 
 class Message(BaseModel):
@@ -156,25 +198,20 @@ class TemplateOptions(BaseModel):
     enable_thinking: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """The format of the answer; formats other than text arrive in phase 12."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Annotated[Any, Only("text")]
-
-
 class ChatRequest(SamplingFields):
-    """The body of ``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``. ``max_completion_tokens`` comes before ``max_tokens``."""
+
+    prompt_field: ClassVar[str] = "messages"
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(whole)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(whole)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)] = None
     chat_template_kwargs: TemplateOptions | None = None
 
-    response_format: ResponseFormat | None = None
-    tools: Annotated[Any, Only([], None)] = None
+    response_format: Annotated[Any, Only({"type": "text"}, None)] = None  # other formats arrive in phase 12
+    tools: Annotated[Any, Only([], None)] = None  # tools arrive in phase 12
     tool_choice: Annotated[Any, Only("none", "auto", None)] = None
     functions: Annotated[Any, Only([], None)] = None
     function_call: Annotated[Any, Only("none", "auto", None)] = None
@@ -193,5 +230,5 @@ class ChatRequest(SamplingFields):
     @classmethod
     def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise ValueError("top_logprobs is set and logprobs is not; set logprobs to true too.")
+            raise ValueError(f"top_logprobs is {value} and logprobs is not true; set logprobs to true too.")
         return value

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from shared.errors import ConfigError
 
+MAX_N = 16
+MAX_PROMPTS = 64
+"""One completion has at most MAX_N times MAX_PROMPTS choices."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 _COUNTS = (
@@ -28,7 +31,7 @@ class ServerConfig:
 
     ``model_name``         the name that requests must give, and that `/v1/models` lists.
     ``api_key``            if set, requests below `/v1` and `/debug` need it in `Authorization: Bearer`.
-    ``plain_events``       `/v1/completions` without event names and with a final ``[DONE]``.
+    ``named_events``       every response of `/v1/completions` is a stream of named events, whatever the request says.
     ``max_body_bytes``     the longest body; a longer one is refused with 413.
     ``body_timeout``       seconds in which a client must send its body.
     ``max_connections``    open connections, with a request or without; one more is refused with 503.
@@ -45,7 +48,7 @@ class ServerConfig:
 
     model_name: str
     api_key: str | None = None
-    plain_events: bool = False
+    named_events: bool = False
     max_tokens: int = 128
     max_chat_tokens: int = 512
     max_body_bytes: int = 2 * 2**20

@@ -34,7 +34,7 @@ TEMPLATE_CHOICES = (
 # The default date of Llama 3.1's template.
 LLAMA_RELEASE_DATE = "26 Jul 2024"
 _ALTERNATING = ("gemma3",)
-_THINKING = ("qwen3",)
+THINKING_TEMPLATES = ("qwen3",)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def render_chat(
         raise ModelFolderError(f"There is no chat template {template!r} in {TEMPLATE_FOLDER}; there are: {known}.")
     if not messages:
         raise RequestError("The conversation has no messages (an empty list); pass at least one.")
-    if thinking and template not in _THINKING:
+    if thinking and template not in THINKING_TEMPLATES:
         raise RequestError(
             f"thinking=True, but the chat template {template!r} does not support thinking; leave it out."
         )

@@ -9,17 +9,23 @@ from typing import Any
 
 from shared.tracing.trace import Trace, TracedRequest
 
+SHOWN = 8
+"""Blocks behind the last that was ever held are not drawn; the picture ends at a multiple of this."""
+
 
 def memory_data(trace: Trace) -> dict[str, Any] | None:
     """The KV cache over all steps, as JSON values; None if it was not recorded."""
     first = trace.steps[0].memory if trace.steps else None
     if first is None:
         return None
+    holdings = [_holdings(trace, request) for request in trace.requests]
+    used = 1 + max((block for holding in holdings for block, *_ in holding["blocks"]), default=0)
     return {
         "unit": first.unit,
         "block_tokens": first.block_tokens,
         "num_blocks": first.num_blocks,
-        "holdings": [_holdings(trace, request) for request in trace.requests],
+        "num_shown": min(first.num_blocks, -(-used // SHOWN) * SHOWN if first.unit == "block" else used),
+        "holdings": holdings,
     }
 
 

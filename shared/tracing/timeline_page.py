@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from shared.tracing.focus import focus
 from shared.tracing.holdings import memory_data
 from shared.tracing.lanes import LANES
 from shared.tracing.trace import CellKind, Trace, TracedRequest
@@ -24,8 +25,8 @@ FOLDER = Path(__file__).parent / "page"
 REGION = re.compile(r"\{\{(\w+)\}\}")
 
 
-def page(traces: Sequence[Trace], title: str) -> str:
-    """The HTML of one page with all traces below each other, on the same scale."""
+def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
+    """The HTML of one page with all traces below each other, on the same scale; ``note`` stands below the totals."""
     style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
     script = "\n\n".join(map(_part, ("timeline.js", "pool.js", "memory.js", "controls.js")))
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
@@ -36,6 +37,7 @@ def page(traces: Sequence[Trace], title: str) -> str:
         "script": script,
         "data": _embedded({"traces": [trace_data(trace) for trace in traces]}),
         "totals": _totals_table(traces),
+        "note": escape(note),
         "tables": "\n".join(_tables(trace) for trace in traces),
     }
     return REGION.sub(lambda region: regions[region[1]], _part("timeline.html"))
@@ -46,6 +48,7 @@ def trace_data(trace: Trace) -> dict[str, Any]:
     return {
         "title": trace.title,
         "settings": dict(trace.settings),
+        "focus": dataclasses.asdict(focus(trace)),
         "lanes": [
             {
                 "name": lane.name,
@@ -68,18 +71,20 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
     """The totals as rows: a name, and a formatted value for each trace."""
     totals = [trace.totals for trace in traces]
 
-    def known(value: float | None, pattern: str) -> str:
-        return "none ran" if value is None else pattern.format(value)
+    def known(value: float | None, pattern: str, unknown: str = "none ran") -> str:
+        return unknown if value is None else pattern.format(value)
 
     return [
         ("steps", [str(each.num_steps) for each in totals]),
         ("batch utilisation", [f"{each.batch_utilisation:.1%}" for each in totals]),
+        ("most requests in a step", [str(each.most_served) for each in totals]),
         ("mean queue wait", [known(each.mean_queue_steps, "{:.1f} steps") for each in totals]),
         ("longest queue wait", [known(each.longest_queue_steps, "{} steps") for each in totals]),
         (
             "mean queue wait, time",
             [known(each.mean_queue_seconds, "{:.3f} s") for each in totals],
         ),
+        ("written share of held KV cache", [known(each.written_share, "{:.1%}", "none held") for each in totals]),
         ("generated tokens", [str(each.num_tokens) for each in totals]),
         ("preemptions", [str(each.num_preemptions) for each in totals]),
         ("recomputed tokens", [str(each.num_recomputed_tokens) for each in totals]),

@@ -107,6 +107,8 @@ class Totals:
     mean_queue_steps: float | None
     longest_queue_steps: int | None
     mean_queue_seconds: float | None
+    most_served: int = 0  # requests in one step
+    written_share: float | None = None  # of the KV cache tokens held, over all steps; None if none was held
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # after preemptions
 
@@ -165,6 +167,8 @@ class Trace:
             if first is not None:
                 waits.append((first - request.arrival_step, self.steps[first].started_ns - request.arrived_ns))
         num_places = len(busy) * self.max_batch_size
+        maps = [step.memory for step in self.steps if step.memory is not None]
+        held = sum(memory.num_held * memory.block_tokens for memory in maps)
         return Totals(
             num_steps=len(busy),
             seconds=sum(step.ended_ns - step.started_ns for step in busy) / 1e9,
@@ -173,6 +177,8 @@ class Trace:
             mean_queue_steps=sum(steps for steps, _ in waits) / len(waits) if waits else None,
             longest_queue_steps=max(steps for steps, _ in waits) if waits else None,
             mean_queue_seconds=sum(ns for _, ns in waits) / len(waits) / 1e9 if waits else None,
+            most_served=max((step.num_served for step in busy), default=0),
+            written_share=sum(memory.num_written for memory in maps) / held if held else None,
             num_preemptions=sum(len(step.record.preempted) for step in self.steps),
             num_recomputed_tokens=sum(
                 cell.num_tokens

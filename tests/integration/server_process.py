@@ -18,6 +18,7 @@ from tests.integration.infer_process import INFER, heed_interrupts
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny-llama"
 START_SECONDS = 90
+EVENTS = {"Accept": "text/event-stream"}
 
 
 class ServerProcess:
@@ -45,7 +46,8 @@ class ServerProcess:
         return [line for line in lines if line["event"] == name]
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        """A client that asks completions for named events."""
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers=EVENTS)
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=60, max_retries=0)

@@ -18,14 +18,12 @@ from typer.testing import CliRunner
 
 from shared.cli import app
 from shared.errors import ConfigError
-from tutorial.workshop import grading, preparation
-from tutorial.workshop.chart import measure
-from tutorial.workshop.chart_figure import save, whose
-from tutorial.workshop.check import Outcome
+from tutorial.workshop import chart, grading, preparation
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
 from tutorial.workshop.grading import grade, write_csv
 from tutorial.workshop.limits import Limits
 from tutorial.workshop.skeleton import skeleton
+from tutorial.workshop.verdicts import Outcome
 from tutorial.workshop.workspace import Workspace
 
 pytestmark = pytest.mark.slow
@@ -141,7 +139,7 @@ def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("one_server")
-def test_limits_within_which_the_reference_fails_grade_nobody(tmp_path: Path) -> None:
+def test_limits_within_which_the_reference_fails_are_refused(tmp_path: Path) -> None:
     folder = hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING)))
     with pytest.raises(ConfigError, match=r"The reference itself does not pass 02x5 here \(.*--memory"):
         grade([folder], [STOPPING], limits=Limits(memory=0.05))
@@ -220,30 +218,56 @@ def test_the_exported_skeleton_is_a_workspace_for_the_learner_s_commands(tmp_pat
     assert "replace it with --force" in again.stderr
 
 
-def test_a_learner_s_ladder_says_whose_code_ran_and_draws_it(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_learner_s_ladder_credits_what_their_lines_did(
+    tmp_path: Path, tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phase 3 is theirs; one exercise of phase 4 has not passed, so neither that phase nor its lines count."""
+    monkeypatch.setenv("INFER_WORKSPACE", str(tmp_path / "workspace"))
+    monkeypatch.setattr(chart, "QUICK", chart.ChartSize(prompt_tokens=4, new_tokens=3, max_seconds=0.05))
     workspace = Workspace(tmp_path / "workspace")
-    norm, view = find_exercise("01ax1"), find_exercise("03x2")
-    workspace.start([norm, view])
-    (workspace.root / norm.path).write_text(solved(norm, "print('mine')\n" + "\n".join(_body(norm))))
-    ladder = measure(workspace, str(tiny_checkpoints["llama"]), prompt_tokens=4, new_tokens=3, trials=2)
-    assert [rung.number for rung in ladder.rungs][:2] == ["02", "03"]
-    for rung in ladder.rungs:
-        assert rung.yours == ("01ax1",)
-        assert {"01ax3", "01bx1", "01bx2"} <= set(rung.reference)
-        assert ("03x2" in rung.reference) == (rung.number in ("03", "03.1"))
-        assert rung.own_speed is not None
-        assert rung.own_speed > 0
-        assert rung.reference_speed > 0
-        assert rung.spread >= 1
-        assert rung.is_equal
-        assert whose(rung)[0] == "your code: 01ax1"
-    assert ladder.unchecked == ("01ax1",)
-    line = json.loads(ladder.line())
-    assert line["results"]["03"]["yours"] == ["01ax1"]
-    assert str(tmp_path) not in ladder.line()
+    norm, failing = find_exercise("01ax1"), find_exercise("04x1")
+    theirs = [norm, *(exercise for exercise in exercises() if exercise.phase in ("03", "04"))]
+    workspace.start(theirs)
+    for exercise in theirs:
+        workspace.file(exercise).write_text(solved(exercise))
+    workspace.file(norm).write_text(solved(norm, "print('mine')\n" + "\n".join(_body(norm))))
+    workspace.file(failing).write_text(solved(failing, "raise RuntimeError('this must not run')"))
+    for exercise in theirs:
+        workspace.note_check(exercise, passed=exercise != failing)
 
-    save(ladder, tmp_path / "pictures" / "ladder.png")
-    pixels = imread(tmp_path / "pictures" / "ladder.png")
+    picture = tmp_path / "pictures" / "ladder.png"
+    arguments = ["workshop", "chart", "--quick", "--model", str(tiny_checkpoints["llama"]), "--out", str(picture)]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    line = json.loads(shown.stdout.splitlines()[-1])
+    assert str(tmp_path) not in shown.stdout.splitlines()[-1]
+    rungs = line["results"]
+    assert {"01ax1", "03x2"} <= set(rungs["03"]["yours"])
+    assert [number for number, rung in rungs.items() if rung["yours"]] == ["03"]
+    for number, rung in rungs.items():
+        for name in ("decode_tokens_per_second", "together_tokens_per_second"):
+            assert rung[f"reference_{name}"] > 0
+            assert (rung[name] is not None) == (number == "03")
+        assert rung["spread"] >= 1
+        assert rung["equal_output"]
+    assert rungs["04"]["missing"] == ["04x1"]
+    assert rungs["02"]["missing"] == [f"02x{n}" for n in range(1, 6)]
+    assert "not yours yet: 04x1 must pass" in shown.stdout
+    assert "your code: 01ax1, 03x2" in shown.stdout
+    turns = [turn.split(" %  ")[1] for turn in shown.stderr.splitlines() if " %  " in turn]
+    assert turns[:6] == [
+        f"phase {turn}"
+        for turn in (
+            "02, reference",
+            "02, reference",
+            "03, reference",
+            "03, your code",
+            "03, your code",
+            "03, reference",
+        )
+    ], "progress is told to a pipe too"
+
+    pixels = imread(picture)
     assert (pixels != pixels[0, 0]).any(-1).mean() > 0.01
     assert (pixels[:, -8:] == pixels[0, 0]).all(), "something is cut off at the right"
     assert (pixels[..., 3] == 1).all()
@@ -253,12 +277,15 @@ def test_code_that_raises_ends_the_measurement_with_a_word_about_it(
     tmp_path: Path, tiny_checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     workspace = Workspace(tmp_path / "workspace")
-    norm = find_exercise("01ax1")
-    workspace.start([norm])
-    (workspace.root / norm.path).write_text(solved(norm, "raise RuntimeError('this is mine')"))
-    # The first forward of all is the one by which phase 6, when it is loaded, finds how much memory a step takes.
-    with pytest.raises(ConfigError, match=r"Your code ended the measurement while phase 06: load"):
-        measure(workspace, str(tiny_checkpoints["llama"]), prompt_tokens=4, new_tokens=3, trials=1)
+    theirs = [exercise for exercise in exercises() if exercise.phase == "02"]
+    workspace.start(theirs)
+    for exercise in theirs:
+        workspace.file(exercise).write_text(solved(exercise))
+    workspace.file(STOPPING).write_text(solved(STOPPING, "raise RuntimeError('this is mine')"))
+    for exercise in theirs:
+        workspace.note_check(exercise, passed=True)
+    with pytest.raises(ConfigError, match=r"Your code ended the measurement at `load 02`"):
+        chart.measure(workspace, str(tiny_checkpoints["llama"]), chart.ChartSize(4, 3, 0.05))
     assert "RuntimeError: this is mine" in capfd.readouterr().err
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shared.lessons import Lesson, lessons
-from tutorial.workshop.check import CheckServer, Outcome, Run
+from tutorial.workshop.check import CheckServer, Run
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, exercises_of
 from tutorial.workshop.skeleton import filled
+from tutorial.workshop.verdicts import Outcome
 from tutorial.workshop.workspace import Workspace
 
 pytestmark = pytest.mark.slow

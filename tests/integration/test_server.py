@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import functools
 import json
+import os
 import random
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
+import venv
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,11 +22,16 @@ import httpx
 import openai
 import pytest
 import schemathesis
+from filelock import FileLock
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from typer.testing import CliRunner
 
 from shared.cli import app
@@ -30,14 +39,20 @@ from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson, lessons
 from shared.sampling.params import SamplingParams
 from tests.integration.infer_process import INFER
-from tests.integration.server_process import MODEL, ServerProcess, wait_until
+from tests.integration.server_process import EVENTS, MODEL, ServerProcess, wait_until
 
 ROOT = Path(__file__).parents[2]
 SERVING = [lesson.number for lesson in lessons() if hasattr(lesson.engine, "add_request")]
 FIRST, NEWEST = SERVING[0], SERVING[-1]
 EXAMPLES = 30
+OLD_CLIENT = "openai==1.97.1"
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +119,17 @@ def test_openais_client_streams_what_the_plain_loop_answers(
     def answer(wanted: dict[str, Any]) -> tuple[list[int], str, str]:
         body = dict(wanted)
         extra = {name: body.pop(name) for name in ("top_k", "repetition_penalty") if name in body}
-        stream = client.completions.create(model=MODEL, max_tokens=12, stream=True, extra_body=extra, **body)
-        *chunks, done = list(stream)
-        assert {chunk.object for chunk in (*chunks, done)} == {"text_completion"}
-        assert done.usage is not None
-        assert done.usage.completion_tokens == len(chunks)
-        assert done.usage.total_tokens == done.usage.prompt_tokens + len(chunks)
-        ids = [chunk.token_id for chunk in chunks]  # type: ignore[attr-defined]
-        return ids, "".join(chunk.choices[0].text for chunk in chunks), done.choices[0].finish_reason
+        create = functools.partial(client.completions.create, model=MODEL, max_tokens=12, extra_body=extra, **body)
+        *chunks, done, last = list(create(stream=True, stream_options={"include_usage": True}))
+        assert {chunk.object for chunk in (*chunks, done, last)} == {"text_completion"}
+        assert last.usage is not None
+        assert last.usage.completion_tokens == len(chunks)
+        assert last.usage.total_tokens == last.usage.prompt_tokens + len(chunks)
+        ids = [chunk.token_id for chunk in chunks]
+        text, reason = "".join(chunk.choices[0].text for chunk in chunks), done.choices[0].finish_reason
+        whole = create()
+        assert (whole.choices[0].text, whole.choices[0].finish_reason, whole.usage) == (text, reason, last.usage)
+        return ids, text, reason
 
     with ThreadPoolExecutor(len(REQUESTS)) as together:
         answers = list(together.map(answer, REQUESTS))
@@ -135,7 +153,8 @@ def test_openais_client_talks(server: ServerProcess) -> None:
     assert logprobs.content is not None
     assert len(logprobs.content) == whole.usage.completion_tokens
     for token in logprobs.content:
-        assert len(token.top_logprobs) == 2
+        assert len(token.top_logprobs) in (2, 3), "the sampled one is listed too"
+        assert token.token in [other.token for other in token.top_logprobs]
         assert token.logprob <= token.top_logprobs[0].logprob <= 0
 
 
@@ -252,7 +271,7 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
     found = {name: re.search(rf"^{name}{{.*}} (\S+)$", metrics, re.MULTILINE) for name in COUNTED}
     counts = {name: float(match[1]) for name, match in found.items() if match}
     assert counts["infer:num_preemptions_total"] == state["load"]["num_preemptions"] >= len(preempted)
-    # Who was preempted and came again is one request, with one first token and one wait in the queue.
+    # A preempted and readmitted request is one request, with one first token and one wait in the queue.
     assert [counts[name] for name in COUNTED[1:]] == [4, 4, 40]
     assert all(line["path"] != "/debug/memory" for line in server.events("request")), "what a page asks is not logged"
 
@@ -263,7 +282,9 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
 def test_a_hundred_and_ninety_cancelled_streams_of_two_hundred_leave_nothing_behind(server: ServerProcess) -> None:
     async def cancel_most() -> float:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=60, limits=limits, trust_env=False, headers=EVENTS
+        ) as client:
 
             async def stream(max_tokens: int) -> bytes:
                 body = long_body(max_tokens=max_tokens)
@@ -300,7 +321,7 @@ def test_random_disconnects_leave_other_requests_alone(server: ServerProcess, pl
     messages = [{"role": "user", "content": "hi"}]
 
     async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, headers=EVENTS) as client:
 
             async def leave(index: int) -> None:
                 path = "/v1/completions" if index % 3 else "/v1/chat/completions"
@@ -331,7 +352,9 @@ def test_random_disconnects_leave_other_requests_alone(server: ServerProcess, pl
 def unread(url: str, body: dict[str, Any], *, receive_buffer: int = 2**16) -> Iterator[None]:
     """A completion is asked for, and nothing of it is read, not even its headers."""
     content = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n"
+    )
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
@@ -340,7 +363,17 @@ def unread(url: str, body: dict[str, Any], *, receive_buffer: int = 2**16) -> It
 
 
 def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Path) -> None:
-    limits = ("--max-batch-size", "1", "--max-waiting-requests", "1", "--grace", "3", "--send-timeout", "1")
+    limits = (
+        "--max-batch-size",
+        "1",
+        "--max-waiting-requests",
+        "1",
+        "--grace",
+        "3",
+        "--send-timeout",
+        "1",
+        "--named-events",
+    )
     server = ServerProcess(folder, tmp_path / "log", *limits)
     try:
         with server.client() as client:
@@ -362,7 +395,7 @@ def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Pat
                 server.wait_until_idle(20)
                 wait_until(lambda: "slow_reader" in server.log.read_text(), 5)
 
-            with client.stream("POST", "/v1/completions", json=long_body(max_tokens=1)) as first:
+            with client.stream("POST", "/v1/completions", json=long_body(max_tokens=1, stream=False)) as first:
                 assert first.read().count(b"event: done") == 1
             with client.stream("POST", "/v1/completions", json=long_body()) as running:
                 lines = running.iter_lines()
@@ -410,6 +443,31 @@ def test_a_server_that_cannot_start_says_why_in_one_sentence(folder: Path, tmp_p
         assert started.stderr.count("\n") == 1
 
 
+def test_clients_of_openai_read_every_form_of_an_answer(python: str, server: ServerProcess) -> None:
+    """The pinned one, and an old one that fails at a line `event:`, in an environment of its own."""
+    command = [python, str(ROOT / "tests/clients/openai_client.py"), server.url, MODEL]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.fixture(params=["pinned", OLD_CLIENT])
+def python(request: pytest.FixtureRequest) -> str:
+    """The Python of an environment with a client of OpenAI; that of an old one is made once and kept."""
+    if request.param == "pinned":
+        return sys.executable
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "infer" / "clients" / request.param
+    made = folder / "bin/python"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / ".ready").is_file():
+            venv.create(folder, clear=True, with_pip=True)
+            command = [str(made), "-m", "pip", "install", "-q", request.param]
+            installed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            if installed.returncode != 0:
+                pytest.skip(f"pip cannot install {request.param} here: {installed.stderr.strip().splitlines()[-1]}")
+            (folder / ".ready").touch()
+    return str(made)
+
+
 # Generated requests, valid and invalid.
 
 
@@ -432,10 +490,10 @@ def statuses_of(operation: Any, mode: GenerationMode) -> set[int]:
     @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @seed(6)
     def send(case: Any) -> None:
-        name = case.body.get("model") if isinstance(case.body, dict) else None
-        if isinstance(name, str) and len(name) <= 1024:  # a name that is drawn is possible, and never the right one
-            case.body["model"] = MODEL
-        statuses.add(case.call_and_validate(checks=CHECKS, timeout=30).status_code)
+        response = case.call_and_validate(checks=CHECKS, timeout=30)
+        statuses.add(response.status_code)
+        if mode is GenerationMode.POSITIVE and response.status_code == 422:
+            assert response.json()["error"]["message"].startswith("The prompt has "), "no schema counts a text's tokens"
 
     with contextlib.suppress(Unsatisfiable):  # a path without parameters has no invalid request
         send()

@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.integration.infer_process import INFER
@@ -28,7 +30,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
     "--disable-sync --host-resolver-rules='MAP * ~NOTFOUND, EXCLUDE 127.0.0.1'"
 )
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP, TABLET, PHONE = ({"width": width, "height": 900} for width in (1280, 768, 360))
 KEY = "a-key"
 BLOCKS = 12
 CONTRAST = 4.5
@@ -48,14 +50,30 @@ FAINTEST = """() => {
         const painted = channels(getComputedStyle(element).backgroundColor);
         return painted.length === 4 && painted[3] === 0 ? behind(element.parentElement) : painted;
     };
-    return [...document.querySelectorAll('h1, h2, b, p, a, label, button:enabled, dt, dd, .legend, .token, .given')]
-        .filter(element => element.textContent.trim() && element.offsetWidth)
+    return [...document.querySelectorAll(
+        'h1, h2, b, p, a, label, button:enabled, dt, dd, .legend, .token, .given, .scale')]
+        .filter(element => element.textContent.trim() && element.getBoundingClientRect().width)
         .map(element => {
-            const [a, b] = [light(channels(getComputedStyle(element).color)), light(behind(element))];
+            const { color, fill } = getComputedStyle(element);
+            const [a, b] = [light(channels(element.matches('.scale') ? fill : color)), light(behind(element))];
             return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), element.outerHTML.slice(0, 80)];
         })
         .reduce((least, found) => found[0] < least[0] ? found : least, [21, 'nothing']);
 }"""
+
+
+# Labels of a chart that overlap, or that stand outside it.
+COLLISIONS = """() => [...document.querySelectorAll('figure svg')].flatMap(svg => {
+    const frame = svg.getBoundingClientRect();
+    const labels = [...svg.querySelectorAll('text')].map(text => [text.textContent, text.getBoundingClientRect()]);
+    const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
+    return labels.filter(([, box], place) =>
+        box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1
+        || labels.slice(0, place).some(([, other]) => !apart(box, other))).map(([text]) => text);
+})"""
+# How far each line ends from the right edge of its chart, in pixels.
+DISTANCES = """() => [...document.querySelectorAll('.dot')].map(
+    dot => dot.closest('svg').getBoundingClientRect().right - dot.getBoundingClientRect().right)"""
 
 
 STOPS_AFTER_TEN = """() => {
@@ -83,61 +101,72 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def url(browser: Any, tiny_checkpoints: dict[str, Path]) -> Iterator[str]:
     """A server that asks for a key."""
-    yield from serving(tiny_checkpoints["llama"], "--api-key", KEY)
+    with serving(tiny_checkpoints["llama"], "--api-key", KEY) as (address, _):
+        yield address
 
 
 @pytest.fixture(scope="module")
 def crowded_url(browser: Any, tiny_checkpoints: dict[str, Path]) -> Iterator[str]:
     """A server with few blocks."""
     sizes = ("--num-gpu-blocks", str(BLOCKS), "--block-size", "16", "--max-seq-len", str(16 * BLOCKS))
-    yield from serving(tiny_checkpoints["llama"], *sizes)
+    with serving(tiny_checkpoints["llama"], *sizes) as (address, _):
+        yield address
 
 
-def serving(folder: Path, *options: str) -> Iterator[str]:
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server that is ready: its address and its process."""
     command = [*INFER, "serve", str(folder), "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         ready = next(line for line in process.stderr if '"ready"' in line)
-        yield json.loads(ready)["url"]
-        process.terminate()
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        try:
+            yield json.loads(ready)["url"], process
+        finally:
+            process.terminate()
 
 
-@pytest.fixture
-def page(browser: Any, url: str) -> Iterator[Any]:
-    """The page with the key entered; errors in the browser and requests to other hosts fail the test."""
+@contextmanager
+def opened(browser: Any, url: str, *expected: str) -> Iterator[Any]:
+    """The page of a server; unexpected errors in the browser, or requests to other hosts, fail the test."""
     context = browser.new_context(viewport=DESKTOP, color_scheme="light")
     tab = context.new_page()
     complaints: list[str] = []
-    expected = ("401", "422")  # what these tests provoke; the browser notes each as an error
-    tab.on("console", lambda m: complaints.append(m.text) if not any(code in m.text for code in expected) else None)
+    tab.on("console", lambda m: complaints.append(m.text) if not any(part in m.text for part in expected) else None)
     tab.on("pageerror", lambda error: complaints.append(str(error)))
     tab.on("request", lambda r: complaints.append(r.url) if not r.url.startswith(url) else None)
     tab.goto(url)
-    tab.locator("#key-label").wait_for()
-    tab.fill("#key", KEY)
-    tab.press("#key", "Tab")
-    expect(tab, "#model", "tiny-llama, up to 2048 tokens")
     yield tab
     context.close()
     assert complaints == []
+
+
+@pytest.fixture
+def locked(browser: Any, url: str) -> Iterator[Any]:
+    """The page of the server that asks for a key, none entered."""
+    with opened(browser, url, "401", "422", "ERR_FAILED") as tab:  # what these tests provoke
+        tab.locator("#key").wait_for()
+        yield tab
+
+
+@pytest.fixture
+def page(locked: Any) -> Any:
+    """The page with the key entered."""
+    locked.fill("#key", KEY)
+    locked.press("#key", "Tab")
+    expect(locked, "#model", "tiny-llama, up to 2048 tokens")
+    return locked
 
 
 @pytest.fixture
 def crowded(browser: Any, crowded_url: str) -> Iterator[Any]:
     """The page of the server with few blocks, the memory in sight."""
-    context = browser.new_context(viewport=DESKTOP, color_scheme="light")
-    tab = context.new_page()
-    complaints: list[str] = []
-    tab.on("console", lambda message: complaints.append(message.text))
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.on("request", lambda r: complaints.append(r.url) if not r.url.startswith(crowded_url) else None)
-    tab.goto(crowded_url)
-    tab.locator("#memory-panel").scroll_into_view_if_needed()
-    expect(tab, ".pool-figures", rf"\b0 of {BLOCKS}")
-    yield tab
-    context.close()
-    assert complaints == []
+    with opened(browser, crowded_url) as tab:
+        tab.locator("#memory-panel").scroll_into_view_if_needed()
+        expect(tab, ".pool-figures", rf"\b0 of {BLOCKS}")
+        yield tab
 
 
 def expect(page: Any, selector: str, pattern: str, seconds: float = 15) -> str:
@@ -213,12 +242,87 @@ def test_a_refusal_is_shown_in_the_servers_words(page: Any) -> None:
     page.fill("#prompt", "")
     page.click("#run")
     assert "prompt is empty" in expect(page, "#complaint", "prompt")
-    page.fill("#prompt", "abc")
-    page.fill("#key", "wrong")
-    page.press("#key", "Tab")
-    expect(page, "#model", "needs an API key")
+
+
+def test_the_first_run_uses_the_key_that_was_just_typed(locked: Any) -> None:
+    """The run needs the name of the model, which the server tells only to those who have the key."""
+    locked.fill("#max_tokens", "3")
+    locked.click("#run")
+    expect(locked, "#key-complaint", "needs the API key")
+    assert locked.evaluate("document.activeElement.id") == "key"
+    locked.keyboard.type("wrong")
+    locked.keyboard.press("Enter")
+    expect(locked, "#key-complaint", "refuses this key")
+    expect(locked, "#model", "needs an API key")
+    expect(locked, "#run:enabled", "Run")
+    assert not locked.is_visible("#complaint"), "the sentence stands beside the field alone"
+    locked.fill("#key", KEY)
+    locked.click("#run")
+    expect(locked, "#summary", "^[1-3] tokens? .*(length|stop)$")
+    assert not locked.is_visible("#key-complaint")
+    locked.fill("#key", "another")
+    locked.press("#key", "Tab")
+    expect(locked, "#key-complaint", "refuses this key")
+
+
+def test_a_lost_connection_is_told_in_a_sentence_and_does_not_last(page: Any) -> None:
+    page.route("**/health", lambda route: route.abort())
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    expect(page, "#trouble", "^The server cannot be reached: it was stopped, or the network is down. Check that")
+    expect(page, "#health", "^not reachable$")
+    page.click("#tab-chat")
+    page.fill("#message", "Hello")
+    page.press("#message", "Enter")
+    expect(page, "#complaint", "cannot be reached")
+    assert page.input_value("#message") == "Hello", "to be sent again"
+    assert page.locator(".turn").count() == 0
+    page.unroute_all()
+    expect(page, "#health", "^ready$")
+    assert not page.is_visible("#trouble")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("", "cut short: the server was stopped, or the network failed"),
+        ('event: error\ndata: {"error": {"message": "The engine has stopped."}}\n\n', r"^The engine has stopped\.$"),
+    ],
+)
+def test_a_stream_that_fails_in_the_middle_keeps_its_text(page: Any, body: str, said: str) -> None:
+    begun = 'event: token\ndata: {"choices": [{"text": " begun", "finish_reason": null}], "token_id": 7}\n\n'
+    headers = {"Content-Type": "text/event-stream"}
+    page.route("**/v1/completions", lambda route: route.fulfill(headers=headers, body=begun + body))
     page.click("#run")
-    assert "API key" in expect(page, "#complaint", "key")
+    expect(page, "#complaint", said)
+    assert page.locator("#answer .token").all_inner_texts() == [" begun"]
+    expect(page, "#summary", "^1 token ")
+
+
+def test_the_death_of_the_engine_and_of_the_server_is_told(browser: Any, tiny_checkpoints: dict[str, Path]) -> None:
+    """Each is killed while it answers."""
+    with (
+        serving(tiny_checkpoints["llama"], "--engine-process") as (address, server),
+        opened(browser, address, "503", "net::ERR_") as tab,
+    ):
+        expect(tab, "#model", "tiny-llama")
+        tab.fill("#max_tokens", "2000")
+        tab.click("#run")
+        expect(tab, "#summary", r"^\d+ tokens")
+        [engine] = (
+            child for child in psutil.Process(server.pid).children() if "spawn_main" in " ".join(child.cmdline())
+        )
+        engine.kill()
+        expect(tab, "#complaint", "The engine has stopped")
+        expect(tab, "#trouble", r"[Tt]he engine has stopped.*\.$")
+        expect(tab, "#health", "^the engine has stopped$")
+        tab.locator("figure:first-child .outage").first.wait_for(state="attached")
+        tab.locator("#memory-panel").scroll_into_view_if_needed()
+        expect(tab, "#memory-complaint", "The engine has stopped")
+        server.kill()
+        expect(tab, "#trouble", "The server cannot be reached")
+        tab.click("#run")
+        expect(tab, "#complaint", "The server cannot be reached")
+        expect(tab, "figure:nth-child(1) figcaption", "running –")
 
 
 def test_the_charts_move_with_the_metrics(page: Any) -> None:
@@ -234,7 +338,9 @@ def test_the_charts_move_with_the_metrics(page: Any) -> None:
         page.wait_for_timeout(100)
     expect(page, "figure:nth-child(4) figcaption", r"median [\d.]+ m?s\s*P95 [\d.]+ m?s")
     expect(page, "figure:nth-child(5) figcaption", r"median [\d.]+ m?s")
-    assert "L" in tokens.locator("path").first.get_attribute("d")
+    while "L" not in tokens.locator("path").first.get_attribute("d"):  # a line needs two readings
+        assert time.monotonic() < ends
+        page.wait_for_timeout(100)
     assert int(expect(page, "#totals div:nth-child(2) dd", r"\d").replace(",", "")) > 0
     expect(page, "#health", "^ready$")
 
@@ -302,7 +408,7 @@ def test_the_memory_tells_a_square_and_can_be_read(crowded: Any, crowded_url: st
         crowded.emulate_media(color_scheme=scheme)
         contrast, where = crowded.evaluate(FAINTEST)
         assert contrast >= CONTRAST, where
-    crowded.click("#memory-whole")
+    crowded.click("#memory-full")
     crowded.wait_for_timeout(300)
     assert crowded.evaluate("document.fullscreenElement.id") == "memory-panel"
 
@@ -357,6 +463,35 @@ def test_a_large_memory_is_drawn_in_squares_of_several_blocks(crowded: Any) -> N
     ]
 
 
+@pytest.mark.parametrize("number", [129, 4096, 100_000])
+def test_of_a_large_memory_the_used_part_is_drawn(page: Any, url: str, number: int) -> None:
+    """The whole pool is behind a click; a square tells which block it is in both."""
+    blocks = [number - 1, 5, 70]
+    holding = {"request_id": "a", "state": "decode", "num_prompt_tokens": 1, "num_tokens": 41, "num_written": 40}
+    memory = {
+        "unit": "block",
+        "block_tokens": 16,
+        "num_blocks": number,
+        "num_free": number - len(blocks),
+        "num_waiting": 0,
+        "num_preemptions": 0,
+        "holdings": [{**holding, "blocks": blocks}],
+    }
+    page.route("**/debug/memory", lambda route: route.fulfill(json=memory))
+    page.locator("#memory-panel").scroll_into_view_if_needed()
+    expect(page, ".pool-figures", rf"\b3 of {number:,}")
+    free = "() => document.querySelector('.pool-free').getAttribute('d').split('M').length - 1"
+    assert page.evaluate(free) == len(blocks)
+    page.focus(".pool-frame")
+    page.keyboard.press("ArrowRight")
+    expect(page, ".pool-told", rf"^Block {number - 1}: request 1 \(a\), place 0 of its block table")
+    page.check("#memory-whole")
+    assert page.evaluate(free) == -(-number // -(-number // 1024))
+    page.uncheck("#memory-whole")
+    memory |= {"holdings": [], "num_free": number}
+    expect(page, ".pool-empty", f"^All {number:,} blocks are free")
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_page_can_be_read_in_both_themes_and_on_a_phone(theme: str, page: Any) -> None:
     page.emulate_media(color_scheme=theme)
@@ -364,10 +499,14 @@ def test_the_page_can_be_read_in_both_themes_and_on_a_phone(theme: str, page: An
     page.check("#boundaries")
     page.click("#run")
     expect(page, "#summary", "length|stop")
-    for size in (DESKTOP, PHONE):
+    for size in (DESKTOP, TABLET, PHONE):
         page.set_viewport_size(size)
         page.evaluate(TWO_FRAMES)
         assert page.evaluate(WIDE) == []
+        assert page.evaluate(COLLISIONS) == []
+        assert min(page.evaluate(DISTANCES)) > 5
+        axis = page.locator("figure:first-child .scale").all_text_contents()[-3:]
+        assert re.fullmatch(r"\d+ s ago,\d+ s ago,now", ",".join(axis))
         contrast, where = page.evaluate(FAINTEST)
         assert contrast >= CONTRAST, where
     paper = "getComputedStyle(document.body).backgroundColor"

@@ -3,6 +3,8 @@
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ def folder(tiny_checkpoints: dict[str, Path]) -> Path:
     return tiny_checkpoints["gemma3_text"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_requests() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladder, "TOGETHER", replace(ladder.TOGETHER, num_requests=24, new_tokens=(1, 20)))
+        yield
+
+
 @pytest.fixture(scope="module")
 def rungs(folder: Path) -> Report:
     return ladder.measure_ladder(str(folder), prompt_tokens=5, new_tokens=4, trials=2, context_lengths=[3, 40])
@@ -72,19 +81,41 @@ def test_every_phase_that_generates_is_a_rung_and_answers_the_same(rungs: Report
     assert str(folder.parent) not in json.dumps(rungs.to_dict())
 
 
+def test_sixteen_requests_show_what_batching_and_blocks_buy(rungs: Report) -> None:
+    """All have one KV cache: phases 4 and 5 cut it into four regions; in blocks it holds every request."""
+    results, engines = rungs.results, rungs.engines
+    assert [results[number]["tokens_per_forward"] for number in ("02", "03", "03.1")] == [1, 1, 1]
+    assert 1 < results["04"]["tokens_per_forward"] < results["05"]["tokens_per_forward"] <= 4
+    assert min(results[number]["tokens_per_forward"] for number in ("06", "06.1")) > 4
+    regions = [engines[number]["max_batch_size"] * engines[number]["max_seq_len"] for number in ("04", "05")]
+    blocks = [engines[number]["num_gpu_blocks"] * engines[number]["block_size"] for number in ("06", "06.1")]
+    assert regions == blocks == [4 * 256] * 2
+    for number, result in results.items():
+        assert result["together_speedup"] == pytest.approx(
+            result["together_tokens_per_second"] / results["02"]["together_tokens_per_second"], rel=2e-3
+        )
+        assert result["bought"] == find_lesson(number).bought
+
+
 def test_the_ladder_fits_the_terminal(rungs: Report) -> None:
-    show(ladder.view(rungs), console := Console(width=60, record=True, force_terminal=True))
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= 60
-    assert all(any(line.startswith(number) and "█" in line for line in lines) for number in rungs.results)
+    for width in (60, 100):
+        console = Console(width=width, record=True, force_terminal=True)
+        show(ladder.view(rungs), console)
+        lines = console.export_text().splitlines()
+        assert all(len(line) <= width for line in lines)
+        assert all(sum(line.startswith(f"{n} ") and "█" in line for line in lines) == 2 for n in rungs.results)
+    told = {number: result["bought"] for number, result in rungs.results.items()}
+    assert [line.rstrip() for line in lines if line[8:].rstrip() in told.values()] == [
+        f"{number:<8}{bought}" for number, bought in told.items()
+    ]
 
 
 def test_contexts_are_those_the_model_can_hold(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 70}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 90}))
     found = ladder.measure_ladder(str(tmp_path), prompt_tokens=2, new_tokens=2, trials=1, phases=[NEWEST, "2", "02"])
-    assert (found.flags["contexts"], list(found.results)) == ([16, 32], ["02", NEWEST])
+    assert (found.flags["contexts"], list(found.results)) == ([16, 32, 64], ["02", NEWEST])
 
 
 def test_contenders_answer_the_same_at_a_share_of_the_bytes_a_token_must_read(generated: Report, folder: Path) -> None:

@@ -361,7 +361,9 @@ def test_keys_go_through_the_cells(tab: Any, traces: list[dict[str, Any]]) -> No
 def test_the_pointer_tells_a_cell_and_a_lane(tab: Any, traces: list[dict[str, Any]]) -> None:
     request = next(r for r in traces[0]["requests"] if r["runs"][0][0] == "queue")
     _, first, after = request["runs"][0]
-    line = tab.locator("section").nth(0).locator(f"line[data-request='{request['request_id']}']").bounding_box()
+    place = tab.locator("section").nth(0).locator(f"line[data-request='{request['request_id']}']")
+    place.scroll_into_view_if_needed()
+    line = place.bounding_box()
     tab.mouse.move(line["x"] + line["width"] - 1, line["y"] + 1)
     assert f"Request {request['request_id']} · queue, step {after - first} of its wait" in tab.inner_text("#details")
     svg = tab.locator("section svg").nth(0).bounding_box()
@@ -371,18 +373,22 @@ def test_the_pointer_tells_a_cell_and_a_lane(tab: Any, traces: list[dict[str, An
     assert all(lane in tab.inner_text("#details") for lane in lanes)
 
 
-def test_the_same_stands_in_tables(tab: Any, traces: list[dict[str, Any]]) -> None:
-    tab.locator("summary").nth(0).click()
-    rows = tab.locator("details").nth(0).locator("tbody").nth(0).locator("tr")
-    assert rows.count() == 7
-    for place, request in enumerate(traces[0]["requests"]):
-        cells = rows.nth(place).locator("th, td").all_inner_texts()
-        counts = {
-            kind: sum(b - a for k, a, b in request["runs"] if k == kind) for kind in ("queue", "prefill", "decode")
-        }
-        assert cells[:3] == [request["request_id"], str(request["num_prompt_tokens"]), str(len(request["tokens"]))]
-        assert cells[4:7] == [str(count) for count in counts.values()]
-    assert tab.locator("details").nth(0).locator("tbody").nth(1).locator("tr").count() == len(traces[0]["steps"])
+@pytest.mark.parametrize("width", [1400, 768, 360])
+def test_no_panel_covers_content(browser: Any, crowded: Path, width: int) -> None:
+    """The panel that tells a cell is a row of its own; every other element can be scrolled above it."""
+    for tab in opened(browser, crowded, viewport={"width": width, "height": 800}):
+        panel = tab.locator("#details").bounding_box()
+        assert panel["y"] + panel["height"] == pytest.approx(800, abs=1)
+        main = tab.locator("main").bounding_box()
+        assert main["y"] + main["height"] <= panel["y"] + 1
+        for selector in ("main > .wide", "section .slider", "summary"):
+            last = tab.locator(selector).last
+            last.scroll_into_view_if_needed()
+            box = last.bounding_box()
+            assert box["height"] > 10
+            on_top = "([x, y]) => document.elementFromPoint(x, y).closest('#details') === null"
+            assert tab.evaluate(on_top, [box["x"] + 5, box["y"] + box["height"] / 2])
+        assert tab.evaluate(WIDE) == []
 
 
 def test_a_phone_reads_and_taps_it(browser: Any, written: Path, traces: list[dict[str, Any]]) -> None:
@@ -456,6 +462,7 @@ def test_what_went_wrong_is_marked_and_told(browser: Any, eventful: Path) -> Non
         ]
         kinds = {shape[1] for shape in shapes(tab, 0)}
         assert {"prefill", "decode", "stall", "failed"} <= kinds
+        tab.locator("rect.failed").scroll_into_view_if_needed()
         box = tab.locator("rect.failed").bounding_box()
         tab.mouse.move(box["x"] + 3, box["y"] + 3)
         assert "Request bad · The engine could not compute this request (RuntimeError)" in tab.inner_text("#details")
@@ -472,7 +479,7 @@ CROWDED = ("--num-gpu-blocks", "8", "--block-size", "4", "--max-seq-len", "32", 
 
 @pytest.fixture(scope="module")
 def crowded(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which somebody is preempted, beside the same requests in regions."""
+    """A run with preemptions, and the same requests on regions."""
     folder = tmp_path_factory.mktemp("crowded")
     told = traced("--model", model, *CROWDED, "--compare", "contiguous,paged", "--out", folder)
     (folder / "told.txt").write_text(told)
@@ -507,9 +514,10 @@ def test_preemptions_are_told_and_give_the_same_answers(crowded: Path) -> None:
     answers = [[[token[1:] for token in r["tokens"]] for r in trace["requests"]] for trace in (regions, blocks)]
     assert answers[0] == answers[1]
     assert (regions["settings"]["KV cache"], blocks["settings"]["KV cache"]) == (
-        "4 regions of 32 tokens",
-        "8 blocks of 4 tokens",
-    )
+        "1 region of 32 tokens, 0.03686 MB",
+        "8 blocks of 4 tokens, 0.03686 MB",
+    ), "equal bytes"
+    assert next(row[1] for row in rows if row[0] == "most requests in a step") == "1"
     for step in range(len(blocks["steps"])):
         tables = held_after(blocks, step)
         held = [block for table in tables.values() for block in table]
@@ -521,6 +529,9 @@ def test_the_slider_shows_the_memory_after_each_step(browser: Any, crowded: Path
     for tab in opened(browser, crowded):
         section = tab.locator("section").nth(1)
         slider = section.locator("input[type=range]")
+        step = next(step["step"] for step in trace["steps"] if step["preempted"])
+        assert slider.input_value() == str(step), "it begins where something happens"
+        assert re.search(rf"^Where to look: in step {step} ", section.locator(".caption").first.inner_text())
         for step in range(0, len(trace["steps"]), 3):
             slider.fill(str(step))
             tables = held_after(trace, step)
@@ -586,7 +597,7 @@ def test_a_square_tells_whose_it_is_by_pointer_and_by_keys(browser: Any, crowded
             "A region has room for the longest request there may be, 32 tokens."
             in tab.locator(".pool-note").first.inner_text()
         )
-        assert owners(tab, 0) == dict.fromkeys(held_after(regions, 0), 1)
+        assert owners(tab, 0) == dict.fromkeys(held_after(regions, regions["focus"]["step"]), 1)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

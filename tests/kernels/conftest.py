@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shared.kernels.launch import INTERPRETED, LAUNCHES
+from tests.comparison import assert_within
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch's deterministic mode asks of cuBLAS
 
@@ -83,7 +84,8 @@ def randn() -> Callable[..., torch.Tensor]:
 
 @pytest.fixture
 def assert_near() -> Callable[..., None]:
-    """``assert_near(actual, expected, ulps=1.0, scale=None)``: expected in fp64, the bound in steps of actual's dtype.
+    """``assert_near(actual, expected, ulps=1.0, scale=None, what="result", axes=("row", "column"))``: expected in fp64,
+    the bound in steps of actual's dtype.
 
     A step is the dtype's eps times ``scale``, by default the magnitude of each expected number. A sum that cancels is
     wrong by steps of its terms, so there ``scale`` is the sum of their magnitudes. The smallest normal number of the
@@ -91,17 +93,21 @@ def assert_near() -> Callable[..., None]:
     """
 
     def check(
-        actual: torch.Tensor, expected: torch.Tensor, ulps: float = 1.0, scale: torch.Tensor | None = None
+        actual: torch.Tensor,
+        expected: torch.Tensor,
+        ulps: float = 1.0,
+        scale: torch.Tensor | None = None,
+        what: str = "result",
+        axes: tuple[str, ...] = ("row", "column"),
     ) -> None:
-        assert expected.dtype == torch.float64
-        assert actual.shape == expected.shape
+        assert expected.dtype == torch.float64, "what is expected is computed in fp64"
+        assert actual.shape == expected.shape, f"{what}: expected the shape {[*expected.shape]}, got {[*actual.shape]}"
         numbers = torch.finfo(actual.dtype)
         if INTERPRETED and actual.dtype == torch.bfloat16:
             ulps += 1
         steps = (expected.abs() if scale is None else scale).clamp(min=numbers.tiny) * numbers.eps
-        errors = (actual.double() - expected).abs() / steps
-        worst = errors.max().item() if errors.numel() else 0.0
-        assert worst <= ulps, f"off by {worst:.2f} steps of {actual.dtype}, more than {ulps} (NaN: not written)"
+        unit = f"{ulps:g} rounding steps of {str(actual.dtype).removeprefix('torch.')}"
+        assert_within(actual, expected, ulps * steps, what, axes, unit)
 
     return check
 

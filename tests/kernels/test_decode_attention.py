@@ -17,6 +17,7 @@ from shared.kernels.decode_attention import (
 )
 from shared.kernels.launch import INTERPRETED
 from shared.ops.attention import naive_attention
+from tests.comparison import assert_equal
 
 NAN = float("nan")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -95,15 +96,16 @@ def check(
         softcap=softcap,
         workspace=workspace,
     )
-    assert out.dtype == dtype
+    assert_equal(out.dtype, dtype, "dtype of the result")
     for b, (region, length) in enumerate(zip(regions.tolist(), lengths, strict=True)):
         first = 0 if window is None else max(0, length - window)
         k, v = keys[region, :, first:length], values[region, :, first:length]
         expected, steps = reference(q[b], k, v, scale, None, softcap)
-        assert_near(out[b], expected, 8 if dtype == torch.float32 else 2, steps)
+        ulps, what = 8 if dtype == torch.float32 else 2, f"attention of sequence {b}, {length} keys"
+        assert_near(out[b], expected, ulps, steps, what, ("head", "dim"))
         if length == 0:
-            assert (out[b] == 0).all()
-    assert (workspace.counters == 0).all()
+            assert (out[b] == 0).all(), f"sequence {b} sees no key, and its result is not 0"
+    assert (workspace.counters == 0).all(), "a counter of arrivals was not set back to 0"
     return out
 
 

@@ -19,6 +19,7 @@ from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.tokens import Tokens
+from tests.comparison import assert_equal
 
 STEPS = {"few rows": [5, 1], "both sides of the limit": [17, 16]}
 ELEMENTWISE = {"add", "add_", "mul", "mul_", "silu", "gelu", "pow", "mean", "rsqrt", "rms_norm", "_fused_rms_norm"}
@@ -82,17 +83,27 @@ def test_the_launches_of_a_step(model_folder: Path, device: torch.device, num_la
     def made() -> dict[str, int]:
         products = num_launches(gemv_kernel) + num_launches(skinny_kernel)
         norms, activations = num_launches(rms_norm_kernel), num_launches(gated_kernel)
-        assert products + norms + activations == num_launches()
+        assert products + norms + activations == num_launches(), (
+            "launches of other kernels than products, norms and activations"
+        )
         return {"products": products, "norms": norms, "activations": activations}
 
     steps(model, [1])
     few = made()
-    assert few == {"products": 4 * layers + 1, "norms": 2 * layers * has_post_norms, "activations": 0}
+    assert_equal(
+        few,
+        {"products": 4 * layers + 1, "norms": 2 * layers * has_post_norms, "activations": 0},
+        "launches of a step with one token",
+    )
 
     steps(model, [17])
     many = {kind: count - few[kind] for kind, count in made().items()}
     # Before QKV, before gate and up with the addition, behind down with the addition; and before the head.
-    assert many == {"products": 0, "norms": (2 + has_post_norms) * layers + 1, "activations": layers}
+    assert_equal(
+        many,
+        {"products": 0, "norms": (2 + has_post_norms) * layers + 1, "activations": layers},
+        "launches of a step with 17 tokens",
+    )
 
 
 class Echo:
@@ -131,5 +142,5 @@ def test_between_the_launches_nothing_is_computed(
             block(x, Tokens(ids, ids), Echo())
         made.append(elementwise.counts.total())
     plain, fused = made
-    assert plain >= 6
-    assert fused == 0
+    assert plain >= 6, "the plain block computes element-wise between its launches"
+    assert_equal(fused, 0, "element-wise operations of the fused block")

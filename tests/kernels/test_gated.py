@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from shared.kernels.gated import gated_kernel, geglu, swiglu
+from tests.comparison import assert_close, assert_equal
 
 
 def swiglu_formula(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -35,8 +36,13 @@ def test_any_shape(
     num_launches: Callable,
 ) -> None:
     gate, up = randn(*shape, dtype=stored_dtype), randn(*shape, dtype=stored_dtype)
-    assert_near(kernel(gate, up), formula(gate, up), ulps=FP32_ULPS if stored_dtype == torch.float32 else 1)
-    assert num_launches(gated_kernel) == num_launches() == 1
+    assert_near(
+        kernel(gate, up),
+        formula(gate, up),
+        ulps=FP32_ULPS if stored_dtype == torch.float32 else 1,
+        axes=("row", "gate"),
+    )
+    assert_equal((num_launches(gated_kernel), num_launches()), (1, 1), "launches of the kernel, and in all")
 
 
 @ACTIVATIONS
@@ -59,7 +65,14 @@ def test_far_from_zero_the_gate_is_open_or_shut(
     far = torch.tensor([[-6e4, -1e3, -100.0, -0.0, 0.0, 100.0, 1e3, 6e4]], device=device, dtype=stored_dtype)
     up = torch.full_like(far, 0.5)
     expected = formula(far, up)
-    torch.testing.assert_close(kernel(far, up).double(), expected, rtol=1e-6, atol=1e-30)
+    assert_close(
+        kernel(far, up).double(),
+        expected,
+        "product of the activation and 0.5, gates -6e4 to 6e4",
+        ("row", "gate"),
+        rtol=1e-6,
+        atol=1e-30,
+    )
 
 
 @ACTIVATIONS

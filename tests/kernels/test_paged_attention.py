@@ -32,7 +32,7 @@ def make_workspace(B, Hq, Hkv, D, num_splits):
 def into_blocks(sequences, block_size, window=None, seed=0):
     """Keys or values ``[S, Hkv, D]`` of each sequence in blocks at random places.
 
-    Everything else is NaN: blocks of nobody, places behind a sequence's last token and before its window. Between the
+    All other slots are NaN: those of free blocks, after a sequence's last token and before its window. Between the
     tables, which stand in any order, are numbers of blocks that do not exist.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -95,7 +95,7 @@ def check(
         out=out,
     )
     assert given is out
-    assert out[T:].isnan().all(), "rows of nobody are left alone"
+    assert out[T:].isnan().all(), "rows of no sequence are not written"
     for b, queries in enumerate(q[:T].split(num_new)):
         if len(queries):
             expected, steps = reference(queries, k[b], v[b], scale, window, softcap)

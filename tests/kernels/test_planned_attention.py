@@ -33,6 +33,7 @@ from shared.kernels.planned_tiling import (
 )
 from shared.kernels.planned_workspace import PlannedWorkspace
 from shared.ops.attention import visible
+from tests.comparison import assert_equal
 
 NAN = float("nan")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -147,13 +148,14 @@ def check_decode(
         tiling=tiling,
         workspace=workspace,
     )
-    assert out.dtype == dtype
+    assert_equal(out.dtype, dtype, "dtype of the result")
     for b, (k, v) in enumerate(memory.tokens):
         expected, steps = reference(q[b, None], k, v, D**-0.5, window, softcap)
-        assert_near(out[b, None], expected, 8 if dtype == torch.float32 else 2, steps)
+        ulps, what = 8 if dtype == torch.float32 else 2, f"attention of sequence {b}, {seen[b]} keys"
+        assert_near(out[b, None], expected, ulps, steps, what, ("token", "head", "dim"))
         if lengths[b] == 0:
-            assert (out[b] == 0).all()
-    assert (workspace.counters == 0).all()
+            assert (out[b] == 0).all(), f"sequence {b} sees no key, and its result is not 0"
+    assert (workspace.counters == 0).all(), "a counter of arrivals was not set back to 0"
     return out
 
 

@@ -37,7 +37,7 @@ CAPACITY = 40
 STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split of 16
     {"a": 20, "b": 2},
     {"b": 1, "a": 1},
-    {"a": 1, "d": 4, "b": 2},  # a is preempted, and its blocks go to whoever grows
+    {"a": 1, "d": 4, "b": 2},  # a is preempted, and its blocks go to the requests that grow
     {"d": 1, "b": 1},
     {"d": 13, "a": 22},  # a piece of a prompt, behind what is there; prompt and answer so far, computed anew
     {"b": 1, "d": 1, "a": 1},
@@ -51,7 +51,7 @@ NUM_PREFILL = sum(set(step.values()) != {1} for step in STEPS)
 
 @pytest.fixture
 def is_arrival(request, monkeypatch):
-    """Small splits, so that tiny sequences have several; merged by whoever arrives last, or by a launch."""
+    """Small splits, so that tiny sequences have several; merged by the last program to arrive, or by a launch."""
     merges_itself = getattr(request, "param", True)
     decode, prefill = DecodeTiling(16, is_arrival=merges_itself), PrefillTiling(16, 16, 4, 1)
     monkeypatch.setitem(tilings.DECODE_TILINGS, 16, (decode, decode))

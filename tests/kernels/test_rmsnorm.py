@@ -7,6 +7,7 @@ import torch
 
 from shared.kernels.rmsnorm import add_rms_norm, rms_norm, rms_norm_kernel
 from shared.models.norm import RMSNorm
+from tests.comparison import assert_equal
 
 EPS = 1e-6
 
@@ -72,10 +73,10 @@ def test_add_then_norm(
 
     normed, summed = add_rms_norm(x, residual, weight, EPS, 1.0, post)
 
-    assert_near(summed, expected + residual.double(), ulps=2, scale=terms)
-    assert num_launches(rms_norm_kernel) == num_launches() == 1
-    assert_near(normed, formula(summed, weight, 1.0), ulps=3)
-    assert torch.equal(normed, rms_norm(summed, weight, EPS, 1.0))  # of the rounded sum
+    assert_near(summed, expected + residual.double(), ulps=2, scale=terms, what="sum")
+    assert_equal((num_launches(rms_norm_kernel), num_launches()), (1, 1), "launches of the kernel, and in all")
+    assert_near(normed, formula(summed, weight, 1.0), ulps=3, what="normed sum")
+    assert_equal(normed, rms_norm(summed, weight, EPS, 1.0), "norm of the rounded sum", ("row", "column"))
 
 
 @pytest.mark.parametrize("shape", [(1, 96), (5, 33), (2, 3, 64)], ids=str)
@@ -94,8 +95,8 @@ def test_norm_then_add(
     out = rms_norm(x, weight, EPS, 1.0, residual)
 
     assert_near(out, expected + residual.double(), ulps=2, scale=expected.abs() + residual.double().abs())
-    assert num_launches(rms_norm_kernel) == num_launches() == 1
-    assert torch.equal(residual, before)
+    assert_equal((num_launches(rms_norm_kernel), num_launches()), (1, 1), "launches of the kernel, and in all")
+    assert_equal(residual, before, "the residual, which must not change", ("row", "column"))
 
 
 def test_no_rows_give_no_rows(dtype: torch.dtype, randn: Callable, num_launches: Callable) -> None:

@@ -9,6 +9,7 @@ from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
+from tests.comparison import assert_equal
 from tests.steps import make_request, step_of
 
 MAX_SEQ_LEN = 20
@@ -42,27 +43,32 @@ def step(scheduler: Scheduler) -> None:
 
 def test_regions_are_granted_until_there_are_none() -> None:
     regions, (a, b, c) = pool(2), map(make_request, "abc")
-    assert regions.reserve(a, 5)
-    assert regions.reserve(b, 5)
+    assert regions.reserve(a, 5), "the first of two regions was refused"
+    assert regions.reserve(b, 5), "the second of two regions was refused"
     before = regions.audit()
-    assert regions.reserve(c, 1) is False
-    assert regions.audit() == before, "a refusal changes nothing"
-    assert regions.free_tokens == 0
+    assert_equal(regions.reserve(c, 1), False, "reserve where no region is free")
+    assert_equal(regions.audit(), before, "audit: a refusal changes nothing", ("line",))
+    assert_equal(regions.free_tokens, 0, "free tokens")
     regions.release(a)
-    assert regions.reserve(c, 1) is True
-    assert sorted(regions.layout(step_of({b: 1, c: 1})).rows.tolist()) == [0, 1], "each has one, and no two the same"
+    assert_equal(regions.reserve(c, 1), True, "reserve where a region came back")
+    assert_equal(
+        sorted(regions.layout(step_of({b: 1, c: 1})).rows.tolist()),
+        [0, 1],
+        "regions of b and c: each has one",
+        ("request",),
+    )
 
 
 def test_a_request_keeps_its_region_and_what_it_was_granted() -> None:
     regions, a = pool(3), make_request("a")
-    assert regions.reserve(a, 7)
+    assert regions.reserve(a, 7), "the first of three regions was refused"
     regions.commit(a, 6)
     before = regions.audit()
-    assert regions.reserve(a, 2)
-    assert regions.audit() == before, "the same region, and nothing taken back"
-    assert regions.reserve(a, 9)
+    assert regions.reserve(a, 2), "a smaller wish of a request that holds a region was refused"
+    assert_equal(regions.audit(), before, "audit: the same region, and nothing taken back", ("line",))
+    assert regions.reserve(a, 9), "a larger wish of a request that holds a region was refused"
     regions.commit(a, 3)
-    assert regions.free_tokens == 2 * MAX_SEQ_LEN
+    assert_equal(regions.free_tokens, 2 * MAX_SEQ_LEN, "free tokens: two regions")
 
 
 # The queue.
@@ -72,10 +78,17 @@ def test_the_first_requests_run_up_to_the_limit() -> None:
     scheduler = static(5, max_batch_size=3)
     requests = [add(scheduler, name) for name in "abcde"]
     step(scheduler)
-    assert (list(scheduler.running), list(scheduler.waiting)) == (["a", "b", "c"], ["d", "e"])
-    assert [r.status for r in requests] == [RequestStatus.RUNNING] * 3 + [RequestStatus.WAITING] * 2
-    assert [r.num_computed_tokens for r in requests] == [3] * 3 + [0] * 2
-    assert len(scheduler.pool.audit()) == 3, "a request that waits holds nothing"
+    assert_equal(
+        (list(scheduler.running), list(scheduler.waiting)),
+        (["a", "b", "c"], ["d", "e"]),
+        "running, waiting",
+        ("list", "request"),
+    )
+    assert_equal(
+        [r.status for r in requests], [RequestStatus.RUNNING] * 3 + [RequestStatus.WAITING] * 2, "status", ("request",)
+    )
+    assert_equal([r.num_computed_tokens for r in requests], [3] * 3 + [0] * 2, "computed tokens", ("request",))
+    assert_equal(len(scheduler.pool.audit()), 3, "requests that hold memory")
 
 
 def test_a_refused_request_waits_and_none_overtakes() -> None:
@@ -83,12 +96,22 @@ def test_a_refused_request_waits_and_none_overtakes() -> None:
     for name in "abcd":
         add(scheduler, name, max_new_tokens=2)
     step(scheduler)
-    assert (list(scheduler.running), list(scheduler.waiting)) == (["a", "b"], ["c", "d"])
-    assert scheduler.waiting["c"].status is RequestStatus.WAITING
-    assert scheduler.pool.length(scheduler.waiting["c"]) == 0
+    assert_equal(
+        (list(scheduler.running), list(scheduler.waiting)),
+        (["a", "b"], ["c", "d"]),
+        "running, waiting",
+        ("list", "request"),
+    )
+    assert_equal(scheduler.waiting["c"].status, RequestStatus.WAITING, "status of c")
+    assert_equal(scheduler.pool.length(scheduler.waiting["c"]), 0, "tokens of c in memory")
     step(scheduler)
     step(scheduler)
-    assert (list(scheduler.running), list(scheduler.waiting)) == (["c", "d"], [])
+    assert_equal(
+        (list(scheduler.running), list(scheduler.waiting)),
+        (["c", "d"], []),
+        "running, waiting once a and b have ended",
+        ("list", "request"),
+    )
 
 
 @pytest.mark.parametrize(("max_new_tokens", "granted"), [(1, 4), (9, 12), (500, MAX_SEQ_LEN)])
@@ -96,7 +119,9 @@ def test_a_request_is_granted_memory_for_its_longest_output(max_new_tokens: int,
     scheduler = static(1)
     add(scheduler, "a", 3, max_new_tokens)
     scheduler.schedule()
-    assert scheduler.pool.audit() == [f"Request a holds region 0 with 0 tokens of {granted} reserved."]
+    assert_equal(
+        scheduler.pool.audit(), [f"Request a holds region 0 with 0 tokens of {granted} reserved."], "audit", ("line",)
+    )
 
 
 def test_tokens_that_the_pool_has_already_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shared.cache.blocks import BlockAllocator
 from shared.errors import BlockError, ConfigError
+from tests.comparison import assert_equal
 
 NUM_BLOCKS = 8
 
@@ -36,16 +37,21 @@ def test_blocks_are_handed_out_once_and_the_last_back_goes_first() -> None:
 
 def test_many_are_taken_and_given_back_as_a_whole() -> None:
     allocator = BlockAllocator(5)
-    assert allocator.allocate(0).tolist() == []
+    assert_equal(allocator.allocate(0).tolist(), [], "no block")
     first = allocator.allocate(3)
-    assert first.tolist() == [0, 1, 2]
-    assert first.dtype == np.int32
-    assert allocator.allocate(3) is None
-    assert allocator.num_free == 2
+    assert_equal(first.tolist(), [0, 1, 2], "three blocks", ("block",))
+    assert_equal(first.dtype, np.int32, "dtype of the blocks")
+    assert_equal(allocator.allocate(3), None, "three blocks where two are free")
+    assert_equal(allocator.num_free, 2, "free blocks after a refusal")
     allocator.free(first)
-    assert allocator.allocate(3).tolist() == [0, 1, 2], "in the order in which they were held before"
+    assert_equal(
+        allocator.allocate(3).tolist(),
+        [0, 1, 2],
+        "blocks that came back, in the order in which they were held",
+        ("block",),
+    )
     allocator.free(blocks())
-    assert allocator.audit([blocks(2, 0, 1)]) == []
+    assert_equal(allocator.audit([blocks(2, 0, 1)]), [], "audit", ("line",))
 
 
 def test_what_is_handed_out_does_not_change_when_the_allocator_goes_on() -> None:
@@ -92,7 +98,8 @@ def test_what_cannot_come_back(given_back: list[int], message: str) -> None:
     before = state(allocator)
     with pytest.raises(BlockError, match=message):
         allocator.free(blocks(*given_back))
-    assert state(allocator) == before == ([3], [1, 1, 2, 0]), "nothing has changed"
+    assert_equal(before, ([3], [1, 1, 2, 0]), "free blocks, and references of each block", ("list", "block"))
+    assert_equal(state(allocator), before, "free blocks and references after a refusal", ("list", "block"))
 
 
 @pytest.mark.parametrize(("shared", "message"), WRONG)
@@ -161,11 +168,13 @@ def test_any_order_of_taking_and_giving_back(steps: list[tuple[str, int]]) -> No
             allocator.free(held.pop(holder))
         else:
             got = allocator.allocate(count)
-            assert (got is None) == (count > 8 - sum(map(len, held.values())))
+            assert_equal(
+                got is None, count > 8 - sum(map(len, held.values())), f"{count} blocks were refused, steps {steps}"
+            )
             if got is not None:
                 held[holder] = got
-        assert allocator.num_free == 8 - sum(map(len, held.values()))
-        assert allocator.audit(held.values()) == []
+        assert_equal(allocator.num_free, 8 - sum(map(len, held.values())), f"free blocks, steps {steps}")
+        assert_equal(allocator.audit(held.values()), [], f"audit, steps {steps}", ("line",))
 
 
 class Sharing(RuleBasedStateMachine):

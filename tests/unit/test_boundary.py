@@ -1,4 +1,4 @@
-"""Who uses the memory knows protocols and nothing of what is behind them: no class, no probing, no name of a backend.
+"""Code that uses the KV cache depends on protocols only: no implementation class, no probing, no name of a backend.
 
 Read from the source: of the engines, of what they are made of, and of the models. Only the tables that turn a setting
 into a memory may say which kinds there are, and ``shared.engine.config``, which names the settings. The memory has two

@@ -104,7 +104,7 @@ Phase 3 makes **18.3**<!-- {{report:r.json#results.03.speed}} --> tokens a secon
 as many, and 1,144<!-- {{report:r.json#results.02.tokens}} --> became fewer.
 
 ```text
-numbers nobody checks: 99
+numbers that are not checked: 99
 ```
 """
 assert GOOD.count("\\\n") == 1

@@ -12,6 +12,7 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.schedule import Schedule
 from shared.text.tokenizer import Tokenizer
+from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import Loop
 
 
@@ -67,7 +68,7 @@ def test_the_sizes_of_chunks(
     scheduler = make_loop(tokenizer, **limits).scheduler
     assert isinstance(scheduler, ChunkedScheduler)
     found = scheduler._chunk_sizes(remaining, num_decoding)
-    assert found == expected, f"prompts with {remaining} tokens left beside {num_decoding} decoding, limits {limits}"
+    assert_equal(found, expected, f"chunks of {remaining} tokens beside {num_decoding} decoding, {limits}", ("chunk",))
 
 
 def test_a_step_is_filled_in_order(tokenizer: Tokenizer) -> None:
@@ -79,15 +80,16 @@ def test_a_step_is_filled_in_order(tokenizer: Tokenizer) -> None:
     add(loop, "c", 6)
     found += steps(loop, 5)
     expected = ["a:0-2!", "a+1! b:0-8 c:0-3", "a+1! b:8-16 c:3-6!", "a+1! c+1! b:16-19!", "a+1! b+1! c+1!"]
-    assert found[:5] == expected
+    assert_equal(found[:5], expected, "what each step computes", ("step",))
 
 
 def test_only_the_last_chunk_samples(tokenizer: Tokenizer) -> None:
     loop = make_loop(tokenizer, prefill_chunk_size=4)
     a = add(loop, "a", 10)
-    outputs = [len(loop.step()[1]) for _ in range(4)]
-    assert outputs == [0, 0, 1, 1], "a chunk before the last gives no token"
-    assert (a.num_computed_tokens, a.output_ids) == (11, [1000, 1001])
+    num_outputs = [len(loop.step()[1]) for _ in range(4)]
+    assert_equal(num_outputs, [0, 0, 1, 1], "outputs of each step; a chunk before the last gives none", ("step",))
+    assert_equal(a.num_computed_tokens, 11, "computed tokens")
+    assert_equal(a.output_ids, [1000, 1001], "output", ("token",))
 
 
 def test_one_chunk_a_step_bounds_what_a_decoding_request_waits_for(tokenizer: Tokenizer) -> None:
@@ -122,7 +124,7 @@ def test_policies_say_which_requests_decode_beside_chunks(
     add(loop, "b", 2)
     steps(loop, 2)
     add(loop, "c", 20)
-    assert steps(loop, 4) == expected
+    assert_equal(steps(loop, 4), expected, f"what each step computes under {policy}", ("step",))
 
 
 def test_a_request_is_preempted_between_chunks_and_recomputed_in_chunks(tokenizer: Tokenizer) -> None:
@@ -132,15 +134,27 @@ def test_a_request_is_preempted_between_chunks_and_recomputed_in_chunks(tokenize
     steps(loop, 2)
     b = add(loop, "b", 20, max_new_tokens=4)
     found = steps(loop, 5)
-    assert found[:3] == ["a+1! b:0-4", "a+1! b:4-8", "a+1! b:8-12"]
-    while not b.num_computed_tokens or loop.scheduler.num_preemptions == 0:
-        found.append(written(loop.step()[0]))
-        assert len(found) < 40
+    assert_equal(found[:3], ["a+1! b:0-4", "a+1! b:4-8", "a+1! b:8-12"], "what each step computes", ("step",))
     while loop.has_work():
         found.append(written(loop.step()[0]))
-    assert loop.scheduler.num_preemptions > 0
-    assert (a.output_ids, b.output_ids) == ([*range(1000, 1016)], [*range(1000, 1004)])
-    assert loop.scheduler.pool.audit() == []
+        assert len(found) < 60, f"the requests do not finish; the last step computes {found[-1]!r}"
+    assert_equal(loop.scheduler.num_preemptions > 0, True, "b was preempted")
+    assert_equal(a.output_ids, [*range(1000, 1016)], "a's output", ("token",))
+    assert_equal(b.output_ids, [*range(1000, 1004)], "b's output", ("token",))
+    assert_equal(loop.scheduler.pool.audit(), [], "what the pool still holds")
+
+
+def test_outputs_are_recomputed_in_chunks_too(tokenizer: Tokenizer) -> None:
+    """A preempted request with outputs is computed again beyond the end of its prompt."""
+    loop = make_loop(tokenizer, num_blocks=8, prefill_chunk_size=4)
+    a, b = add(loop, "a", 6, max_new_tokens=20), add(loop, "b", 6, max_new_tokens=12)
+    found: list[str] = []
+    while loop.has_work():
+        found.append(written(loop.step()[0]))
+        assert len(found) < 60, f"the preempted request does not finish; the last step computes {found[-1]!r}"
+    assert_equal(loop.scheduler.num_preemptions, 1, "preemptions")
+    assert_equal(a.output_ids, [*range(1000, 1020)], "a's output", ("token",))
+    assert_equal(b.output_ids, [*range(1000, 1012)], "b's output", ("token",))
 
 
 def test_a_request_aborted_between_chunks_holds_nothing(tokenizer: Tokenizer) -> None:

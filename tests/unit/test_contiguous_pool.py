@@ -22,6 +22,7 @@ from shared.errors import CapacityError, ConfigError
 from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
 from shared.scheduling.schedule import Schedule, Scheduled
+from tests.comparison import assert_equal
 from tests.steps import commit, make_request, put_in_flight, step_of
 
 CONFIG = replace(
@@ -61,8 +62,8 @@ class Pool(RuleBasedStateMachine):
                 self.pool.reserve(request, tokens)
             return
         fits = request in self.granted or len(self.granted) < REGIONS
-        assert self.pool.admit(request) == 0
-        assert self.pool.reserve(request, tokens) is fits
+        assert_equal(self.pool.admit(request), 0, "tokens that an admitted request already has")
+        assert_equal(self.pool.reserve(request, tokens), fits, f"reserve({request.request_id}, {tokens})")
         if fits:
             self.granted[request] = max(self.granted.get(request, 0), tokens)
             self.lengths.setdefault(request, 0)
@@ -124,25 +125,26 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def the_pool_is_as_the_model(self) -> None:
         pool = self.pool
-        assert [pool.length(request) for request in self.requests] == [
-            self.lengths.get(request, 0) for request in self.requests
-        ]
-        assert pool.used_tokens == sum(self.lengths.values())
-        assert pool.free_tokens == (REGIONS - len(self.granted)) * CAPACITY
+        lengths = [self.lengths.get(request, 0) for request in self.requests]
+        assert_equal([pool.length(request) for request in self.requests], lengths, "lengths", ("request",))
+        assert_equal(pool.used_tokens, sum(self.lengths.values()), "used tokens")
+        assert_equal(pool.free_tokens, (REGIONS - len(self.granted)) * CAPACITY, "free tokens")
         block_tokens, holdings = pool.holdings()
-        assert block_tokens == CAPACITY
-        assert holdings.keys() == self.granted.keys()
-        assert len({region for (region,) in holdings.values()}) == len(self.granted)
-        assert pool.audit() == [
+        assert_equal(block_tokens, CAPACITY, "tokens of a region")
+        assert_equal(set(holdings), set(self.granted), "requests that hold a region")
+        assert_equal(len({region for (region,) in holdings.values()}), len(self.granted), "different regions")
+        audit = [
             f"Request {request.request_id} holds region {region} with {self.lengths[request]} tokens of "
             f"{self.granted[request]} reserved."
             for request, (region,) in holdings.items()
-        ], "each that holds a region, and nothing else, is reported"
+        ]
+        assert_equal(pool.audit(), audit, "audit: each that holds a region, and nothing else", ("line",))
 
     @invariant()
     def layouts_do_not_change_when_the_pool_goes_on(self) -> None:
         for layout, expected in self.layouts:
-            assert [array.tolist() for array in vars(layout).values()] == expected
+            arrays = [array.tolist() for array in vars(layout).values()]
+            assert_equal(arrays, expected, "regions, cached, lengths, slots", ("array", "entry"))
 
 
 TestPool = Pool.TestCase
@@ -205,7 +207,7 @@ STEPS = [  # prompts of different lengths; all decode; a part decodes; a prompt 
 
 @pytest.mark.parametrize("backend", [None, "naive", "sdpa", "flash"])
 def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Path, backend: str | None) -> None:
-    """To the last bit: on a CPU a sequence's attention does not know who else is in the step."""
+    """Bitwise: on a CPU a sequence's attention does not depend on the other sequences of the step."""
     model = load_model(model_folder)
     shape, generator = model.config, torch.Generator().manual_seed(0)
     pool = ContiguousKVCachePool(4, 32)
@@ -217,11 +219,16 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
     requests = {name: make_request(name) for name in "abcd"}
     for step in STEPS:
         for name in step:
-            assert pool.reserve(requests[name], 32)
+            assert pool.reserve(requests[name], 32), "a region of 32 tokens was refused"
         schedule = step_of({requests[name]: new for name, new in step.items()})
         tokens, logit_rows = view.load(Batch.of(schedule, pool))
-        assert tokens.ids.tolist() == tokens.positions.tolist()
-        assert logit_rows.tolist() == (np.cumsum(list(step.values())) - 1).tolist()
+        assert_equal(tokens.ids.tolist(), tokens.positions.tolist(), "positions", ("token",))
+        assert_equal(
+            logit_rows.tolist(),
+            (np.cumsum(list(step.values())) - 1).tolist(),
+            "logit rows: the last token of each sequence",
+            ("sequence",),
+        )
         for name, new in step.items():
             alone[name].prepare(new)
         T = sum(step.values())
@@ -237,11 +244,11 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
                 one = alone[name]
                 rotated = one.write(layer, q[part], k[part], v[part], tokens.positions[part], attention.qk)
                 theirs.append(one.attend(layer, rotated, **options))
-            assert torch.equal(ours, torch.cat(theirs)), (step, layer)
+            assert_equal(ours, torch.cat(theirs), f"attention in step {step}, layer {layer}", ("token", "head", "dim"))
         commit(pool, schedule)
         for name, new in step.items():
             caches[name].advance(new)
-    assert pool.used_tokens == sum(cache.length for cache in caches.values())
+    assert_equal(pool.used_tokens, sum(cache.length for cache in caches.values()), "used tokens")
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:
@@ -252,17 +259,29 @@ def test_a_step_that_is_not_counted_is_forgotten() -> None:
     pool.reserve(b, 10)
     commit(pool, step_of({a: 3}))
     both = Batch.of(step_of({a: 1, b: 4}), pool)
-    assert both.layout.slot_mapping.tolist() == [3, 10, 11, 12, 13], "b has the second region of 10 tokens"
+    assert_equal(
+        both.layout.slot_mapping.tolist(),
+        [3, 10, 11, 12, 13],
+        "slots: b has the second region of 10 tokens",
+        ("token",),
+    )
     view.load(both)
     places = view.places.clone()
     view.load(Batch.of(step_of({b: 4}), pool))
-    assert view.places.tolist() == places[2:].tolist(), "of a CPU each head has a row of its own"
+    assert_equal(
+        view.places.tolist(), places[2:].tolist(), "rows of the cache that b writes, one for each head", ("row",)
+    )
     view.load(Batch.of(step_of({a: 1, b: 4}), pool))
-    assert torch.equal(view.places, places)
-    assert pool.audit() == [
-        "Request a holds region 0 with 3 tokens of 10 reserved.",
-        "Request b holds region 1 with 0 tokens of 10 reserved.",
-    ]
+    assert_equal(view.places, places, "rows of the cache, the step made again", ("row",))
+    assert_equal(
+        pool.audit(),
+        [
+            "Request a holds region 0 with 3 tokens of 10 reserved.",
+            "Request b holds region 1 with 0 tokens of 10 reserved.",
+        ],
+        "audit",
+        ("line",),
+    )
 
 
 def test_tokens_in_flight_have_their_places_before_they_are_counted() -> None:

@@ -22,6 +22,7 @@ from shared.models import fused
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import FusedBlock, FusedProjection, fuse
 from shared.models.tokens import Tokens
+from tests.comparison import assert_close
 
 
 @torch.inference_mode()
@@ -62,8 +63,15 @@ def random_model(folder: Path, **changes: object) -> CausalLM:
 def test_a_fused_model_is_the_same_model(model_folder: Path, num_tokens: int) -> None:
     model = load_model(model_folder, dtype=torch.float32)
     expected = logits(model, num_tokens)
-    assert fuse(model) is model
-    torch.testing.assert_close(logits(model, num_tokens), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert fuse(model) is model, "fuse returned another model"
+    assert_close(
+        logits(model, num_tokens),
+        expected,
+        "logits of the fused model",
+        ("token", "vocabulary"),
+        rtol=0,
+        atol=1e-5 * expected.abs().max().item(),
+    )
 
 
 def test_a_fused_model_gives_the_same_tokens(model_folder: Path) -> None:
@@ -84,7 +92,14 @@ def test_biases_and_softcaps_are_kept(tiny_checkpoints: dict[str, Path], family:
     changes = {"attention_bias": True, "mlp_bias": True, "logit_softcap": 3.0, "attention_softcap": 2.0}
     model = random_model(tiny_checkpoints[family], **changes)
     expected = logits(model, num_tokens)
-    torch.testing.assert_close(logits(fuse(model), num_tokens), expected, rtol=0, atol=1e-5)
+    assert_close(
+        logits(fuse(model), num_tokens),
+        expected,
+        "logits of the fused model",
+        ("token", "vocabulary"),
+        rtol=0,
+        atol=1e-5,
+    )
 
 
 def test_every_matrix_is_kept_once(model_folder: Path) -> None:

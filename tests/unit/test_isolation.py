@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.engine.isolation import run_isolated
+from tests.comparison import assert_equal
 
 
 @settings(max_examples=200, deadline=None)
@@ -30,15 +31,19 @@ def test_only_culprits_fail_and_order_is_kept(n: int, start: int, data: st.DataO
     for part, result in run_isolated(run, sequences):
         numbers += part
         if isinstance(result, Exception):
-            assert str(result) == f"injected into {part}"
-            assert len(part) == 1
+            assert_equal(str(result), f"injected into {part}", "failure of a part")
+            assert_equal(len(part), 1, "sequences of a part that failed")
             results.append("failed")
         else:
             results += result
-    assert numbers == [*sequences], "each in one part, in order"
-    assert results == ["failed" if i in culprits else -i for i in sequences]
+    assert_equal(
+        numbers, [*sequences], f"sequences {sequences}, culprits {culprits}: each in one part and in order", ("place",)
+    )
+    assert_equal(
+        results, ["failed" if i in culprits else -i for i in sequences], f"results, culprits {culprits}", ("sequence",)
+    )
     depth = max(1, n).bit_length()
-    assert len(runs) <= 1 + 2 * len(culprits) * depth if n else not runs
+    assert len(runs) <= (1 + 2 * len(culprits) * depth if n else 0), f"{len(runs)} runs to find {len(culprits)} of {n}"
 
 
 def test_no_exception_is_alive_while_the_halves_run() -> None:
@@ -51,8 +56,8 @@ def test_no_exception_is_alive_while_the_halves_run() -> None:
             raise RuntimeError("out of memory")
         return 0
 
-    assert len(list(run_isolated(run, range(4)))) == 4
-    assert alive == [None] * 7
+    assert_equal(len(list(run_isolated(run, range(4)))), 4, "parts")
+    assert_equal(alive, [None] * 7, "exceptions alive in each run", ("run",))
 
 
 def test_a_failure_that_is_kept_keeps_no_memory() -> None:
@@ -65,9 +70,9 @@ def test_a_failure_that_is_kept_keeps_no_memory() -> None:
         raise RuntimeError("out of memory")
 
     kept = [error for _, error in run_isolated(run, range(4))]
-    assert len(kept) == 4
-    assert [tensor() for tensor in tensors] == [None] * 7
-    assert isinstance(kept[0], RuntimeError)
+    assert_equal(len(kept), 4, "failures")
+    assert_equal([tensor() for tensor in tensors], [None] * 7, "tensors still alive", ("run",))
+    assert_equal(type(kept[0]), RuntimeError, "kept failure")
     assert "raise RuntimeError" in "".join(traceback.format_exception(kept[0])), "the log shows where"
 
 

@@ -77,7 +77,7 @@ def test_a_file_cannot_grow_without_end(started: list, tmp_path: Path) -> None:
     assert (tmp_path / "flood").stat().st_size <= MOST_FILE_BYTES
 
 
-def test_processor_time_ends_a_process_that_nobody_watches(
+def test_processor_time_ends_a_process_that_is_not_watched(
     started: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits_module, "SECONDS_TO_START", 0.0)

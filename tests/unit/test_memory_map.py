@@ -120,7 +120,7 @@ def test_who_is_computed_again_is_marked_while_it_waits_for_its_turn(folder: Pat
     assert [h.num_written for h in memory.holdings] == [6, 5, 0], "c's prompt has its turn in the next step"
 
 
-def test_memory_that_nobody_owns_is_shown(folder: Path) -> None:
+def test_memory_without_an_owner_is_shown(folder: Path) -> None:
     engine = make_engine(folder)
     assert engine.pool.reserve(make_request("ghost"), 5)
     (ghost,) = seen(engine).holdings

@@ -10,6 +10,7 @@ from shared.ops.attention import naive_attention, sdpa_attention, visible
 from shared.ops.gated import geglu, swiglu
 from shared.ops.rmsnorm import rms_norm
 from shared.ops.rope import inverse_frequencies, rope_table, rotate
+from tests.comparison import assert_close, assert_equal
 
 LLAMA_3_1 = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
@@ -23,25 +24,42 @@ def test_rms_norm_by_its_formula(offset: float) -> None:
     x, weight = random(5, 48) * 3, random(48, seed=1)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + offset)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5, offset).double(), expected, rtol=1e-6, atol=1e-6)
+    assert_close(rms_norm(x, weight, 1e-5, offset).double(), expected, "normed", ("token", "dim"), rtol=1e-6, atol=1e-6)
 
 
 def test_rms_norm_rounds_once() -> None:
     x, weight = random(64, 256).bfloat16(), random(256, seed=1).bfloat16()
     exact = rms_norm(x.double(), weight.double(), 1e-6).bfloat16()
-    assert torch.equal(rms_norm(x, weight, 1e-6), exact)
+    assert_equal(rms_norm(x, weight, 1e-6), exact, "normed, bf16", ("token", "dim"))
 
 
 def test_rms_norm_of_numbers_whose_squares_half_precision_cannot_hold() -> None:
     x = torch.full((1, 16), 1000.0, dtype=torch.float16)
-    assert torch.equal(rms_norm(x, torch.ones(16), 1e-6), torch.ones(1, 16, dtype=torch.float16))
+    assert_equal(
+        rms_norm(x, torch.ones(16), 1e-6),
+        torch.ones(1, 16, dtype=torch.float16),
+        "normed, 16 numbers of 1000 in fp16",
+        ("token", "dim"),
+    )
 
 
 def test_what_a_token_sees() -> None:
     cpu = torch.device("cpu")
-    assert visible(2, 4, None, cpu).tolist() == [[True, True, True, False], [True, True, True, True]]
-    assert visible(1, 3, None, cpu).tolist() == [[True, True, True]]
-    assert visible(3, 3, 2, cpu).tolist() == [[True, False, False], [True, True, False], [False, True, True]]
+    assert_equal(
+        visible(2, 4, None, cpu).tolist(),
+        [[True, True, True, False], [True, True, True, True]],
+        "mask of 2 queries and 4 keys",
+        ("query", "key"),
+    )
+    assert_equal(
+        visible(1, 3, None, cpu).tolist(), [[True, True, True]], "mask of 1 query and 3 keys", ("query", "key")
+    )
+    assert_equal(
+        visible(3, 3, 2, cpu).tolist(),
+        [[True, False, False], [True, True, False], [False, True, True]],
+        "mask of 3 queries, window 2",
+        ("query", "key"),
+    )
 
 
 def test_a_rotation_is_a_product_of_complex_numbers() -> None:
@@ -52,22 +70,29 @@ def test_a_rotation_is_a_product_of_complex_numbers() -> None:
     angles = positions[:, None, None] * frequencies
     numbers = torch.complex(x[..., : D // 2].double(), x[..., D // 2 :].double())
     expected = numbers * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1).float(), rtol=1e-3, atol=1e-3)
-    assert torch.equal(turned[0], x[0])
+    assert_close(
+        turned,
+        torch.cat((expected.real, expected.imag), -1).float(),
+        "rotated, positions 0, 1, 7 and 4000",
+        ("token", "head", "dim"),
+        rtol=1e-3,
+        atol=1e-3,
+    )
+    assert_equal(turned[0], x[0], "rotated by position 0", ("head", "dim"))
 
 
 def test_a_score_depends_on_the_distance_alone() -> None:
     table = rope_table(RopeConfig(10_000.0), 32, 200)
     q, k = random(1, 1, 32), random(1, 1, 32, seed=1)
     scores = [(rotate(q, table[[at + 9]]) * rotate(k, table[[at]])).sum() for at in (0, 3, 150)]
-    torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(scores[0], scores[2], rtol=1e-4, atol=1e-4)
+    assert_close(scores[0], scores[1], "score at distance 9, from position 3 and from 0", rtol=1e-5, atol=1e-5)
+    assert_close(scores[0], scores[2], "score at distance 9, from position 150 and from 0", rtol=1e-4, atol=1e-4)
 
 
 def test_a_rotation_is_computed_in_fp32_and_rounded_once() -> None:
     table = rope_table(RopeConfig(10_000.0), 32, 200)
     x = random(200, 4, 32).bfloat16()
-    assert torch.equal(rotate(x, table), rotate(x.float(), table).bfloat16())
+    assert_equal(rotate(x, table), rotate(x.float(), table).bfloat16(), "rotated, bf16", ("token", "head", "dim"))
 
 
 def test_llama_3_frequencies_are_those_of_transformers() -> None:
@@ -84,17 +109,19 @@ def test_llama_3_frequencies_are_those_of_transformers() -> None:
     }
     config = LlamaConfig(head_dim=128, rope_parameters=scaling, max_position_embeddings=131_072)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    torch.testing.assert_close(inverse_frequencies(LLAMA_3_1, 128), expected, rtol=1e-6, atol=0)
+    assert_close(inverse_frequencies(LLAMA_3_1, 128), expected, "frequencies", ("pair",), rtol=1e-6, atol=0)
 
 
 def test_llama_3_keeps_short_waves_and_stretches_long_ones() -> None:
     plain, scaled = inverse_frequencies(RopeConfig(500_000.0), 128), inverse_frequencies(LLAMA_3_1, 128)
     wavelengths = 2 * math.pi / plain
-    assert torch.equal(scaled[wavelengths < 2048], plain[wavelengths < 2048])
-    assert torch.equal(scaled[wavelengths > 8192], plain[wavelengths > 8192] / 8)
+    assert_equal(scaled[wavelengths < 2048], plain[wavelengths < 2048], "frequencies of short waves", ("pair",))
+    assert_equal(scaled[wavelengths > 8192], plain[wavelengths > 8192] / 8, "frequencies of long waves", ("pair",))
     between = (wavelengths > 2048) & (wavelengths < 8192)
-    assert between.any()
-    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+    assert between.any(), "no wave between, so this test would prove nothing"
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all(), (
+        "a wave between 2,048 and 8,192 positions is not between its own frequency and an eighth"
+    )
 
 
 @pytest.mark.parametrize("window", [None, 3, 5, 6])
@@ -118,7 +145,7 @@ def test_attention_one_score_after_the_other(
             expected[i, head] = sum(w * values[j] for w, j in zip(weights, range(first, last + 1), strict=True))
     for attention in (naive_attention, sdpa_attention):
         out = attention(q, k, v, scale=0.3, window=window, softcap=softcap)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        assert_close(out.double(), expected, "attention", ("token", "query head", "dim"), rtol=1e-5, atol=1e-5)
 
 
 def test_gated_activations_by_their_formulas() -> None:

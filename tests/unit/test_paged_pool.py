@@ -32,6 +32,7 @@ from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
 from shared.models.config import ModelConfig
 from shared.scheduling.schedule import Schedule, Scheduled
+from tests.comparison import assert_close, assert_equal
 from tests.steps import commit, make_request, put_in_flight, step_of
 
 CONFIG = replace(
@@ -239,34 +240,44 @@ def test_a_pool_needs_a_block_of_a_token_for_a_sequence(numbers: tuple[int, int,
 
 def test_a_table_grows_by_the_blocks_that_are_missing_or_not_at_all() -> None:
     pool, (a, b, c) = make_pool(6, 4, 2), map(make_request, "abc")
-    assert pool.reserve(a, 9)
-    assert pool.reserve(a, 12)
-    assert pool.table(a).tolist() == [0, 1, 2], "the last block had room"
-    assert pool.reserve(b, 5)
-    assert pool.reserve(a, 13)
-    assert (pool.table(a).tolist(), pool.table(b).tolist()) == ([0, 1, 2, 5], [3, 4])
+    assert pool.reserve(a, 9), "nine tokens of 24 were refused"
+    assert pool.reserve(a, 12), "the last block has room for 12 tokens, and they were refused"
+    assert_equal(pool.table(a).tolist(), [0, 1, 2], "table of a: the last block had room", ("entry",))
+    assert pool.reserve(b, 5), "five tokens were refused with three blocks free"
+    assert pool.reserve(a, 13), "a fourth block was refused with one free"
+    assert_equal(
+        (pool.table(a).tolist(), pool.table(b).tolist()),
+        ([0, 1, 2, 5], [3, 4]),
+        "tables of a and b",
+        ("table", "entry"),
+    )
     before = pool.audit()
-    assert pool.reserve(a, 2)
-    assert pool.audit() == before, "what was granted stays granted"
+    assert pool.reserve(a, 2), "a smaller wish was refused"
+    assert_equal(pool.audit(), before, "audit: what was granted stays granted", ("line",))
     assert not pool.reserve(b, 9), "no block is free"
     assert not pool.reserve(c, 0), "no row is free"
-    assert pool.audit() == before, "a refusal changes nothing"
+    assert_equal(pool.audit(), before, "audit: a refusal changes nothing", ("line",))
     pool.release(b)
     assert not pool.reserve(c, 9), "three blocks are needed and two are free"
-    assert pool.audit() == before[:1]
-    assert pool.reserve(c, 8)
-    assert pool.table(c).tolist() == [3, 4]
+    assert_equal(pool.audit(), before[:1], "audit: a refusal takes no row", ("line",))
+    assert pool.reserve(c, 8), "two blocks were refused with two free"
+    assert_equal(pool.table(c).tolist(), [3, 4], "table of c", ("entry",))
 
 
 def test_many_short_sequences_fit_where_one_long_one_does() -> None:
     """What a region would waste: 64 tokens of memory hold 16 sequences of up to 4, or one of 64."""
     pool, short = make_pool(16, 4, 16), [make_request(str(n)) for n in range(16)]
-    assert [pool.reserve(request, 1 + n % 4) for n, request in enumerate(short)] == [True] * 16
-    assert not pool.reserve(short[0], 5)
+    assert_equal(
+        [pool.reserve(request, 1 + n % 4) for n, request in enumerate(short)],
+        [True] * 16,
+        "reserve of 16 short sequences",
+        ("sequence",),
+    )
+    assert not pool.reserve(short[0], 5), "a 17th block was granted of 16"
     for request in short:
         pool.release(request)
-    assert pool.reserve(make_request("long"), 64)
-    assert pool.audit_blocks() == []
+    assert pool.reserve(make_request("long"), 64), "64 tokens were refused with all 16 blocks free"
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
 def test_an_id_that_is_used_again_has_memory_of_its_own() -> None:
@@ -334,11 +345,18 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
     requests = {name: make_request(name) for name in "abcd"}
     for step in STEPS:
         for name, new in step.items():
-            assert pool.reserve(requests[name], caches[name].length + new)
+            assert pool.reserve(requests[name], caches[name].length + new), (
+                "blocks were refused with enough of them free"
+            )
         schedule = step_of({requests[name]: new for name, new in step.items()})
         tokens, logit_rows = view.load(Batch.of(schedule, pool))
-        assert tokens.ids.tolist() == tokens.positions.tolist()
-        assert logit_rows.tolist() == (np.cumsum(list(step.values())) - 1).tolist()
+        assert_equal(tokens.ids.tolist(), tokens.positions.tolist(), "positions", ("token",))
+        assert_equal(
+            logit_rows.tolist(),
+            (np.cumsum(list(step.values())) - 1).tolist(),
+            "logit rows: the last token of each sequence",
+            ("sequence",),
+        )
         for name, new in step.items():
             alone[name].prepare(new)
         T = sum(step.values())
@@ -354,12 +372,19 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
                 one = alone[name]
                 rotated = one.write(layer, q[part], k[part], v[part], tokens.positions[part], attention.qk)
                 theirs.append(one.attend(layer, rotated, **options))
-            torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-5, atol=1e-6)
+            assert_close(
+                ours,
+                torch.cat(theirs),
+                f"attention in step {step}, layer {layer}",
+                ("token", "head", "dim"),
+                rtol=1e-5,
+                atol=1e-6,
+            )
         commit(pool, schedule)
         for name, new in step.items():
             caches[name].advance(new)
-    assert pool.used_tokens == sum(cache.length for cache in caches.values())
-    assert pool.audit_blocks() == []
+    assert_equal(pool.used_tokens, sum(cache.length for cache in caches.values()), "used tokens")
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:
@@ -371,15 +396,20 @@ def test_a_step_that_is_not_counted_is_forgotten() -> None:
     commit(pool, step_of({a: 3}))
     view.load(Batch.of(step_of({a: 1, b: 4}), pool))
     places = view.places.clone()
-    assert places.tolist() == [3, 12, 13, 14, 15], "blocks 0 to 2 are a's, 3 to 5 b's"
+    assert_equal(places.tolist(), [3, 12, 13, 14, 15], "slots: blocks 0 to 2 are a's, 3 to 5 b's", ("token",))
     view.load(Batch.of(step_of({b: 4}), pool))
-    assert view.places.tolist() == places[1:].tolist()
+    assert_equal(view.places.tolist(), places[1:].tolist(), "slots of b alone", ("token",))
     view.load(Batch.of(step_of({a: 1, b: 4}), pool))
-    assert torch.equal(view.places, places)
-    assert pool.audit() == [
-        "Request a holds 3 blocks with 3 tokens of 10 reserved.",
-        "Request b holds 3 blocks with 0 tokens of 10 reserved.",
-    ]
+    assert_equal(view.places, places, "slots, the step made again", ("token",))
+    assert_equal(
+        pool.audit(),
+        [
+            "Request a holds 3 blocks with 3 tokens of 10 reserved.",
+            "Request b holds 3 blocks with 0 tokens of 10 reserved.",
+        ],
+        "audit",
+        ("line",),
+    )
 
 
 def test_tokens_in_flight_have_their_places_before_they_are_counted() -> None:

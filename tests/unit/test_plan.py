@@ -21,6 +21,7 @@ from shared.attention.plan import (
     state_offsets,
 )
 from shared.engine.staging import Staging
+from tests.comparison import assert_equal
 
 GRIDS = st.builds(Grid, resident=st.integers(1, 40), unit=st.sampled_from([1, 16, 64]), least_split=st.just(128))
 LENGTHS = st.lists(st.integers(0, 300) | st.integers(0, 20_000), max_size=40)
@@ -41,24 +42,25 @@ def splits_of(plan):
 def check_plan(plan, grid, seen, tokens):
     """``seen`` and ``tokens``: by (request, tile), the keys that it sees and its new tokens, in order."""
     split_size, found = int(plan.split_size[0]), splits_of(plan)
-    assert list(found) == list(seen)
+    assert_equal(list(found), list(seen), "request and tile of the items", ("tile",))
     states, num_states = [], 0
     for tile, num_seen in seen.items():
         starts = range(0, max(num_seen, 1), split_size)
-        assert found[tile] == list(range(len(starts))), "every key of a tile once"
+        assert_equal(found[tile], list(range(len(starts))), f"splits of (request, tile) {tile}", ("item",))
         for _ in range(tokens[tile]):
             states.append(num_states)
             num_states += len(starts) if len(starts) > 1 else 0
     padding = plan.num_rows - len(states)
-    assert plan.output_indptr.tolist() == [*states, *[num_states] * (padding + 1)]
-    assert plan.num_states == num_states
-    assert plan.num_items[0] <= plan.capacity
+    offsets = [*states, *[num_states] * (padding + 1)]
+    assert_equal(plan.output_indptr.tolist(), offsets, f"output_indptr, {[*map(len, found.values())]} splits", ("row",))
+    assert_equal(plan.num_states, num_states, "states")
+    assert plan.num_items[0] <= plan.capacity, f"{plan.num_items[0]} items exceed the capacity of {plan.capacity}"
     for array in (plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices):
-        assert len(array) == plan.capacity
-        assert not array[plan.num_items[0] :].any()
-    assert {array.dtype for array in plan.arrays()} == {np.dtype(np.int32)}
-    assert split_size % grid.unit == 0
-    assert plan.is_split or num_states == 0
+        assert_equal(len(array), plan.capacity, "entries")
+        assert not array[plan.num_items[0] :].any(), "an entry behind the items is not 0"
+    assert_equal({array.dtype for array in plan.arrays()}, {np.dtype(np.int32)}, "dtypes")
+    assert split_size % grid.unit == 0, f"the split size {split_size} is no multiple of {grid.unit}"
+    assert plan.is_split or num_states == 0, "there are states, and no sequence is called split"
 
 
 @settings(max_examples=80, deadline=None)
@@ -67,9 +69,9 @@ def test_a_decode_plan_covers_each_sequence_once_and_stays_in_its_capacity(lengt
     plan = plan_decode(lengths, grid, window=window, num_rows=len(lengths) + padding)
     seen = {(b, 0): length if window is None else min(length, window) for b, length in enumerate(lengths)}
     check_plan(plan, grid, seen, dict.fromkeys(seen, 1))
-    assert plan.capacity == grid.capacity(len(lengths) + padding)
-    assert plan.num_states <= grid.max_states()
-    assert plan.query_indptr.tolist() == list(range(len(lengths) + padding + 1))
+    assert_equal(plan.capacity, grid.capacity(len(lengths) + padding), "capacity")
+    assert plan.num_states <= grid.max_states(), "more states than the grid allows"
+    assert_equal(plan.query_indptr.tolist(), list(range(len(lengths) + padding + 1)), "query_indptr", ("row",))
 
 
 @settings(max_examples=80, deadline=None)
@@ -137,7 +139,9 @@ def test_the_search_finds_what_trying_every_split_size_finds(units, spare, least
         for split in range(least, max(least, *units, 1) + 1)
         if sum(-(-one // split) for one in units) <= budget or split >= max(units)
     )
-    assert smallest_split(np.array(units), budget, least) == slow
+    assert_equal(
+        smallest_split(np.array(units), budget, least), slow, f"split of {units}, budget {budget}, least {least}"
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -172,12 +176,12 @@ def test_plans_that_can_be_checked_by_hand(lengths, split_size, num_items):
 
 def test_an_example_in_full():
     plan = plan_decode([300, 0, 20, 130], Grid(resident=6, unit=16, least_split=64), num_rows=5)
-    assert plan.split_size.tolist() == [144]  # 128 would make 3 + 1 + 1 + 2 items, and 6 run at once
-    assert plan.num_items.tolist() == [6]
-    assert plan.request_indices.tolist() == [0, 0, 0, 1, 2, 3, *[0] * 5]
-    assert plan.kv_tile_indices.tolist() == [0, 1, 2, 0, 0, 0, *[0] * 5]
-    assert plan.output_indptr.tolist() == [0, 3, 3, 3, 3, 3]
-    assert plan.is_split
+    assert_equal(plan.split_size.tolist(), [144], "split size (128 would make 3 + 1 + 1 + 2 items, and 6 run at once)")
+    assert_equal(plan.num_items.tolist(), [6], "items")
+    assert_equal(plan.request_indices.tolist(), [0, 0, 0, 1, 2, 3, *[0] * 5], "request of each item", ("item",))
+    assert_equal(plan.kv_tile_indices.tolist(), [0, 1, 2, 0, 0, 0, *[0] * 5], "split of each item", ("item",))
+    assert_equal(plan.output_indptr.tolist(), [0, 3, 3, 3, 3, 3], "output_indptr", ("row",))
+    assert plan.is_split, "a sequence of three splits is not called split"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +195,7 @@ def test_an_example_in_full():
 )
 def test_items_that_can_be_checked_by_hand(num_splits, tiles, kv_tiles):
     found = items_of(np.array(num_splits, np.int64))
-    assert [array.tolist() for array in found] == [tiles, kv_tiles]
+    assert_equal([array.tolist() for array in found], [tiles, kv_tiles], "tiles, splits", ("list", "item"))
 
 
 @pytest.mark.parametrize(
@@ -206,16 +210,20 @@ def test_items_that_can_be_checked_by_hand(num_splits, tiles, kv_tiles):
 )
 def test_states_that_can_be_checked_by_hand(num_splits, num_rows, offsets):
     found = state_offsets(np.array(num_splits, np.int64), num_rows)
-    assert found.tolist() == offsets
-    assert found.dtype == np.int32
+    assert_equal(found.tolist(), offsets, "output_indptr", ("row",))
+    assert_equal(found.dtype, np.int32, "dtype of output_indptr")
 
 
 def test_every_token_of_a_tile_has_states_of_its_own():
     """Two tiles, of four tokens and of two, which see 68 and 70 keys: three splits each."""
     plan = plan_prefill([6], [70], Grid(5, 16, 16), tokens_per_tile=4, split_size=32)
-    assert plan.kv_tile_indices[: plan.num_items[0]].tolist() == [0, 1, 2, 0, 1, 2]
-    assert plan.query_tile_indices[: plan.num_items[0]].tolist() == [0, 0, 0, 1, 1, 1]
-    assert plan.output_indptr.tolist() == [0, 3, 6, 9, 12, 15, 18]
+    assert_equal(
+        plan.kv_tile_indices[: plan.num_items[0]].tolist(), [0, 1, 2, 0, 1, 2], "split of each item", ("item",)
+    )
+    assert_equal(
+        plan.query_tile_indices[: plan.num_items[0]].tolist(), [0, 0, 0, 1, 1, 1], "tile of each item", ("item",)
+    )
+    assert_equal(plan.output_indptr.tolist(), [0, 3, 6, 9, 12, 15, 18], "output_indptr", ("row",))
 
 
 def test_a_sequence_of_nothing_has_one_item_and_no_state():
@@ -259,7 +267,7 @@ def test_a_fixed_split_size_does_not_depend_on_the_other_sequences():
 
 
 def test_planning_a_large_batch_takes_no_time_that_a_step_would_notice():
-    """Less than 0.1 ms where nobody else computes; ten times that here, by the best of many."""
+    """The target is 0.1 ms on an idle machine; the bound is ten times that, for the shortest of many trials."""
     lengths = np.random.default_rng(0).integers(1, 8192, 256)
     grid = Grid(resident=528, unit=64, least_split=128)
     assert min(timeit.repeat(lambda: plan_decode(lengths, grid), number=1, repeat=50)) < 1e-3

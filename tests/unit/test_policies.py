@@ -1,4 +1,4 @@
-"""Who decodes beside prompts, under each policy."""
+"""Which requests decode in a step with prefills, under each policy."""
 
 import pytest
 from hypothesis import given
@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from shared.engine.config import SCHEDULER_POLICIES
 from shared.scheduling.policies import POLICIES, always, in_turn, when_due
+from tests.comparison import assert_equal
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from shared.scheduling.policies import POLICIES, always, in_turn, when_due
     ],
 )
 def test_prefill_first_decodes_all_when_one_is_due(steps_since: list[int], turns: list[bool]) -> None:
-    assert when_due(steps_since, 3) == turns
+    assert_equal(when_due(steps_since, 3), turns, f"who decodes after {steps_since} steps, interval 3", ("request",))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_prefill_first_decodes_all_when_one_is_due(steps_since: list[int], turns
 def test_round_robin_takes_an_even_share_of_those_that_waited_longest(
     steps_since: list[int], turns: list[bool]
 ) -> None:
-    assert in_turn(steps_since, 3) == turns
+    assert_equal(in_turn(steps_since, 3), turns, f"who decodes after {steps_since} steps, interval 3", ("request",))
 
 
 @given(count=st.integers(1, 20), interval=st.integers(1, 6))
@@ -45,9 +46,9 @@ def test_round_robin_comes_to_each_in_time_and_to_few_at_once(count: int, interv
     steps_since = [1] * count
     for _ in range(5 * interval):
         turns = in_turn(steps_since, interval)
-        assert sum(turns) == -(-count // interval), "every step does as much as the last"
+        assert_equal(sum(turns), -(-count // interval), f"decoding of {count}, interval {interval}")
         steps_since = [1 if has_turn else steps + 1 for has_turn, steps in zip(turns, steps_since, strict=True)]
-        assert max(steps_since) <= interval
+        assert max(steps_since) <= interval, f"a request has waited {max(steps_since)} steps, interval {interval}"
 
 
 @given(steps_since=st.lists(st.integers(1, 9), max_size=12), interval=st.integers(1, 6))

@@ -1,4 +1,4 @@
-"""Who gives way when memory runs out, who gets it, and what becomes of whoever gave way."""
+"""Which request is preempted when no block is free, and how it is queued, readmitted and recomputed."""
 
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from shared.scheduling.preemption import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
+from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import Loop, names
 
 MAX_SEQ_LEN = 48
@@ -30,7 +31,7 @@ class TokenPool(PagedKVCachePool):
         self.watermark_tokens = watermark
 
     def grants(self) -> dict[str, int]:
-        """By the ids of requests, as they came into the memory."""
+        """Tokens reserved for each request, by its id, in the order of admission."""
         return {request.request_id: self.granted[row] for request, row in self.rows.items()}
 
 
@@ -61,7 +62,7 @@ def drawing(loop: Loop, num_steps: int) -> list[str]:
     return [shown(loop.step()[0]) for _ in range(num_steps)]
 
 
-# Who gets memory, and from whom.
+# Which request is preempted, and for which.
 
 
 def test_admission_asks_for_what_there_is_and_decoding_for_one_token_more(tokenizer: Tokenizer) -> None:
@@ -72,7 +73,7 @@ def test_admission_asks_for_what_there_is_and_decoding_for_one_token_more(tokeni
     for _ in range(3):
         loop.step()
         granted.append(loop.scheduler.pool.grants())
-    assert granted == [{"a": 3, "b": 5}, {"a": 4, "b": 6}, {"a": 5, "b": 7}]
+    assert_equal(granted, [{"a": 3, "b": 5}, {"a": 4, "b": 6}, {"a": 5, "b": 7}], "tokens granted", ("step", "request"))
 
 
 def test_the_youngest_is_preempted_for_the_oldest(tokenizer: Tokenizer) -> None:
@@ -80,23 +81,23 @@ def test_the_youngest_is_preempted_for_the_oldest(tokenizer: Tokenizer) -> None:
     for name in "abc":
         add(loop, name, 3)
     # 9 tokens of 11: in the second step a and b get one each, and c, the youngest, has none to get.
-    assert drawing(loop, 2) == ["|abc|", "c||ab"]
-    assert loop.scheduler.pool.grants() == {"a": 4, "b": 4}
+    assert_equal(drawing(loop, 2), ["|abc|", "c||ab"], "drawing: preempted|prompts|decoding", ("step",))
+    assert_equal(loop.scheduler.pool.grants(), {"a": 4, "b": 4}, "tokens granted", ("request",))
 
 
 def test_as_many_are_preempted_as_needed_the_youngest_first(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 4)
     for name in "abcd":
         add(loop, name, 1, max_new_tokens=3)
-    assert drawing(loop, 2) == ["|abcd|", "dc||ab"]
+    assert_equal(drawing(loop, 2), ["|abcd|", "dc||ab"], "drawing", ("step",))
 
 
 def test_the_one_that_asks_may_be_the_youngest(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 7)
     add(loop, "a", 3, max_new_tokens=4)
     add(loop, "b", 3, max_new_tokens=4)
-    assert drawing(loop, 2) == ["|ab|", "b||a"]
-    assert loop.scheduler.pool.grants() == {"a": 4}
+    assert_equal(drawing(loop, 2), ["|ab|", "b||a"], "drawing", ("step",))
+    assert_equal(loop.scheduler.pool.grants(), {"a": 4}, "tokens granted", ("request",))
 
 
 def test_a_prompt_that_was_admitted_and_not_yet_run_is_the_youngest_too(tokenizer: Tokenizer) -> None:
@@ -108,7 +109,7 @@ def test_a_prompt_that_was_admitted_and_not_yet_run_is_the_youngest_too(tokenize
     assert loop.scheduler.waiting["c"].status is RequestStatus.PREEMPTED
 
 
-def test_nobody_gives_way_while_there_is_room(tokenizer: Tokenizer) -> None:
+def test_no_request_is_preempted_while_there_are_free_blocks(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 14)
     for name in "ab":
         add(loop, name, 3, max_new_tokens=5)
@@ -116,15 +117,15 @@ def test_nobody_gives_way_while_there_is_room(tokenizer: Tokenizer) -> None:
     assert (loop.scheduler.num_preemptions, loop.scheduler.has_work()) == (0, False)
 
 
-# What becomes of whoever gave way.
+# A preempted request.
 
 
 def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
-    """a and b run and have two tokens each; c came and waits; then b gave way."""
+    """a and b run and have two tokens each, c waits; then b is preempted."""
     loop = make(tokenizer, 9, max_batch_size=2)
     add(loop, "a", 3, max_new_tokens=6)
     b = add(loop, "b", 3, max_new_tokens=4)
-    assert drawing(loop, 2) == ["|ab|", "||ab"]
+    assert_equal(drawing(loop, 2), ["|ab|", "||ab"], "drawing", ("step",))
     add(loop, "c", 1)
     loop.step()
     return loop, b
@@ -132,40 +133,51 @@ def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
 
 def test_it_holds_nothing_and_keeps_its_tokens(tokenizer: Tokenizer) -> None:
     loop, b = preempted(tokenizer)
-    assert (b.status, b.num_computed_tokens) == (RequestStatus.PREEMPTED, 0)
-    assert b.output_ids == [LETTER, LETTER + 1]
-    assert loop.scheduler.pool.grants() == {"a": 5}
-    assert list(loop.scheduler.running) == ["a"]
-    assert loop.scheduler.num_preemptions == EngineLoad.of(loop.scheduler).num_preemptions == 1
+    assert_equal((b.status, b.num_computed_tokens), (RequestStatus.PREEMPTED, 0), "status and computed tokens of b")
+    assert_equal(b.output_ids, [LETTER, LETTER + 1], "output of b", ("token",))
+    assert_equal(loop.scheduler.pool.grants(), {"a": 5}, "tokens granted", ("request",))
+    assert_equal(list(loop.scheduler.running), ["a"], "running", ("place",))
+    counted = (loop.scheduler.num_preemptions, EngineLoad.of(loop.scheduler).num_preemptions)
+    assert_equal(counted, (1, 1), "preemptions")
 
 
 def test_it_is_queued_before_later_requests(tokenizer: Tokenizer) -> None:
     loop, _ = preempted(tokenizer)
-    assert list(loop.scheduler.waiting) == ["b", "c"]
-    assert "b" in loop.scheduler
+    assert_equal(list(loop.scheduler.waiting), ["b", "c"], "queue", ("place",))
+    assert "b" in loop.scheduler, "the scheduler no longer knows b"
     loop = make(tokenizer, 4, max_batch_size=4)
     for name in "abcde":
         add(loop, name, 1, max_new_tokens=3)
     drawing(loop, 2)
-    assert list(loop.scheduler.waiting) == ["c", "d", "e"], "two gave way, d before c"
+    assert_equal(list(loop.scheduler.waiting), ["c", "d", "e"], "queue: d was preempted before c", ("place",))
 
 
 def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokenizer) -> None:
     loop, b = preempted(tokenizer)
     # a has 5 tokens and ends with 9, of which the last is not written: then there is room for the 5 of b.
-    assert drawing(loop, 3) == ["||a", "||a", "||a"]
+    assert_equal(drawing(loop, 3), ["||a", "||a", "||a"], "drawing", ("step",))
     schedule = loop.scheduler.schedule()
-    assert shown(schedule) == "|bc|"
+    assert_equal(shown(schedule), "|bc|", "drawing of the next step")
     again = schedule.entries[0]
-    assert (again.start, again.num_tokens, schedule.num_decoding) == (0, 5, 0)
+    assert_equal(
+        (again.start, again.num_tokens, schedule.num_decoding), (0, 5, 0), "start, tokens of b, and decoding requests"
+    )
     batch = Batch.of(schedule, loop.scheduler.pool).part(range(1))
-    assert batch.token_ids.tolist() == [5, 5, 5, LETTER, LETTER + 1]
-    assert batch.positions.tolist() == [0, 1, 2, 3, 4]
-    assert (schedule.sampling_rows()[0].index, batch.logit_rows.tolist()) == (2, [4])
+    assert_equal(batch.token_ids.tolist(), [5, 5, 5, LETTER, LETTER + 1], "token ids of b", ("token",))
+    assert_equal(batch.positions.tolist(), [0, 1, 2, 3, 4], "positions of b", ("token",))
+    assert_equal(
+        (schedule.sampling_rows()[0].index, batch.logit_rows.tolist()),
+        (2, [4]),
+        "index of the sampled token, and logit rows",
+    )
     loop.finish(schedule)
     outputs = loop.processor.take()
-    assert (outputs[0].request_id, outputs[0].token_id, b.is_prefilling) == ("b", LETTER + 2, False)
-    assert StepRecord.of(loop.scheduler, schedule, outputs).prefilled == (("b", 5), ("c", 1))
+    assert_equal(
+        (outputs[0].request_id, outputs[0].token_id, b.is_prefilling),
+        ("b", LETTER + 2, False),
+        "request, token and whether it is still prefilling",
+    )
+    assert_equal(StepRecord.of(loop.scheduler, schedule, outputs).prefilled, (("b", 5), ("c", 1)), "prefilled")
 
 
 @pytest.mark.parametrize("has_stop", [False, True])
@@ -196,11 +208,11 @@ def test_a_preempted_request_can_be_aborted(tokenizer: Tokenizer) -> None:
     assert {request.request_id for request in loop.processor.streams} == {"a", "c"}
 
 
-# Who is let in.
+# Admission.
 
 
-def test_nobody_is_admitted_in_a_step_in_which_somebody_had_to_leave(tokenizer: Tokenizer) -> None:
-    """Not even where more came free than was taken."""
+def test_no_request_is_admitted_in_a_step_with_a_preemption(tokenizer: Tokenizer) -> None:
+    """Not even if the preemption freed more blocks than the step needed."""
 
     class GrowingPool(TokenPool):
         def __init__(self) -> None:
@@ -219,7 +231,7 @@ def test_nobody_is_admitted_in_a_step_in_which_somebody_had_to_leave(tokenizer: 
     assert drawing(loop, 3) == ["|abc|", "c||ab", "|c|ab"]
 
 
-def test_admission_leaves_the_watermark_to_those_who_run(tokenizer: Tokenizer) -> None:
+def test_admission_leaves_the_watermark_to_running_requests(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 10, watermark=3)
     add(loop, "a", 4, max_new_tokens=2)
     add(loop, "b", 4, max_new_tokens=2)
@@ -228,17 +240,17 @@ def test_admission_leaves_the_watermark_to_those_who_run(tokenizer: Tokenizer) -
     loop = make(tokenizer, 11, watermark=3)
     add(loop, "a", 4, max_new_tokens=2)
     add(loop, "b", 4, max_new_tokens=2)
-    assert drawing(loop, 2) == ["|ab|", "||ab"], "of the watermark those who run may take"
+    assert drawing(loop, 2) == ["|ab|", "||ab"], "running requests may use the watermark"
 
 
-def test_while_nobody_runs_there_is_no_watermark(tokenizer: Tokenizer) -> None:
+def test_the_watermark_does_not_apply_while_no_request_runs(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 10, watermark=10)
     add(loop, "a", 9, max_new_tokens=1)
     add(loop, "b", 1, max_new_tokens=1)
     assert drawing(loop, 2) == ["|a|", "|b|"]
 
 
-def test_nobody_overtakes_one_that_has_no_room(tokenizer: Tokenizer) -> None:
+def test_no_request_overtakes_one_that_does_not_fit(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 10)
     add(loop, "a", 6, max_new_tokens=2)
     add(loop, "b", 5, max_new_tokens=1)
@@ -246,7 +258,7 @@ def test_nobody_overtakes_one_that_has_no_room(tokenizer: Tokenizer) -> None:
     assert drawing(loop, 3) == ["|a|", "||a", "|bc|"]
 
 
-# From the first to the last.
+# Whole runs.
 
 
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
@@ -255,7 +267,7 @@ def test_nobody_overtakes_one_that_has_no_room(tokenizer: Tokenizer) -> None:
 def test_through_storms_the_order_of_arrival_is_kept(
     tokenizer: Tokenizer, policy: str, watermark: int, num_in_flight: int
 ) -> None:
-    """Each of twelve could fill the memory alone, so they take it from each other all the time."""
+    """Each of twelve requests could fill the pool alone, so they preempt each other all the time."""
     loop = make(tokenizer, 24, watermark, num_in_flight, scheduler_policy=policy, max_decode_interval=3)
     requests = [add(loop, str(n), 1 + n % 3, max_new_tokens=24 - (1 + n % 3)) for n in range(12)]
     ended: list[int] = []

@@ -16,6 +16,7 @@ from shared.sampling.processors import (
     apply_top_k,
     apply_top_p,
 )
+from tests.comparison import assert_close, assert_equal
 
 INF = math.inf
 QUARTERS = st.integers(-20, 20).map(lambda n: n / 4)  # few values, so that ties are common
@@ -39,7 +40,7 @@ def random_logits(rows, vocabulary, seed=0):
 def test_top_k_keeps_tokens_with_fewer_than_k_better(values, k):
     out = apply_top_k(row_of(values), torch.tensor([k]))
     expected = [v if sum(w > v for w in values) < k else -INF for v in values]
-    assert out[0].tolist() == expected
+    assert_equal(out[0].tolist(), expected, f"{values} with k = {k}", ("token",))
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,7 +50,8 @@ def test_top_p_keeps_tokens_with_less_than_p_above_them(values, p):
     above = [sum(w for w in weights if w > own) / sum(weights) for own in weights]
     assume(p == 1 or all(abs(mass - p) > 1e-5 for mass in above))  # the oracle rounds too
     out = apply_top_p(row_of(values), torch.tensor([p], dtype=torch.float64))
-    assert out[0].tolist() == [v if mass < p or p == 1 else -INF for v, mass in zip(values, above, strict=True)]
+    expected = [v if mass < p or p == 1 else -INF for v, mass in zip(values, above, strict=True)]
+    assert_equal(out[0].tolist(), expected, f"{values} with p = {p:g}", ("token",))
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,16 +71,31 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative(values, pen
 def test_temperature_divides_and_keeps_the_distribution(values, temperature):
     logits = row_of(values)
     out = apply_temperature(logits, torch.tensor([temperature]))
-    assert out.max() == 0
-    assert torch.allclose(out.softmax(-1), (logits.double() / temperature).softmax(-1).float(), atol=1e-6)
+    assert_equal(out.max().item(), 0, f"highest of the scaled {values}")
+    wanted = (logits.double() / temperature).softmax(-1).float()
+    assert_close(
+        out.softmax(-1),
+        wanted,
+        f"softmax of {values} at temperature {temperature:g}",
+        ("row", "token"),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("k", [1, 2, 50, 999, 1000])
 def test_top_k_as_transformers(k):
     logits = random_logits(4, 1000)
-    assert torch.equal(apply_top_k(logits, torch.full((4,), k)), TopKLogitsWarper(k)(None, logits))
+    assert_equal(
+        apply_top_k(logits, torch.full((4,), k)), TopKLogitsWarper(k)(None, logits), "logits", ("row", "token")
+    )
     coarse = (logits * 2).round() / 2  # with ties
-    assert torch.equal(apply_top_k(coarse, torch.full((4,), k), k), TopKLogitsWarper(k)(None, coarse))
+    assert_equal(
+        apply_top_k(coarse, torch.full((4,), k), k),
+        TopKLogitsWarper(k)(None, coarse),
+        "logits with ties",
+        ("row", "token"),
+    )
 
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9, 0.99])
@@ -86,8 +103,8 @@ def test_top_k_as_transformers(k):
 def test_top_p_as_transformers(p, vocabulary, scale):
     logits = random_logits(4, vocabulary) * scale
     out = apply_top_p(logits, torch.full((4,), p, dtype=torch.float64))
-    assert torch.equal(out, TopPLogitsWarper(p)(None, logits))
-    assert 1 <= (out > -INF).sum(-1).min() < vocabulary
+    assert_equal(out, TopPLogitsWarper(p)(None, logits), "logits", ("row", "token"))
+    assert 1 <= (out > -INF).sum(-1).min() < vocabulary, "a row keeps no token or all of them"
 
 
 @pytest.mark.parametrize("min_p", [0.001, 0.03, 0.3, 1.0])
@@ -137,7 +154,11 @@ def test_ties_at_the_cut_all_stay():
 def test_the_token_that_crosses_p_stays():
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     for p, expected in [(0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (5e-324, 1)]:
-        assert sum(kept(apply_top_p(logits, torch.tensor([p], dtype=torch.float64)))) == expected
+        assert_equal(
+            sum(kept(apply_top_p(logits, torch.tensor([p], dtype=torch.float64)))),
+            expected,
+            f"tokens that p = {p:g} keeps of (0.5, 0.3, 0.2)",
+        )
 
 
 def test_tokens_that_hold_p_exactly_are_enough():
@@ -163,15 +184,20 @@ def test_each_row_has_its_own_limit():
 def test_a_row_with_a_larger_k_than_was_searched_for_stays_as_it_is():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]])
     kept = apply_top_k(logits, torch.tensor([2, 2**62]), largest=2)
-    assert kept.tolist() == [[3.0, 2.0, -torch.inf, -torch.inf], [3.0, 2.0, 1.0, 0.0]]
+    assert_equal(
+        kept.tolist(),
+        [[3.0, 2.0, -torch.inf, -torch.inf], [3.0, 2.0, 1.0, 0.0]],
+        "logits with k = 2 and k = 2^62",
+        ("row", "token"),
+    )
 
 
 def test_top_p_of_one_leaves_a_row_as_it_is_beside_others():
     """Rounded sums reach 1 before the tail of a large vocabulary, so p = 1 may not be left to the sum."""
     logits = random_logits(3, 5000) * 10
     out = apply_top_p(logits, torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64))
-    assert torch.equal(out[[0, 2]], logits[[0, 2]])
-    assert (out[1] == -INF).any()
+    assert_equal(out[[0, 2]], logits[[0, 2]], "logits of rows with p = 1", ("row", "token"))
+    assert (out[1] == -INF).any(), "p = 0.5 removed no token"
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
@@ -197,21 +223,21 @@ def test_wide_and_narrow_nuclei_agree_in_one_batch(scale):
 )
 def test_extreme_logits_make_no_nan(values, temperature):
     scaled = apply_temperature(row_of(values), torch.tensor([temperature]))
-    assert scaled.max() == 0
+    assert_equal(scaled.max().item(), 0, "highest of the scaled logits")
     for out in (
         scaled,
         apply_min_p(scaled, torch.tensor([-0.1])),
         apply_top_k(scaled, torch.tensor([2])),
         apply_top_p(scaled, torch.tensor([0.5], dtype=torch.float64)),
     ):
-        assert not out.isnan().any()
-        assert out.max() == 0
-        assert not out.softmax(-1).isnan().any()
+        assert not out.isnan().any(), "the result has a NaN"
+        assert_equal(out.max().item(), 0, "highest of the result")
+        assert not out.softmax(-1).isnan().any(), "the softmax of the result has a NaN"
 
 
 def test_temperature_zero_leaves_the_likeliest_tokens():
     out = apply_temperature(row_of([1.0, 2.0, 2.0, 1.9999999]), torch.tensor([0.0]))
-    assert out[0].tolist() == [-INF, 0.0, 0.0, -INF]
+    assert_equal(out[0].tolist(), [-INF, 0.0, 0.0, -INF], "logits at temperature 0", ("token",))
 
 
 def test_arguments_are_not_mutated():

@@ -1,4 +1,4 @@
-"""Scheduling over random arrivals: order, budgets, fairness, and an end for everybody."""
+"""Scheduling over random arrivals: order, budgets, fairness, and that every request finishes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.static import StaticScheduler
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
+from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import Loop, names
 
 MAX_SEQ_LEN = 48
@@ -67,13 +68,15 @@ def add_abc(loop: Loop) -> None:
 def test_a_static_batch_runs_until_its_last_answer_ends(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, "static", max_batch_size=2)
     add_abc(loop)
-    assert drawing(loop, 8) == ["ab|", "|ab", "|b", "|b", "|b", "c|", "|c", "|"]
+    assert_equal(
+        drawing(loop, 8), ["ab|", "|ab", "|b", "|b", "|b", "c|", "|c", "|"], "drawing: prompts|decoding", ("step",)
+    )
 
 
 def test_continuous_batching_fills_a_row_in_the_next_step(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, max_batch_size=2)
     add_abc(loop)
-    assert drawing(loop, 6) == ["ab|", "|ab", "c|b", "|bc", "|b", "|"]
+    assert_equal(drawing(loop, 6), ["ab|", "|ab", "c|b", "|bc", "|b", "|"], "drawing: prompts|decoding", ("step",))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_policies_differ_in_decoding_beside_prompts(tokenizer: Tokenizer, policy
     loop = make(tokenizer, scheduler_policy=policy, max_decode_interval=3, max_num_batched_tokens=10, max_batch_size=8)
     for name, length in zip("abcdef", (6, 4, 10, 10, 10, 10), strict=True):
         loop.add(request(name, length, max_new_tokens=20))
-    assert drawing(loop, 7) == expected
+    assert_equal(drawing(loop, 7), expected, "drawing: prompts|decoding", ("step",))
 
 
 def test_a_batch_with_too_many_prompt_tokens_starts_in_several_steps(tokenizer: Tokenizer) -> None:
@@ -99,7 +102,7 @@ def test_a_batch_with_too_many_prompt_tokens_starts_in_several_steps(tokenizer: 
     assert drawing(loop, 5) == ["a|", "b|a", "c|ab", "d|abc", "|abcd"], "c is longer than the budget: alone"
 
 
-def test_nobody_overtakes_a_request_that_does_not_fit(tokenizer: Tokenizer) -> None:
+def test_no_request_overtakes_one_that_does_not_fit(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, max_num_batched_tokens=10)
     for name, length in zip("abc", (8, 4, 1), strict=True):
         loop.add(request(name, length))
@@ -132,7 +135,7 @@ def test_admission_asks_for_the_prompt_and_the_longest_answer(tokenizer: Tokeniz
     pool = loop.scheduler.pool = Tokens(16, MAX_SEQ_LEN)
     for name, prompt, answer in (("a", 4, 6), ("b", 2, 2), ("c", 3, 4), ("d", 1, 1)):
         loop.add(request(name, prompt, answer))
-    # a has 10 of 20 and b 4; c wants 7, and d, who would fit, does not overtake it; b goes after two tokens.
+    # a has 10 of 20 and b 4; c needs 7; d would fit but does not overtake c; b finishes after two tokens.
     assert drawing(loop, 4) == ["ab|", "|ab", "cd|a", "|ac"]
     assert sum(pool.granted) == 17
 
@@ -213,9 +216,10 @@ class Run:
         if not self.loop.num_in_flight:
             assert bool(schedule) == had_work, "no step is lost while there is work"
         planned = [entry.request.request_id for entry in schedule]
-        assert len(set(planned)) == len(planned) <= config.max_batch_size
+        assert len(set(planned)) == len(planned), f"a request is twice in one step: {planned}"
+        assert len(planned) <= config.max_batch_size, f"{len(planned)} requests in a batch of {config.max_batch_size}"
         tokens = sum(entry.num_tokens for entry in schedule.prompts)
-        assert tokens <= config.max_num_batched_tokens or len(schedule.prompts) == 1
+        assert tokens <= config.max_num_batched_tokens or len(schedule.prompts) == 1, f"{tokens} tokens in one step"
         for name, running in scheduler.running.items():
             wanted = min(self.by_name[name].num_prompt_tokens + self.by_name[name].max_new_tokens, MAX_SEQ_LEN)
             assert scheduler.pool.reserve(running, wanted), "granted at admission, so never refused"
@@ -226,31 +230,33 @@ class Run:
         for name in planned:
             self.num_entries[name] = self.num_entries.get(name, 0) + 1
         for output in outputs:
-            assert output.request_id not in self.finished
+            assert output.request_id not in self.finished, "a token of a request that has finished"
             self.answers.setdefault(output.request_id, []).append(output.token_id)
             if output.finish_reason is not None:
                 self.finished[output.request_id] = number
         held = [*scheduler.running.values(), *scheduler.ending]
-        assert scheduler.pool.used_tokens == sum(r.num_computed_tokens for r in held)
+        assert_equal(scheduler.pool.used_tokens, sum(r.num_computed_tokens for r in held), "used tokens")
 
     def token(self, r: Request, index: int) -> int:
         ends = self.by_name[r.request_id].ends_at == index + 1
         return min(self.loop.processor.tokenizer.eos_ids) if ends else LETTER + index
 
     def check_the_end(self) -> None:
-        assert self.admitted == self.added, "admitted in the order they came"
-        assert set(self.finished) == set(self.added)
-        assert self.loop.scheduler.pool.audit() == []
-        assert not self.loop.processor.streams
+        assert_equal(self.admitted, self.added, "admitted: in the order of arrival", ("place",))
+        assert_equal(set(self.finished), set(self.added), "finished requests")
+        assert_equal(self.loop.scheduler.pool.audit(), [], "audit", ("line",))
+        assert not self.loop.processor.streams, "a stream was not closed"
         for name, answer in self.answers.items():
             arrival = self.by_name[name]
             longest = min(arrival.max_new_tokens, MAX_SEQ_LEN - arrival.num_prompt_tokens)
             length = min(longest, arrival.ends_at or longest)
             r = request(name)
-            assert answer == [self.token(r, n) for n in range(length)]
+            assert_equal(answer, [self.token(r, n) for n in range(length)], f"answer of {name}", ("token",))
             # An end of sequence is seen when its token is there; until then one step more may have been scheduled.
             late = self.loop.num_in_flight if length < longest else 0
-            assert length <= self.num_entries[name] <= length + late
+            assert length <= self.num_entries[name] <= length + late, (
+                f"{self.num_entries[name]} steps for {length} tokens"
+            )
 
 
 IN_FLIGHT = st.integers(0, 1)
@@ -292,7 +298,9 @@ def test_no_row_stays_empty_while_requests_wait(tokenizer: Tokenizer, arrivals, 
     def schedule() -> Schedule:
         num_held = len(scheduler.ending)  # by requests that ended while a step computed them
         planned = plan()
-        assert not scheduler.waiting or len(scheduler.running) + num_held >= config["max_batch_size"]
+        assert not scheduler.waiting or len(scheduler.running) + num_held >= config["max_batch_size"], (
+            "a request waits although a row is free"
+        )
         return planned
 
     scheduler.schedule = schedule

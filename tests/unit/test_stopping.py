@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from shared.errors import RequestError
 from shared.text.stopping import FinishReason, StopChecker
+from tests.comparison import assert_equal
 
 SMALL = st.text("ab\n", min_size=1, max_size=5)
 STOPS = st.lists(SMALL, max_size=4)
@@ -32,7 +33,11 @@ def _run(stops, pieces):
 def test_the_released_text_and_the_match_are_the_oracles(stops, pieces):
     checker, released = _run(stops, pieces)
     released.append(checker.flush())
-    assert ("".join(released), checker.matched) == _oracle("".join(pieces), stops)
+    assert_equal(
+        ("".join(released), checker.matched),
+        _oracle("".join(pieces), stops),
+        f"text and match of {pieces}, stop {stops}",
+    )
 
 
 @settings(max_examples=250, deadline=None)
@@ -50,7 +55,7 @@ def test_text_is_held_back_only_while_it_may_begin_or_contain_a_stop_string(stop
             for start in range(len(seen))
             if any(len(stop) > len(seen) - start and stop.startswith(seen[start:]) for stop in stops)
         )
-        assert released == seen[: next(may_begin, len(seen))]
+        assert_equal(released, seen[: next(may_begin, len(seen))], f"released of {seen!r}, stop strings {stops}")
 
 
 @settings(max_examples=250, deadline=None)
@@ -61,10 +66,12 @@ def test_a_match_is_reported_as_soon_as_no_continuation_can_change_it(stops, pie
     text = "".join(pieces)
     _, winner = _oracle(text, stops)
     if winner is None or checker.matched is not None:
-        assert checker.matched == winner
+        assert_equal(checker.matched, winner, f"match of {pieces}, stop strings {stops}")
         return
     tails = [stop[size:] for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
-    assert any(_oracle(text + tail, stops) != _oracle(text, stops) for tail in tails)
+    assert any(_oracle(text + tail, stops) != _oracle(text, stops) for tail in tails), (
+        f"the checker waits after {pieces}, stop strings {stops}, although no continuation can change the match"
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,16 +88,16 @@ def test_the_cuts_do_not_matter(stops, text, data):
 
 def test_a_stop_string_that_spans_pieces_is_never_shown():
     checker, released = _run(["</answer>"], ["42", "</", "ans", "wer", "> more"])
-    assert released == ["42", "", "", "", ""]
-    assert checker.matched == "</answer>"
-    assert checker.push("more") == ""
-    assert checker.flush() == ""
+    assert_equal(released, ["42", "", "", "", ""], "released after each piece", ("piece",))
+    assert_equal(checker.matched, "</answer>", "the match")
+    assert_equal(checker.push("more"), "", "released after the match")
+    assert_equal(checker.flush(), "", "released at the end")
 
 
 def test_a_false_beginning_is_released():
     checker, released = _run(["</answer>"], ["42", "</", "ant>"])
-    assert released == ["42", "", "</ant>"]
-    assert checker.matched is None
+    assert_equal(released, ["42", "", "</ant>"], "released after each piece", ("piece",))
+    assert_equal(checker.matched, None, "the match")
 
 
 def test_a_held_beginning_is_released_at_the_end():

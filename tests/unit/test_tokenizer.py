@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from shared.errors import ModelFolderError, RequestError
 from shared.text.token_decoder import BYTE_ALPHABET, TokenDecoder
 from shared.text.tokenizer import Tokenizer
+from tests.comparison import assert_equal
 
 KINDS = ("llama3", "qwen3", "smollm2", "gemma3", "llama2")
 TEXTS = (
@@ -109,7 +110,7 @@ def test_token_bytes_join_to_the_text(pairs, kind):
     for text in TEXTS:
         joined = b"".join(map(ours.token_bytes, ours.encode(text)))
         prefix = b" " if kind == "llama2" and text else b""  # its decoder drops the one space that it puts in front
-        assert joined == prefix + text.encode()
+        assert_equal(joined, prefix + text.encode(), "bytes of the tokens of a text")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,7 +135,11 @@ def test_every_token_has_the_bytes_that_decode_shows_after_a_letter(pairs, kind)
     ours, _ = pairs[kind]
     letter = ours.token_id("a")
     for index in range(ours.vocab_size):
-        assert "a" + ours.token_bytes(index).decode(errors="replace") == ours.decode([letter, index])
+        assert_equal(
+            "a" + ours.token_bytes(index).decode(errors="replace"),
+            ours.decode([letter, index]),
+            f"token {index} behind a letter",
+        )
 
 
 def test_the_byte_alphabet_is_a_bijection():
@@ -145,8 +150,8 @@ def test_the_byte_alphabet_is_a_bijection():
 
 def test_added_tokens_outside_the_byte_alphabet_stand_for_themselves():
     decoder = TokenDecoder.from_json('{"type": "ByteLevel"}')
-    assert decoder.bytes_of("two words") == b"two words"
-    assert decoder.bytes_of("日") == "日".encode()
+    assert_equal(decoder.bytes_of("two words"), b"two words", "bytes of an added token")
+    assert_equal(decoder.bytes_of("日"), "日".encode(), "bytes of an added token outside the alphabet")
 
 
 @pytest.mark.parametrize(

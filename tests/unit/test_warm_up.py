@@ -22,7 +22,7 @@ def test_a_whole_batch_fits_into_the_memory_half_of_it_prompts() -> None:
     batch = rounds(238, 4096, is_gpu=True, capacity_tokens=81_920)[-1]
     assert sum(prompt for prompt, _ in batch) <= 81_920 / 2
     running = [sum(prompt + step for prompt, new in batch if new > step) for step in range(240)]
-    assert max(running) <= 81_920, "nobody is preempted"
+    assert max(running) <= 81_920, "no request is preempted"
 
 
 def test_on_a_cpu_one_short_answer_will_do() -> None:
@@ -44,7 +44,7 @@ def test_nothing_is_left_behind(
     import shared.engine.warm_up as module
 
     monkeypatch.setattr(module, "rounds", lambda *sizes, **about: rounds(*sizes, **about | {"is_gpu": is_gpu}))
-    sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # who finds no place in the queue waits
+    sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # with a full queue requests wait
     engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), **sizes))
     warm_up(engine)
     assert not engine.has_work()

@@ -311,6 +311,6 @@ def test_hints_come_one_by_one_and_do_not_start_an_exercise(workspace: Workspace
 def test_a_phase_without_exercises_says_which_have_some() -> None:
     from shared.lessons import Lesson
 
-    empty = Lesson("99", ROOT, "t", "q", None, (), (), "w")
+    empty = Lesson("99", ROOT, "t", "q", "b", None, (), (), "w")
     with pytest.raises(ConfigError, match="Phase 99 has no exercises; phases that have are 01a, 01b"):
         exercises_of(empty)

@@ -14,8 +14,9 @@ anew. A page is Markdown with these fences (``chapter.py`` reads them):
 
 After ``run`` and ``console`` may stand ``demo``: needs the demo model, and is skipped where that is not fetched. After
 ``console``, ``norun``: not run; only that its ``infer`` and ``make`` commands, options, paths and modules exist is
-checked. After ``source=``, ``nodoc``: without docstrings. After ``phases=``, ``target=Engine.NAME``: one method instead
-of the file. Any other fence or attribute is an error.
+checked. After ``run``, ``file=NAME.py``: the code is also written into that file, which later pages of the folder can
+import (``files.py``). After ``source=``, ``nodoc``: without docstrings. After ``phases=``, ``target=Engine.NAME``: one
+method instead of the file. Any other fence or attribute is an error.
 
 Numbers in the text that were measured are followed by their source, ``15.3<!-- {{report:FILE#KEY}} -->``
 (``citations.py``). Links, paths, dotted names and commands in the text must exist (``references.py``).

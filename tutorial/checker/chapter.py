@@ -13,10 +13,11 @@ from pathlib import Path
 _OPEN = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
 _QUOTED_FENCE = re.compile(r"[ \t]*>[ \t>]*(?:`{3,}|~{3,})")
 PLAIN_LANGUAGES = ("text", "toml", "json", "bash")
-_WITH_VALUE = frozenset({"source", "phases", "target"})
+_WITH_VALUE = frozenset({"source", "phases", "target", "file"})
 KNOWN_FENCES = (
-    "`python run [demo]`, `output`, `python source=PATH#NAME [nodoc]`, `diff phases=A..B [target=Engine.NAME]`, "
-    f"`console [demo|norun]`, {', '.join(f'`{language}`' for language in PLAIN_LANGUAGES)}"
+    "`python run [demo] [file=NAME.py]`, `output`, `python source=PATH#NAME [nodoc]`, "
+    "`diff phases=A..B [target=Engine.NAME]`, `console [demo|norun]`, "
+    f"{', '.join(f'`{language}`' for language in PLAIN_LANGUAGES)}"
 )
 
 
@@ -31,7 +32,7 @@ class _Form:
 
 
 _FORMS = (
-    _Form("run", "python", "run", frozenset({"demo"})),
+    _Form("run", "python", "run", frozenset({"demo", "file"})),
     _Form("source", "python", "source", frozenset({"nodoc"})),
     _Form("diff", "diff", "phases", frozenset({"target"})),
     _Form("console", "console", None, frozenset({"demo", "norun"})),

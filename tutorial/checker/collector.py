@@ -14,6 +14,7 @@ import pytest
 from shared.checkpoints.demo import DEMO_MODEL, local_model_folder
 from tutorial.checker.chapter import Chapter, Edit, Fence, Problem, apply, read_chapter
 from tutorial.checker.citations import check_citations, cited_lines
+from tutorial.checker.files import write_files
 from tutorial.checker.quotes import check_diff, check_quote
 from tutorial.checker.references import CHECKS, INFER, unknown_commands
 from tutorial.checker.runs import PageRun
@@ -55,6 +56,7 @@ class ChapterFile(pytest.File):
 
     def setup(self) -> None:
         self.surroundings = Surroundings(self.root)
+        write_files(self.path, self.surroundings.home)
         self.page_run = PageRun(self.chapter, self.surroundings)
 
     def teardown(self) -> None:

@@ -61,7 +61,7 @@ class Surroundings:
             "XDG_CACHE_HOME": cache,
             "INFER_CACHE": str(cache_folder()),
             "INFER_WORKSPACE": str(self.home / "workspace"),
-            "PYTHONPATH": str(self.root),
+            "PYTHONPATH": os.pathsep.join([str(self.root), str(self.home)]),
             "PYTHONUSERBASE": site.getuserbase(),
             "PYTHONUTF8": "1",
             "LANG": "C.UTF-8",

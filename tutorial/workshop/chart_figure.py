@@ -1,7 +1,7 @@
-"""The learner's own ladder as a picture: two bars a phase, and whose code ran in the first.
+"""The learner's own ladder as a picture: bars for one request and for 16, and whose code ran.
 
-Invariant: the picture brings its own background and names model, machine and what was compared, so that it can be
-passed on alone.
+Invariant: the picture brings its own background, says where to look, and names model, machine and what was compared, so
+that it can be passed on alone.
 """
 
 import textwrap
@@ -12,18 +12,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.figure import FIRST, INK, NEWEST, PAPER, QUIET
-from benchmarks.ladder import trials
 from benchmarks.view import number
 from shared.errors import ConfigError
-from tutorial.workshop.chart import PersonalLadder, PersonalRung
+from tutorial.workshop.chart import PersonalLadder, PersonalRung, Speeds
 
 # The page, in inches.
-WIDTH, SIDE, HEAD, FOOT = 8.0, 0.5, 1.3, 0.3
+WIDTH, SIDE, HEAD, FOOT = 10.0, 0.5, 1.75, 0.3
 LABEL, BAR, GAP, NOTE, AFTER = 0.34, 0.26, 0.06, 0.2, 0.3
-LETTERS = 92
+LETTERS = 118
 """Of a note's line."""
 STEADY = 1.25
-"""Trials that differ by more than this were disturbed."""
+"""Trials that differ by more than this were disturbed; a ratio of theirs would be chance, and is not shown."""
 
 
 def save(ladder: PersonalLadder, path: Path) -> None:
@@ -37,78 +36,89 @@ def save(ladder: PersonalLadder, path: Path) -> None:
 
 def draw(ladder: PersonalLadder) -> Figure:
     """The figure."""
-    notes = [_notes(rung, ladder) for rung in ladder.rungs]
+    notes = [[line for note in told(rung) for line in textwrap.wrap(note, LETTERS)] for rung in ladder.rungs]
     rows = [_height(rung, lines) for rung, lines in zip(ladder.rungs, notes, strict=True)]
     height = HEAD + sum(rows) + FOOT
     page = Figure(figsize=(WIDTH, height), dpi=160, facecolor=PAPER)
-    title = f"{ladder.model}: your ladder" if any(rung.yours for rung in ladder.rungs) else f"{ladder.model}: ladder"
+    title = f"{ladder.model}: your ladder" if any(rung.own for rung in ladder.rungs) else f"{ladder.model}: ladder"
     about = f"{ladder.machine_title}  ·  {ladder.flags['dtype']}  ·  {ladder.date[:10]}"
-    for text, top, colour, size, weight in (
-        (title, 0.3, INK, 16, "bold"),
-        (about, 0.63, QUIET, 10.5, "normal"),
-        (said(ladder), 0.86, QUIET, 10.5, "normal"),
-    ):
+    lines = [(title, 0.3, INK, 16, "bold"), (about, 0.63, QUIET, 10.5, "normal")]
+    lines += [(line, 0.86 + 0.2 * n, QUIET, 9.5, "normal") for n, line in enumerate(said(ladder))]
+    for text, top, colour, size, weight in lines:
         page.text(SIDE / WIDTH, 1 - top / height, text, c=colour, fontsize=size, fontweight=weight, va="top")
-    axes = page.add_axes((SIDE / WIDTH, FOOT / height, 1 - 2 * SIDE / WIDTH, sum(rows) / height))
-    axes.set_xlim(0, 1.5 * max(speed for rung in ladder.rungs for speed in (rung.own_speed or 0, rung.reference_speed)))
-    axes.set_ylim(sum(rows), 0)  # inches, downwards
-    axes.set_axis_off()
-    top = 0.0
-    for rung, lines, row in zip(ladder.rungs, notes, rows, strict=True):
-        _draw_rung(axes, rung, lines, top)
-        top += row
+    half = (WIDTH - 2 * SIDE) / 2
+    for place, (heading, name) in enumerate((("One request", "one"), ("16 at a time", "together"))):
+        axes = page.add_axes(((SIDE + place * half) / WIDTH, FOOT / height, half / WIDTH, sum(rows) / height))
+        speeds = [getattr(each, name) for rung in ladder.rungs for each in (rung.own, rung.reference) if each]
+        axes.set_xlim(0, 2.1 * max(speeds))
+        axes.set_ylim(sum(rows), 0)  # inches, downwards
+        axes.set_axis_off()
+        axes.text(0, -0.05, heading, color=QUIET, fontsize=10.5, fontweight="bold")
+        top = 0.0
+        for rung, words, row in zip(ladder.rungs, notes, rows, strict=True):
+            _draw_rung(axes, rung, name, words if place == 0 else [], top, has_title=place == 0)
+            top += row
     return page
 
 
-def said(ladder: PersonalLadder) -> str:
-    """What was measured, in one line."""
+def said(ladder: PersonalLadder) -> list[str]:
+    """What was measured, and where to look, in lines."""
     flags = ladder.flags
-    turns = ", your code and the reference taking turns" if any(rung.yours for rung in ladder.rungs) else ""
-    return f"Decode speed: {flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, {trials(flags)}{turns}"
+    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out"
+    lines = [f"One request: {size}. 16 at a time: {flags['together']}. Median of {flags['trials']}, in turns."]
+    if any(rung.own for rung in ladder.rungs):
+        lines.append(
+            "Where to look: green is your code, grey the reference; a green bar as long as the grey one is full marks."
+        )
+    return [*lines, "Phases 2 to 3.1 speed up one request; phases 4 to 6.1 serve more at a time, on the right."]
 
 
-def whose(rung: PersonalRung) -> list[str]:
-    """Whose code ran in a phase, in words: the learner's exercises, and those where the reference ran."""
-    parts = [("your code", rung.yours), ("reference", rung.reference)]
-    return [f"{name}: {', '.join(numbers)}" for name, numbers in parts if numbers]
+def told(rung: PersonalRung) -> list[str]:
+    """Whose code ran in a phase, and what speaks against taking its speeds at their word."""
+    notes = []
+    if rung.own is not None:
+        notes.append(f"your code: {', '.join(rung.yours)}; the rest is the reference's")
+    elif rung.missing:
+        notes.append(f"not yours yet: {', '.join(rung.missing)} must pass `infer workshop check`")
+    else:
+        notes.append("the reference's: no exercise of this phase runs in this measurement")
+    if rung.spread > STEADY:
+        notes.append(f"the trials differ by up to {rung.spread:.1f}×, since the machine was busy, so no ratio is shown")
+    return notes + ["with your code other tokens than the reference's"] * (not rung.is_equal)
 
 
-def doubts(rung: PersonalRung) -> list[str]:
-    """What speaks against taking a phase's speeds at their word."""
-    busy = f"the trials differ by up to {rung.spread:.1f}×: the machine did other things as well"
-    return [busy] * (rung.spread > STEADY) + ["with your code other tokens than the first phase's"] * (
-        not rung.is_equal
-    )
+def ratio(rung: PersonalRung, name: str) -> str:
+    """The learner's speed over the reference's, where the trials can tell it from chance."""
+    if rung.own is None or rung.spread > STEADY:
+        return ""
+    return f"{getattr(rung.own, name) / getattr(rung.reference, name):.2f}×"
 
 
-def _notes(rung: PersonalRung, ladder: PersonalLadder) -> list[str]:
-    unchecked = [number for number in rung.yours if number in ladder.unchecked]
-    parts = [*whose(rung), *doubts(rung)]
-    parts += [f"tests not passed: {', '.join(unchecked)}"] if unchecked else []
-    return [line for part in parts for line in textwrap.wrap(part, LETTERS)]
+def bars(rung: PersonalRung) -> list[tuple[str, Speeds]]:
+    """Whose speeds a phase shows, the learner's first."""
+    own = [] if rung.own is None else [("yours", rung.own)]
+    return [*own, ("reference", rung.reference)]
 
 
 def _height(rung: PersonalRung, notes: list[str]) -> float:
-    bars = BAR if rung.own_speed is None else 2 * BAR + GAP
-    return LABEL + bars + GAP + NOTE * len(notes) + AFTER
+    return LABEL + (BAR + GAP) * len(bars(rung)) + NOTE * len(notes) + AFTER
 
 
-def _draw_rung(axes: Axes, rung: PersonalRung, notes: list[str], top: float) -> None:
-    axes.text(0, top + LABEL - 0.08, f"{rung.number}  {rung.title}", color=INK, fontsize=12, fontweight="bold")
+def _draw_rung(axes: Axes, rung: PersonalRung, name: str, notes: list[str], top: float, *, has_title: bool) -> None:
+    if has_title:
+        axes.text(0, top + LABEL - 0.08, f"{rung.number}  {rung.title}", color=INK, fontsize=12, fontweight="bold")
     top += LABEL
-    bars = [(rung.reference_speed, FIRST, "reference", "normal")]
-    if rung.own_speed is not None:
-        bars.insert(0, (rung.own_speed, NEWEST, f"yours   {rung.ratio:.2f}×", "bold"))
-    for speed, colour, name, weight in bars:
-        axes.barh(top + BAR / 2, speed, height=BAR, color=colour)
+    for whose, speeds in bars(rung):
+        speed, label = getattr(speeds, name), f"yours   {ratio(rung, name)}" if whose == "yours" else whose
+        axes.barh(top + BAR / 2, speed, height=BAR, color=NEWEST if whose == "yours" else FIRST)
         axes.annotate(
-            f"{number(speed)} tok/s   {name}",
+            f"{number(speed)} tok/s   {label}",
             (speed, top + BAR / 2),
             xytext=(7, 0),
             textcoords="offset points",
             color=INK,
-            fontsize=10.5,
-            fontweight=weight,
+            fontsize=10,
+            fontweight="bold" if whose == "yours" else "normal",
             va="center",
         )
         top += BAR + GAP

@@ -3,8 +3,7 @@
 A `CheckServer` is the one way to do so, for a learner's check, a class's submissions and the proofs of the exercises.
 Tests of kernels are a run of their own: they go through Triton's interpreter, also where there is a GPU, since a
 compiler takes a kernel with a gap for a mistake in the language. The variable has to be set before Triton is imported.
-Invariant: an exercise passes only if every test mapped to it ran to its end and passed, and the function that it asks
-for was compiled from a file of the workspace.
+Invariant: when a run is over, so are its processes.
 """
 
 import contextlib
@@ -18,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from tutorial.workshop.exercises import ROOT, Exercise
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkedProcess, ForkServer
 from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS
 from tutorial.workshop.recorder import RECORD
+from tutorial.workshop.verdicts import Case, Verdict, judge
 
 KERNEL_TESTS = "tests/kernels/"
 INTERPRET = "TRITON_INTERPRET"
@@ -38,7 +37,7 @@ _PACKAGES = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gemma3")),
 )
 """What the tests of exercises import."""
-_PACKAGES_OF_KERNELS = ("torch", "psutil", "triton")
+_PACKAGES_OF_KERNELS = ("torch", "torch._dynamo", "psutil", "triton")
 _OPTIONS = (
     *("--workshop", "-p", "tutorial.workshop.recorder", "-p", "no:cacheprovider", "--benchmark-disable"),
     *("-q", "--no-header", "-o", f"timeout={SECONDS_PER_TEST}"),
@@ -47,41 +46,22 @@ MOST_OUTPUT = 1 << 20
 """Bytes of what a run printed that are kept, its last ones."""
 
 
-class Outcome(StrEnum):
-    """What became of one exercise."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    NOT_RUN = "not run"
-    GAP = "to do"
-    NEW = "not started"
-
-
 class RunEndedError(Exception):
     """What a watch raises to end the run that it looks at; the text is the reason."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The judgement of one exercise: outcome, how many of its tests passed, the reason, and where it happened."""
-
-    exercise: Exercise
-    outcome: Outcome
-    num_passed: int = 0
-    num_tests: int = 0
-    reason: str = ""
-    test: str | None = None  # the first that failed
-    where: str | None = None  # the last place in the workspace that its error went through
-    file: str | None = None  # that the exercise's function was compiled from
-
-
-@dataclass(frozen=True)
 class Run:
-    """One run of pytest: a verdict for each exercise, the error of each test that failed, and what was printed."""
+    """One run of pytest: a verdict for each exercise, every case that came to its end, and what was printed."""
 
     verdicts: tuple[Verdict, ...]
-    errors: Mapping[str, str]
+    cases: tuple[Case, ...]
     output: str
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """By test, the error of each that failed."""
+        return {case.test: case.error for case in self.cases if case.outcome == "failed"}
 
 
 class CheckServer:
@@ -129,7 +109,7 @@ class CheckServer:
         Args:
             gaps_raise: gaps that are left raise; otherwise the reference runs there.
             seconds: after so long the processes are ended, and what had not finished counts as not passed.
-            tracebacks: what is printed holds them; pytest may need longer for those than for the tests.
+            tracebacks: each failed case has its own; pytest may need longer for those than for the tests.
             environment: further variables of this run.
             before: called in the new process before it runs anything (to set limits); must be picklable.
             watch: called again and again with the process's id and the recorder's file; ends the run by
@@ -172,13 +152,12 @@ class CheckServer:
                 entries += _entries(record)
                 if len(ended) == len(tests):
                     break
-        results = [entry for entry in entries if "test" in entry]
+        results = tuple(_case(entry) for entry in entries if "test" in entry)
         files: dict[str, str | None] = {}
         for entry in entries:
             files |= entry.get("files", {})
-        errors = {entry["test"]: entry["error"] for entry in results if entry["outcome"] == "failed"}
-        verdicts = tuple(_judge(exercise, results, files, workspace, ended) for exercise in wanted)
-        return Run(verdicts, errors, "\n".join(printed))
+        verdicts = tuple(judge(exercise, results, files, workspace, ended) for exercise in wanted)
+        return Run(verdicts, results, "\n".join(printed))
 
     def _run_pytest(
         self,
@@ -268,6 +247,10 @@ def _entries(record: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+def _case(entry: dict) -> Case:
+    return Case(**entry | {"details": tuple(entry.get("details", ()))})
+
+
 def _wait(process: "_FreshProcess | ForkedProcess", seconds: float, watch: Callable[[int], None] | None) -> int | None:
     """The exit code, or None if the process still runs after so long."""
     last = time.monotonic() + seconds
@@ -278,35 +261,3 @@ def _wait(process: "_FreshProcess | ForkedProcess", seconds: float, watch: Calla
             if watch is not None:
                 watch(process.pid)
     return None
-
-
-def _judge(
-    exercise: Exercise, results: list[dict], files: Mapping[str, str | None], workspace: Path, ended: Mapping[str, str]
-) -> Verdict:
-    found = [entry for entry in results if any(_covers(test, entry["test"]) for test in exercise.tests)]
-    mine = [entry for entry in found if entry["outcome"] != "skipped"]  # a case that needs a GPU, say
-    passed = [entry for entry in mine if entry["outcome"] == "passed"]
-    failed = [entry for entry in mine if entry["outcome"] == "failed"]
-    file = files.get(exercise.number)
-    counts = (len(passed), len(mine))
-    if failed:
-        first = failed[0]
-        places = [place for place in first.get("where", ()) if place.startswith(f"{workspace}{os.sep}")]
-        where = places[-1] if places else None
-        return Verdict(exercise, Outcome.FAILED, *counts, first["error"], first["test"], where, file)
-    missing = [test for test in exercise.tests if not any(_covers(test, entry["test"]) for entry in passed)]
-    if missing:
-        skipped = [entry["error"] for entry in found if entry["outcome"] == "skipped"]
-        reason = skipped[0] if skipped else ended[missing[0]]
-        return Verdict(exercise, Outcome.NOT_RUN, *counts, reason, missing[0], None, file)
-    if not files:
-        return Verdict(exercise, Outcome.NOT_RUN, *counts, ended[exercise.tests[0]], None, None, file)
-    if file is None or not Path(file).is_relative_to(workspace):
-        reason = f"{exercise.target} that ran is not the workspace's, but {file or 'no function'}"
-        return Verdict(exercise, Outcome.NOT_RUN, *counts, reason, None, None, file)
-    return Verdict(exercise, Outcome.PASSED, *counts, "", None, None, file)
-
-
-def _covers(named: str, test: str) -> bool:
-    """Whether a node id in ``lesson.toml`` means this test: itself, one of its parameters, or its file's collection."""
-    return test == named or test.startswith((f"{named}[", f"{named}::")) or test == named.partition("::")[0]

@@ -24,12 +24,13 @@ from json import JSONDecodeError
 from pathlib import Path
 
 from shared.errors import ConfigError
-from tutorial.workshop.check import CheckServer, Outcome, Verdict
+from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
 from tutorial.workshop.limits import GRACE, Limits, Watch, end_processes
 from tutorial.workshop.overlay import FOLDER
 from tutorial.workshop.skeleton import has_gap, with_gap
 from tutorial.workshop.submission import Submission, read_submission
+from tutorial.workshop.verdicts import Outcome, Verdict
 
 _NO_RECORD = (OSError, LookupError, TypeError, UnicodeDecodeError, JSONDecodeError)
 """What reading the recorder's file can raise if a submission wrote into it."""

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from shared.checkpoints.demo import DEMO_MODEL, list_models, verify_demo_model
 from shared.errors import InferError
-from tutorial.workshop.check import CheckServer, Outcome
+from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import ROOT, Exercise, exercises
 from tutorial.workshop.skeleton import filled
+from tutorial.workshop.verdicts import Outcome
 from tutorial.workshop.workspace import Workspace
 
 _NEEDED = ("torch", "transformers", "pytest", "pytest_timeout", "pytest_benchmark", "hypothesis", "scipy", "matplotlib")

@@ -8,29 +8,31 @@ gone before any code of the learner's runs: nothing finds the file by accident.
 
 import inspect
 import json
+import linecache
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import Any
 
 import pytest
 
 RECORD = "INFER_WORKSHOP_RECORD"
 MOST_LETTERS = 500
-MOST_PLACES = 100
+MOST_DETAILS = 12
 INTERPRETERS_OWN = "InterpreterError"  # what Triton's interpreter wraps around an error, once for each function
 
 
 class Recorder:
-    """Writes lines: first ``collected``, the number of tests; then ``test, outcome, error, where`` of each; and last
-    ``files``, whose code each exercise's function was."""
+    """Writes lines: first ``collected``, the number of tests; then what became of each, as the fields of a `Case`; and
+    last ``files``, whose code each exercise's function was."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.process = os.getpid()
-        self.failed: set[str] = set()
+        self.places: dict[tuple[str, int], int] = {}
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
         """Of a test's three parts the call counts, and of the others a failure."""
@@ -42,9 +44,19 @@ class Recorder:
             self._write(test=item.nodeid, outcome="skipped", error=str(call.excinfo.value))
             return
         errors = list(_chain(call.excinfo.value))
+        where = self._hide_the_reference(errors)
+        call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
         errors = [e for e in errors if type(e).__name__ != INTERPRETERS_OWN] or errors
         error = next((e for e in errors if isinstance(e, NotImplementedError)), errors[0])
-        self._write(test=item.nodeid, outcome="failed", error=_one_line(error), where=_places(call.excinfo.value))
+        text = _lines(error)
+        self._write(
+            test=item.nodeid,
+            outcome="failed",
+            error=f"{type(error).__name__}: {text[0]}"[:MOST_LETTERS] if text else type(error).__name__,
+            details=text[1:MOST_DETAILS],
+            where=where,
+            traceback=str(item.repr_failure(call.excinfo)) if item.config.option.tbstyle != "no" else "",
+        )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -59,6 +71,35 @@ class Recorder:
 
         files = {e.number: _file(sys.modules[e.module], e.target) for e in exercises() if e.module in sys.modules}
         self._write(files=files)
+
+    def _hide_the_reference(self, errors: Sequence[BaseException]) -> str | None:
+        """Take the reference's lines, which ran in gaps, out of the tracebacks; the last line of the learner's left."""
+        where = None
+        for error in errors:
+            kept = []
+            for frame, line in traceback.walk_tb(error.__traceback__):
+                own = self._own_line(frame.f_code.co_filename, line)
+                if own != 0:
+                    kept.append((frame, line))
+                if own:
+                    where = f"{frame.f_code.co_filename}:{own}"
+            tail: TracebackType | None = None
+            for frame, line in reversed(kept):
+                tail = TracebackType(tail, frame, -1, line)
+            error.__traceback__ = tail
+        return where
+
+    def _own_line(self, file: str, line: int) -> int | None:
+        """The line of a workspace's file as the learner sees it, 0 for the reference's; None of any other file."""
+        from tutorial.workshop.overlay import workspace_folder
+        from tutorial.workshop.skeleton import corresponding_line
+
+        if not file.startswith(f"{workspace_folder()}{os.sep}"):
+            return None
+        if (file, line) not in self.places:
+            ran, own = "".join(linecache.getlines(file)), Path(file).read_text(encoding="utf-8", errors="replace")
+            self.places[file, line] = corresponding_line(ran, own, line) or 0
+        return self.places[file, line]
 
     def _write(self, **values: Any) -> None:
         if os.getpid() != self.process:
@@ -79,18 +120,11 @@ def _chain(error: BaseException | None) -> Any:
         error = error.__cause__ or error.__context__
 
 
-def _one_line(error: BaseException) -> str:
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text.strip()}"[:MOST_LETTERS] if text else type(error).__name__
-
-
-def _places(error: BaseException) -> list[str]:
-    """The last places that the error and its causes went through, innermost last, as file:line."""
-    places = []
-    for each in _chain(error):
-        for frame, line in traceback.walk_tb(each.__traceback__):
-            places.append(f"{frame.f_code.co_filename}:{line}")
-    return places[-MOST_PLACES:]
+def _lines(error: BaseException) -> list[str]:
+    """What an error says. Of an assertion with a message, without what pytest adds of the expression's parts."""
+    lines = [line.rstrip()[:MOST_LETTERS] for line in str(error).splitlines() if line.strip()]
+    added = next((index for index, line in enumerate(lines) if index and line.startswith("assert ")), len(lines))
+    return lines[:added]
 
 
 def _file(module: Any, target: str) -> str | None:

@@ -5,6 +5,7 @@ filled gap moves nothing behind it. A traceback therefore points at the right li
 """
 
 from collections.abc import Collection
+from difflib import SequenceMatcher
 
 from tutorial.workshop.exercises import Region, regions
 
@@ -58,6 +59,28 @@ def filled(text: str, source: str) -> tuple[str, list[str]]:
         lines[place:end] = region.lines
         numbers.append(region.number)
     return "\n".join(lines), numbers
+
+
+def written_lines(text: str, region: Region) -> str | None:
+    """What stands between the markers of one exercise in a learner's text; None if the markers are not there."""
+    lines = text.split("\n")
+    begin = next((index for index, line in enumerate(lines) if line.strip() == f"# {region.message}"), None)
+    if begin is None:
+        return None
+    end = next((index for index in range(begin, len(lines)) if lines[index].strip() == "# end exercise"), None)
+    return None if end is None else "\n".join(lines[begin + 1 : end])
+
+
+def corresponding_line(text: str, other: str, line: int) -> int | None:
+    """The number of the line of ``other`` that is the given line of ``text``, both from 1; None if it has none.
+
+    So a line of a text whose gaps were filled is found in the learner's file, unless it is one of the reference's.
+    """
+    matcher = SequenceMatcher(None, text.split("\n"), other.split("\n"), autojunk=False)
+    for start, start_of_other, size in matcher.get_matching_blocks():
+        if start < line <= start + size:
+            return start_of_other + line - start
+    return None
 
 
 def _find_gap(lines: list[str], region: Region) -> int | None:

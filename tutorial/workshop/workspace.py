@@ -21,7 +21,7 @@ from merge3 import Merge3
 
 from shared.errors import ConfigError
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, reference
-from tutorial.workshop.skeleton import has_gap, skeleton, with_gap
+from tutorial.workshop.skeleton import has_gap, skeleton, with_gap, written_lines
 
 _HANDED = ".handed"
 _BACKUPS = ".backups"
@@ -42,7 +42,7 @@ class Progress:
 
     is_started: bool = False
     hints: int = 0  # how many were shown
-    passed: str | None = None  # digest of the file with which its tests passed
+    passed: str | None = None  # digest of the lines with which its tests passed
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Workspace:
         return {exercise: self.state(exercise) for exercise in exercises()}
 
     def has_passed(self, exercise: Exercise) -> bool:
-        """Whether the tests passed with the file as it is now."""
-        digest, file = self._progress(exercise).passed, self.file(exercise)
-        return digest is not None and file.is_file() and digest == _digest(file)
+        """Whether the tests passed with the exercise's lines as they are now."""
+        digest = self._progress(exercise).passed
+        return digest is not None and self.file(exercise).is_file() and digest == self._digest(exercise)
 
     def note_check(self, exercise: Exercise, *, passed: bool) -> None:
-        """Remember what a check said of the file as it is now."""
-        self.progress[exercise.number].passed = _digest(self.file(exercise)) if passed else None
+        """Remember what a check said of the lines as they are now."""
+        self.progress[exercise.number].passed = self._digest(exercise) if passed else None
         self._save()
 
     def next_hint(self, exercise: Exercise) -> int:
@@ -181,6 +181,12 @@ class Workspace:
             results.append(Update(path, merged != "".join(theirs), conflicts, backup))
         return results
 
+    def _digest(self, exercise: Exercise) -> str:
+        """Of the lines between the exercise's markers, or of the file if the markers are gone."""
+        text = self.file(exercise).read_text(encoding="utf-8", errors="replace")
+        lines = written_lines(text, reference(exercise)[1])
+        return hashlib.sha256((text if lines is None else lines).encode()).hexdigest()
+
     def _progress(self, exercise: Exercise) -> Progress:
         return self.progress.get(exercise.number, Progress())
 
@@ -237,7 +243,3 @@ class Workspace:
     def _save(self) -> None:
         entries = {number: vars(entry) for number, entry in sorted(self.progress.items())}
         self._write(self.root / _PROGRESS, json.dumps(entries, indent=2) + "\n")
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

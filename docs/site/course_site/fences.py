@@ -57,6 +57,8 @@ class PythonFence(Fence):
     language = "python"
 
     def caption(self, values: dict[str, str]) -> list[nodes.Node]:
+        if "file" in values:
+            return [nodes.literal(values["file"], values["file"])]
         if "source" not in values:
             return []
         path, _, name = values["source"].partition("#")

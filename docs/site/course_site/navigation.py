@@ -22,6 +22,10 @@ def chapter(lesson: Lesson) -> str:
     return f"tutorial/{lesson.folder.name}"
 
 
+def from_empty(lesson: Lesson) -> str:
+    return f"{chapter(lesson)}_from_empty"
+
+
 def design_page(lesson: Lesson) -> str:
     return f"docs/PHASE_{lesson.number.upper().replace('.', '_')}"
 
@@ -33,7 +37,8 @@ def phase_page(lesson: Lesson, documents: Iterable[str]) -> str | None:
 
 def sections(documents: set[str]) -> dict[str, list[str]]:
     """The documents by section, each in order."""
-    course = [BEGINNING, *(page for lesson in lessons() if (page := phase_page(lesson, documents))), TEACHING]
+    pages = [page for lesson in lessons() for page in (from_empty(lesson), phase_page(lesson, documents))]
+    course = [BEGINNING, *(page for page in pages if page in documents), TEACHING]
     course += sorted(name for name in documents if name.startswith("tutorial/") and name not in course)
     design = sorted(name for name in documents if name.startswith("docs/") and name not in (*course, *REFERENCE))
     found = {"The course": course, "The design": design, "Reference": list(REFERENCE)}
@@ -64,6 +69,8 @@ def _entry(name: str) -> str:
     for lesson in lessons():
         if name == chapter(lesson):
             return f"{lesson.number} {lesson.title} </{name}>\n"
+        if name == from_empty(lesson):
+            return f"{lesson.number} From an empty file </{name}>\n"
     return f"/{name}\n"
 
 

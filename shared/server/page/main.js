@@ -1,37 +1,44 @@
 // Puts the page together: the model's name, the server's health, the playground, the charts, the KV cache.
 
+import { UNREACHABLE, complain, forgetModel, servedModel } from "./api.js";
 import { build as buildCharts, update } from "./charts.js";
 import { build as buildMemory } from "./memory.js";
-import { build as buildPlayground, headers, setModel } from "./playground.js";
+import { build as buildPlayground } from "./playground.js";
 
 const PERIOD = 1000; // milliseconds between readings of the metrics
+const PATIENCE = 5000; // milliseconds after which a server without an answer counts as not reachable
 const byId = (id) => document.getElementById(id);
+let isReachable = true;
 
 async function showModel() {
-  const response = await fetch("/v1/models", { headers: headers() });
-  byId("key-label").hidden = response.ok && !byId("key").value;
-  if (!response.ok) {
-    byId("model").textContent = "needs an API key";
-    return;
+  try {
+    const { id, max_model_len: longest } = await servedModel();
+    document.title = `${id} · infer`;
+    byId("model").textContent = `${id}, up to ${longest} tokens`;
+    byId("max_tokens").max = longest;
+  } catch (error) {
+    byId("model").textContent = error.status === 401 ? "needs an API key" : "";
   }
-  const [model] = (await response.json()).data;
-  setModel(model.id);
-  document.title = `${model.id} · infer`;
-  byId("model").textContent = `${model.id}, up to ${model.max_model_len} tokens`;
-  byId("max_tokens").max = model.max_model_len;
+}
+
+async function read(path) {
+  return fetch(path, { signal: AbortSignal.timeout(PATIENCE) });
 }
 
 async function showHealth() {
-  const element = byId("health");
+  let health = { status: "not reachable", message: UNREACHABLE };
+  let metrics = null;
   try {
-    const health = await (await fetch("/health")).json();
-    element.textContent = health.ready ? "ready" : health.status;
-    element.dataset.state = health.ready ? "ready" : "down";
-    await update(byId("totals"));
+    [health, metrics] = [await (await read("/health")).json(), await (await read("/metrics")).text()];
   } catch {
-    element.textContent = "not reachable";
-    element.dataset.state = "down";
+    forgetModel();
   }
+  if (metrics !== null && !isReachable) showModel();
+  isReachable = metrics !== null;
+  byId("health").textContent = health.ready ? "ready" : health.status;
+  byId("health").dataset.state = health.ready ? "ready" : "down";
+  complain("trouble", health.ready ? "" : (health.message ?? `The server takes no requests: ${health.status}.`));
+  update(metrics, health.ready, byId("totals"));
 }
 
 async function watch() {

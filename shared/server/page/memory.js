@@ -1,9 +1,10 @@
 // The KV cache, live: asks /debug/memory while the panel is in sight, and has it drawn (pool.js).
 
-import { headers } from "./playground.js";
+import { complain, send } from "./api.js";
 
 const PERIOD = 250; // milliseconds between two looks
 const MANY = 10000; // held blocks; with more, looks are rarer in proportion, so that the engine has its time
+const FEW = 128; // blocks; a larger pool is shown whole only if the reader wants it
 const LINGER = 1000; // milliseconds for which a recomputed request stays marked: a step may be shorter than a look
 const RETRY = 2000; // after a failure
 
@@ -28,40 +29,39 @@ function withMarks(memory, now) {
   return { ...memory, holdings: memory.holdings.map((holding) => ({ ...holding, state: drawn(holding) })) };
 }
 
-function complain(text) {
-  byId("memory-complaint").textContent = text;
-  byId("memory-complaint").hidden = !text;
-}
-
 async function look() {
   clearTimeout(timer);
   if (!isInSight || document.hidden) return;
   let wait = RETRY;
+  let trouble = "";
   try {
-    const response = await fetch("/debug/memory", { headers: headers() });
-    if (response.status === 401) {
-      complain("The picture of the memory needs the API key.");
-      return; // until there is another key
-    }
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    const memory = withMarks(await response.json(), performance.now());
+    const memory = withMarks(await (await send("/debug/memory")).json(), performance.now());
     wait = PERIOD * Math.max(1, (memory.num_blocks - memory.num_free) / MANY);
+    byId("memory").hidden = false;
+    byId("memory-whole-label").hidden = memory.num_blocks <= FEW;
     const text = JSON.stringify(memory);
-    if (text !== shown) picture.show(memory, cast.meet(memory.holdings.map(({ request_id: id }) => id)));
+    if (text !== shown) show(memory);
     shown = text;
-    complain("");
   } catch (error) {
-    complain(`The memory cannot be seen: ${error.message}`);
+    if (error.status === 401) wait = Infinity; // until there is another key
+    trouble = wait === Infinity ? "The picture of the KV cache needs the API key." : error.message;
+    byId("memory").hidden = true; // it would show a moment that has passed
   }
+  complain("memory-complaint", trouble);
   clearTimeout(timer);
-  timer = setTimeout(look, wait);
+  if (wait !== Infinity) timer = setTimeout(look, wait);
+}
+
+function show(memory) {
+  picture.isWhole = memory.num_blocks <= FEW || byId("memory-whole").checked;
+  picture.show(memory, cast.meet(memory.holdings.map(({ request_id: id }) => id)));
 }
 
 /** Connect the panel. */
 export function build() {
   const panel = byId("memory-panel");
-  const isWhole = () => document.fullscreenElement === panel;
-  picture = new PoolPicture(byId("memory"), { height: () => (isWhole() ? innerHeight / 2 : 300) });
+  const isFull = () => document.fullscreenElement === panel;
+  picture = new PoolPicture(byId("memory"), { height: () => (isFull() ? innerHeight / 2 : 300) });
   new IntersectionObserver((entries) => {
     const [isNow, was] = [entries.at(-1).isIntersecting, isInSight];
     isInSight = isNow;
@@ -69,5 +69,6 @@ export function build() {
   }).observe(panel);
   document.addEventListener("visibilitychange", look);
   byId("key").addEventListener("change", look);
-  byId("memory-whole").addEventListener("click", () => (isWhole() ? document.exitFullscreen() : panel.requestFullscreen()));
+  byId("memory-whole").addEventListener("change", () => show(picture.memory));
+  byId("memory-full").addEventListener("click", () => (isFull() ? document.exitFullscreen() : panel.requestFullscreen()));
 }

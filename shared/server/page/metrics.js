@@ -18,10 +18,10 @@ export function total(samples, name) {
   return (samples[name] ?? []).reduce((sum, sample) => sum + sample.value, 0);
 }
 
-/** Growth a second of a counter between two readings. */
+/** Growth a second of a counter between two readings; null if they are the same reading. */
 export function rate(before, after, name) {
   const seconds = after.time - before.time;
-  return seconds > 0 ? Math.max(0, (total(after.samples, name) - total(before.samples, name)) / seconds) : 0;
+  return seconds > 0 ? Math.max(0, (total(after.samples, name) - total(before.samples, name)) / seconds) : null;
 }
 
 /**

@@ -1,35 +1,18 @@
 // The two ways to ask: a text that goes on, and a conversation. Both stream, and both can be stopped.
 
-import { frames } from "./sse.js";
+import { complain, events, send, servedModel } from "./api.js";
 
 const byId = (id) => document.getElementById(id);
 const conversation = [];
 let running = null;
-let model = "";
-
-/** What requests must call the model. */
-export function setModel(name) {
-  model = name;
-}
-
-/** Headers of a request to the API. */
-export function headers() {
-  const key = byId("key").value;
-  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-}
 
 function sampling() {
-  const body = { model };
+  const body = {};
   for (const name of ["temperature", "top_p", "repetition_penalty", "max_tokens", "top_k", "seed"]) {
     if (byId(name).value !== "") body[name] = Number(byId(name).value);
   }
   if (byId("stop_text").value) body.stop = [byId("stop_text").value];
   return body;
-}
-
-function complain(text) {
-  byId("complaint").textContent = text;
-  byId("complaint").hidden = !text;
 }
 
 /** One element a token, so that "show tokens" can colour them; its id is the element's title. */
@@ -50,25 +33,20 @@ function summary({ started, first, count, reason }) {
   byId("summary").textContent = parts.join(" · ");
 }
 
-/** Send a request and give each chunk to `show`, which says how many tokens it brought. */
-async function ask(path, body, show) {
+/** Send a request and pass each chunk to `show`, which returns how many tokens it brought. */
+async function ask(path, accept, body, show) {
   const state = { started: performance.now(), first: 0, count: 0, reason: "" };
   running = new AbortController();
-  complain("");
+  const { signal } = running;
+  complain("complaint", "");
+  byId("summary").textContent = "waiting for the first token";
   byId("run").disabled = true;
   byId("stop").disabled = false;
   try {
-    const response = await fetch(path, {
-      method: "POST",
-      headers: headers(),
-      body: JSON.stringify(body),
-      signal: running.signal,
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    for await (const { data } of frames(response)) {
-      if (data === "[DONE]") break;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
+    const { id: model } = await servedModel();
+    const headers = { "Content-Type": "application/json", Accept: accept };
+    const response = await send(path, { method: "POST", headers, body: JSON.stringify({ model, ...body }), signal });
+    for await (const chunk of events(response)) {
       const added = show(chunk);
       if (added) state.first ||= performance.now();
       state.count = chunk.usage ? chunk.usage.completion_tokens : state.count + added;
@@ -77,7 +55,9 @@ async function ask(path, body, show) {
     }
   } catch (error) {
     if (error.name === "AbortError") summary({ ...state, reason: "stopped" });
-    else complain(error.message);
+    else if (error.status === 401) byId("key").focus(); // what is wrong stands beside the field
+    else complain("complaint", error.message);
+    if (!state.count && error.name !== "AbortError") byId("summary").textContent = "";
   } finally {
     running = null;
     byId("run").disabled = false;
@@ -85,13 +65,14 @@ async function ask(path, body, show) {
   }
 }
 
+/** Completions: the named events, one for each token, which are for those who ask for an event stream. */
 async function complete() {
   const answer = byId("answer");
   answer.replaceChildren();
   const given = answer.appendChild(document.createElement("span"));
   given.className = "given";
   given.textContent = byId("prompt").value;
-  await ask("/v1/completions", { ...sampling(), prompt: byId("prompt").value }, (chunk) => {
+  await ask("/v1/completions", "text/event-stream", { ...sampling(), prompt: byId("prompt").value }, (chunk) => {
     if (typeof chunk.token_id !== "number") return 0;
     append(answer, chunk.choices[0].text, chunk.token_id);
     return 1;
@@ -110,13 +91,13 @@ async function chat() {
   const text = byId("message").value.trim();
   if (!text) return;
   byId("message").value = "";
-  turn("user", text);
+  const question = turn("user", text);
   const answer = turn("assistant", "");
   const system = byId("system").value;
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation, { role: "user", content: text }];
   let said = "";
   const body = { ...sampling(), messages, stream: true, stream_options: { include_usage: true } };
-  await ask("/v1/chat/completions", body, (chunk) => {
+  await ask("/v1/chat/completions", "*/*", body, (chunk) => {
     const piece = chunk.choices[0]?.delta.content ?? "";
     if (!piece) return 0;
     said += piece;
@@ -124,13 +105,18 @@ async function chat() {
     byId("turns").scrollTop = byId("turns").scrollHeight;
     return 1;
   });
-  if (said) conversation.push({ role: "user", content: text }, { role: "assistant", content: said });
-  else answer.remove();
+  if (said) {
+    conversation.push({ role: "user", content: text }, { role: "assistant", content: said });
+    return;
+  }
+  for (const element of [question, answer]) element.remove();
+  byId("message").value ||= text; // to be sent again
 }
 
 function choose(kind) {
   for (const name of ["complete", "chat"]) {
     byId(`tab-${name}`).setAttribute("aria-selected", String(name === kind));
+    byId(`tab-${name}`).tabIndex = name === kind ? 0 : -1;
     byId(`pane-${name}`).hidden = name !== kind;
   }
   for (const element of document.querySelectorAll(".chat-only")) element.hidden = kind !== "chat";
@@ -140,7 +126,14 @@ const isChat = () => !byId("pane-chat").hidden;
 
 /** Connect the form. */
 export function build() {
-  for (const name of ["complete", "chat"]) byId(`tab-${name}`).addEventListener("click", () => choose(name));
+  for (const [name, other] of [["complete", "chat"], ["chat", "complete"]]) {
+    byId(`tab-${name}`).addEventListener("click", () => choose(name));
+    byId(`tab-${name}`).addEventListener("keydown", ({ key }) => {
+      if (!["ArrowLeft", "ArrowRight"].includes(key)) return;
+      choose(other);
+      byId(`tab-${other}`).focus();
+    });
+  }
   for (const name of ["temperature", "top_p", "repetition_penalty"]) {
     byId(name).addEventListener("input", () => (byId(`${name}-value`).textContent = byId(name).value));
   }
@@ -160,7 +153,7 @@ export function build() {
     conversation.length = 0;
     byId("turns").replaceChildren();
     byId("answer").replaceChildren();
-    complain("");
+    complain("complaint", "");
     byId("summary").textContent = "";
   });
   byId("boundaries").addEventListener("change", (event) => {

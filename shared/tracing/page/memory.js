@@ -5,6 +5,8 @@ class MemoryHistory {
     this.timeline = timeline;
     this.trace = timeline.trace;
     const last = Math.max(0, this.trace.steps.length - 1);
+    const pale = this.trace.memory.unit === "region" ? "for tokens that may never come" : "the rest of a request's last block";
+    make("p", `Where to look: dark is written; pale is held and empty, ${pale}. The slider begins at step ${this.trace.focus.step}.`, section, "caption");
     const label = make("label", "KV cache after step ", section, "slider");
     this.number = make("b", "0", label);
     this.slider = make("input", "", label);
@@ -17,7 +19,7 @@ class MemoryHistory {
     });
     this.cast = new PoolPicture.Cast((id) => id);
     this.colours = this.trace.steps.map((_, step) => new Map(this.cast.meet(this.held(step).map(({ request_id: id }) => id))));
-    if (this.trace.steps.length) this.show(0);
+    if (this.trace.steps.length) this.show(this.trace.focus.step);
   }
 
   // The blocks of each request after a step, in order of arrival; requests without blocks last.
@@ -45,10 +47,10 @@ class MemoryHistory {
     this.slider.setAttribute("aria-valuetext", `step ${step}`);
     this.number.textContent = step;
     const record = this.trace.steps[step];
-    const { unit, block_tokens, num_blocks } = this.trace.memory;
+    const { unit, block_tokens, num_blocks, num_shown } = this.trace.memory;
     const before = this.trace.steps.slice(0, step + 1).reduce((sum, { preempted }) => sum + preempted.length, 0);
     const holdings = this.held(step);
-    const memory = { unit, block_tokens, num_blocks, num_waiting: record.num_waiting, num_preemptions: before, holdings };
+    const memory = { unit, block_tokens, num_blocks, num_shown, num_waiting: record.num_waiting, num_preemptions: before, holdings };
     this.picture.show(memory, this.colours[step]);
   }
 }

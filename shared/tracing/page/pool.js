@@ -8,6 +8,7 @@ const PoolPicture = (() => {
   const MOST_SQUARES = 1024;
   const MOST_LISTED = 24;
   const [LEAST, LARGEST, NAMED] = [6, 84, 20]; // pixels of a square; from NAMED on it shows a name
+  const USED = [26, 18, 12, LEAST]; // pixels of a square where only used blocks are drawn: the first that fits
   const [BAR, MOST_BARS] = [44, 16]; // of a region: its height, and how many stand in one column
   const STATES = {
     prefill: "prompt just computed",
@@ -61,11 +62,15 @@ const PoolPicture = (() => {
     static Cast = Cast;
     static STATES = STATES;
 
-    /** Drawn inside the element; `height` returns the maximum height of the grid in pixels. */
+    /**
+     * Drawn inside the element; `height` returns the maximum height of the grid in pixels. While `isWhole` is false, only
+     * the blocks in use are drawn, those of a request together in the order of its block table.
+     */
     constructor(parent, { height = () => 320, label = "KV cache" } = {}) {
       this.id = `pool-${(count += 1)}`;
       this.height = height;
       this.label = label;
+      this.isWhole = true;
       parent.classList.add("pool");
       this.figures = make("dl", "pool-figures", parent);
       this.frame = make("div", "pool-frame", parent);
@@ -103,15 +108,24 @@ const PoolPicture = (() => {
       this.render();
     }
 
+    get numHeld() {
+      return this.memory.holdings.reduce((sum, { blocks }) => sum + blocks.length, 0);
+    }
+
     get unit() {
       return this.memory.unit;
     }
 
+    /** Blocks that are drawn: all, or those up to the last that a recorded run ever held. */
+    get shown() {
+      return this.memory.num_shown ?? this.memory.num_blocks;
+    }
+
     render() {
-      const { memory } = this;
       this.width = this.frame.clientWidth;
-      this.each = Math.ceil(memory.num_blocks / MOST_SQUARES); // blocks of a square
-      this.squares = this.contents();
+      const number = this.isWhole ? this.shown : this.numHeld;
+      this.each = Math.max(1, Math.ceil(number / MOST_SQUARES)); // blocks of a square
+      this.squares = this.isWhole ? this.contents() : this.usedContents();
       this.arrange();
       this.drawGrid();
       this.writeFigures();
@@ -121,25 +135,49 @@ const PoolPicture = (() => {
 
     /** The parts of each square: a holding, with the shares of the square that it holds and has written. */
     contents() {
-      const { block_tokens: size, num_blocks: total, holdings } = this.memory;
+      const { holdings } = this.memory;
+      const total = this.shown;
       const squares = Array.from({ length: Math.ceil(total / this.each) }, (_, square) => ({
+        begin: square * this.each,
         size: Math.min(this.each, total - square * this.each),
         parts: new Map(),
       }));
       for (const holding of holdings) {
-        holding.blocks.forEach((block, place) => {
-          const { parts } = squares[Math.floor(block / this.each)];
-          const part = parts.get(holding) ?? { blocks: 0, tokens: 0, place };
-          part.blocks += 1;
-          part.tokens += Math.min(size, Math.max(0, holding.num_written - place * size));
-          parts.set(holding, part);
-        });
+        holding.blocks.forEach((block, place) => this.add(squares[Math.floor(block / this.each)], holding, place));
       }
       return squares;
     }
 
+    /** The same, of the blocks in use alone. */
+    usedContents() {
+      return this.memory.holdings.flatMap((holding) => {
+        const squares = [];
+        holding.blocks.forEach((block, place) => {
+          if (place % this.each === 0) squares.push({ begin: block, size: 0, parts: new Map() });
+          squares.at(-1).size += 1;
+          this.add(squares.at(-1), holding, place);
+        });
+        return squares;
+      });
+    }
+
+    add({ parts }, holding, place) {
+      const { block_tokens: size } = this.memory;
+      const part = parts.get(holding) ?? { blocks: 0, tokens: 0, place };
+      part.blocks += 1;
+      part.tokens += Math.min(size, Math.max(0, holding.num_written - place * size));
+      parts.set(holding, part);
+    }
+
     arrange() {
       const number = this.squares.length;
+      if (!this.isWhole) {
+        const columns = (side) => Math.max(1, Math.floor(this.width / side));
+        const side = USED.find((side) => Math.ceil(number / columns(side)) * side <= this.height()) ?? LEAST;
+        this.columns = columns(side) > 8 ? columns(side) - (columns(side) % 8) : columns(side);
+        this.cell = [side, side];
+        return;
+      }
       if (this.unit === "region" && this.each === 1) {
         this.columns = Math.ceil(number / MOST_BARS);
         this.cell = [this.width / this.columns, Math.min(BAR, Math.max(14, this.height() / Math.ceil(number / this.columns)))];
@@ -201,6 +239,7 @@ const PoolPicture = (() => {
       });
       this.cursor = draw("path", { class: "pool-cursor", d: "" }, svg);
       this.frame.replaceChildren(svg);
+      if (!this.squares.length) make("p", "pool-empty", this.frame, `All ${some(this.memory.num_blocks, this.unit)} are free.`);
     }
 
     patterns(svg) {
@@ -213,7 +252,7 @@ const PoolPicture = (() => {
 
     writeFigures() {
       const { num_blocks: total, block_tokens: size, holdings, num_preemptions: preemptions } = this.memory;
-      const held = holdings.reduce((sum, { blocks }) => sum + blocks.length, 0);
+      const held = this.numHeld;
       const written = holdings.reduce((sum, { num_written: tokens }) => sum + tokens, 0);
       const rows = {
         [`${this.unit}s held`]: `${held.toLocaleString("en")} of ${total.toLocaleString("en")}`,
@@ -233,10 +272,12 @@ const PoolPicture = (() => {
       const more = gone ? `, ${some(gone, "request")} preempted` : "";
       this.frame.setAttribute("aria-label", `${this.label}: ${what}${more}; arrow keys go through the squares, the list below has the same`);
       this.note.textContent = [
-        this.each > 1 && `A square stands for ${this.each} ${this.unit}s and is divided among their holders.`,
+        !this.isWhole && `Only ${this.unit}s in use are drawn, request by request.`,
+        this.each > 1 && `A square stands for ${this.isWhole ? "" : "up to "}${this.each} ${this.unit}s${this.isWhole ? " and is divided among their holders" : ""}.`,
         this.unit === "region"
           ? `A region has room for the longest request there may be, ${some(size, "token")}.`
           : `A block has room for ${some(size, "token")}.`,
+        this.shown < total && `The run never held the other ${some(total - this.shown, this.unit)}, which are not drawn.`,
       ].filter(Boolean).join(" ");
     }
 
@@ -292,24 +333,27 @@ const PoolPicture = (() => {
     }
 
     tell(square) {
-      const { parts, size } = this.squares[square];
-      const begin = square * this.each;
+      const { begin, parts, size } = this.squares[square];
       const unit = this.unit[0].toUpperCase() + this.unit.slice(1);
       if (size === 1) {
         for (const [holding, { tokens, place }] of parts) return `${unit} ${begin}: ${this.tellHolder(holding, place, tokens)}`;
         return `${unit} ${begin} is free.`;
+      }
+      if (!this.isWhole) {
+        const [[holding, { tokens, place }]] = parts;
+        return `${size} ${this.unit}s, ${this.tellHolder(holding, place, tokens, size)}`;
       }
       const held = [...parts.values()].reduce((sum, { blocks }) => sum + blocks, 0);
       const who = [...parts].map(([holding, { blocks }]) => `${this.cast.get(holding.request_id).name} holds ${blocks}`);
       return `${unit}s ${begin} to ${begin + size - 1}: ${[...who, `${size - held} free`].join(", ")}.`;
     }
 
-    tellHolder(holding, place, tokens) {
+    tellHolder(holding, place, tokens, blocks = 1) {
       const { block_tokens: size } = this.memory;
       const { name } = this.cast.get(holding.request_id);
       const id = name === holding.request_id ? "" : ` (${holding.request_id})`;
-      const where = this.unit === "region" ? "" : `, place ${place} of its block table, tokens ${place * size} to ${(place + 1) * size - 1}`;
-      return `request ${name}${id}${where}; ${tokens} of ${size} written. The request: ${this.amount(holding)}.`;
+      const where = this.unit === "region" ? "" : `, ${blocks > 1 ? "from " : ""}place ${place} of its block table, tokens ${place * size} to ${(place + blocks) * size - 1}`;
+      return `request ${name}${id}${where}; ${tokens} of ${blocks * size} written. The request: ${this.amount(holding)}.`;
     }
   };
 })();

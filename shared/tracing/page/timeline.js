@@ -52,6 +52,7 @@ class Timeline {
     const section = make("section", "", parent);
     make("h2", trace.title, section);
     make("p", Object.entries(trace.settings).map(([key, value]) => `${key} ${value}`).join(" · "), section);
+    make("p", `Where to look: ${trace.focus.text}`, section, "caption");
     const plot = make("div", "", section, "timeline");
     this.names = make("div", "", plot, "names");
     this.scroller = make("div", "", plot, "scroller");

@@ -54,7 +54,10 @@ class EchoPool:
 
 
 class EchoEngine:
-    """Answers each prompt with its own tokens, over and over; the token POISON fails instead."""
+    """Answers each prompt with its own tokens, over and over; the token POISON fails instead.
+
+    The log-probability of a prompt's token is its id, below 0.
+    """
 
     def __init__(self, folder: Path, *, max_batch_size: int = 4, max_waiting_requests: int = 64) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_waiting_requests": max_waiting_requests}
@@ -126,6 +129,15 @@ class EchoEngine:
         return EngineLoad(len(self.running), len(self.waiting), len(self.running) / self.config.max_batch_size, 0)
 
     def _next(self, request: Request) -> StepOutput:
+        output = self._next_token(request) if request.params.max_new_tokens else nothing(request)
+        count = request.params.prompt_logprobs
+        if count is None or len(request.output_ids) > 1:
+            return output
+        others = request.prompt_ids[1:]
+        own = [TokenLogprobs(-float(index), ((index, -float(index)),) * min(1, count)) for index in others]
+        return output._replace(prompt_logprobs=(None, *own))
+
+    def _next_token(self, request: Request) -> StepOutput:
         special = self.tokenizer.special_ids
         text_ids = [index for index in request.prompt_ids if index not in special] or request.prompt_ids
         token_id = text_ids[len(request.output_ids) % len(text_ids)]
@@ -138,6 +150,10 @@ class EchoEngine:
         return self.streams[request].push(token_id, None if count is None else TokenLogprobs(-0.5, top))
 
 
+def nothing(request: Request) -> StepOutput:
+    return StepOutput(request.request_id, None, "", FinishReason.LENGTH)
+
+
 @dataclass
 class Running:
     """A server that runs on a thread of this process."""
@@ -148,8 +164,9 @@ class Running:
     server: Server
     loop: asyncio.AbstractEventLoop
 
-    def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, **options)
+    def client(self, accept: str = "text/event-stream") -> httpx.Client:
+        """A client that asks completions for named events, unless it accepts something else."""
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, headers={"Accept": accept})
 
     def call(self, function: Callable[[], None]) -> None:
         self.loop.call_soon_threadsafe(function)

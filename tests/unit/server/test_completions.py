@@ -5,8 +5,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.unit.server.echo import POISON, EchoEngine, serving
-from tests.unit.server.exchange import completion, events
+from tests.unit.server.echo import POISON, EchoEngine, Running, serving
+from tests.unit.server.exchange import chat, completion, events
+
+OPTIONS = {"include_usage": True}
 
 
 def test_a_completion_streams_named_events_that_are_openai_chunks(client: httpx.Client) -> None:
@@ -68,16 +70,71 @@ def test_logprobs_of_completions(client: httpx.Client) -> None:
     assert shown[0]["top_logprobs"] == [{"a": -1.0, "b": -2.0}]
 
 
-def test_plain_events_have_no_names_and_end_in_openais_manner(folder: Path) -> None:
-    with serving(EchoEngine(folder), plain_events=True) as running, running.client() as client:
-        body = completion(stream_options={"include_usage": True})
-        frames = events(client.post("/v1/completions", json=body).text)
-        assert [name for name, _ in frames] == [None] * 7
-        assert [data["token_id"] is not None for _, data in frames[:5]] == [True] * 4 + [False]
-        assert frames[4][1]["choices"][0]["finish_reason"] == "length"
-        assert frames[4][1]["usage"] == frames[5][1]["usage"]
-        assert frames[5][1]["choices"] == []
-        assert frames[6][1] == "[DONE]"
-        frames = events(client.post("/v1/completions", json=completion("a" + POISON)).text)
-        assert frames[0][1]["choices"][0]["text"] == "a"
-        assert [data if data == "[DONE]" else set(data) for _, data in frames[1:]] == [{"error"}, "[DONE]"]
+def test_a_streamed_completion_has_openais_frames(client: httpx.Client) -> None:
+    """It asks with `stream`, so that its `Accept` says nothing."""
+    body = completion(stream=True, stream_options={"include_usage": True})
+    frames = events(client.post("/v1/completions", json=body).text)
+    assert [name for name, _ in frames] == [None] * 7
+    assert [data["token_id"] is not None for _, data in frames[:5]] == [True] * 4 + [False]
+    assert [data["usage"] for _, data in frames[:5]] == [None] * 5
+    assert frames[4][1]["choices"][0]["finish_reason"] == "length"
+    assert frames[5][1]["choices"] == []
+    assert frames[5][1]["usage"]["completion_tokens"] == 4
+    assert frames[6][1] == "[DONE]"
+    frames = events(client.post("/v1/completions", json=completion(stream=True)).text)
+    assert all("usage" not in data for _, data in frames[:-1])
+    frames = events(client.post("/v1/completions", json=completion("a" + POISON, stream=True)).text)
+    assert frames[0][1]["choices"][0]["text"] == "a"
+    assert [data if data == "[DONE]" else set(data) for _, data in frames[1:]] == [{"error"}, "[DONE]"]
+
+
+def test_a_completion_is_one_body_that_says_what_its_stream_says(client: httpx.Client) -> None:
+    body = completion("abc", max_tokens=9, stop="c", logprobs=2)
+    frames = [data["choices"][0] for _, data in events(client.post("/v1/completions", json=body).text)]
+    response = client.post("/v1/completions", json={**body, "stream": False})
+    assert response.headers["content-type"] == "application/json"
+    whole = response.json()
+    (choice,) = whole["choices"]
+    assert whole["object"] == "text_completion"
+    assert choice["text"] == "".join(one["text"] for one in frames) == "ab"
+    assert (choice["index"], choice["finish_reason"], choice["stop_reason"]) == (0, "stop", "c")
+    for name, values in choice["logprobs"].items():
+        assert values == [one["logprobs"][name][0] for one in frames[:-1]]
+    assert whole["usage"]["completion_tokens"] == len(frames) - 1
+    assert client.post("/v1/completions", json=completion(POISON, stream=False)).status_code == 500
+
+
+@pytest.mark.parametrize(
+    ("accept", "stream", "kind"),
+    [
+        ("*/*", None, "body"),
+        ("application/json", None, "body"),
+        ("text/*", None, "body"),
+        ("text/event-stream", None, "named"),
+        ("application/json;q=0.5, Text/Event-Stream;q=0.9", None, "named"),
+        ("text/event-stream", False, "body"),
+        ("text/event-stream", True, "unnamed"),
+        ("*/*", True, "unnamed"),
+        ("application/json", True, "unnamed"),
+    ],
+)
+def test_stream_and_accept_choose_the_response(accept: str, stream: bool | None, kind: str, echo: Running) -> None:
+    for fields in [{}, {"stream": None}] if stream is None else [{"stream": stream}]:
+        with echo.client(accept) as client:
+            assert kind_of(client.post("/v1/completions", json=completion(**fields))) == kind
+
+
+def test_named_events_can_be_the_answer_to_every_completion(folder: Path) -> None:
+    with serving(EchoEngine(folder), named_events=True) as running, running.client("*/*") as client:
+        for fields in ({}, {"stream": True}, {"stream": False}, {"stream": True, "stream_options": OPTIONS}):
+            response = client.post("/v1/completions", json=completion(**fields))
+            assert kind_of(response) == "named"
+            assert [name for name, _ in events(response.text)] == ["token"] * 4 + ["done"]
+        assert kind_of(client.post("/v1/chat/completions", json=chat())) == "body", "chat has no other form"
+
+
+def kind_of(response: httpx.Response) -> str:
+    if response.headers["content-type"] == "application/json":
+        return "body"
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    return "unnamed" if events(response.text)[-1] == (None, "[DONE]") else "named"

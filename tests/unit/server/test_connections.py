@@ -151,7 +151,7 @@ def test_a_connection_too_many_is_told_so(small: Running, caplog: pytest.LogCapt
 def test_rubbish_behind_a_request_does_not_enter_its_answer(folder: Path) -> None:
     engine = EchoEngine(folder)
     engine.step_seconds = 0.02
-    body = json.dumps(completion(max_tokens=3000)).encode()
+    body = json.dumps(completion(max_tokens=3000, stream=True)).encode()
     with serving(engine) as running:
         with connected(running, HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)) as connection:
             answer = connection.recv(65536)

@@ -16,7 +16,18 @@ import pytest
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
-from shared.server.engine_loop import Add, Answered, Ask, Crashed, Event, Question, Refused, Stepped, Stop
+from shared.server.engine_loop import (
+    Add,
+    Answered,
+    Ask,
+    Crashed,
+    Event,
+    NewRequest,
+    Question,
+    Refused,
+    Stepped,
+    Stop,
+)
 from shared.server.engine_process import MAX_UNDELIVERED, EngineProcess
 from shared.server.engine_thread import EngineThread
 from tests.unit.server.echo import EchoEngine, serving, wait_until
@@ -59,11 +70,11 @@ def handle(folder: Path) -> Iterator[EngineProcess]:
 
 
 def answer(running: Any, prompt: str) -> list[str]:
-    """The lines of a stream, ids of requests apart."""
+    """The lines of a stream, without the ids and times of requests."""
     with running.client() as client:
         body = {"model": "echo", "prompt": prompt, "max_tokens": 5}
         lines = client.post("/v1/completions", json=body).text.splitlines()
-    return [line.partition('"object"')[2] or line for line in lines]
+    return [line.partition('"model"')[2] or line for line in lines]
 
 
 def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess) -> None:
@@ -95,7 +106,7 @@ def test_commands_are_answered_between_two_steps_and_in_their_order(handle: Engi
 
     handle.start(tell)
     for _ in range(2):  # a long answer, so that the first is there when the second comes
-        handle.send(Add("a", [40], SamplingParams(max_new_tokens=4000)))
+        handle.send(Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),)))
     handle.send(Ask(7, Question.DESCRIPTION))
     wait_until(lambda: any(isinstance(event, Answered) for event in events) and isinstance(events[-1], Stepped))
     (refused,) = (event for event in events if isinstance(event, Refused))
@@ -148,7 +159,7 @@ def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last
         told.release()
 
     handle.start(tell)
-    handle.send(Add("a", [40], SamplingParams(max_new_tokens=4000)))
+    handle.send(Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),)))
     for _ in range(MAX_UNDELIVERED):
         assert told.acquire(timeout=10)
     assert not told.acquire(timeout=0.3)

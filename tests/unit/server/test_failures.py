@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -94,12 +95,13 @@ def test_a_bug_in_taking_a_request_is_that_requests_alone(folder: Path, monkeypa
         assert client.get("/debug/engine").json()["num_open_requests"] == 0
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_openais_client_raises_what_ends_a_stream(is_plain: bool, folder: Path) -> None:
-    with serving(EchoEngine(folder), plain_events=is_plain) as running:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_openais_client_raises_what_ends_a_stream(is_named: bool, folder: Path) -> None:
+    with serving(EchoEngine(folder), named_events=is_named) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
-        chunks = list(client.completions.create(model="echo", prompt="ab", max_tokens=4, stream=True))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == "abab"
+        usage: Any = {"stream_options": {"include_usage": True}}
+        chunks = list(client.completions.create(model="echo", prompt="ab", max_tokens=4, stream=True, **usage))
+        assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "abab"
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 4
         with pytest.raises(openai.APIError, match="The request was poisoned"):

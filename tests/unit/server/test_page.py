@@ -1,8 +1,11 @@
 """The page's files and policy, and the description of the API."""
 
 import json
+import re
 
 import httpx
+
+from tests.unit.server.echo import LIMIT, VOCAB
 
 
 def test_the_page_comes_with_a_policy_and_contacts_no_other_host(client: httpx.Client) -> None:
@@ -27,4 +30,9 @@ def test_openapi_describes_bodies_and_errors(client: httpx.Client) -> None:
         responses = described["paths"][path]["post"]["responses"]
         assert {"200", "400", "422", "503"} <= set(responses)
     properties = described["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert properties["n"]["enum"] == [1, None]
+    assert properties["model"] == {"const": "echo"}
+    assert properties["seed"]["anyOf"][0]["maximum"] == 2**64 - 1
+    assert properties["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == VOCAB - 1
+    assert properties["max_tokens"]["anyOf"][0]["maximum"] == LIMIT
+    (pattern,) = properties["logit_bias"]["anyOf"][0]["patternProperties"]
+    assert [number for number in range(2 * VOCAB) if re.match(pattern, str(number))] == list(range(VOCAB))

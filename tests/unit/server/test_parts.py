@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shared.engine.output import StepOutput
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
+from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
 from shared.server.completions import CompletionFrames
 from shared.server.errors import ApiError
@@ -59,22 +60,27 @@ def test_no_text_ends_a_frame(text: str) -> None:
     assert json.loads(data.removeprefix("data: ")) == {"text": text}
 
 
-@given(text=st.text(), token_id=st.integers(0, 2**31), is_plain=st.booleans(), model=st.text(min_size=1))
-def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_plain: bool, model: str) -> None:
+@given(text=st.text(), token_id=st.integers(0, 2**31), is_named=st.booleans(), model=st.text(min_size=1))
+def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_named: bool, model: str) -> None:
     """Most of it is made once a request; what results is what json would have made."""
-    frames = CompletionFrames("id", model, tokenizer=None, is_plain=is_plain, wants_usage=False)  # type: ignore[arg-type]
-    encoded = frames.tokens([StepOutput("id", token_id, text)]).decode()
-    name = [] if is_plain else ["event: token"]
+    stream, _ = make_stream()
+    frames = CompletionFrames(Answer("id", [stream]), model, tokenizer=None, is_named=is_named, wants_usage=True)  # type: ignore[arg-type]
+    encoded = frames.tokens(stream, [StepOutput("id", token_id, text)]).decode()
+    name = ["event: token"] if is_named else []
     *head, data, end, last = encoded.split("\n")
     assert (head, end, last) == (name, "", "")
     chunk = json.loads(data.removeprefix("data: "))
     assert chunk["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": None}]
     assert (chunk["token_id"], chunk["model"], chunk["object"]) == (token_id, model, "text_completion")
+    assert chunk.get("usage", "none") == ("none" if is_named else None)
 
 
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
     abandoned: list[str] = []
-    return AnswerStream("id", 3, param="prompt", max_unread_bytes=max_unread_bytes, abandon=abandoned.append), abandoned
+    stream = AnswerStream(
+        "id", [1, 2, 3], index=0, param="prompt", max_unread_bytes=max_unread_bytes, abandon=abandoned.append
+    )
+    return stream, abandoned
 
 
 def output(text: str = "x", **more: Any) -> StepOutput:
@@ -84,18 +90,25 @@ def output(text: str = "x", **more: Any) -> StepOutput:
 def test_a_stream_gives_everything_once_and_then_nothing() -> None:
     async def run() -> None:
         stream, abandoned = make_stream()
+        answer = Answer("id", [stream])
+
+        async def taken() -> list[str]:
+            return [one.text for _, outputs in await answer.take() for one in outputs]
+
         stream.push(output("a"), 1.0)
         stream.push(output("b"), 2.0)
-        assert [one.text for one in await stream.take()] == ["a", "b"]
-        taking = asyncio.create_task(stream.take())
+        assert await taken() == ["a", "b"]
+        taking = asyncio.create_task(taken())
         await asyncio.sleep(0)
         assert not taking.done()
+        assert answer.is_open
         stream.push(output("c", finish_reason=FinishReason.STOP, stop="d"), 3.0)
-        assert [one.text for one in await taking] == ["c"]
-        assert await stream.take() == []
+        assert await taking == ["c"]
+        assert not answer.is_open
+        assert await answer.take() == []
         assert (stream.num_tokens, stream.first_token, stream.last_token, stream.ended) == (3, 1.0, 3.0, 3.0)
         assert (stream.finish_reason, stream.stop, stream.error) == (FinishReason.STOP, "d", None)
-        assert stream.usage == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        assert answer.usage == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
         stream.cancel("late")
         stream.push(output("z"), 4.0)
         assert (stream.num_tokens, stream.cause, abandoned) == (3, None, [])
@@ -106,13 +119,14 @@ def test_a_stream_gives_everything_once_and_then_nothing() -> None:
 def test_a_nudge_wakes_and_ends_nothing() -> None:
     async def run() -> None:
         stream, _ = make_stream()
-        taking = asyncio.create_task(stream.take())
+        answer = Answer("id", [stream])
+        taking = asyncio.create_task(answer.take())
         await asyncio.sleep(0)
-        stream.nudge()
+        answer.nudge()
         assert await taking == []
-        assert stream.is_open
+        assert answer.is_open
         stream.push(output("a"), 1.0)
-        assert len(await stream.take()) == 1
+        assert len(await answer.take()) == 1
 
     asyncio.run(run())
 
@@ -135,8 +149,8 @@ def test_what_waits_unread_is_bounded_by_what_it_becomes(text: str, logprobs: To
             def token_bytes(self, token_id: int) -> bytes:
                 return b"%d" % token_id
 
-        frames = CompletionFrames("cmpl-" + "0" * 32, "a-model-name", Names(), is_plain=False, wants_usage=False)  # type: ignore[arg-type]
-        size = len(frames.tokens(await stream.take()))
+        frames = CompletionFrames(Answer("cmpl-" + "0" * 32, [stream]), "a-model-name", Names(), is_named=True)  # type: ignore[arg-type]
+        size = len(frames.tokens(stream, stream.take()))
         assert 0.1 * limit < size <= 1.1 * limit
 
     asyncio.run(run())

@@ -23,8 +23,8 @@ def connected(running: Running, path: str, body: dict[str, Any], *, receive_buff
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.connect((host, int(port)))
         connection.sendall(
-            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-            % (path.encode(), len(content), content)
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (path.encode(), len(content), content)
         )
         yield connection
 

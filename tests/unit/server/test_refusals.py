@@ -15,27 +15,31 @@ from tests.unit.server.echo import LIMIT, VOCAB, EchoEngine, serving, wait_until
 from tests.unit.server.exchange import chat, completion, error_of, events
 
 NEUTRAL = {
-    "n": [1, None],
-    "presence_penalty": [0, 0.0, None],
-    "frequency_penalty": [0, 0.0, None],
-    "logit_bias": [{}, None],
+    "n": [1, 1.0, 16, None],
+    "presence_penalty": [0, 0.0, None, -2, 2],
+    "frequency_penalty": [0, 0.0, None, -2, 2],
+    "logit_bias": [{}, None, {"5": 1, str(VOCAB - 1): -100}],
+    "min_tokens": [0, 1, 10**30, None],
+    "stop_token_ids": [[], None, [5, 6.0], [VOCAB - 1] * 128],
     "stop": [None, [], "never"],
     "seed": [None, 0, 2**64 - 1],
-    "top_k": [None, 0, -1, 5],
+    "top_k": [None, 0, -1, 5, 5.0, 10**30],
     "user": ["someone", None],
     "metadata": [{"a": "b"}, None],
     "temperature": [None, 0, 0.0, 2],
     "repetition_penalty": [None, 1, 1.0],
-    "stream_options": [None, {"include_usage": False}],
+    "stream_options": [None, {"include_usage": False}, {"include_usage": True, "continuous_usage_stats": True}],
     "skip_special_tokens": [True],
-    "min_p": [0, 0.0],
+    "min_p": [0, 0.0, 1, None],
     "ignore_eos": [True, False, None],
 }
 REFUSED = {
-    "n": [2, 0, "1", True],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [-1],
-    "logit_bias": [{"5": 1}],
+    "n": [17, 0, "1", True, 1.5],
+    "presence_penalty": [2.1, "1", True],
+    "frequency_penalty": [-2.1, []],
+    "logit_bias": [{"5": 101}, {"5": "1"}, {"x": 1}, {"-1": 1}, {"05": 1}, {str(VOCAB): 1}, {"9" * 5000: 1}, [5]],
+    "min_tokens": [-1, "1", 0.5],
+    "stop_token_ids": [[VOCAB], [-1], ["5"], [True], 5, [1] * 129],
     "temperature": [-0.1, "0.7", [], True],
     "top_p": [0, 1.1, -1],
     "top_k": [-2, 1.5],
@@ -46,7 +50,9 @@ REFUSED = {
     "stream": ["yes"],
     "stream_options": [{"include_usage": "yes"}, {"whatever": 1}],
     "model": ["other", "", 3],
-    "min_p": [0.1],
+    "min_p": [-0.1, 1.1, "0"],
+    "tools": [[{}]],
+    "response_format": [{"type": "json_object"}],
     "unheard_of": [None, 1],
 }
 
@@ -73,7 +79,27 @@ def test_a_value_that_is_not_possible_is_refused_by_its_name(name: str, client: 
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", [], [""], [[]], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], {}, 7, None, [VOCAB], [-1], "\ud800"],
+    [
+        "",
+        [],
+        [""],
+        [[]],
+        ["a", ""],
+        [[1], []],
+        ["a", [1]],
+        ["a"] * 65,
+        [1, "a"],
+        [1.5],
+        [True],
+        {},
+        7,
+        None,
+        [VOCAB],
+        [-1],
+        [[1], [VOCAB]],
+        ["a", "x" * LIMIT],
+        "\ud800",
+    ],
 )
 def test_prompts_that_are_none_are_refused(prompt: Any, client: httpx.Client) -> None:
     body = json.dumps(completion(prompt)).encode()

@@ -57,7 +57,7 @@ def test_the_chrome_trace_holds_every_step_cell_and_counter(traces: list[Trace])
 
 @dataclass(frozen=True)
 class BlockRecord(StepRecord):
-    """A record as a later phase could extend it: who owns which block."""
+    """A record as a later phase could extend it: the owner of each block."""
 
     blocks: tuple[tuple[str, tuple[int, ...]], ...] = ()
 

@@ -49,7 +49,7 @@ def test_continuous_batching_by_hand(folder: Path) -> None:
     assert [lane.capacity(trace) for lane in LANES] == [2, 2, None, 2 * 128, 2]
 
 
-def test_whoever_decodes_stalls_beside_prompts_under_prefill_first(folder: Path) -> None:
+def test_decoding_requests_stall_in_steps_with_prefills_under_prefill_first(folder: Path) -> None:
     engine = make_engine(folder, max_batch_size=4, scheduler_policy="prefill_first", max_decode_interval=3)
     trace = recorded(engine, arrivals(4, 2, 2, 2, steps=(0, 1, 2, 3)))
     assert kinds(trace)["a"] == [P, S, S, D, D, D]

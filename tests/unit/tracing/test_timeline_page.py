@@ -1,4 +1,4 @@
-"""The page: it carries the trace, escapes what others wrote, needs nobody; its tables."""
+"""The timeline page: it contains the trace, escapes foreign text and loads nothing; its tables."""
 
 import base64
 import hashlib
@@ -31,7 +31,7 @@ def test_what_users_and_models_wrote_is_no_markup(traces: list[Trace]) -> None:
     assert "<title>&lt;i&gt;{{data}}&lt;/i&gt;</title>" in html
 
 
-def test_the_page_needs_nobody_and_its_policy_says_so(traces: list[Trace]) -> None:
+def test_the_page_loads_nothing_and_its_policy_forbids_it(traces: list[Trace]) -> None:
     html = page(traces, "x")
     assert set(re.findall(r"https?://[^\s'\"<>]+", html)) == {"http://www.w3.org/2000/svg"}, "a name, never fetched"
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', html)

@@ -1,4 +1,4 @@
-"""Few blocks: who is preempted, and whose the memory is, in the trace and in both files."""
+"""Few blocks: preempted requests, and the owner of each block, in the trace and in both files."""
 
 from shared.engine.record import StepRecord
 from shared.tracing.chrome import chrome_trace

@@ -1,0 +1,54 @@
+"""Where to look in a trace: the step at which something happens, in a sentence. Introduced in phase 6.
+
+The page shows the sentence as a caption, and its slider begins at the step. Invariant: what the sentence says can be
+seen in the timeline at that step.
+"""
+
+from dataclasses import dataclass
+
+from shared.tracing.trace import CellKind, Trace
+
+
+@dataclass(frozen=True)
+class Focus:
+    """A step of the trace, and what to look at there."""
+
+    step: int
+    text: str
+
+
+def focus(trace: Trace) -> Focus:
+    """The first of these that the run has: a preemption, a stalled request, empty rows while requests wait, a wait."""
+    for request in trace.requests:
+        for step in trace.preemptions(request)[:1]:
+            again = next((n for kind, n, _ in trace.runs(request) if kind is CellKind.RECOMPUTE and n > step), None)
+            then = "" if again is None else f" Step {again} recomputes its tokens."
+            return Focus(step, f"in step {step} blocks run out, and request {request.request_id} is preempted.{then}")
+    for request in trace.requests:
+        for kind, step, after in trace.runs(request):
+            if kind is CellKind.STALL:
+                prompts = ", ".join(name for name, _ in trace.steps[step].record.prefilled)
+                beside = f" while request {prompts} is prefilled" if prompts else ""
+                steps = "1 step" if after - step == 1 else f"{after - step} steps"
+                return Focus(step, f"from step {step} on request {request.request_id} stalls for {steps}{beside}.")
+    empty = [
+        (trace.max_batch_size - step.num_served) if step.record.num_waiting and step.num_served else 0
+        for step in trace.steps
+    ]
+    if max(empty, default=0) > 0:
+        step = empty.index(max(empty))
+        waiting = trace.steps[step].record.num_waiting
+        others = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
+        is_static = trace.settings.get("batching mode") == "static"
+        why = "the batch has to end first" if is_static else "the KV cache has no room for the next"
+        served = trace.steps[step].num_served
+        return Focus(step, f"step {step} runs {served} of {trace.max_batch_size} rows while {others}: {why}.")
+    waits = {request.request_id: trace.runs(request)[:1] for request in trace.requests}
+    ends = {name: runs[0][2] for name, runs in waits.items() if runs and runs[0][0] is CellKind.QUEUE}
+    if ends:
+        name, step = max(ends.items(), key=lambda entry: entry[1])
+        step = min(step, len(trace.steps) - 1)
+        return Focus(step, f"request {name} waits until step {step}, when a request that has finished makes room.")
+    held = [step.memory.num_held if step.memory is not None else step.num_served for step in trace.steps]
+    step = held.index(max(held)) if held else 0
+    return Focus(step, f"no request waits; in step {step} the most memory is held.")

@@ -1,0 +1,46 @@
+"""Records runs that are compared: a round to warm up, then trials in turns. Introduced in phase 5.
+
+Steps and tokens of a run are the same in every trial. Times are not: whatever runs first in a process is slower.
+Invariant: every run is warm before the first trial, and none always begins a round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shared.tracing.recorder import Recorder
+from shared.tracing.trace import Trace
+from shared.tracing.workload import Arrival, run
+
+TRIALS = 3
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """A title, a warm engine, the requests, and the settings that the page shows."""
+
+    title: str
+    engine: Any
+    arrivals: Sequence[Arrival]
+    settings: dict[str, str | int | float | None]
+
+
+def record(runs: Sequence[TracedRun]) -> list[Trace]:
+    """The trace of each run; of runs that are compared, with the times of the trial of median time.
+
+    The blocks are those of the first round, since a pool hands out freed blocks in another order.
+    """
+    rounds: list[list[Trace]] = [[] for _ in runs]
+    for number in range(1 + TRIALS if len(runs) > 1 else 1):
+        for place in (n % len(runs) for n in range(number, number + len(runs))):
+            recorder = Recorder(runs[place].engine)
+            run(recorder, runs[place].arrivals)
+            rounds[place].append(recorder.trace(runs[place].title, **runs[place].settings))
+    return [_median(each[0], each[1:] or each) for each in rounds]
+
+
+def _median(first: Trace, trials: Sequence[Trace]) -> Trace:
+    """The trial of median time, with the blocks of the first round."""
+    median = sorted(trials, key=lambda trace: trace.totals.seconds)[len(trials) // 2]
+    pairs = zip(first.steps, median.steps, strict=True)
+    return replace(median, steps=tuple(replace(timed, memory=held.memory) for held, timed in pairs))

@@ -1,0 +1,20 @@
+"""Every known mistake proved: applied, it fails, and is recognised as itself and as no other."""
+
+import pytest
+
+from tutorial.workshop.check import CheckServer
+from tutorial.workshop.exercises import Exercise, exercises
+from tutorial.workshop.mistakes import is_alike, run_mistakes
+from tutorial.workshop.verdicts import Outcome
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("exercise", exercises(), ids=lambda exercise: exercise.number)
+def test_every_known_mistake_fails_and_is_recognised_as_itself(exercise: Exercise, check_server: CheckServer) -> None:
+    known = run_mistakes(check_server, exercise)
+    assert len(known) >= 3
+    for mistake, verdict in known.items():
+        assert verdict.outcome is Outcome.FAILED, (mistake.says, verdict.reason)
+        alike = [other.says for other, its_verdict in known.items() if is_alike(verdict, its_verdict)]
+        assert set(alike) == {mistake.says}

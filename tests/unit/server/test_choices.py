@@ -1,0 +1,250 @@
+"""Several choices of one answer: `n`, lists of prompts, and prompts that are given back."""
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from shared.errors import QueueFullError
+from shared.server.intake import derived_seed
+from tests.unit.server.echo import LIMIT, POISON, EchoEngine, serving, wait_until
+from tests.unit.server.exchange import chat, completion, error_of, events
+
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+
+
+def whole(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    response = client.post("/v1/completions", json=completion(stream=False, **fields))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_choices_come_prompt_by_prompt_and_a_prompt_counts_once(client: httpx.Client) -> None:
+    for prompts in (["ab", "cde"], [[69, 70], [71, 72, 73]]):
+        found = whole(client, prompt=prompts, n=2, max_tokens=5)
+        assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+        texts = [choice["text"] for choice in found["choices"]]
+        alone = [whole(client, prompt=prompt, max_tokens=5) for prompt in prompts]
+        assert texts == [one["choices"][0]["text"] for one in alone for _ in range(2)]
+        prompt_tokens = sum(one["usage"]["prompt_tokens"] for one in alone)
+        assert found["usage"] == {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": 20,
+            "total_tokens": prompt_tokens + 20,
+        }
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_streamed_choices_are_interleaved_and_each_ends_once(path: str, client: httpx.Client) -> None:
+    body = {**(completion if "chat" not in path else chat)("ab"), "n": 3, "stream": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    *frames, usage, done = [data for _, data in events(client.post(path, json=body).text)]
+    assert done == "[DONE]"
+    kinds = [choice for frame in frames for choice in frame["choices"]]
+    ended = [choice["index"] for choice in kinds if choice["finish_reason"] == "length"]
+    assert ended == [0, 1, 2]
+    texts = ["", "", ""]
+    for choice in kinds:
+        texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content", "")
+    assert len(set(texts)) == 1
+    assert len(texts[0]) == 4
+    first = [choice["index"] for choice in kinds if choice.get("text") or choice.get("delta", {}).get("content")]
+    assert first != sorted(first), "choices are interleaved as their tokens come, not sent one after the other"
+    so_far = [frame["usage"]["completion_tokens"] for frame in frames]
+    assert so_far == sorted(so_far)
+    assert so_far[-1] == usage["usage"]["completion_tokens"] == 12
+    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {usage["usage"]["prompt_tokens"]}
+
+
+def test_named_events_of_several_choices_end_once(client: httpx.Client) -> None:
+    frames = events(client.post("/v1/completions", json=completion(["ab", "c"], n=2, stop="b")).text)
+    *tokens, (last, done) = frames
+    assert {name for name, _ in tokens} == {"token"}
+    assert last == "done"
+    assert [(choice["index"], choice["finish_reason"], choice["stop_reason"]) for choice in done["choices"]] == [
+        (0, "stop", "b"),
+        (1, "stop", "b"),
+        (2, "length", None),
+        (3, "length", None),
+    ]
+    assert done["usage"]["completion_tokens"] == len(tokens) == 2 * 2 + 2 * 4
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_n_seeds_are_derived_and_the_first_is_kept(path: str, folder: Path) -> None:
+    engine = EchoEngine(folder)
+    seeds: list[int | None] = []
+    add = engine.add_request
+    engine.add_request = lambda prompt, params, name: (seeds.append(params.seed), add(prompt, params, name))[1]  # type: ignore[method-assign,assignment,misc]
+    with serving(engine) as running, running.client() as client:
+        for seed in (5, 6, None):
+            client.post(path, json={**(completion if "chat" not in path else chat)("ab"), "n": 3, "seed": seed})
+    assert seeds[0] == 5
+    assert seeds[:3] == [derived_seed(5, index) for index in range(3)]
+    assert len(set(seeds[:6])) == 6
+    assert seeds[6:] == [None] * 3
+    assert all(0 <= seed < 2**64 for seed in seeds[:6] if seed is not None)
+
+
+def test_best_of_equals_n(client: httpx.Client) -> None:
+    for n, best_of in ((2, 2), (1, 1), (None, 1), (3, None)):
+        assert len(whole(client, n=n, best_of=best_of)["choices"]) == (n or 1)
+    for n, best_of in ((2, 1), (None, 2), (2, 3), (1, 0)):
+        refused = client.post("/v1/completions", json=completion(n=n, best_of=best_of))
+        assert (refused.status_code, error_of(refused)["param"]) == (422, "best_of")
+
+
+def test_choices_are_admitted_together_or_refused_together(folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=4)
+    with serving(engine) as running, running.client() as client:
+        refused = client.post("/v1/completions", json=completion(["a", "b"], n=3))
+        assert refused.status_code == 422, "which could never be"
+        assert "6 requests come together and max_waiting_requests is 4" in error_of(refused)["message"]
+        engine.step_seconds = 0.3
+        codes: list[int] = []
+        threads = [
+            threading.Thread(
+                target=lambda: codes.append(client.post("/v1/completions", json=completion("a", n=3)).status_code)
+            )
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(codes) == 2)
+        assert codes == [503, 503]
+        assert len(engine.waiting) + len(engine.running) == 3
+        engine.step_seconds = 0.0
+        for thread in threads:
+            thread.join()
+        assert codes == [503, 503, 200]
+        add, names = engine.add_request, list[str]()
+
+        def refuse_the_third(prompt: Any, params: Any, name: str | None = None) -> str:
+            assert name is not None
+            names.append(name)
+            if len(names) == 3:
+                raise QueueFullError("There is no place any more.")
+            return add(prompt, params, name)
+
+        engine.add_request = refuse_the_third  # type: ignore[method-assign]
+        num_steps = engine.num_steps
+        assert client.post("/v1/completions", json=completion("a", n=4)).status_code == 503
+        assert len(names) == 3
+        assert engine.num_steps == num_steps, "none of them ran"
+        assert client.get("/debug/engine").json()["num_open_requests"] == 0
+        assert client.get("/health").json()["num_requests_waiting"] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_choice_that_fails_ends_all_with_its_error(stream: bool, folder: Path) -> None:
+    engine = EchoEngine(folder)
+    with serving(engine) as running, running.client() as client:
+        body = completion(["ab", "abc" + POISON], n=2, max_tokens=4000, stream=stream)
+        response = client.post("/v1/completions", json=body)
+        if stream:
+            *_, (_, error), (_, done) = events(response.text)
+            assert (error["error"]["message"], done) == ("The request was poisoned.", "[DONE]")
+        else:
+            assert (response.status_code, error_of(response)["code"]) == (500, "engine_error")
+        wait_until(lambda: not engine.has_work())
+        assert client.get("/debug/engine").json()["audit"] == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_all_its_choices(path: str, stream: bool, folder: Path) -> None:
+    engine = EchoEngine(folder, max_batch_size=2)
+    engine.step_seconds = 0.02
+    with serving(engine) as running, running.client() as client:
+        body = {**(completion if "chat" not in path else chat)("ab"), "max_tokens": 4000, "n": 4, "stream": stream}
+        with contextlib.suppress(httpx.ReadTimeout), client.stream("POST", path, json=body, timeout=0.4) as response:
+            next(response.iter_raw())
+        wait_until(lambda: not engine.has_work(), seconds=5)
+        assert client.get("/debug/engine").json()["num_open_requests"] == 0
+        assert engine.pool.audit() == []
+
+
+# `echo`
+
+
+def test_the_prompt_is_given_back_before_its_continuation(client: httpx.Client) -> None:
+    found = whole(client, prompt=["ab", "cde"], n=2, echo=True)
+    assert [choice["text"] for choice in found["choices"]] == ["ababab", "ababab", "cdecdec", "cdecdec"]
+    ids = whole(client, prompt=[69, 70], echo=True)["choices"][0]["text"]
+    assert ids == whole(client, prompt=[69, 70], max_tokens=2)["choices"][0]["text"] * 3
+    assert all(choice["logprobs"] is None for choice in found["choices"])
+
+
+@pytest.mark.parametrize("stream", [None, True])
+def test_a_streamed_prompt_comes_with_the_first_token(stream: bool | None, client: httpx.Client) -> None:
+    fields = completion(["ab", "cde"], echo=True, logprobs=1, stream=stream)
+    frames = [data for _, data in events(client.post("/v1/completions", json=fields).text) if data != "[DONE]"]
+    choices = [choice for frame in frames for choice in frame["choices"]]
+    for index, expected in enumerate(
+        client.post("/v1/completions", json={**fields, "stream": False}).json()["choices"]
+    ):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == expected["text"]
+        for name, values in expected["logprobs"].items():
+            assert [value for choice in own if choice["logprobs"] for value in choice["logprobs"][name]] == values
+    assert sum(frame["token_id"] is not None for frame in frames) == 8, "one frame for each generated token"
+
+
+def test_the_log_probabilities_of_a_prompt_begin_with_null(client: httpx.Client) -> None:
+    for add_special_tokens, num_special in ((None, 1), (True, 1), (False, 0)):
+        fields = {"prompt": "abc", "echo": True, "logprobs": 1, "add_special_tokens": add_special_tokens}
+        (choice,) = whole(client, **fields, max_tokens=2)["choices"]
+        found = choice["logprobs"]
+        assert choice["text"] == "abcab"
+        assert found["tokens"][num_special:] == list("abcab")
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        assert np.diff(found["token_logprobs"][1:-2]).tolist() == [-1.0] * (num_special + 1), (
+            "ids that follow each other"
+        )
+        assert found["token_logprobs"][-2:] == [-0.5, -0.5]
+        assert found["text_offset"][num_special:] == [0, 1, 2, 3, 4]
+        assert [len(values) for values in found.values()] == [num_special + 5] * 4
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 1])
+@pytest.mark.parametrize("form", ["body", "unnamed", "named"])
+def test_nothing_is_generated_for_a_prompt_alone(logprobs: int | None, form: str, client: httpx.Client) -> None:
+    fields = completion("abc", echo=True, max_tokens=0, logprobs=logprobs)
+    fields["stream"] = {"body": False, "unnamed": True, "named": None}[form]
+    response = client.post("/v1/completions", json=fields)
+    if form == "body":
+        chunk = response.json()
+        assert chunk["usage"]["completion_tokens"] == 0
+    else:
+        frames = events(response.text)
+        assert [name for name, _ in frames] == ([None, None] if form == "unnamed" else ["done"])
+        chunk = frames[0][1]
+    (choice,) = chunk["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert (choice["logprobs"] is None) == (logprobs is None)
+    if logprobs is not None:
+        assert choice["logprobs"]["tokens"][-3:] == ["a", "b", "c"]
+
+
+def test_fields_of_a_conversation_are_refused_by_their_own_names(client: httpx.Client) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        fields = {"max_tokens": 1, "max_completion_tokens": 1, name: LIMIT + 1}
+        refused = client.post("/v1/chat/completions", json={**chat(), **fields})
+        assert (refused.status_code, error_of(refused)["param"]) == (422, name)
+    refused = client.post("/v1/chat/completions", json={**chat(), "top_logprobs": 2})
+    assert (refused.status_code, error_of(refused)["param"]) == (422, "top_logprobs")
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    refused = client.post("/v1/chat/completions", json={**chat(), **thinking})
+    assert (refused.status_code, error_of(refused)["param"]) == (422, "chat_template_kwargs.enable_thinking")
+
+
+def test_no_tokens_without_the_prompt_are_refused(client: httpx.Client) -> None:
+    for path, body in (("/v1/completions", completion(max_tokens=0)), ("/v1/chat/completions", chat(max_tokens=0))):
+        for fields in ({}, {"echo": False}) if "chat" not in path else ({},):
+            refused = client.post(path, json={**body, **fields})
+            assert (refused.status_code, error_of(refused)["param"]) == (422, "max_tokens")

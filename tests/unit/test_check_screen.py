@@ -1,0 +1,130 @@
+"""The screen of a failed check, and how a failure is compared with what known mistakes do, without running a test."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.cli.check_screen import screen
+from shared.errors import ConfigError
+from tutorial.workshop.exercises import exercises, find_exercise, reference
+from tutorial.workshop.mistakes import Mistake, is_alike, mistakes_of, recognise
+from tutorial.workshop.skeleton import corresponding_line, filled, skeleton, written_lines
+from tutorial.workshop.verdicts import Case, Outcome, Verdict, judge
+from tutorial.workshop.workspace import Workspace
+
+EXERCISE = find_exercise("03x2")
+FILE = "phases/phase_03/test_parity.py"
+
+
+def case(parameters: str, outcome: str = "failed", error: str = "", name: str = "test_x") -> Case:
+    brackets = f"[{parameters}]" if parameters else ""
+    return Case(f"{FILE}::{name}{brackets}", outcome, error or "AssertionError: keys, token 1: expected 1.5, got 2.5")
+
+
+def verdict(*cases: Case) -> Verdict:
+    return Verdict(EXERCISE, Outcome.FAILED, cases=cases)
+
+
+def shown(*cases: Case) -> list[str]:
+    return [line.strip() for line in screen(Workspace(Path("/nowhere")), verdict(*cases))][1:]
+
+
+def test_the_table_holds_only_the_parameters_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.style", lambda text, **_: text)
+    cases = [
+        case(f"{family}-{sizes}-{backend}", "failed" if sizes != "whole" and family == "gemma3" else "passed")
+        for family in ("llama", "gemma3")
+        for sizes in ("whole", "one by one")
+        for backend in ("naive", "sdpa")
+    ]
+    assert shown(*cases) == [
+        "✗ test_x, 6 of 8 cases pass",
+        "whole  one by one",
+        "llama   ✓      ✓",
+        "gemma3  ✓      ✗",
+        "",
+        "the smallest failing case: test_x[gemma3-one by one-naive]",
+        "keys, token 1: expected 1.5, got 2.5",
+        f"in {FILE}::test_x[gemma3-one by one-naive]",
+    ]
+    few = [case("1", "passed"), case("64", "failed"), case("65", "failed")]
+    assert shown(*few)[1:6] == ["1   ✓", "64  ✗", "65  ✗", "", "the smallest failing case: test_x[64]"]
+    odd = [case("1e-06", "passed"), case("3", "failed")]
+    assert shown(*odd)[:3] == ["✗ test_x, 1 of 2 cases pass", "1e-06  ✓", "3      ✗"]
+    many = [case(f"{n}", "failed" if n else "passed") for n in range(30)]
+    assert shown(*many)[11] == "and 20 more, of which 0 pass"
+
+
+def test_the_smallest_of_the_first_test_that_fails_is_shown() -> None:
+    exercise = find_exercise("03x1")
+    test = exercise.tests[0]
+    results = [Case(f"{test}[{name}]", "failed", "ValueError: x") for name in ("(7, 1000)", "(5, 33)", "(64, 64)")]
+    found = judge(exercise, results, {}, Path("/nowhere"), {})
+    assert found.test == f"{test}[(5, 33)]"
+    assert (found.num_passed, found.num_tests, found.reason) == (0, 3, "ValueError: x")
+
+
+@pytest.mark.parametrize(
+    ("error", "alike"),
+    [
+        ("AssertionError: keys, token 1: expected 1.5, got 2.5001", True),
+        ("AssertionError: keys, token 1: expected 1.5, got 2.6", False),
+        ("AssertionError: keys, token 2: expected 1.5, got 2.5", False),
+        ("AssertionError: values, token 1: expected 1.5, got 2.5", False),
+        ("AssertionError: keys, token 1: expected 1.5, got nan", False),
+    ],
+)
+def test_a_failure_is_alike_if_the_same_cases_fail_with_nearly_the_same_values(error: str, alike: bool) -> None:
+    one = verdict(case("a", "passed"), case("b"))
+    assert is_alike(one, verdict(case("a", "passed"), case("b", error=error))) is alike
+    assert not is_alike(one, verdict(case("a"), case("b")))
+    assert not is_alike(one, verdict(case("b")))
+
+
+def test_variants_of_one_mistake_share_its_sentence_and_two_mistakes_are_none() -> None:
+    one, other = (Mistake("03x2", says, ()) for says in ("short", "long"))
+    variant = Mistake("03x2", "short", (("a", "b"),))
+    seen = verdict(case("a"))
+    assert recognise(seen, {one: verdict(case("a")), other: verdict(case("b"))}) == one
+    found = recognise(seen, {one: verdict(case("a")), variant: verdict(case("a"))})
+    assert found is not None
+    assert found.says == "short"
+    assert recognise(seen, {one: verdict(case("a")), other: verdict(case("a"))}) is None
+
+
+def test_every_exercise_has_three_mistakes_that_fit_its_lines() -> None:
+    for exercise in exercises():
+        mistakes = mistakes_of(exercise)
+        assert len({mistake.says for mistake in mistakes}) >= 3, exercise.number
+        source = reference(exercise)[0]
+        for mistake in mistakes:
+            assert mistake.text(exercise) != source
+            compile(mistake.text(exercise), exercise.path, "exec")
+    with pytest.raises(ConfigError, match="stands 0 times"):
+        Mistake("03x2", "nothing", (("no such text", ""),)).text(EXERCISE)
+
+
+def test_a_line_of_a_filled_text_is_found_in_the_learner_s_unless_it_is_the_reference_s() -> None:
+    source = reference(EXERCISE)[0]
+    own = skeleton(source, {"03x2", "03x3"}).replace('raise NotImplementedError("exercise 03x2', 'return ("mine')
+    ran, numbers = filled(own, source)
+    assert numbers == ["03x3"]
+    mine = next(number for number, line in enumerate(ran.split("\n"), 1) if '"mine' in line)
+    copied = next(number for number, line in enumerate(ran.split("\n"), 1) if "copy_(k)" in line)
+    assert corresponding_line(ran, own, mine) == mine
+    assert corresponding_line(ran, own, copied) is None
+    moved = own.replace('"""', '"""\n', 1)
+    assert corresponding_line(ran, moved, mine) == mine + 1
+
+
+def test_what_passed_stays_passed_until_its_own_lines_change(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path / "workspace")
+    first, second = find_exercise("03x1"), find_exercise("03x2")
+    (file,) = workspace.start([first, second])
+    workspace.note_check(first, passed=True)
+    assert workspace.has_passed(first)
+    file.write_text(file.read_text().replace(f'raise NotImplementedError("{second.message}")', "pass"))
+    assert Workspace(workspace.root).has_passed(first)
+    file.write_text(file.read_text().replace(f'raise NotImplementedError("{first.message}")', "return 1"))
+    assert not workspace.has_passed(first)
+    assert written_lines("nothing", reference(first)[1]) is None

@@ -1,0 +1,138 @@
+"""The pages "from an empty file": the file that each builds passes its phase's tests, and a mistake is explained.
+
+Each run is a fork of one server, as those of the workshop's checks are.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tutorial.checker.chapter import read_chapter
+from tutorial.checker.files import page_files, write_files
+from tutorial.workshop.fork_server import IS_SUPPORTED, ForkServer
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")
+ROOT = Path(__file__).parents[2]
+PAGES = {page.name.removesuffix("_from_empty.md"): page for page in (ROOT / "tutorial").glob("*_from_empty.md")}
+PACKAGES = ("torch", "transformers.models.llama.modeling_llama", "safetensors.torch")
+
+# A line of a page's file, a mistake in its place, and what the check says.
+MISTAKES = {
+    "no mask": ("phase_01a", "triu(1 + len(k) - len(q))", "triu(len(k))", "right: token 17"),
+    "epsilon": ("phase_01a", 'self.config["rms_norm_eps"])', "1e-6)", "hidden states behind the layer, token 1"),
+    "heads in turn": (
+        "phase_01a",
+        "v[:, h // group]",
+        "v[:, h % k.shape[1]]",
+        "hidden states behind the layer, token ",
+    ),
+    "a typo": ("phase_01a", "return self(x, positions)", "return self(x, position)", "name 'position' is not defined"),
+    "another shape": (
+        "phase_01a",
+        "return self(x, positions)",
+        "return x[0]",
+        "expected the shape [18, 576] (token, dim), got [576]",
+    ),
+    "no last norm": ("phase_01b", "rms_norm(x, self.last_norm, self", "(x, self", "TypeError"),
+    "no first layer": ("phase_01b", "in self.layers:", "in self.layers[1:]:", "none is right"),
+    "a token too few": ("phase_02", "mass_before >=", "mass_before + probabilities >=", "its probability is"),
+    "no top-k": ("phase_02", "probabilities[params.top_k :] = 0", "pass", "top-k or top-p excludes"),
+    "another seed": (
+        "phase_02",
+        "manual_seed(params.seed or 0)",
+        "manual_seed(0)",
+        "seeds 7 and 8 sampled the same",
+    ),
+    "the first logits": ("phase_02", "hidden[-1]", "hidden[0]", "token 0 is"),
+    "positions from 0": ("phase_03", "torch.arange(start, len(ids))", "torch.arange(len(ids) - start)", "token 1 is"),
+    "no cache": (
+        "phase_03",
+        "start = self.model.layers[0].length",
+        "start = 0",
+        "each once would be",
+    ),
+    "not emptied": ("phase_03", "layer.length = 0", "pass", "torch.arange(start, len(ids))"),
+}
+ON_PAGES = ("no mask", "no first layer", "a token too few", "positions from 0")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer(PACKAGES, dict(os.environ))
+    yield made
+    made.close()
+
+
+Check = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def check(server: ForkServer, tmp_path: Path) -> Check:
+    """Run ``pytest phases/PHASE --from-empty FILE`` on a page's file, with a text replaced: exit code and output."""
+
+    def run(phase: str, old: str = "", new: str = "") -> tuple[int, str]:
+        write_files(PAGES[phase], tmp_path)
+        (name,) = page_files(PAGES[phase])
+        file = tmp_path / name
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new) if old else text)
+        arguments = ["-p", "no:cacheprovider", "-m", "not demo", f"phases/{phase}", "--from-empty", str(file)]
+        with tempfile.TemporaryFile() as printed:
+            process = server.start(arguments, dict(os.environ), printed.fileno())
+            try:
+                code = process.wait(120)
+            finally:
+                process.end()
+            printed.seek(0)
+            return code, printed.read().decode()
+
+    return run
+
+
+@pytest.mark.parametrize("phase", sorted(PAGES))
+def test_the_file_of_a_page_passes_the_tests_of_its_phase(check: Check, phase: str) -> None:
+    code, output = check(phase)
+    assert code == 0, output
+    assert "passed" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_explained(check: Check, mistake: str) -> None:
+    phase, old, new, message = MISTAKES[mistake]
+    code, output = check(phase, old, new)
+    assert code == 1, output
+    assert message in output, output
+    if mistake in ON_PAGES:
+        (shown,) = (fence.body for fence in read_chapter(PAGES[phase]).fences if fence.kind == "plain")
+        assert "\n".join(shown) in output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import torch\n", "defines no class Engine"),
+        ("x = 1\nundefined\n", "NameError: name 'undefined' is not defined (line 2)"),
+        ("def f(:\n", "line 1"),
+        (None, "is no Python file"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_in_one_line(
+    server: ForkServer, tmp_path: Path, text: str | None, message: str
+) -> None:
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with tempfile.TemporaryFile() as printed:
+        arguments = ["-p", "no:cacheprovider", "phases/phase_01a", "--from-empty", str(file)]
+        process = server.start(arguments, dict(os.environ), printed.fileno())
+        try:
+            assert process.wait(120) == pytest.ExitCode.USAGE_ERROR
+        finally:
+            process.end()
+        printed.seek(0)
+        assert message in printed.read().decode()

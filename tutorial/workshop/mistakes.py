@@ -1,0 +1,164 @@
+"""Known mistakes: what learners write in place of an exercise's lines, and what one would tell them.
+
+``tutorial/mistakes/NN.toml`` holds those of phase NN::
+
+    [[mistakes]]
+    exercise = "03x2"
+    says = "attention ends before the step's new tokens"
+    changes = [["length + num_new", "length"]]
+
+Each change replaces a text that stands once in the exercise's lines of the reference; variants of a mistake that behave
+differently share its sentence. A learner's code is compared with
+a mistake by behaviour alone: both went through the same tests, the same cases failed, and with the same first wrong
+values. What the mistakes do is found out by running them, in forks of the server that ran the learner's code.
+"""
+
+import hashlib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shared.errors import ConfigError
+from tutorial.workshop.check import CheckServer
+from tutorial.workshop.exercises import ROOT, Exercise, reference
+from tutorial.workshop.verdicts import Case, Outcome, Verdict
+
+FOLDER = Path(__file__).parents[1] / "mistakes"
+AT_ONCE = 2
+SECONDS = 60.0
+"""For the runs of one mistake; what takes longer is not recognised."""
+_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?|\bnan\b|-?\binf\b")
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake: the sentence that says what it is, and how it differs from the reference's lines."""
+
+    exercise: str
+    says: str
+    changes: tuple[tuple[str, str], ...]
+
+    def text(self, exercise: Exercise) -> str:
+        """The module with the mistake in it. ConfigError if a change does not fit the exercise's lines."""
+        source, region = reference(exercise)
+        lines = "\n".join(region.lines)
+        for old, new in self.changes:
+            if lines.count(old) != 1:
+                raise ConfigError(
+                    f"Mistake {self.says!r} of {self.exercise}: {old!r} stands {lines.count(old)} times in the "
+                    "exercise's lines; it must stand there once."
+                )
+            lines = lines.replace(old, new)
+        whole = source.split("\n")
+        whole[region.begin + 1 : region.end] = lines.split("\n")
+        return "\n".join(whole)
+
+
+@cache
+def mistakes_of(exercise: Exercise) -> tuple[Mistake, ...]:
+    """The known mistakes of an exercise, in the order of the file; none if there is no file."""
+    file = FOLDER / f"{exercise.phase}.toml"
+    if not file.is_file():
+        return ()
+    entries = tomllib.loads(file.read_text(encoding="utf-8"))["mistakes"]
+    found = (Mistake(e["exercise"], e["says"], tuple((old, new) for old, new in e["changes"])) for e in entries)
+    return tuple(mistake for mistake in found if mistake.exercise == exercise.number)
+
+
+def run_mistakes(
+    server: CheckServer,
+    exercise: Exercise,
+    kept: Path | None = None,
+    watch: Callable[[int, Path], None] | None = None,
+) -> dict[Mistake, Verdict]:
+    """What the tests say of each known mistake of an exercise.
+
+    Args:
+        kept: a folder in which the results are kept, and found again as long as nothing of the course has changed.
+        watch: as in `CheckServer.run`; results of runs that it ends are not kept.
+    """
+    mistakes = mistakes_of(exercise)
+    file = None if kept is None else kept / f"{exercise.number}.json"
+    state = "" if file is None else _state_of_the_course()
+    if file is not None and (found := _read(file, state, exercise)) is not None:
+        return dict(zip(mistakes, found, strict=True))
+    with TemporaryDirectory(prefix="mistakes-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        workspaces = [Path(folder).resolve() / str(number) for number in range(len(mistakes))]
+        for workspace, mistake in zip(workspaces, mistakes, strict=True):
+            module = workspace / exercise.path
+            module.parent.mkdir(parents=True)
+            module.write_text(mistake.text(exercise), encoding="utf-8")
+        runs = list(
+            pool.map(lambda workspace: server.run(workspace, [exercise], seconds=SECONDS, watch=watch), workspaces)
+        )
+    verdicts = [run.verdicts[0] for run in runs]
+    if file is not None and all(verdict.outcome is Outcome.FAILED for verdict in verdicts):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        cases = [[verdict.outcome, [asdict(case) for case in verdict.cases]] for verdict in verdicts]
+        file.write_text(json.dumps({"state": state, "verdicts": cases}), encoding="utf-8")
+    return dict(zip(mistakes, verdicts, strict=True))
+
+
+def recognise(verdict: Verdict, known: Mapping[Mistake, Verdict]) -> Mistake | None:
+    """The known mistake that behaves as the judged code does; None if none does, or several that are not the same."""
+    found = {mistake.says: mistake for mistake, other in known.items() if is_alike(verdict, other)}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def is_alike(one: Verdict, other: Verdict) -> bool:
+    """Whether the same cases failed, each with the same first line of its error, numbers being rounded."""
+    if one.outcome is not Outcome.FAILED or other.outcome is not Outcome.FAILED:
+        return False
+    cases, others = ({case.test: case for case in verdict.cases} for verdict in (one, other))
+    return cases.keys() == others.keys() and all(_is_same(case, others[test]) for test, case in cases.items())
+
+
+def _is_same(one: Case, other: Case) -> bool:
+    if one.outcome != other.outcome:
+        return False
+    if _NUMBER.sub("#", one.error) != _NUMBER.sub("#", other.error):
+        return False
+    pairs = zip_longest(_numbers([one.error]), _numbers([other.error]), fillvalue=math.nan)
+    return all(_is_near(a, b) for a, b in pairs)
+
+
+def _is_near(a: float, b: float) -> bool:
+    return (math.isnan(a) and math.isnan(b)) or a == b or (a % 1 != 0 and math.isclose(a, b, rel_tol=_TOLERANCE))
+
+
+def _numbers(lines: Sequence[str]) -> list[float]:
+    return [float(number.replace(",", "").rstrip(".")) for line in lines for number in _NUMBER.findall(line)]
+
+
+def _read(file: Path, state: str, exercise: Exercise) -> list[Verdict] | None:
+    """The verdicts that are kept; None if there are none, or the course has changed since."""
+    try:
+        entry = json.loads(file.read_text(encoding="utf-8"))
+        if entry["state"] != state:
+            return None
+        return [
+            Verdict(exercise, Outcome(outcome), cases=tuple(Case(**case | {"details": ()}) for case in cases))
+            for outcome, cases in entry["verdicts"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@cache
+def _state_of_the_course() -> str:
+    """A digest of all that decides what a test says of a mistake."""
+    digest = hashlib.sha256()
+    folders = [ROOT / name for name in ("shared", "phases", "tests", "tutorial/mistakes", "tutorial/workshop")]
+    files = [ROOT / "conftest.py", *(file for folder in folders for file in folder.rglob("*"))]
+    for file in sorted(file for file in files if file.suffix in (".py", ".toml")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
