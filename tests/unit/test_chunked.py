@@ -66,8 +66,7 @@ def test_the_sizes_of_chunks(
 ) -> None:
     """The token budget, the chunk size, the number of chunks; a prompt progresses whatever decodes."""
     scheduler = make_loop(tokenizer, **limits).scheduler
-    assert isinstance(scheduler, ChunkedScheduler)
-    found = scheduler._chunk_sizes(remaining, num_decoding)
+    found = scheduler._chunk_sizes(remaining, num_decoding)  # type: ignore[attr-defined]
     assert_equal(found, expected, f"chunks of {remaining} tokens beside {num_decoding} decoding, {limits}", ("chunk",))
 
 
