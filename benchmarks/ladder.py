@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.contenders import Contender, Turns, generating_lessons, speeds
 from benchmarks.report import Report, rounded
 from benchmarks.serving.engine_load import OneAtATime, drive
-from benchmarks.serving.run import ServedRun
+from benchmarks.serving.results import ServedRun
 from benchmarks.setup import Setup, check_least
 from benchmarks.timing import answer_with, rotated
 from benchmarks.view import Bar, Bars, Column, Lines, Row, Table, View, count, number, text, times

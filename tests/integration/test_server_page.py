@@ -302,15 +302,15 @@ def test_the_death_of_the_engine_and_of_the_server_is_told(browser: Any, tiny_ch
     """Each is killed while it answers."""
     with (
         serving(tiny_checkpoints["llama"], "--engine-process") as (address, server),
-        opened(browser, address, "503", "net::ERR_") as tab,
+        opened(browser, address, "500", "503", "net::ERR_") as tab,
     ):
         expect(tab, "#model", "tiny-llama")
-        tab.fill("#max_tokens", "2000")
+        children = psutil.Process(server.pid).children()
+        [engine] = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
+        long = {"model": "tiny-llama", "prompt": "abc", "max_tokens": 2000, "ignore_eos": True}
+        tab.route("**/v1/completions", lambda route: route.continue_(post_data=json.dumps(long)))
         tab.click("#run")
         expect(tab, "#summary", r"^\d+ tokens")
-        [engine] = (
-            child for child in psutil.Process(server.pid).children() if "spawn_main" in " ".join(child.cmdline())
-        )
         engine.kill()
         expect(tab, "#complaint", "The engine has stopped")
         expect(tab, "#trouble", r"[Tt]he engine has stopped.*\.$")

@@ -217,10 +217,3 @@ def test_the_command_writes_a_report_and_its_options_reach_the_runs(folder: Path
     assert "broken off" in result.stdout
     written = tmp_path / f"serving-tiny-llama-{line['machine']}.json"
     assert read_value(written, "results.tail.continuous.num_requests") == 5
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_every_request_is_answered(folder: Path) -> None:
-    setup = Setup(str(folder), device="cuda")
-    found = measure_serving(setup, size=SIZE, experiments=["workloads"], contenders=["static", "transformers"])
-    assert {run["num_finished"] for run in all_runs(found.results["workloads"]["w2"]).values()} == {5}

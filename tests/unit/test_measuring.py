@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from benchmarks import hardware, machine, timing
 from benchmarks.report import Report, describe_model, engine_settings, read_value, write_report
-from benchmarks.roofline import DecodeWork, find_config
+from benchmarks.roofline import DecodeWork
 from benchmarks.timing import Run, Steps, SyntheticPrompts, answer_with, rotated, run, timed, torch_threads
 from benchmarks.view import Bar, Bars, Column, Table, View, text
 from shared.checkpoints.make import checkpoint_tensors
@@ -233,13 +233,6 @@ def test_a_gpu_names_the_machine_unless_the_cpu_computes(monkeypatch):
     assert machine.machine_name("cpu").startswith("cpu-")
 
 
-@given(st.text())
-def test_a_slug_is_safe_in_a_file_name(told):
-    made = machine.slug(told)
-    assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", made)
-    assert machine.slug(made) == made
-
-
 def work(shape: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DecodeWork:
     return DecodeWork(parse_config(SHAPES[shape] | changes), dtype)
 
@@ -302,19 +295,6 @@ def test_the_turning_batch_is_the_smallest_that_waits_for_arithmetic(model, cont
         slack = max(1, turning >> 20)
         assert not model.floor(context, bandwidth, rate, batch=turning + slack).is_memory_bound
         assert turning <= slack + 1 or model.floor(context, bandwidth, rate, batch=turning - 1 - slack).is_memory_bound
-
-
-def test_models_are_found_by_folder_and_by_shape(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    assert find_config(str(tiny_checkpoints["llama"])) == find_config("tiny-llama")
-    with pytest.raises(ModelFolderError, match=r"no config\.json"):
-        find_config(str(tmp_path))
-
-
-def test_the_command_shows_the_way_from_bytes_to_microseconds() -> None:
-    shown = " ".join(infer("llama-3.2-1b --bandwidth 3020 --flops 786").stdout.split())
-    assert "all weights 1,235,814,400 2.472 GB" in shown
-    assert "2.488 GB / 3.020 TB/s 824.0 µs" in shown
-    assert "floor 1,214 tokens/s: memory bound 824.0 µs" in shown
 
 
 def test_rates_are_measured_or_a_data_sheets_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
