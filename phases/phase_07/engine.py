@@ -26,7 +26,6 @@ from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
 from shared.scheduling.chunked import ChunkedScheduler
-from shared.scheduling.preemption import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
@@ -58,11 +57,7 @@ SUPPORTED = {
     "max_prefill_chunks_per_step",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": planned_memory}
-SCHEDULERS: dict[str, type[Scheduler]] = {
-    "static": StaticScheduler,
-    "continuous": PreemptiveScheduler,
-    "chunked": ChunkedScheduler,
-}
+SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": ChunkedScheduler}
 
 
 class Engine:
@@ -81,8 +76,7 @@ class Engine:
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
-        is_chunked = config.is_on("use_chunked_prefill")
-        scheduler = SCHEDULERS["chunked" if is_chunked else config.batching_mode or "continuous"]
+        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
         self.runner = Runner(self.model, self.view, self.pool.max_sequences)
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)

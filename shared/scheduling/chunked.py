@@ -15,6 +15,8 @@ progresses in each step; the oldest unfinished prompt has a chunk in every step 
 
 from collections.abc import Iterable, Sequence
 
+from shared.cache.pool import CachePoolProtocol
+from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.scheduling.preemption import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
@@ -23,11 +25,18 @@ from shared.scheduling.schedule import Schedule
 class ChunkedScheduler(PreemptiveScheduler):
     """Divides prompts into chunks. Admission, preemption and policies are those of :class:`PreemptiveScheduler`.
 
-    The KV cache of a whole prompt is reserved at admission, so a chunk never lacks room.
+    The KV cache of a whole prompt is reserved at admission, so a chunk never lacks room. Without
+    ``use_chunked_prefill`` prompts stay whole.
     """
+
+    def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
+        super().__init__(config, pool, max_seq_len)
+        self.is_chunked = config.is_on("use_chunked_prefill")
 
     def _prompts(self) -> list[Request]:
         """The requests whose prompts, or recomputed tokens, are not scheduled to the end; in order of admission."""
+        if not self.is_chunked:
+            return super()._prompts()
         # exercise 07x2: find the prompts that are not computed to the end
         # hint: self.running holds the running requests by id, in order of admission
         # hint: see Request.is_prefilling; why is `num_computed_tokens < num_prompt_tokens` not enough?
@@ -37,6 +46,8 @@ class ChunkedScheduler(PreemptiveScheduler):
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """Schedule one token of each decoding request, then chunks of prompts within the token budget."""
+        if not self.is_chunked:
+            return super()._plan(decoding, prompts, preempted)
         # exercise 07x4: decoding requests first, then the chunks
         # hint: _grant makes an entry and counts its tokens; leave the entries, in the order of the batch, in `entries`
         # hint: a decoding request is granted its one unscheduled token
