@@ -1,10 +1,10 @@
 """The model's view of a contiguous pool: one write and one attention launch for all sequences. Introduced in phase 4.
 
 Layout ``[layer, region, Hkv, capacity, D]``: each layer's keys are one tensor, in which a token is an offset, so one
-launch can write to all regions and one can read from them. Each layer of a decode step calls ``kv_write`` and ``flash``
-once, for every sequence of the batch. A prefill step attends with PyTorch's operation, sequence by sequence. On a CPU
-so does every step: launches are cheap there compared to the memory they read, and a sequence's attention is bitwise
-the same in every batch.
+launch can write to all regions and one can read from them. Each layer calls ``kv_write`` once, and ``flash`` once for
+the decoding sequences, which are first. Prompts attend with PyTorch's operation, sequence by sequence. On a CPU so does
+every sequence: launches are cheap there compared to the memory they read, and a sequence's attention is bitwise the
+same in every batch.
 
 Invariant: in a decode step the results of :meth:`ContiguousPoolView.write` and ``attend`` are buffers of the view,
 valid until the next layer's call, at the same addresses for the same number of sequences.
@@ -104,9 +104,10 @@ class ContiguousPoolView:
         self.regions, self.lengths, self.places = sent["regions"], sent["lengths"], sent["places"]
         if self.is_launching and self.is_decode:  # buffers for the results of every layer
             self.step_queries, self.step_attended = self.queries[: len(batch)], self.attended[: len(batch)]
-        if not (self.is_flash and self.is_decode):
-            self._cut(layout.rows.tolist(), layout.num_cached.tolist(), layout.lengths.tolist())
-            self.num_new = batch.num_new_tokens.tolist()
+        n = layout.num_decoding if self.is_flash else 0  # the others attend one by one
+        self.num_launched, self.decoding = n, (self.regions[:n], self.lengths[:n])
+        self._cut(layout.rows[n:].tolist(), layout.num_cached[n:].tolist(), layout.lengths[n:].tolist())
+        self.num_new = batch.num_new_tokens[n:].tolist()
         return Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"]
 
     def _cut(self, regions: list[int], num_cached: list[int], ends: list[int]) -> None:
@@ -148,21 +149,23 @@ class ContiguousPoolView:
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
-        if self.is_flash and self.is_decode:
-            return decode_attention(
-                q,
+        attended, n = [], self.num_launched
+        if n:
+            decoded = decode_attention(
+                q if self.is_decode else q[:n],
                 self.layer_keys[layer],
                 self.layer_values[layer],
-                self.regions,
-                self.lengths,
+                *self.decoding,
                 scale=scale,
                 window=window,
                 softcap=softcap,
-                workspace=self.workspaces[(q.shape[0] - 1).bit_length()],
-                out=self.step_attended,
+                workspace=self.workspaces[(n - 1).bit_length()],
+                out=self.step_attended if self.is_decode else None,
             )
-        attended = []
-        for b, queries in enumerate(q.split(self.num_new)):
+            if self.is_decode:
+                return decoded
+            attended.append(decoded)
+        for b, queries in enumerate(q[n:].split(self.num_new)):
             k, v = self.sequence_keys[b][layer], self.sequence_values[b][layer]
             if window is not None and self.num_cached[b] >= window:
                 first = self.num_cached[b] + 1 - window

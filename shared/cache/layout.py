@@ -24,6 +24,17 @@ class Layout:
     lengths: Integers  # [B], num_cached plus the new tokens
     slot_mapping: Integers  # [T], the slot of each new token: its index among all slots of a layer
 
+    @property
+    def num_new(self) -> Integers:
+        """The new tokens of each sequence, ``[B]``."""
+        return self.lengths - self.num_cached
+
+    @property
+    def num_decoding(self) -> int:
+        """The number of leading sequences with one new token each, whose attention has a kernel of its own."""
+        is_one = self.num_new == 1
+        return len(is_one) if is_one.all() else int(is_one.argmin())
+
     def part(self, sequences: slice, tokens: slice) -> Self:
         """The layout of a contiguous range of sequences and their new tokens."""
         return type(self)(

@@ -1,8 +1,8 @@
 """The model's view of a paged KV cache during a step. Introduced in phase 6.
 
 Layout ``[layer, block, offset, Hkv, D]``: the tokens of all blocks of a layer are contiguous, so a token has one index,
-its slot, and its heads are adjacent. With ``flash`` each layer takes two launches: ``kv_write``, then
-``paged_attention`` in a decode step or ``paged_prefill`` in any other.
+its slot, and its heads are adjacent. With ``flash`` each layer takes ``kv_write``, then ``paged_attention`` for the
+decoding sequences, which are first, and ``paged_prefill`` for the others; a launch without sequences is left out.
 
 PyTorch's operations (``sdpa``, ``naive``, and everything on a CPU) need a sequence's keys contiguous. For them one
 operation gathers each sequence's blocks into a small buffer that all sequences and layers reuse. The buffer stays in
@@ -120,6 +120,8 @@ class PagedView:
         return {
             "lengths": (B, np.int32),
             "table_starts": (B, np.int32),
+            "prompt_lengths": (B, np.int32),
+            "prompt_table_starts": (B, np.int32),
             "query_starts": (B + 1, np.int32),
             **step_places(max_tokens),
             "places": (max_tokens, np.int64),
@@ -129,7 +131,7 @@ class PagedView:
     def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
         """See ``BatchView``."""
         layout = cast(PagedLayout, batch.layout)
-        self.is_decode = batch.is_decode
+        self.num_decoding, self.is_decode = layout.num_decoding, batch.is_decode
         sent = self.staging[self.is_decode].send(self._arrays(batch, layout))
         self.places = sent["places"]
         if self.is_launching and self.is_decode:  # buffers for the results of every layer
@@ -148,19 +150,21 @@ class PagedView:
             "places": layout.slot_mapping * self.token_stride if self.is_launching else layout.slot_mapping,
         }
         if self.is_flash:
-            arrays |= {
-                "lengths": layout.lengths,
-                "table_starts": layout.table_starts[:-1],
-                "tables": layout.tables,
-            }
-            if not self.is_decode:
-                arrays["query_starts"] = np.append(0, batch.num_new_tokens.cumsum())
+            n, table_starts = self.num_decoding, layout.table_starts[:-1]
+            arrays |= {"lengths": layout.lengths[:n], "table_starts": table_starts[:n], "tables": layout.tables}
+            if not self.is_decode:  # arrays of their own: kernels are compiled for addresses that are aligned
+                arrays |= {
+                    "prompt_lengths": layout.lengths[n:],
+                    "prompt_table_starts": table_starts[n:],
+                    "query_starts": np.append(0, batch.num_new_tokens[n:].cumsum()),
+                }
         return arrays
 
     def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
         """Keep the tensors that the kernels read."""
-        self.lengths, self.table_starts, self.tables = sent["lengths"], sent["table_starts"], sent["tables"]
+        self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
         if not self.is_decode:
+            self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"]
             self.query_starts = sent["query_starts"]
 
     def write(
@@ -197,18 +201,24 @@ class PagedView:
         """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
         if not self.is_flash:
             return self._attend_gathered(layer, q, scale, window, softcap)
-        memory = (self.layer_keys[layer], self.layer_values[layer], self.tables, self.table_starts, self.lengths)
-        if not self.is_decode:
-            return paged_prefill(q, *memory, self.query_starts, scale=scale, window=window, softcap=softcap)
-        return paged_attention(
-            q,
-            *memory,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            workspace=self.workspaces[(q.shape[0] - 1).bit_length()],
-            out=self.step_attended,
-        )
+        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        if self.is_decode:
+            return self._attend_decoding(layer, q, self.step_attended, about)
+        out, n = torch.empty_like(q, memory_format=torch.contiguous_format), self.num_decoding
+        if n:
+            self._attend_decoding(layer, q[:n], out[:n], about)
+        self._attend_prompts(layer, q[n:], out[n:], about)
+        return out
+
+    def _attend_decoding(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
+        """Attention of the decoding sequences; ``about`` holds scale, window and softcap."""
+        memory = (self.layer_keys[layer], self.layer_values[layer], *self.decoding)
+        return paged_attention(q, *memory, **about, workspace=self.workspaces[(len(q) - 1).bit_length()], out=out)
+
+    def _attend_prompts(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> None:
+        """Attention of the other sequences."""
+        memory = (self.layer_keys[layer], self.layer_values[layer], *self.prompts)
+        paged_prefill(q, *memory, self.query_starts, **about, out=out)
 
     def _attend_gathered(
         self, layer: int, q: torch.Tensor, scale: float, window: int | None, softcap: float | None

@@ -2,14 +2,14 @@
 
 Attention is planned once a step, for all layers: :mod:`shared.attention.plan` cuts the keys of all sequences into
 splits of one size, and each layer's launch follows the plan. A plan depends on the layer only through its window, so a
-step has one plan for each distinct window of the model.
+step has one plan for each distinct window of the model; a step that decodes beside prompts (phase 7) has two.
 
 Invariant: plans are made for the lengths of the layout, which the kernels read.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -19,6 +19,13 @@ from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout
 from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, prefill_tiling
 from shared.models.config import ModelConfig
+
+
+class StepPlans(NamedTuple):
+    """The plans of a step by window, for its decoding sequences and for its prompts; empty where it has none."""
+
+    decode: Mapping[int | None, AttentionPlan]
+    prefill: Mapping[int | None, AttentionPlan]
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,23 @@ class AttentionPlanner:
         capacity = resident + num_tokens  # a tile of queries has at least one token
         return 1, 1, capacity, capacity, capacity, num_sequences + 1, num_tokens + 1
 
-    def plan(self, num_new: Integers, lengths: Integers) -> dict[int | None, AttentionPlan]:
-        """The plan of a step for each window."""
-        B, T = len(num_new), int(num_new.sum())
-        if B == T:
-            grid = self.decode_tiling(B).grid(self.config.num_kv_heads, self.device)
-            return {window: plan_decode(lengths, grid, window=window) for window in self.windows}
-        tiling = self.prefill_tiling(T, B)
+    def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
+        """The plans of a step whose first ``num_decoding`` sequences have one new token each."""
+        return StepPlans(
+            self._plan_decode(lengths[:num_decoding]),
+            self._plan_prefill(num_new[num_decoding:], lengths[num_decoding:]),
+        )
+
+    def _plan_decode(self, lengths: Integers) -> dict[int | None, AttentionPlan]:
+        if not len(lengths):
+            return {}
+        grid = self.decode_tiling(len(lengths)).grid(self.config.num_kv_heads, self.device)
+        return {window: plan_decode(lengths, grid, window=window) for window in self.windows}
+
+    def _plan_prefill(self, num_new: Integers, lengths: Integers) -> dict[int | None, AttentionPlan]:
+        if not len(lengths):
+            return {}
+        tiling = self.prefill_tiling(int(num_new.sum()), len(num_new))
         grid = tiling.grid(self.config.num_kv_heads, self.device)
         tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
         return {
@@ -71,14 +88,14 @@ class PlannedLayout(PagedLayout):
     """The layout of a batch in a paged KV cache, with attention plans."""
 
     planner: AttentionPlanner
-    plans: Mapping[int | None, AttentionPlan]  # by window
+    plans: StepPlans
 
     @classmethod
     def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> Self:
         """The layout with its plans."""
-        num_new = layout.lengths - layout.num_cached
         places = (layout.rows, layout.num_cached, layout.lengths, layout.slot_mapping)
-        return cls(*places, layout.tables, layout.table_starts, planner, planner.plan(num_new, layout.lengths))
+        plans = planner.plan(layout.num_new, layout.lengths, layout.num_decoding)
+        return cls(*places, layout.tables, layout.table_starts, planner, plans)
 
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`; the part gets new plans."""

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_view import PagedView
-from shared.cache.planned_layout import AttentionPlanner, PlannedLayout
+from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
 from shared.engine.batch import Batch
 from shared.kernels.launch import launches
 from shared.kernels.planned_attention import planned_decode
@@ -45,7 +45,9 @@ class PlannedView(PagedView):
         windows = tuple(dict.fromkeys(config.windows))
         self.planner = AttentionPlanner(config, windows, dtype.itemsize, device) if is_planned else None
         self.names = {  # names of each plan's arrays in the staging
-            window: [f"plan {n} of window {window}" for n in range(NUM_ARRAYS)] for window in windows
+            (kind, window): [f"{kind} plan {n} of window {window}" for n in range(NUM_ARRAYS)]
+            for kind in StepPlans._fields
+            for window in windows
         }
         super().__init__(config, sizes, dtype, device, "flash" if backend == "planned" else backend)
 
@@ -64,40 +66,45 @@ class PlannedView(PagedView):
             return places
         tables = places.pop("tables")
         counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
-        for window in self.planner.windows:
-            places |= {name: (count, np.int32) for name, count in zip(self.names[window], counts, strict=True)}
+        for (kind, _), names in self.names.items():
+            if kind == "decode" or not is_decode:
+                places |= {name: (count, np.int32) for name, count in zip(names, counts, strict=True)}
         return places | {"tables": tables}
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         arrays = super()._arrays(batch, layout)
         if self.planner is not None:
-            for window, plan in cast(PlannedLayout, layout).plans.items():
-                arrays |= zip(self.names[window], plan.arrays(), strict=True)
+            for kind, plans in cast(PlannedLayout, layout).plans._asdict().items():
+                for window, plan in plans.items():
+                    arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
         return arrays
 
     def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
         super()._receive(layout, sent)
         if self.planner is None:
             return
-        B, T = len(layout.rows), len(layout.slot_mapping)
-        if self.is_decode:
-            self.decode_tiling = self.planner.decode_tiling(B)
-        else:
-            self.prefill_tiling = self.planner.prefill_tiling(T, B)
+        n, B, T = self.num_decoding, len(layout.rows), len(layout.slot_mapping)
+        if n:
+            self.decode_tiling = self.planner.decode_tiling(n)
+        if n < B:
+            self.prefill_tiling = self.planner.prefill_tiling(T - n, B - n)
         self.plans = {
-            window: DevicePlan.of(plan, [sent[name] for name in self.names[window]])
-            for window, plan in cast(PlannedLayout, layout).plans.items()
+            (kind, window): DevicePlan.of(plan, [sent[name] for name in self.names[kind, window]])
+            for kind, plans in cast(PlannedLayout, layout).plans._asdict().items()
+            for window, plan in plans.items()
         }
 
-    def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
+    def _attend_decoding(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
         if self.planner is None:
-            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
-        memory = (self.layer_keys[layer], self.layer_values[layer], self.tables, self.table_starts, self.lengths)
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "workspace": self.workspace}
-        plan = self.plans[window]
-        if not self.is_decode:
-            return planned_prefill(q, *memory, plan, **about, tiling=self.prefill_tiling)
-        return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, out=self.step_attended)
+            return super()._attend_decoding(layer, q, out, about)
+        memory = (self.layer_keys[layer], self.layer_values[layer], *self.decoding)
+        plan, workspace = self.plans["decode", about["window"]], self.workspace
+        return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, workspace=workspace, out=out)
+
+    def _attend_prompts(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> None:
+        if self.planner is None:
+            super()._attend_prompts(layer, q, out, about)
+            return
+        memory = (self.layer_keys[layer], self.layer_values[layer], *self.prompts)
+        plan, workspace = self.plans["prefill", about["window"]], self.workspace
+        planned_prefill(q, *memory, plan, **about, tiling=self.prefill_tiling, workspace=workspace, out=out)

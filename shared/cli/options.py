@@ -175,8 +175,8 @@ def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
 
 
 def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
-    """The option of a field. Help shows it as soon as the phase exists that brings the field."""
-    name = field.name.replace("_", "-")
+    """The option of a field, without its ``use_``. Help shows it as soon as the phase exists that brings the field."""
+    name = field.name.removeprefix("use_").replace("_", "-")
     is_flag = bool in (kind, *get_args(kind))
     return typer.Option(
         f"--{name}/--no-{name}" if is_flag else f"--{name}",

@@ -93,7 +93,10 @@ class EngineConfig:
 
     max_batch_size: int = setting(16, "04", "Maximum number of running requests.", at_least=1)
     max_num_batched_tokens: int = setting(
-        8192, "04", "Maximum prompt tokens in a step; a longer prompt gets a step of its own.", at_least=1
+        8192,
+        "04",
+        "Maximum prompt tokens in a step, in chunks decoding ones included; a longer whole prompt runs alone.",
+        at_least=1,
     )
     max_waiting_requests: int = setting(1024, "04", "Maximum queue length; further requests are refused.", at_least=1)
     kv_cache_backend: str | None = setting(
@@ -128,7 +131,9 @@ class EngineConfig:
         None, "07", "Prefill long prompts in chunks, mixed with decoding; default: the phase's own."
     )
     prefill_chunk_size: int = setting(512, "07", "Maximum tokens in a prefill chunk.", at_least=1)
-    max_prefill_chunks_per_step: int = setting(1, "07", "Maximum prefill chunks in a step.", at_least=1)
+    max_prefill_chunks_per_step: int | None = setting(
+        None, "07", "Maximum prefill chunks in a step; default: as many as max_num_batched_tokens allows.", at_least=1
+    )
     use_prefix_caching: bool | None = setting(
         None, "08", "Share the blocks of common prompt prefixes; default: the phase's own."
     )
@@ -218,7 +223,7 @@ class EngineConfig:
 
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
         """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""
-        return max(self.max_num_batched_tokens, self.max_batch_size, max_seq_len)
+        return max(self.max_num_batched_tokens, max_seq_len) + self.max_batch_size  # prompts, and decoding requests
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":

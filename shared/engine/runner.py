@@ -107,7 +107,7 @@ class Runner:
         self.num_tokens_computed += batch.num_tokens
         self.num_forwards += 1
         prompts = [] if batch.prompt_rows is None else self._score(hidden, batch.prompt_rows)
-        if len(logit_rows) == 0:
+        if len(logit_rows) == 0:  # prompts that are not computed to their end, or that generate nothing
             return hidden.new_empty(0, self.model.config.vocab_size), prompts
         return self.model.logits(hidden if len(logit_rows) == batch.num_tokens else hidden[logit_rows]), prompts
 

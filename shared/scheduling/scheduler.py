@@ -165,16 +165,22 @@ class Scheduler(ABC):
         ]
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
-        """Schedule all unscheduled tokens of these requests, and one sampled token for each that generates any."""
-        entries = []
-        for request in (*decoding, *prompts):
-            num_new = request.num_unscheduled_tokens
-            start, num_sampled = request.num_scheduled_tokens, int(request.params.max_new_tokens > 0)
-            num_left = max(0, request.num_prompt_tokens - 1 - start) if request.needs_prompt_logits else 0
-            entries.append(Scheduled(request, start, num_new, 0, num_sampled, min(num_new, num_left)))
-            request.num_scheduled_tokens += num_new
-            request.num_pending_tokens += num_sampled
+        """Schedule all unscheduled tokens of these requests."""
+        entries = [self._grant(request, request.num_unscheduled_tokens) for request in (*decoding, *prompts)]
         return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
+
+    def _grant(self, request: Request, num_tokens: int) -> Scheduled:
+        """Schedule a request's next ``num_tokens`` tokens; a token is sampled if none is left and it generates any."""
+        start, is_last = request.num_scheduled_tokens, self._is_last(request, num_tokens)
+        num_sampled = int(is_last and request.params.max_new_tokens > 0)
+        num_left = max(0, request.num_prompt_tokens - 1 - start) if request.needs_prompt_logits else 0
+        request.num_scheduled_tokens += num_tokens
+        request.num_pending_tokens += num_sampled
+        return Scheduled(request, start, num_tokens, 0, num_sampled, min(num_tokens, num_left))
+
+    def _is_last(self, request: Request, num_tokens: int) -> bool:
+        """Whether the next ``num_tokens`` tokens of a request are all that it has: always, if prompts are not cut."""
+        return True
 
     def _is_complete(self, request: Request) -> bool:
         """Whether the request has reached its maximum length, tokens in flight included."""

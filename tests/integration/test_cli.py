@@ -130,7 +130,8 @@ def test_every_field_of_the_configuration_is_an_option(name: str) -> None:
     for field in FIELDS.values():
         exists = field.metadata["phase"] in {lesson.number for lesson in lessons()}
         is_shown = exists and field.name not in omitted and (name, field.name) != ("serve", "model")
-        assert (f" --{field.name.replace('_', '-')} " in shown) == is_shown, field.name
+        option = field.name.removeprefix("use_").replace("_", "-")
+        assert (f" --{option} " in shown) == is_shown, field.name
 
 
 def test_a_new_field_of_the_configuration_is_an_option_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ STEPS = [  # past tiny-gemma3's window of 16; b leaves, and its blocks go to oth
     {"d": 1, "a": 1},
 ]
 LEAVES_AFTER = {1: "b"}
+NUM_DECODE = sum(next(iter(step.values())) == 1 for step in STEPS)  # steps with a decoding sequence, which is first
+NUM_PREFILL = sum(set(step.values()) != {1} for step in STEPS)
 
 
 def load(folder, family, dtype=torch.float32):
@@ -92,11 +94,10 @@ def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, num_launches, 
     actual = run(model, *make_memory(model.config, block_size, backend=backend))
     torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-5)
     layers, is_flash = len(LAYERS[family]), backend != "sdpa"
-    num_decode = sum(set(step.values()) == {1} for step in STEPS)
     assert num_launches(kv_write_kernel) == len(STEPS) * layers, "one write a layer for all sequences"
-    assert num_launches(paged_attention_kernel) == is_flash * num_decode * layers, "one read a layer for all of them"
-    assert num_launches(paged_prefill_kernel) == is_flash * (len(STEPS) - num_decode) * layers
-    assert num_launches() == num_launches(kv_write_kernel) + is_flash * len(STEPS) * layers
+    assert num_launches(paged_attention_kernel) == is_flash * NUM_DECODE * layers, "one read a layer for all"
+    assert num_launches(paged_prefill_kernel) == is_flash * NUM_PREFILL * layers
+    assert num_launches() == (len(STEPS) + is_flash * (NUM_DECODE + NUM_PREFILL)) * layers
 
 
 def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints):
@@ -104,26 +105,30 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints):
     model = load(tiny_checkpoints["qwen3"], "qwen3")
     pool, view = make_memory(model.config, 2)
     a, b, c = (make_request(name, token_ids(name)) for name in "abc")
-    addresses, places = {True: set(), False: set()}, []
-    steps = [{a: 1, b: 1}] * 4 + [{c: 7, a: 2}, {c: 1, b: 1, a: 1}, {b: 2}, {a: 1}]
+    addresses, places = {}, []  # by what a step has: decoding sequences, prompts, both
+    steps = [{a: 1, b: 1}] * 4 + [{c: 7, a: 2}, {c: 1, b: 1, a: 1}, {a: 1, b: 2}, {a: 1}]
     for step in steps:
         for request, new in step.items():
             assert pool.reserve(request, request.num_computed_tokens + new)
         schedule = step_of(step)
         tokens, logit_rows = view.load(Batch.of(schedule, pool))
         lengths = [request.num_computed_tokens + new for request, new in step.items()]
-        assert view.lengths.tolist() == lengths
         tables = [pool.table(request).tolist() for request in step]
-        assert view.tables.tolist() == [block for table in tables for block in table]
-        assert view.table_starts.tolist() == [sum(map(len, tables[:n])) for n in range(len(tables))]
+        starts, n = [sum(map(len, tables[:n])) for n in range(len(tables))], view.num_decoding
+        expected = [[block for table in tables for block in table], starts[:n], lengths[:n]]
+        assert [array.tolist() for array in view.decoding] == expected
+        read = view.decoding
         if not view.is_decode:
-            assert view.query_starts.tolist() == [sum([*step.values()][:n]) for n in range(len(step) + 1)]
+            assert [array.tolist() for array in view.prompts] == [expected[0], starts[n:], lengths[n:]]
+            counts = [*step.values()][n:]
+            assert view.query_starts.tolist() == [sum(counts[:m]) for m in range(len(counts) + 1)]
+            read = *read, *view.prompts, view.query_starts
         places.append(view.places.tolist())
         sent = (tokens.ids, tokens.positions, logit_rows, view.places)
-        read = (view.lengths, view.table_starts, view.tables)
-        addresses[view.is_decode].add(tuple(tensor.data_ptr() for tensor in (*sent, *read)))
+        arrays = [tensor for tensor in (*sent, *read) if len(tensor)]  # an empty one has no address
+        addresses.setdefault(len(arrays), set()).add(tuple(tensor.data_ptr() for tensor in arrays))
         commit(pool, schedule)
-    assert [len(found) for found in addresses.values()] == [1, 1]
+    assert [len(found) for found in addresses.values()] == [1, 1, 1]
     stride = model.config.num_kv_heads * model.config.head_dim
     expected = [[0, 2], [1, 3], [4, 6], [5, 7]]  # a has the blocks 0 and 2, b 1 and 3, of two tokens each
     assert places[:4] == [[place * stride for place in step] for step in expected]

@@ -41,10 +41,12 @@ STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split o
     {"d": 1, "b": 1},
     {"d": 13, "a": 22},  # a piece of a prompt, behind what is there; prompt and answer so far, computed anew
     {"b": 1, "d": 1, "a": 1},
+    {"d": 1, "a": 2},  # a short piece behind a long history is split
 ]
 LEAVES_AFTER = {2: "a"}
 ARRAYS = [field.name for field in dataclasses.fields(DevicePlan) if "Tensor" in str(field.type)]
-NUM_DECODE = sum(set(step.values()) == {1} for step in STEPS)
+NUM_DECODE = sum(next(iter(step.values())) == 1 for step in STEPS)  # steps with a decoding sequence, which is first
+NUM_PREFILL = sum(set(step.values()) != {1} for step in STEPS)
 
 
 @pytest.fixture
@@ -161,15 +163,15 @@ def test_every_sequence_is_answered_as_if_alone(
     layers, windows = len(LAYERS[family]), len(set(model.config.windows))
     decode, prefill = counted["decode"], counted["prefill"]
     assert len(decode) == NUM_DECODE * windows, "one plan a step and window, for all layers"
-    assert len(prefill) == (len(STEPS) - NUM_DECODE) * windows
+    assert len(prefill) == NUM_PREFILL * windows
     assert any(plan.is_split for plan in decode)
     assert any(plan.is_split for plan in prefill)
     assert num_launches(kv_write_kernel) == len(STEPS) * layers
-    assert num_launches(planned_decode_kernel) == NUM_DECODE * layers, "one read a layer for all sequences"
-    assert num_launches(planned_prefill_kernel) == (len(STEPS) - NUM_DECODE) * layers
+    assert num_launches(planned_decode_kernel) == NUM_DECODE * layers, "one read a layer for all that decode"
+    assert num_launches(planned_prefill_kernel) == NUM_PREFILL * layers
     merged = sum(plan.is_split for plan in (prefill if is_arrival else decode + prefill))
     assert num_launches(merge_states_kernel) == merged * layers // windows, "here there is a layer for each window"
-    assert num_launches() == 2 * len(STEPS) * layers + merged * layers // windows
+    assert num_launches() == (len(STEPS) + NUM_DECODE + NUM_PREFILL) * layers + merged * layers // windows
     assert counted["copies"] == len(STEPS), "everything that a step needs travels together"
     assert (view.workspace.counters == 0).all()
 
@@ -183,7 +185,7 @@ def test_flash_turns_planning_off(tiny_checkpoints, num_launches, counted, is_ar
         assert bool(counted["decode"]) == bool(counted["prefill"]) == (backend == "planned")
     torch.testing.assert_close(outputs["planned"], outputs["flash"], rtol=2e-4, atol=2e-5)
     assert num_launches(paged_attention_kernel) == num_launches(planned_decode_kernel) == NUM_DECODE
-    assert num_launches(paged_prefill_kernel) == num_launches(planned_prefill_kernel) == len(STEPS) - NUM_DECODE
+    assert num_launches(paged_prefill_kernel) == num_launches(planned_prefill_kernel) == NUM_PREFILL
 
 
 @pytest.mark.parametrize("backend", [None, "planned", "flash", "sdpa", "naive"])
@@ -201,7 +203,7 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, 
     config = load(tiny_checkpoints["gemma3_text"], "gemma3_text").config
     pool, view = make_memory(config, 2)
     a, b, c = (make_request(name, token_ids(name)) for name in "abc")
-    addresses, shapes, cuts = {True: set(), False: set()}, {}, []
+    addresses, shapes, cuts = {}, {}, []
 
     def step(**new):
         step = {{"a": a, "b": b, "c": c}[name]: count for name, count in new.items()}
@@ -210,33 +212,33 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, 
         schedule = step_of(step)
         batch = Batch.of(schedule, pool)
         tokens, logit_rows = view.load(batch)
-        arrays = [
-            value
-            for window in (16, None)
-            for value in vars(view.plans[window]).values()
-            if isinstance(value, torch.Tensor)
-        ]
-        for window, plan in batch.layout.plans.items():
-            sent = vars(view.plans[window])
-            assert all(sent[name].tolist() == getattr(plan, name).tolist() for name in ARRAYS)
-        sent = (tokens.ids, tokens.positions, logit_rows, view.places, view.lengths, view.tables)
-        addresses[view.is_decode].add(tuple(tensor.data_ptr() for tensor in (*arrays, *sent)))
+        arrays = []
+        for kind, plans in batch.layout.plans._asdict().items():
+            for window, plan in plans.items():
+                sent = vars(view.plans[kind, window])
+                assert all(sent[name].tolist() == getattr(plan, name).tolist() for name in ARRAYS)
+                arrays += [value for value in sent.values() if isinstance(value, torch.Tensor)]
+        sent = (tokens.ids, tokens.positions, logit_rows, view.places, view.decoding[0])
+        kinds = "".join(kind[0] for kind, plans in batch.layout.plans._asdict().items() if plans)
+        addresses.setdefault(kinds, set()).add(tuple(tensor.data_ptr() for tensor in (*arrays, *sent)))
         if view.is_decode:
             shapes.setdefault(len(batch), set()).add(tuple(tensor.shape for tensor in arrays))
-            cuts.append(tuple(view.plans[window].num_items.item() for window in (16, None)))
+            cuts.append(tuple(view.plans["decode", window].num_items.item() for window in (16, None)))
         commit(pool, schedule)
 
     step(a=1, b=1)
     step(a=29, b=29)
     step(a=1, b=1)
-    step(b=6, c=3, a=6)
+    step(b=2, c=3, a=2)
     step(a=1, b=1)
     step(a=1, c=1, b=1)
     step(b=1)
+    step(a=1, c=2)
     step(c=2)
+    step(b=1, c=5)
     assert cuts[:3] == [(2, 2), (2, 4), (2, 6)]
     assert {count: len(found) for count, found in shapes.items()} == {1: 1, 2: 1, 3: 1}
-    assert [len(found) for found in addresses.values()] == [1, 1]
+    assert {kinds: len(found) for kinds, found in addresses.items()} == {"d": 1, "p": 1, "dp": 1}
 
 
 def test_a_part_of_a_batch_is_loaded_as_a_batch(tiny_checkpoints, is_arrival, counted):

@@ -18,6 +18,7 @@ from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.errors import QueueFullError, RequestError
 from shared.sampling.params import SamplingParams
+from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
 from shared.text.stopping import FinishReason
@@ -66,15 +67,17 @@ class Loop:
         return schedule, self.processor.take()
 
     def finish(self, schedule: Schedule, errors: Collection[Request] = ()) -> None:
-        """As one batch where steps overlap; else prompts by themselves, then what decodes."""
-        for part in (schedule,) if self.num_in_flight else (schedule.prompts, schedule.decoding):
+        """As one batch where steps overlap or prompts are chunked; else prompts by themselves, then what decodes."""
+        is_one = self.num_in_flight or isinstance(self.scheduler, ChunkedScheduler)
+        for part in (schedule,) if is_one else (schedule.prompts, schedule.decoding):
             self.commit(part, errors)
             self.scheduler.finish(self.processor.process(part))
 
     def commit(self, part: Schedule, errors: Collection[Request] = ()) -> None:
         """Those in ``errors`` could not be computed."""
         failed = {n: RuntimeError("injected") for n, entry in enumerate(part) if entry.request in errors}
-        ids = [self.token_at(entry.request, index_of(entry)) for entry in part if entry.request not in errors]
+        sampled = [entry for entry in part if entry.num_logit_rows and entry.request not in errors]
+        ids = [self.token_at(entry.request, index_of(entry)) for entry in sampled]
         self.scheduler.commit(part, SampledTokens(ids, None, failed))
 
     def break_off(self) -> list[StepOutput]:
@@ -146,13 +149,14 @@ class SchedulingMachine(RuleBasedStateMachine):
         planned = [entry.request for entry in schedule]
         assert len(set(planned)) == len(planned) <= len(scheduler.running) <= self.config.max_batch_size
         assert [*schedule] == [*schedule.decoding, *schedule.prompts], "decoding requests stand before prompts"
-        num_prompt_tokens = sum(entry.num_tokens for entry in schedule.prompts)
-        assert num_prompt_tokens <= self.config.max_num_batched_tokens or len(schedule.prompts) == 1
+        self.check_budget(schedule)
         for entry in schedule:
             request = entry.request
             assert scheduler.running[request.request_id] is request
             assert entry.start + entry.num_tokens + 1 <= self.longest(request), "no step for a token too many"
-            assert entry.start + entry.num_tokens == request.num_tokens + request.num_pending_tokens - 1
+            rest = request.num_tokens + request.num_pending_tokens - (entry.start + entry.num_tokens)
+            assert entry.num_tokens > 0
+            assert rest == 1 if entry.num_logit_rows else rest > 0, "sampled where the last known token is computed"
         for request in decoding:
             if request in planned or request.request_id not in scheduler.running:
                 continue
@@ -161,6 +165,10 @@ class SchedulingMachine(RuleBasedStateMachine):
             self.pool.layout(part)  # raises where a token has no place
         self.num_preempted += len(schedule.preempted)
         return schedule
+
+    def check_budget(self, schedule: Schedule) -> None:
+        num_prompt_tokens = sum(entry.num_tokens for entry in schedule.prompts)
+        assert num_prompt_tokens <= self.config.max_num_batched_tokens or len(schedule.prompts) == 1
 
     def can_decode(self, request: Request) -> bool:
         is_open = request.num_tokens + request.num_pending_tokens < self.longest(request)
@@ -173,10 +181,12 @@ class SchedulingMachine(RuleBasedStateMachine):
         if len(self.loop.in_flight) <= self.loop.num_in_flight:
             return
         schedule = self.loop.in_flight.popleft()
-        computed = [entry for entry in schedule if self.is_awaited(entry)]
+        failing = [entry.request for n, entry in enumerate(schedule) if n in fails]
+        awaited = [entry for entry in schedule if self.is_awaited(entry)]
+        computed = [entry for entry in awaited if entry.num_logit_rows or entry.request in failing]
         if 0 <= end < len(computed):
             self.ends.setdefault(computed[end].request, index_of(computed[end]))
-        self.loop.finish(schedule, [entry.request for n, entry in enumerate(schedule) if n in fails])
+        self.loop.finish(schedule, failing)
         outputs = self.loop.processor.take()
         assert sorted(o.request_id for o in outputs) == sorted(entry.request.request_id for entry in computed)
         record = StepRecord.of(self.scheduler, schedule, outputs)
@@ -268,7 +278,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             assert sum(entry.num_tokens for entry in flying) == (
                 request.num_scheduled_tokens - request.num_computed_tokens
             )
-            assert len(flying) == request.num_pending_tokens
+            assert sum(entry.num_logit_rows for entry in flying) == request.num_pending_tokens
         for request in self.scheduler.waiting.values():
             assert request.num_scheduled_tokens == request.num_computed_tokens == request.num_pending_tokens == 0
 

@@ -14,7 +14,7 @@ from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.planned import PlannedKVCachePool
-from shared.cache.planned_layout import AttentionPlanner
+from shared.cache.planned_layout import AttentionPlanner, StepPlans
 from shared.cache.pool import CachePoolProtocol
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
@@ -49,6 +49,8 @@ def values(found: Any) -> Any:
         return found.dtype.name, found.tolist()
     if isinstance(found, dict):
         return {key: values(value) for key, value in found.items()}
+    if isinstance(found, StepPlans):
+        return values(found._asdict())
     if hasattr(found, "layout") or hasattr(found, "lengths") or isinstance(found, AttentionPlan):
         return type(found).__name__, {key: values(value) for key, value in vars(found).items()}
     return found

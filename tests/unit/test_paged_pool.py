@@ -488,8 +488,10 @@ def test_a_pool_takes_what_memory_is_left_beside_a_step(
         pool = PagedKVCachePool(sizes.num_blocks, sizes.block_size, sizes.max_sequences)
         return pool, PagedView(model.config, sizes, torch.float32)
 
-    step = pool_size.step_bytes(config, model, 512, 640, make)
-    hidden = 640 * model.config.hidden_size * 4
+    most = config.most_tokens_of_a_step(512)
+    assert most == 640 + config.max_batch_size, "prompts, and decoding requests beside them"
+    step = pool_size.step_bytes(config, model, 512, most, make)
+    hidden = most * model.config.hidden_size * 4
     assert 3 * hidden < step < 100 * hidden
     block_bytes = kv_bytes(model.config, 16, torch.float32)
     for blocks in (40, 77):

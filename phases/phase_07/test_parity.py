@@ -1,0 +1,269 @@
+"""Phase 7 gives the outputs of phase 6.1 at every chunk size, in one forward a step."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phases.phase_06_1.engine import Engine as Planned
+from phases.phase_07.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.engine.record import StepRecord
+from shared.errors import ConfigError
+from shared.kernels.launch import LAUNCHES
+from shared.sampling.params import SamplingParams
+from tests.reference_tokens import ReferenceTokens
+
+SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
+    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
+    (SENTENCE, {"seed": 3, "temperature": 1.3, "repetition_penalty": 1.3, "max_new_tokens": 20, "ignore_eos": True}),
+    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
+    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
+    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
+]
+ARRIVALS = [0, 0, 2, 3, 3, 9]  # the step before which each request arrives
+SMALL: dict[str, Any] = {"max_seq_len": 128, "block_size": 3, "num_gpu_blocks": 43}  # for one long sequence at a time
+CHUNKS: list[dict[str, Any]] = [
+    {"prefill_chunk_size": 1},
+    {"prefill_chunk_size": 7, "max_prefill_chunks_per_step": 1},
+    {"prefill_chunk_size": 17, "max_num_batched_tokens": 20},  # past the window of tiny-gemma3, which is 16
+    {"max_num_batched_tokens": 1},
+    {},
+    {"use_chunked_prefill": False},
+]
+
+
+def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
+    return phase(EngineConfig(model=str(folder), **config))
+
+
+def serve(
+    engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
+) -> tuple[list[list[StepOutput]], list[StepRecord]]:
+    """Each request's outputs, in the order of the requests; ``arrivals`` holds the step before which each arrives."""
+    coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
+    names: list[str] = []
+    outputs: dict[str, list[StepOutput]] = {}
+    records: list[StepRecord] = []
+    while coming or engine.has_work():
+        while coming and coming[0][0] <= len(records):
+            prompt, params = coming.pop(0)[1]
+            names.append(engine.add_request(prompt, SamplingParams(**params)))
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        records.append(engine.last_step)
+    assert engine.pool.audit() == []
+    return [outputs[name] for name in names], records
+
+
+def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
+    return [output.token_id for output in outputs]
+
+
+def seen(answers: Sequence[Sequence[StepOutput]]) -> list[list[StepOutput]]:
+    """All that clients receive, except for the request ids."""
+    return [[output._replace(request_id="") for output in answer] for answer in answers]
+
+
+def test_outputs_are_those_of_phase_6_1_at_every_chunk_size(model_folder: Path) -> None:
+    """In a pool that is too small for all requests, so some are preempted, also between two chunks."""
+    expected = seen(serve(make(model_folder, Planned, **SMALL), MIXED, ARRIVALS)[0])
+    num_preempted = 0
+    for chunks in CHUNKS:
+        engine = make(model_folder, **SMALL, **chunks)
+        answers, records = serve(engine, MIXED, ARRIVALS)
+        assert seen(answers) == expected, chunks
+        assert engine.runner.num_forwards == sum(bool(r.prefilled or r.decoded) for r in records), "one forward a step"
+        num_preempted += engine.load().num_preemptions
+    assert num_preempted > 0
+
+
+@pytest.mark.parametrize("chunks", [{"prefill_chunk_size": 5}, {"use_chunked_prefill": False}], ids=["chunks", "whole"])
+@pytest.mark.parametrize(
+    "memory",
+    [{"kv_cache_backend": "contiguous"}, {"attention_backend": "naive"}, {"attention_backend": "flash"}],
+    ids=["contiguous", "naive", "flash"],
+)
+def test_every_memory_and_backend_gives_the_same_outputs(
+    tiny_checkpoints: dict[str, Path], memory: dict[str, Any], chunks: dict[str, Any]
+) -> None:
+    folder, about = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, Planned, **about), MIXED, ARRIVALS)[0])
+    assert seen(serve(make(folder, **about, **memory, **chunks), MIXED, ARRIVALS)[0]) == expected
+
+
+def test_static_batches_prefill_whole_prompts(tiny_checkpoints: dict[str, Path]) -> None:
+    about: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 3, "batching_mode": "static"}
+    folder = tiny_checkpoints["qwen3"]
+    expected, steps = serve(make(folder, Planned, **about), MIXED)
+    answers, records = serve(make(folder, **about), MIXED)
+    assert (seen(answers), records) == (seen(expected), steps)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.integers(1, 20),
+    most=st.none() | st.integers(1, 3),
+    budget=st.integers(1, 60),
+    num_blocks=st.integers(43, 80),
+    policy=st.sampled_from(["fcfs", "prefill_first", "decode_round_robin"]),
+    arrivals=st.lists(st.integers(0, 12), min_size=len(MIXED), max_size=len(MIXED)),
+    aborted=st.sets(st.integers(0, len(MIXED) - 1), max_size=2),
+    abort_at=st.integers(1, 20),
+)
+def test_whatever_the_sizes_arrivals_and_aborts(
+    tiny_checkpoints: dict[str, Path],
+    size: int,
+    most: int | None,
+    budget: int,
+    num_blocks: int,
+    policy: str,
+    arrivals: list[int],
+    aborted: set[int],
+    abort_at: int,
+) -> None:
+    """Each request that is not aborted has the output that it has alone; nothing leaks."""
+    folder = tiny_checkpoints["gemma3_text"]
+    if not ALONE:
+        ALONE.extend(tokens(serve(make(folder, Planned, max_seq_len=128), [request])[0][0]) for request in MIXED)
+    engine = make(
+        folder,
+        **SMALL | {"num_gpu_blocks": num_blocks},
+        prefill_chunk_size=size,
+        max_prefill_chunks_per_step=most,
+        max_num_batched_tokens=budget,
+        scheduler_policy=policy,
+    )
+    outputs: dict[str, list[int | None]] = {}
+    step = 0
+    while step <= max(abort_at, *arrivals) or engine.has_work():
+        for n, (prompt, params) in enumerate(MIXED):
+            if arrivals[n] == step:
+                engine.add_request(prompt, SamplingParams(**params), request_id=str(n))
+        if step == abort_at:
+            aborted = {n for n in aborted if engine.abort(str(n))}
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output.token_id)
+        step += 1
+    assert {n: outputs[str(n)] for n in range(len(MIXED)) if n not in aborted} == {
+        n: ALONE[n] for n in range(len(MIXED)) if n not in aborted
+    }
+    assert all(outputs.get(str(n), []) == ALONE[n][: len(outputs.get(str(n), []))] for n in aborted)
+    assert engine.pool.audit() == []
+
+
+ALONE: list[list[int | None]] = []  # the tokens of each request of MIXED, by phase 6.1
+
+
+def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token outside the vocabulary, in the third chunk."""
+    engine = make(tiny_checkpoints["llama"], max_seq_len=128, prefill_chunk_size=8)
+    monkeypatch.setattr("phases.phase_07.engine.check_prompt", lambda ids, *about: list(ids))
+    expected = tokens(serve(make(tiny_checkpoints["llama"], Planned, max_seq_len=128), MIXED[:1])[0][0])
+    good = engine.add_request(MIXED[0][0], SamplingParams(**MIXED[0][1]))
+    bad = engine.add_request([7] * 20 + [10**6] + [7] * 20, SamplingParams(max_new_tokens=4))
+    outputs: dict[str, list[StepOutput]] = {good: [], bad: []}
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    assert tokens(outputs[good]) == expected
+    (failed,) = outputs[bad]
+    assert failed.error is not None
+    assert engine.pool.audit() == []
+
+
+def test_prompt_log_probabilities_do_not_depend_on_chunks(tiny_checkpoints: dict[str, Path]) -> None:
+    """Each chunk computes those of the tokens that follow its own, the first token of the next chunk included."""
+    folder, ask = tiny_checkpoints["qwen3"], {"prompt_logprobs": 2, "max_new_tokens": 0}
+    requests: list[tuple[str | list[int], dict[str, Any]]] = [([(7 * n) % 250 for n in range(40)], ask), ([3], ask)]
+    expected, found = (
+        [answer[0].prompt_logprobs for answer in serve(engine, requests)[0]]
+        for engine in (make(folder, Planned, max_seq_len=64), make(folder, max_seq_len=64, prefill_chunk_size=7))
+    )
+    assert [one and len(one) for one in found] == [40, 1]
+    for ours, theirs in zip(found, expected, strict=True):
+        for mine, other in zip(ours or (), theirs or (), strict=True):
+            assert (mine is None) == (other is None)
+            if mine and other:
+                assert [n for n, _ in mine.top] == [n for n, _ in other.top]
+                assert mine.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
+def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
+    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
+    engine = make(model_folder, **SMALL, prefill_chunk_size=6)
+    answers, _ = serve(engine, requests, [0, 2, 5])
+    for (prompt, n), answer in zip(wanted, answers, strict=True):
+        assert tokens(answer) == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
+
+
+@pytest.mark.demo
+def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
+    requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
+    engine = make(demo_folder, max_seq_len=256, max_batch_size=2, prefill_chunk_size=3)
+    for prompt, answer in zip(prompts, serve(engine, requests, [0, 3, 4])[0], strict=True):
+        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+
+
+def test_settings_of_chunks_arrive_in_this_phase(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = str(tiny_checkpoints["llama"])
+    with pytest.raises(ConfigError, match=r"prefill_chunk_size = 64 arrives in phase 07; leave it at 512"):
+        Planned(EngineConfig(model=folder, prefill_chunk_size=64))
+
+
+# On a GPU.
+
+
+LONG: list[tuple[str | list[int], dict[str, Any]]] = [
+    ([(31 * n) % 500 for n in range(600)], GREEDY | {"max_new_tokens": 12}),
+    *MIXED,
+    ([(17 * n) % 500 for n in range(300)], GREEDY | {"max_new_tokens": 6}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", [{}, {"attention_backend": "flash"}, {"kv_cache_backend": "contiguous"}], ids=str)
+@pytest.mark.parametrize("size", [16, 100, 512])
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, size: int, memory: dict[str, Any]) -> None:
+    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": size}
+    arrivals = [0, *ARRIVALS, 10]
+    on_cpu, on_gpu = (
+        serve(make(model_folder, device=device, dtype="float32", **about, **memory), LONG, arrivals)
+        for device in ("cpu", "cuda")
+    )
+    assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]
+    assert [(r.prefilled, r.decoded) for r in on_gpu[1]] == [(r.prefilled, r.decoded) for r in on_cpu[1]]
+
+
+def launched(engine: Engine) -> Counter[str]:
+    """The launches of one step, by kernel."""
+    before = LAUNCHES.copy()
+    engine.step()
+    return LAUNCHES - before
+
+
+@pytest.mark.gpu
+def test_a_mixed_step_launches_attention_twice_a_layer(model_folder: Path) -> None:
+    """Decoding requests by the decode kernel, chunks by the prefill kernel; every product once for all tokens."""
+    engine = make(model_folder, device="cuda", max_seq_len=1024, prefill_chunk_size=64)
+    num_layers = len(engine.model.config.windows)
+    engine.add_request([7] * 20, SamplingParams(**GREEDY, max_new_tokens=20))
+    launched(engine)
+    alone = launched(engine)
+    engine.add_request([7] * 200, SamplingParams(**GREEDY, max_new_tokens=8))
+    mixed = launched(engine)
+    assert (alone["planned_decode_kernel"], alone["planned_prefill_kernel"]) == (num_layers, 0)
+    assert (mixed["planned_decode_kernel"], mixed["planned_prefill_kernel"]) == (num_layers, num_layers)
+    assert mixed["kv_write_kernel"] == num_layers

@@ -1,0 +1,178 @@
+"""Chunked prefill: which tokens of which prompts a step computes, and who samples."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.cache.paged import PagedKVCachePool
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.errors import ConfigError
+from shared.sampling.params import SamplingParams
+from shared.scheduling.chunked import ChunkedScheduler
+from shared.scheduling.schedule import Schedule
+from shared.text.tokenizer import Tokenizer
+from tests.comparison import assert_equal
+from tests.unit.scheduling_loop import Loop
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoints: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.load(tiny_checkpoints["llama"])
+
+
+def make_loop(tokenizer: Tokenizer, num_blocks: int = 100, **config: object) -> Loop:
+    """Blocks of 4 tokens."""
+    settings = EngineConfig(max_batch_size=8, **config)  # type: ignore[arg-type]
+    pool = PagedKVCachePool(num_blocks, 4, 8, 128)
+    return Loop(ChunkedScheduler(settings, pool, 128), tokenizer, lambda request, index: 1000 + index)
+
+
+def add(loop: Loop, name: str, num_prompt_tokens: int, max_new_tokens: int = 30) -> Request:
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    return loop.add(Request(name, [5] * num_prompt_tokens, params, 0))
+
+
+def written(schedule: Schedule) -> str:
+    """``a+1 b:0-8`` if request a decodes and tokens 0 to 8 of b's prompt are computed; ``!`` where one samples."""
+    parts = []
+    for n, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
+        what = "+1" if n < schedule.num_decoding else f":{start}-{start + num_tokens}"
+        parts.append(request.request_id + what + "!" * num_logit_rows)
+    return " ".join(parts)
+
+
+def steps(loop: Loop, count: int) -> list[str]:
+    return [written(loop.step()[0]) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("remaining", "num_decoding", "limits", "expected"),
+    [
+        ([10], 0, {}, [10]),
+        ([10], 2, {"prefill_chunk_size": 4}, [4]),
+        ([10, 3, 9], 0, {"prefill_chunk_size": 4}, [4, 3, 4]),
+        ([10, 3, 9], 2, {"prefill_chunk_size": 8, "max_num_batched_tokens": 12}, [8, 2]),
+        ([10, 3, 9], 2, {"prefill_chunk_size": 8, "max_num_batched_tokens": 10}, [8]),
+        ([10, 3, 9], 0, {"prefill_chunk_size": 4, "max_prefill_chunks_per_step": 2}, [4, 3]),
+        ([10, 3], 0, {"max_prefill_chunks_per_step": 1}, [10]),
+        ([10, 3], 8, {"max_num_batched_tokens": 8}, [1]),
+        ([10, 3], 8, {"max_num_batched_tokens": 3}, [1]),
+        ([], 3, {}, []),
+    ],
+)
+def test_the_sizes_of_chunks(
+    tokenizer: Tokenizer, remaining: list[int], num_decoding: int, limits: dict[str, int], expected: list[int]
+) -> None:
+    """The token budget, the chunk size, the number of chunks; a prompt progresses whatever decodes."""
+    scheduler = make_loop(tokenizer, **limits).scheduler
+    found = scheduler._chunk_sizes(remaining, num_decoding)  # type: ignore[attr-defined]
+    assert_equal(found, expected, f"chunks of {remaining} tokens beside {num_decoding} decoding, {limits}", ("chunk",))
+
+
+def test_a_step_is_filled_in_order(tokenizer: Tokenizer) -> None:
+    """Decoding requests first, then the oldest prompt; the rest of the budget goes to the next."""
+    loop = make_loop(tokenizer, prefill_chunk_size=8, max_num_batched_tokens=12)
+    add(loop, "a", 2)
+    found = steps(loop, 1)
+    add(loop, "b", 19)
+    add(loop, "c", 6)
+    found += steps(loop, 5)
+    expected = ["a:0-2!", "a+1! b:0-8 c:0-3", "a+1! b:8-16 c:3-6!", "a+1! c+1! b:16-19!", "a+1! b+1! c+1!"]
+    assert_equal(found[:5], expected, "what each step computes", ("step",))
+
+
+def test_only_the_last_chunk_samples(tokenizer: Tokenizer) -> None:
+    loop = make_loop(tokenizer, prefill_chunk_size=4)
+    a = add(loop, "a", 10)
+    num_outputs = [len(loop.step()[1]) for _ in range(4)]
+    assert_equal(num_outputs, [0, 0, 1, 1], "outputs of each step; a chunk before the last gives none", ("step",))
+    assert_equal(a.num_computed_tokens, 11, "computed tokens")
+    assert_equal(a.output_ids, [1000, 1001], "output", ("token",))
+
+
+def test_one_chunk_a_step_bounds_what_a_decoding_request_waits_for(tokenizer: Tokenizer) -> None:
+    """Between two tokens of a decoding request lie one chunk and the batch at most, and some token in every step."""
+    loop = make_loop(tokenizer, prefill_chunk_size=16, max_prefill_chunks_per_step=1)
+    for name in "abc":
+        add(loop, name, 3)
+    steps(loop, 3)
+    for name in "xyz":
+        add(loop, name, 90)
+    for _ in range(3 * 6):
+        schedule, outputs = loop.step()
+        assert {"a", "b", "c"} <= {output.request_id for output in outputs}, "no decoding request is left out"
+        assert sum(entry.num_tokens for entry in schedule) <= 16 + 8
+        assert len(schedule.prompts) <= 1
+    assert not any(request.is_prefilling for request in loop.scheduler.running.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("fcfs", ["a+1! b+1! c:0-8", "a+1! b+1! c:8-16", "a+1! b+1! c:16-20!", "a+1! b+1! c+1!"]),
+        ("prefill_first", ["c:0-8", "a+1! b+1! c:8-16", "c:16-20!", "a+1! b+1! c+1!"]),
+        ("decode_round_robin", ["a+1! c:0-8", "b+1! c:8-16", "a+1! c:16-20!", "a+1! b+1! c+1!"]),
+    ],
+)
+def test_policies_say_which_requests_decode_beside_chunks(
+    tokenizer: Tokenizer, policy: str, expected: list[str]
+) -> None:
+    loop = make_loop(tokenizer, prefill_chunk_size=8, scheduler_policy=policy, max_decode_interval=2)
+    add(loop, "a", 2)
+    add(loop, "b", 2)
+    steps(loop, 2)
+    add(loop, "c", 20)
+    assert_equal(steps(loop, 4), expected, f"what each step computes under {policy}", ("step",))
+
+
+def test_a_request_is_preempted_between_chunks_and_recomputed_in_chunks(tokenizer: Tokenizer) -> None:
+    """Its blocks go to the older request; later it begins again, outputs included, and loses no token."""
+    loop = make_loop(tokenizer, num_blocks=9, prefill_chunk_size=2, max_prefill_chunks_per_step=1)
+    a = add(loop, "a", 8, max_new_tokens=16)
+    steps(loop, 5)
+    b = add(loop, "b", 20, max_new_tokens=4)
+    found, computed_when_preempted = steps(loop, 2), []
+    assert_equal(found, ["a+1! b:0-2", "a+1! b:2-4"], "what each step computes", ("step",))
+    while loop.has_work():
+        before = b.num_computed_tokens
+        schedule = loop.step()[0]
+        found.append(written(schedule))
+        computed_when_preempted += [before] if schedule.preempted else []
+        assert len(found) < 60, f"the requests do not finish; the last step computes {found[-1]!r}"
+    assert_equal(computed_when_preempted, [14], "tokens of b's prompt that were computed when it was preempted")
+    assert_equal(a.output_ids, [*range(1000, 1016)], "a's output", ("token",))
+    assert_equal(b.output_ids, [*range(1000, 1004)], "b's output", ("token",))
+    assert_equal(loop.scheduler.pool.audit(), [], "what the pool still holds")
+
+
+def test_outputs_are_recomputed_in_chunks_too(tokenizer: Tokenizer) -> None:
+    """A preempted request with outputs is computed again beyond the end of its prompt."""
+    loop = make_loop(tokenizer, num_blocks=8, prefill_chunk_size=4)
+    a, b = add(loop, "a", 6, max_new_tokens=20), add(loop, "b", 6, max_new_tokens=12)
+    found: list[str] = []
+    while loop.has_work():
+        found.append(written(loop.step()[0]))
+        assert len(found) < 60, f"the preempted request does not finish; the last step computes {found[-1]!r}"
+    assert_equal(loop.scheduler.num_preemptions, 1, "preemptions")
+    assert_equal(a.output_ids, [*range(1000, 1020)], "a's output", ("token",))
+    assert_equal(b.output_ids, [*range(1000, 1012)], "b's output", ("token",))
+
+
+def test_a_request_aborted_between_chunks_holds_nothing(tokenizer: Tokenizer) -> None:
+    loop = make_loop(tokenizer, prefill_chunk_size=4)
+    add(loop, "a", 10)
+    steps(loop, 1)
+    assert loop.abort("a")
+    assert loop.scheduler.pool.audit() == []
+    assert not loop.has_work()
+
+
+def test_settings_that_cannot_be() -> None:
+    for name, value in (("prefill_chunk_size", 0), ("max_prefill_chunks_per_step", 0)):
+        with pytest.raises(ConfigError, match=f"{name} is 0; it must be an integer of at least 1"):
+            EngineConfig(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="requires batching_mode = 'continuous'"):
+        EngineConfig(use_chunked_prefill=True, batching_mode="static")
+    with pytest.raises(ConfigError, match="requires use_chunked_prefill = True"):
+        EngineConfig(prefill_chunk_size=64, use_chunked_prefill=False)
