@@ -74,8 +74,7 @@ class ModelShapes:
 
 
 def compiled(op: Call) -> Call:
-    """``torch.compile`` of an op, for these shapes; what was compiled before is forgotten, since PyTorch falls back to
-    eager when one function has been compiled for too many shapes."""
+    """``torch.compile`` of an op for these shapes, alone: compiled for too many, a function falls back to eager."""
     torch.compiler.reset()
     return torch.compile(op, dynamic=False)
 

@@ -1,9 +1,8 @@
 """vLLM beside ours, behind the calls of a phase's engine. Introduced in phase 4.
 
-Written against vLLM 0.26, whose engine runs in a process of its own, as is its default: in this process, its second
-start failed in a graph capture, and its hooks into Triton slowed our launches. Prompts and outputs are ids, so no
-tokenizer takes part, and prefixes are not cached. It has memory for as many tokens as ours; scheduling, graphs and
-kernels are its own choice.
+Written against vLLM 0.26. Its engine runs in a process of its own: in ours, a second start failed in a graph capture,
+and its hooks into Triton slowed our launches. Prompts and outputs are ids, prefixes are not cached, and the KV cache
+holds as many tokens as ours; scheduling, graphs and kernels are its own choice.
 """
 
 import gc

@@ -13,7 +13,7 @@ from shared.errors import CapacityError, ConfigError, RequestError
 from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
-from tests.differences import wrong_tokens
+from tests.comparison import assert_equal
 from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
@@ -43,7 +43,7 @@ def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference
     for prompt, num_tokens in zip(PROMPTS, (200, 60, 60), strict=True):
         ours = ids(answer(engine, prompt, max_new_tokens=num_tokens, **GREEDY))
         expected = reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens)
-        assert ours == expected, wrong_tokens(ours, expected, prompt)
+        assert_equal(ours, expected, f"tokens after {prompt!r}", ("token",))
 
 
 @pytest.mark.demo

@@ -16,7 +16,6 @@ from shared.models.causal_lm import CausalLM
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
 from tests.comparison import assert_close, assert_equal
-from tests.differences import wrong_tokens
 from tests.reference_tokens import ReferenceTokens
 
 PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
@@ -52,7 +51,7 @@ def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference
     for prompt, num_tokens in zip(PROMPTS, (100, 40, 40), strict=True):
         ours = ids(engine, prompt, num_tokens)
         expected = reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens)
-        assert ours == expected, wrong_tokens(ours, expected, prompt)
+        assert_equal(ours, expected, f"tokens after {prompt!r}", ("token",))
 
 
 @pytest.mark.demo

@@ -1,7 +1,6 @@
 """Phase 6.1 gives the same outputs as phase 6, in the same steps, whether attention is planned or not."""
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,67 +9,15 @@ import pytest
 from phases.phase_06.engine import Engine as Paged
 from phases.phase_06_1.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
-from shared.engine.record import StepRecord
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SENTENCE, SMALL, seen, serve, tokens
 from tests.reference_tokens import ReferenceTokens
-
-SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-PENALISED: dict[str, Any] = {
-    "seed": 3,
-    "temperature": 1.3,
-    "repetition_penalty": 1.3,
-    "frequency_penalty": 0.4,
-    "presence_penalty": -0.3,
-    "min_p": 0.02,
-    "logit_bias": {5: 2.0, 9: -100.0},
-    "min_tokens": 9,
-}
-MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
-    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
-    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
-    (SENTENCE, PENALISED | {"max_new_tokens": 20, "ignore_eos": True}),
-    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
-    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
-    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
-]
-ARRIVALS = [0, 0, 2, 3, 3, 9]  # the step before which each request arrives
-SMALL: dict[str, Any] = {"max_seq_len": 128, "block_size": 3, "num_gpu_blocks": 43}  # for one long sequence at a time
 
 
 def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
     return phase(EngineConfig(model=str(folder), **config))
-
-
-def serve(
-    engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
-) -> tuple[list[list[StepOutput]], list[StepRecord]]:
-    """Each request's outputs, in the order of the requests; ``arrivals`` holds the step before which each arrives."""
-    coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
-    names: list[str] = []
-    outputs: dict[str, list[StepOutput]] = {}
-    records: list[StepRecord] = []
-    while coming or engine.has_work():
-        while coming and coming[0][0] <= len(records):
-            prompt, params = coming.pop(0)[1]
-            names.append(engine.add_request(prompt, SamplingParams(**params)))
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        records.append(engine.last_step)
-    assert engine.pool.audit() == []
-    return [outputs[name] for name in names], records
-
-
-def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
-    return [output.token_id for output in outputs]
-
-
-def seen(answers: Sequence[Sequence[StepOutput]]) -> list[list[StepOutput]]:
-    """All that clients receive, except for the request ids."""
-    return [[output._replace(request_id="") for output in answer] for answer in answers]
 
 
 def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:
@@ -128,13 +75,6 @@ def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path]) -> None:
 
 
 # On a GPU. A prompt of 600 tokens is split, and so are the keys that each later token reads.
-
-
-LONG: list[tuple[str | list[int], dict[str, Any]]] = [
-    ([(31 * n) % 500 for n in range(600)], GREEDY | {"max_new_tokens": 12}),
-    *MIXED,
-    ([(17 * n) % 500 for n in range(300)], GREEDY | {"max_new_tokens": 6}),
-]
 
 
 @pytest.mark.gpu

@@ -46,8 +46,13 @@ MISTAKES = {
         "manual_seed(0)",
         "seeds 7 and 8 sampled the same",
     ),
-    "the first logits": ("phase_02", "hidden[-1]", "hidden[0]", "token 0 is"),
-    "positions from 0": ("phase_03", "torch.arange(start, len(ids))", "torch.arange(len(ids) - start)", "token 1 is"),
+    "the first logits": ("phase_02", "hidden[-1]", "hidden[0]", "token 0: expected"),
+    "positions from 0": (
+        "phase_03",
+        "torch.arange(start, len(ids))",
+        "torch.arange(len(ids) - start)",
+        "token 1: expected",
+    ),
     "no cache": (
         "phase_03",
         "start = self.model.layers[0].length",
