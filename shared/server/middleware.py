@@ -63,7 +63,10 @@ def handler_of(path: str) -> str:
 
 
 class RequestLog:
-    """Gives each request an id, and logs and counts it when it ends."""
+    """Gives each request an id, logs it when it ends, and counts it.
+
+    It is counted before the last part of its response is sent: a client that has read a response finds it counted.
+    """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app = app
@@ -77,11 +80,16 @@ class RequestLog:
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         record = RequestRecord(given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
         scope.setdefault("state", {})["record"] = record
+        handler, is_counted = handler_of(scope["path"]), False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal is_counted
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", record.request_id.encode())]
+            elif not is_counted and not message.get("more_body", False):
+                self.metrics.on_http(handler, record.status)
+                is_counted = True
             await send(message)
 
         try:
@@ -90,8 +98,8 @@ class RequestLog:
             record.status = 500
             raise
         finally:
-            handler = handler_of(scope["path"])
-            self.metrics.on_http(handler, record.status)
+            if not is_counted:
+                self.metrics.on_http(handler, record.status)
             _log_request(scope, record, handler, time.perf_counter() - started)
 
 
