@@ -119,6 +119,10 @@ class ContiguousKVCachePool:
         """See ``CachePoolProtocol``."""
         return self.request_capacity, {request: [region] for request, region in self.regions.items()}
 
+    def cached_blocks(self) -> list[int]:
+        """See ``CachePoolProtocol``."""
+        return []
+
     def audit(self) -> list[str]:
         """See ``CachePoolProtocol``."""
         found = [

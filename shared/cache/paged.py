@@ -54,7 +54,6 @@ class PagedKVCachePool:
         self.num_held = [0] * max_sequences  # blocks: the valid entries of each row of the tables
         self.granted = [0] * max_sequences  # tokens
         self.lengths = [0] * max_sequences
-        self.used_tokens = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens of one request fill."""
@@ -102,7 +101,6 @@ class PagedKVCachePool:
                 f"cannot have {num_tokens} more; reserve them first."
             )
         self.lengths[row] += num_tokens
-        self.used_tokens += num_tokens
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""
@@ -112,7 +110,6 @@ class PagedKVCachePool:
                 f"Request {request.request_id} has {self.lengths[row]} cached tokens and cannot be truncated to "
                 f"{num_tokens}."
             )
-        self.used_tokens -= self.lengths[row] - num_tokens
         self.lengths[row] = num_tokens
 
     def release(self, request: Request) -> None:
@@ -122,7 +119,6 @@ class PagedKVCachePool:
             return
         self.allocator.free(self.tables[row, : self.num_held[row]])
         del self.rows[request]
-        self.used_tokens -= self.lengths[row]
         self.num_held[row] = self.granted[row] = self.lengths[row] = 0
         self.free_rows.append(row)
 
@@ -130,6 +126,11 @@ class PagedKVCachePool:
         """See ``CachePoolProtocol``."""
         row = self.rows.get(request)
         return 0 if row is None else self.lengths[row]
+
+    @property
+    def used_tokens(self) -> int:
+        """See ``CachePoolProtocol``."""
+        return sum(self.lengths)
 
     @property
     def free_tokens(self) -> int:
@@ -145,6 +146,10 @@ class PagedKVCachePool:
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
         """See ``CachePoolProtocol``."""
         return self.block_size, {request: self.table(request).tolist() for request in self.rows}
+
+    def cached_blocks(self) -> list[int]:
+        """See ``CachePoolProtocol``."""
+        return []
 
     def table(self, request: Request) -> Blocks:
         """The block table of a request; empty if it holds no blocks."""
@@ -172,8 +177,6 @@ class PagedKVCachePool:
             for request, row in self.rows.items()
             if self.lengths[row] > self.granted[row]
         ]
-        if self.used_tokens != sum(self.lengths):
-            found.append(f"The requests have {sum(self.lengths)} tokens and used_tokens is {self.used_tokens}.")
         return found
 
     def audit_blocks(self) -> list[str]:
@@ -184,7 +187,11 @@ class PagedKVCachePool:
             for request, row in self.rows.items()
             if self.num_held[row] != self.blocks_for(self.granted[row])
         ]
-        return found + self.allocator.audit(map(self.table, self.rows))
+        return found + self.allocator.audit(self._block_lists())
+
+    def _block_lists(self) -> list[Blocks]:
+        """The blocks of each holder."""
+        return [self.table(request) for request in self.rows]
 
     def _row(self, request: Request) -> int:
         row = self.rows.get(request)

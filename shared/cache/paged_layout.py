@@ -5,7 +5,7 @@ step uploads only the entries that are read, not the widest table times the batc
 do not change with the pool.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -31,6 +31,8 @@ class PagedLayout(Layout):
 
     tables: Blocks  # the blocks of each sequence that the step reads or writes, concatenated
     table_starts: Integers  # [B + 1], offsets of the sequences in ``tables``, as in CSR
+    copies: Blocks = field(default_factory=lambda: np.zeros((0, 2), np.int32), kw_only=True)
+    """[c, 2], blocks that are copied before the step, each as (from, to); none without a prefix tree."""
 
     @classmethod
     def of(cls, rows: Integers, num_cached: Integers, lengths: Integers, tables: Blocks, block_size: int) -> Self:
@@ -55,12 +57,14 @@ class PagedLayout(Layout):
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`Layout`."""
         starts = self.table_starts[sequences.start : sequences.stop + 1]
+        tables = self.tables[starts[0] : starts[-1]]
         return replace(
             self,
             rows=self.rows[sequences],
             num_cached=self.num_cached[sequences],
             lengths=self.lengths[sequences],
             slot_mapping=self.slot_mapping[tokens],
-            tables=self.tables[starts[0] : starts[-1]],
+            tables=tables,
             table_starts=starts - starts[0],
+            copies=self.copies[np.isin(self.copies[:, 1], tables)],
         )

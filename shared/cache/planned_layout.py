@@ -95,7 +95,7 @@ class PlannedLayout(PagedLayout):
         """The layout with its plans."""
         places = (layout.rows, layout.num_cached, layout.lengths, layout.slot_mapping)
         plans = planner.plan(layout.num_new, layout.lengths, layout.num_decoding)
-        return cls(*places, layout.tables, layout.table_starts, planner, plans)
+        return cls(*places, layout.tables, layout.table_starts, planner, plans, copies=layout.copies)
 
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`; the part gets new plans."""

@@ -23,7 +23,6 @@ class CachePoolProtocol(Protocol):
     max_sequences: int  # maximum number of requests that hold space at a time
     request_capacity: int  # maximum tokens of a request that is alone in the pool
     capacity_tokens: int
-    used_tokens: int  # written; slots neither used nor free are reserved, or left in partially filled blocks
     watermark_tokens: int  # free tokens that admission leaves to running requests; 0 if reservations never grow
 
     def admit(self, request: Request) -> int:
@@ -57,6 +56,11 @@ class CachePoolProtocol(Protocol):
         ...
 
     @property
+    def used_tokens(self) -> int:
+        """Tokens written; slots neither used nor free are reserved, or left in partially filled blocks."""
+        ...
+
+    @property
     def free_tokens(self) -> int:
         """Tokens that can still be reserved."""
         ...
@@ -70,6 +74,10 @@ class CachePoolProtocol(Protocol):
 
     def holdings(self) -> tuple[int, Mapping[Request, Sequence[int]]]:
         """The block size in tokens, and the block table of each request. A contiguous region counts as one block."""
+        ...
+
+    def cached_blocks(self) -> Sequence[int]:
+        """The blocks that no request holds and that are kept for requests with the same prefix (phase 8)."""
         ...
 
     def audit(self) -> Sequence[str]:

@@ -57,6 +57,7 @@ def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_toke
     pool, view = make(PagedSizes(num_blocks, config.block_size, len(lengths), run_tokens, max_seq_len))
     requests = [Request(str(n), [0] * length, SamplingParams(), 0) for n, length in enumerate(lengths)]
     for request in requests:
+        pool.admit(request)
         pool.reserve(request, request.num_tokens)
     schedule = Schedule(0, tuple(Scheduled(request, 0, request.num_tokens) for request in requests))
     batch = Batch.of(schedule, pool)

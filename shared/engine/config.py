@@ -22,18 +22,18 @@ KV_CACHE_BACKENDS = ("contiguous", "paged")
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
 DEFAULT_MAX_SEQ_LEN = 4096
 
-NEEDS = {
-    "block_size": ("kv_cache_backend", "paged"),
-    "num_gpu_blocks": ("kv_cache_backend", "paged"),
-    "prefill_chunk_size": ("use_chunked_prefill", True),
-    "max_prefill_chunks_per_step": ("use_chunked_prefill", True),
-    "use_chunked_prefill": ("batching_mode", "continuous"),
-    "use_prefix_caching": ("kv_cache_backend", "paged"),
-    "draft_model": ("use_speculative_decoding", True),
-    "spec_length": ("use_speculative_decoding", True),
+NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "block_size": (("kv_cache_backend", "paged"),),
+    "num_gpu_blocks": (("kv_cache_backend", "paged"),),
+    "prefill_chunk_size": (("use_chunked_prefill", True),),
+    "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
+    "use_chunked_prefill": (("batching_mode", "continuous"),),
+    "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
+    "draft_model": (("use_speculative_decoding", True),),
+    "spec_length": (("use_speculative_decoding", True),),
 }
-"""Fields that depend on another: if changed, they require the named field to have the given value. An optimization left
-to the phase (None) is off without its requirement; one set to True is refused."""
+"""Fields that depend on others: if changed, they require the named fields to have the given values. An optimization
+left to the phase (None) is off without its requirements; one set to True is refused."""
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
 """Side tracks: no later phase supports their settings."""
@@ -158,13 +158,13 @@ class EngineConfig:
                 raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(choices)}.")
             if at_least is not None and not is_default and (type(value) is not int or value < at_least):
                 raise ConfigError(f"{field.name} is {value!r}; it must be an integer of at least {at_least}.")
-            other, needed = NEEDS.get(field.name, (field.name, value))
-            if not is_default and value is not False and getattr(self, other) not in (needed, None):
-                raise ConfigError(
-                    f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; {field.name}, which arrives "
-                    f"in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too, or leave "
-                    f"{field.name} out."
-                )
+            for other, needed in NEEDS.get(field.name, ()) if not is_default and value is not False else ():
+                if getattr(self, other) not in (needed, None):
+                    raise ConfigError(
+                        f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; {field.name}, which "
+                        f"arrives in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too, or "
+                        f"leave {field.name} out."
+                    )
         self._check_contradictions()
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
@@ -216,10 +216,14 @@ class EngineConfig:
                 )
 
     def is_on(self, name: str) -> bool:
-        """Whether an optimization that the phase supports is on; None means on if its requirement is met."""
-        other, needed = NEEDS.get(name, (name, None))
+        """Whether an optimization that the phase supports is on; None means on if its requirements are met."""
         value = getattr(self, name)
-        return bool(value) if value is not None else getattr(self, other) in (needed, None)
+        if value is not None:
+            return bool(value)
+        return all(
+            getattr(self, other) == needed or (getattr(self, other) is None and self.is_on(other))
+            for other, needed in NEEDS.get(name, ())
+        )
 
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
         """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""

@@ -58,6 +58,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each prompt token, if asked for
     num_computed_tokens: int = 0  # tokens whose keys and values the KV cache holds
     num_scheduled_tokens: int = 0  # computed tokens and those that steps in flight compute; set by the scheduler
+    num_cached_tokens: int = 0  # found in the KV cache when it was first admitted; set by the scheduler
     num_pending_tokens: int = 0  # output tokens that steps in flight will sample; set by the scheduler
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
     last_step: int = 0  # the step that computed its last token; set by the scheduler
@@ -93,6 +94,11 @@ class Request:
     def token_ids(self) -> list[int]:
         """Prompt and outputs."""
         return self.prompt_ids + self.output_ids
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """``token_ids[start:stop]``, without a list of all of them."""
+        n = self.num_prompt_tokens
+        return self.prompt_ids[start:stop] + self.output_ids[max(0, start - n) : max(0, stop - n)]
 
     @property
     def last_token_id(self) -> int:

@@ -20,6 +20,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0  # as in the OpenAI API
 MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, as in the OpenAI API
 MAX_STOP_TOKEN_IDS = 128
+MAX_CACHE_SALT = 256  # characters
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class SamplingParams:
             sampled token alone; None: none), computed from raw logits.
         prompt_logprobs: the same of each token of the prompt after the first. Engines that serve one request at a time
             omit ``logprobs`` and refuse ``prompt_logprobs``.
+        cache_salt: requests share cached prefixes only with requests that have the same salt (phase 8). It keeps the
+            time to a first token from telling one tenant what prompts another has sent.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -63,6 +66,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         temperature = _real(
@@ -101,6 +105,10 @@ class SamplingParams:
             seed = _integer("seed", self.seed, "an integer from 0 to 2**64 - 1, or left out for a random one")
             _require(0 <= seed <= MAX_SEED, "seed", self.seed, "from 0 to 2**64 - 1; leave it out for a random one")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        if self.cache_salt is not None:
+            remedy = f"a string of 1 to {MAX_CACHE_SALT} characters, or left out"
+            is_valid = isinstance(self.cache_salt, str) and 1 <= len(self.cache_salt) <= MAX_CACHE_SALT
+            _require(is_valid, "cache_salt", self.cache_salt, remedy)
         values = {
             "temperature": temperature,
             "top_p": top_p,

@@ -15,7 +15,7 @@ is dropped and scheduled again.
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from shared.cache.pool import CachePoolProtocol
@@ -42,6 +42,7 @@ class Scheduler(ABC):
         self.ending: dict[Request, None] = {}  # retired, but still computed by a step in flight
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in a prefix tree, and found there
 
     @abstractmethod
     def schedule(self) -> Schedule:
@@ -123,23 +124,32 @@ class Scheduler(ABC):
             num_kept_free: tokens that must stay free for running requests; ignored while none runs.
         """
         # exercise 04x4: admit from the head of the queue
-        # hint: loop while requests wait and fewer than max_batch_size run; consider only the head of the queue
+        # hint: take the requests from _candidates, in order, while fewer than max_batch_size run
         # hint: pool.admit returns how many of its tokens are cached: they count as computed, and as scheduled
         # hint: pool.reserve reserves its KV cache; if that fails, pool.release it and stop: no request overtakes
         # hint: stop as well if fewer than num_kept_free tokens would stay free while other requests run
-        # hint: otherwise move the request from waiting to running and set its status to RUNNING
-        while self.waiting and len(self.running) < self.config.max_batch_size:
-            request = next(iter(self.waiting.values()))
+        # hint: otherwise it runs: _start
+        for request in self._candidates():
+            if len(self.running) == self.config.max_batch_size:
+                return
             num_cached, needed = self.pool.admit(request), num_tokens(request)
             free = self.pool.free_tokens - (num_kept_free if self.running else 0)
             if needed - num_cached > free or not self.pool.reserve(request, needed):
                 self.pool.release(request)
                 return
-            request.num_computed_tokens = request.num_scheduled_tokens = num_cached
-            request.status = RequestStatus.RUNNING
-            del self.waiting[request.request_id]
-            self.running[request.request_id] = request
+            self._start(request, num_cached)
         # end exercise
+
+    def _candidates(self) -> Iterator[Request]:
+        """The waiting requests in the order in which they may be admitted."""
+        return iter(list(self.waiting.values()))
+
+    def _start(self, request: Request, num_cached: int) -> None:
+        """Move an admitted request from the queue to the running ones; its first ``num_cached`` tokens are computed."""
+        request.num_computed_tokens = request.num_scheduled_tokens = num_cached
+        request.status = RequestStatus.RUNNING
+        del self.waiting[request.request_id]
+        self.running[request.request_id] = request
 
     def _prompts(self) -> list[Request]:
         """The first request that needs a prefill, and the following ones within the token budget."""

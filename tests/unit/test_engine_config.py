@@ -143,7 +143,7 @@ def test_what_comes_later_is_refused_by_the_name_of_its_phase(settings: dict, re
 
 
 def test_every_rule_is_about_fields_that_exist() -> None:
-    assert {*NEEDS, *(other for other, _ in NEEDS.values())} <= {*FIELDS}
+    assert {*NEEDS, *(other for needs in NEEDS.values() for other, _ in needs)} <= {*FIELDS}
     for field in FIELDS.values():
         assert set(field.metadata["values"]) <= {*field.metadata["choices"]}
 

@@ -1,0 +1,216 @@
+"""A paged KV cache pool that computes common prefixes once. The host side. Introduced in phase 8.
+
+An admitted request gets the blocks that already hold a prefix of its tokens, and computation begins behind them. Blocks
+are shared by reference count: one for each block table, and one for the tree (:mod:`shared.cache.prefix_tree`), which a
+full block enters when its tokens are committed. So a conversation's next turn finds its own answers, and a preempted
+request most of itself. A released block stays in the tree until a block is needed.
+
+A prompt whose every token is cached still needs logits, hence one token. It is computed in a copy of the last block,
+which is given back once the token is committed, since the tree has that block.
+
+While a running request computes a prefix, others that begin with it should wait for its blocks instead of computing the
+same: ``must_wait`` tells the scheduler so.
+
+Invariants: a block with more than one reference is never written; a request holds the node of the tree at the end of
+its prefix, and the first blocks of its table are the tree's; free, cached and held blocks are all blocks.
+"""
+
+from array import array
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from shared.cache.blocks import Blocks
+from shared.cache.paged_layout import PagedLayout, PagedSizes
+from shared.cache.planned import PlannedKVCachePool
+from shared.cache.planned_layout import AttentionPlanner
+from shared.cache.prefix_tree import ID_BYTES, Node, PrefixTree
+from shared.engine.request import Request
+from shared.errors import BlockError, CapacityError
+from shared.scheduling.schedule import Schedule
+
+
+@dataclass
+class Prefix:
+    """What a request has of the tree: ``node``, at the end of ``num_blocks`` blocks, of which its table lists the first
+    ``num_shared``. The rest, at most one block, is the source of a copy.
+    """
+
+    node: Node
+    num_blocks: int
+    num_shared: int
+    computes: tuple[Node, bytes] | None = None  # the block behind the node, if it is still to be computed
+
+
+class PrefixKVCachePool(PlannedKVCachePool):
+    """A planned pool with a prefix tree; arguments as there."""
+
+    def __init__(self, sizes: PagedSizes, planner: AttentionPlanner | None) -> None:
+        super().__init__(sizes, planner)
+        self.tree = PrefixTree(sizes.block_size)
+        self.prefixes: dict[Request, Prefix] = {}  # of the admitted requests
+        self.computing: dict[tuple[Node, bytes], Request] = {}  # which request computes the block behind a node
+        self.leaders: WeakKeyDictionary[Request, tuple[Request, int]] = WeakKeyDictionary()
+        self.packed: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()
+
+    def admit(self, request: Request) -> int:
+        """See ``CachePoolProtocol``; the request shares the blocks of its longest cached prefix."""
+        tokens, salt = self._tokens(request), _salt(request)
+        node, blocks = self.tree.acquire(b"" if request.needs_prompt_logits else tokens, salt)
+        # exercise 08x5: share the blocks, and leave a token to compute
+        # hint: `blocks` hold the first len(blocks) * block_size tokens; at least one token must remain to be computed
+        # hint: if none remains, the last block is not shared but copied, and all tokens but one are cached
+        # hint: the copy takes a block more than the request needs, and its next token may take another: if fewer than
+        # hint: two blocks can be had (free_tokens), release the node, acquire all blocks but the last, and do not copy
+        # hint: put the shared blocks into the request's table: take a row, count a reference for each (allocator.share)
+        num_cached = min(len(blocks) * self.block_size, request.num_tokens - 1)
+        if num_cached < len(blocks) * self.block_size and self.free_tokens < 2 * self.block_size:
+            self.tree.release(node)
+            node, blocks = self.tree.acquire(tokens[: -self.tree.block_bytes], salt)
+            num_cached = len(blocks) * self.block_size
+        num_shared = num_cached // self.block_size
+        if num_cached and self.free_rows:
+            row = self.rows[request] = self.free_rows.pop()
+            self.allocator.share(blocks[:num_shared])
+            self.tables[row, :num_shared] = blocks[:num_shared]
+            self.num_held[row], self.granted[row] = num_shared, num_shared * self.block_size
+            self.lengths[row] = num_cached
+        # end exercise
+        self.prefixes[request] = Prefix(node, len(blocks), num_shared)
+        self._note_computing(request)
+        return num_cached
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether a running request is computing blocks that this one, which waits, begins with."""
+        if request.needs_prompt_logits:
+            return False
+        leader, num_common = self.leaders.get(request, (None, 0))
+        if leader in self.prefixes and self.prefixes[leader].num_blocks < num_common:
+            return True  # found without another look at the tokens
+        tokens, salt = self._tokens(request), _salt(request)
+        node, _, num_blocks = self.tree.match(tokens, salt)
+        start = num_blocks * self.tree.block_bytes
+        leader = self.computing.get((node, self.tree.child_name(node, tokens, start, salt)))
+        if leader is None:
+            return False
+        self.leaders[request] = leader, self.tree.num_common(self._tokens(leader), tokens)
+        return True
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """See ``CachePoolProtocol``; evicts cached blocks if too few are free."""
+        row = self.rows.get(request)
+        held = 0 if row is None else self.num_held[row]
+        missing = self.blocks_for(num_tokens) - held - self.allocator.num_free
+        can_evict = 0 < missing <= self.tree.num_unused_blocks and num_tokens <= self.request_capacity
+        if can_evict and (row is not None or self.free_rows):
+            self.allocator.free(self.tree.evict(missing))
+        return super().reserve(request, num_tokens)
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``; the blocks that are full now enter the tree."""
+        super().commit(request, num_tokens)
+        row, prefix = self.rows[request], self.prefixes[request]
+        num_full = self.lengths[row] // self.block_size
+        if num_full == prefix.num_shared:
+            return
+        own = self.tables[row, prefix.num_shared : num_full].copy()
+        of_tree = prefix.node.blocks[len(prefix.node.blocks) - (prefix.num_blocks - prefix.num_shared) :]  # copied ones
+        if num_full > prefix.num_blocks:
+            ids = request.ids(prefix.num_blocks * self.block_size, num_full * self.block_size)
+            new = own[prefix.num_blocks - prefix.num_shared :]
+            prefix.node, found = self.tree.extend(prefix.node, _pack(ids), new, _salt(request))
+            of_tree = np.concatenate([of_tree, found])
+        self.allocator.share(of_tree)  # for the tree where the block is new, else for this table
+        self.allocator.free(own[own != of_tree])
+        self.tables[row, prefix.num_shared : num_full] = of_tree
+        prefix.num_blocks = prefix.num_shared = num_full
+        self._note_computing(request)
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``; raises CapacityError also for tokens that the tree has, which others may read."""
+        num_shared = self.prefixes[request].num_shared if request in self.prefixes else 0
+        if num_tokens < num_shared * self.block_size:
+            raise CapacityError(
+                f"Request {request.request_id} cannot be truncated to {num_tokens} tokens: its first "
+                f"{num_shared * self.block_size} are committed to the prefix tree."
+            )
+        super().truncate(request, num_tokens)
+
+    def release(self, request: Request) -> None:
+        """See ``CachePoolProtocol``; the request's full blocks stay cached."""
+        prefix = self.prefixes.pop(request, None)
+        if prefix is not None:
+            self.tree.release(prefix.node)
+            self._forget_computing(request, prefix)
+        super().release(request)
+
+    @property
+    def free_tokens(self) -> int:
+        """See ``CachePoolProtocol``; cached blocks that no request uses count as free."""
+        return super().free_tokens + self.tree.num_unused_blocks * self.block_size
+
+    @property
+    def used_tokens(self) -> int:
+        """See ``CachePoolProtocol``; a token of a shared block counts once."""
+        num_shared = sum(prefix.num_shared for prefix in self.prefixes.values())
+        num_in_use = self.tree.num_blocks - self.tree.num_unused_blocks - num_shared
+        return super().used_tokens + num_in_use * self.block_size
+
+    def layout(self, schedule: Schedule) -> PagedLayout:
+        """See ``CachePoolProtocol``. Raises BlockError if the step would write a shared block."""
+        layout = super().layout(schedule)
+        written = layout.slot_mapping // self.block_size
+        if (self.allocator.ref_counts[written] > 1).any():
+            block = written[self.allocator.ref_counts[written] > 1][0]
+            raise BlockError(f"The step would write block {block}, which is shared; only a copy may be written.")
+        copies = [pair for request in schedule.requests for pair in self._copies(request)]
+        return replace(layout, copies=np.array(copies, np.int32).reshape(-1, 2))
+
+    def cached_blocks(self) -> list[int]:
+        """See ``CachePoolProtocol``."""
+        return self.tree.unused_blocks().tolist()
+
+    def audit_blocks(self) -> list[str]:
+        """See :class:`shared.cache.paged.PagedKVCachePool`; the tree too."""
+        return super().audit_blocks() + self.tree.audit([prefix.node for prefix in self.prefixes.values()])
+
+    def _block_lists(self) -> list[Blocks]:
+        return [*super()._block_lists(), self.tree.blocks()]
+
+    def _copies(self, request: Request) -> list[tuple[int, int]]:
+        """The block that a request's next step copies, and where to."""
+        prefix = self.prefixes[request]
+        if prefix.num_blocks == prefix.num_shared:
+            return []
+        return [(int(prefix.node.blocks[-1]), int(self.tables[self._row(request), prefix.num_shared]))]
+
+    def _note_computing(self, request: Request) -> None:
+        """Keep ``computing`` in step with the end of the request's prefix."""
+        prefix, tokens = self.prefixes[request], self._tokens(request)
+        self._forget_computing(request, prefix)
+        start = prefix.num_blocks * self.tree.block_bytes
+        if start < len(tokens):
+            prefix.computes = prefix.node, self.tree.child_name(prefix.node, tokens, start, _salt(request))
+            self.computing.setdefault(prefix.computes, request)
+
+    def _forget_computing(self, request: Request, prefix: Prefix) -> None:
+        if prefix.computes is not None and self.computing.get(prefix.computes) is request:
+            del self.computing[prefix.computes]
+        prefix.computes = None
+
+    def _tokens(self, request: Request) -> bytes:
+        """The packed ids of the whole blocks that a request's known tokens fill."""
+        num_tokens = request.num_tokens // self.block_size * self.block_size
+        packed = self.packed.get(request, b"")
+        if len(packed) != num_tokens * ID_BYTES:
+            packed = self.packed[request] = packed + _pack(request.ids(len(packed) // ID_BYTES, num_tokens))
+        return packed
+
+
+def _pack(ids: list[int]) -> bytes:
+    return array("i", ids).tobytes()  # as prefix_tree.ID_BYTES says
+
+
+def _salt(request: Request) -> bytes:
+    return (request.params.cache_salt or "").encode("utf-8", "surrogatepass")
