@@ -96,5 +96,6 @@ class BlockAllocator:
         if not (self.ref_counts[blocks] > 0).all():
             block = blocks[self.ref_counts[blocks] == 0][0]
             raise BlockError(f"Block {block} is free already; each holder frees a block once.")
-        if len(np.unique(blocks)) < len(blocks):
+        in_order = np.sort(blocks)
+        if (in_order[1:] == in_order[:-1]).any():
             raise BlockError(f"Blocks {blocks.tolist()} contain a duplicate; a holder holds a block once.")

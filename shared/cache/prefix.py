@@ -15,7 +15,7 @@ Invariants: a block with more than one reference is never written; a request hol
 its prefix, and the first blocks of its table are the tree's; free, cached and held blocks are all blocks.
 """
 
-from array import array
+import struct
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -209,7 +209,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
 
 
 def _pack(ids: list[int]) -> bytes:
-    return array("i", ids).tobytes()  # as prefix_tree.ID_BYTES says
+    return struct.pack(f"{len(ids)}i", *ids)  # ID_BYTES each; faster than array and numpy
 
 
 def _salt(request: Request) -> bytes:

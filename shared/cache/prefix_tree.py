@@ -103,7 +103,7 @@ class PrefixTree:
         # hint: if there is one, count its common blocks (num_common), and _split it where it covers more than these;
         # hint: go on behind them with the rest of tokens and blocks, and collect the child's blocks
         # hint: hold the end (_hold) before letting go of the old node (release)
-        start, held, found = 0, node, []
+        start, held, found = 0, node, [self.root.blocks]
         while start < len(blocks):
             rest = tokens[start * self.block_bytes :]
             child = node.children.get(self.child_name(node, rest, salt=salt))
@@ -140,7 +140,7 @@ class PrefixTree:
     def evict(self, count: int) -> Blocks:
         """Remove ``count`` blocks that no request holds, least recently used first; there must be that many."""
         assert count <= self.num_unused_blocks, f"{count} blocks of {self.num_unused_blocks} unused ones"
-        evicted = []
+        evicted = [self.root.blocks]
         self.num_blocks -= count
         self.num_unused_blocks -= count
         # exercise 08x4: evict the least recently used blocks

@@ -29,12 +29,10 @@ class PreemptiveScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
         self.num_steps += 1
-        decoding = self._decoding()
-        preempted = self._grow(decoding)
-        if preempted:
-            decoding = [request for request in decoding if request.status is RequestStatus.RUNNING]
-        else:
+        preempted = self._grow(self._decoding())
+        if not preempted:
             self._admit(lambda request: request.num_tokens, num_kept_free=self.pool.watermark_tokens)
+        decoding = self._decoding()
         policy = POLICIES[self.config.scheduler_policy]
         steps_since = [self.num_steps - request.last_step for request in decoding]
         shared = policy.share(self._prompts(), decoding, steps_since, self.config.max_decode_interval)

@@ -119,6 +119,9 @@ class SchedulingMachine(RuleBasedStateMachine):
     def longest(self, request: Request) -> int:
         return min(len(request.prompt_ids) + request.params.max_new_tokens, self.scheduler.max_seq_len)
 
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [5] * num_tokens
+
     def live(self) -> list[Request]:
         return [*self.scheduler.running.values(), *self.scheduler.waiting.values()]
 
@@ -133,7 +136,7 @@ class SchedulingMachine(RuleBasedStateMachine):
                 self.scheduler.check(name, num_prompt_tokens, params)
             return
         self.scheduler.check(name, num_prompt_tokens, params)
-        request = Request(name, [5] * num_prompt_tokens, params, 0)
+        request = Request(name, self.prompt(num_prompt_tokens), params, 0)
         self.requests.append(request)
         self.by_name[name] = self.loop.add(request)
 
@@ -291,7 +294,11 @@ class SchedulingMachine(RuleBasedStateMachine):
         for request in self.scheduler.ending:
             assert request in {*self.told, *self.aborted}
             assert self.in_flight(request), "what no step computes is released"
-        assert self.pool.used_tokens == sum(self.pool.length(request) for request in held)
+        assert self.pool.used_tokens == self.num_written()
+
+    def num_written(self) -> int:
+        """The tokens in memory."""
+        return sum(self.pool.length(request) for request in self.pool.holdings()[1])
 
     def teardown(self) -> None:
         """Whatever happened, the rest comes to an end: the oldest gets a token in every few steps."""

@@ -17,6 +17,7 @@ from shared.engine.request import Request
 from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.preemption import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
 from shared.text.tokenizer import Tokenizer
 from tests.unit.scheduling_loop import SchedulingMachine
 
@@ -63,12 +64,17 @@ class Machine(SchedulingMachine):
             prefill_chunk_size=size,
             max_prefill_chunks_per_step=most,
         )
-        pool = PagedKVCachePool(num_blocks, block_size, places, MAX_SEQ_LEN)
+        pool = self.make_pool(num_blocks, block_size, places)
         pool.watermark_tokens = watermark * block_size
         shuffled.shuffle(stack := pool.allocator.stack.tolist())
         pool.allocator.stack[:] = stack
-        made = ChunkedScheduler if chunks else PreemptiveScheduler
-        self.set_up(made(config, pool, MAX_SEQ_LEN), num_in_flight)
+        self.set_up(self.make_scheduler(config, pool, chunks is not None), num_in_flight)
+
+    def make_pool(self, num_blocks: int, block_size: int, places: int) -> PagedKVCachePool:
+        return PagedKVCachePool(num_blocks, block_size, places, MAX_SEQ_LEN)
+
+    def make_scheduler(self, config: EngineConfig, pool: PagedKVCachePool, is_chunked: bool) -> Scheduler:
+        return (ChunkedScheduler if is_chunked else PreemptiveScheduler)(config, pool, MAX_SEQ_LEN)
 
     @rule(prompts=st.lists(st.integers(1, 4), min_size=2, max_size=5))
     def add_a_crowd(self, prompts: list[int]) -> None:
@@ -84,7 +90,7 @@ class Machine(SchedulingMachine):
         was_held_by_ended = bool(scheduler.ending)
         schedule = super().plan()
         running, waiting = list(scheduler.running.values()), list(scheduler.waiting.values())
-        assert self.live() == order, "a preempted request goes to the head of the queue"
+        self.check_order(order)
         lost = [request for request in reversed(before) if request not in running]
         assert [*schedule.preempted] == [request.request_id for request in lost], "the youngest first"
         Machine.num_in_flight_preempted += len(flying & {*lost})
@@ -99,9 +105,15 @@ class Machine(SchedulingMachine):
             assert not schedule.preempted, "no request is admitted in a step in which one was preempted"
             assert len(running) == 1 or pool.free_tokens >= pool.watermark_tokens
         elif waiting and not schedule.preempted and len(running) + len(scheduler.ending) < self.config.max_batch_size:
-            kept = pool.watermark_tokens if running else 0
-            assert pool.free_tokens - kept < waiting[0].num_tokens, "a request that has room is admitted"
+            self.check_no_room(waiting, pool.free_tokens - (pool.watermark_tokens if running else 0))
         return schedule
+
+    def check_order(self, order: list[Request]) -> None:
+        """``order`` is that of all requests before the step."""
+        assert self.live() == order, "a preempted request goes to the head of the queue"
+
+    def check_no_room(self, waiting: list[Request], num_free: int) -> None:
+        assert num_free < waiting[0].num_tokens, "a request that has room is admitted"
 
     def check_budget(self, schedule: Schedule) -> None:
         if not isinstance(self.scheduler, ChunkedScheduler):
@@ -136,8 +148,11 @@ class Machine(SchedulingMachine):
             granted = pool.granted[pool.rows[request]]
             assert len(pool.table(request)) == -(-granted // pool.block_size)
             assert request.num_computed_tokens <= granted <= self.most(request)
-        held = sum(len(pool.table(request)) for request in pool.rows)
-        assert pool.allocator.num_free == pool.allocator.num_blocks - held
+        assert pool.allocator.num_free == pool.allocator.num_blocks - self.num_held()
+
+    def num_held(self) -> int:
+        """The blocks that are not free."""
+        return sum(len(self.pool.table(request)) for request in self.pool.rows)
 
     def teardown(self) -> None:
         super().teardown()

@@ -1,0 +1,275 @@
+"""The pool with a prefix tree: what an admitted request is handed, who waits for whom, and what is never written."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.prefix import PrefixKVCachePool
+from shared.engine.request import Request, RequestStatus
+from shared.errors import BlockError, CapacityError
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
+from tests.comparison import assert_equal
+
+SIZE = 4
+
+
+def make_pool(num_blocks: int = 12, block_size: int = SIZE, max_sequences: int = 4) -> PrefixKVCachePool:
+    return PrefixKVCachePool(PagedSizes(num_blocks, block_size, max_sequences, 64, num_blocks * block_size), None)
+
+
+def make(name: str, ids: str, **params: Any) -> Request:
+    """A letter is a token."""
+    return Request(name, [ord(letter) for letter in ids], SamplingParams(**params), 0)
+
+
+def start(pool: PrefixKVCachePool, request: Request) -> int:
+    """Admit a request, as a scheduler does; returns its cached tokens."""
+    num_cached = pool.admit(request)
+    assert pool.reserve(request, request.num_tokens), "the request was refused"
+    request.num_computed_tokens = request.num_scheduled_tokens = num_cached
+    request.status = RequestStatus.RUNNING
+    return num_cached
+
+
+def compute(pool: PrefixKVCachePool, request: Request, num_tokens: int | None = None) -> None:
+    """Compute the next tokens of a request: all, unless ``num_tokens`` says otherwise."""
+    count = num_tokens if num_tokens is not None else request.num_tokens - request.num_computed_tokens
+    pool.layout(Schedule(1, (Scheduled(request, request.num_computed_tokens, count),)))
+    pool.commit(request, count)
+    request.num_computed_tokens += count
+
+
+def run(pool: PrefixKVCachePool, request: Request) -> int:
+    num_cached = start(pool, request)
+    compute(pool, request)
+    return num_cached
+
+
+@pytest.mark.parametrize(
+    ("ids", "cached", "shared"),
+    [
+        ("abcdefghij", 8, 2),  # the same prompt: its last block is not full
+        ("abcdefghxy", 8, 2),
+        ("abcdefgh", 7, 1),  # a full hit: one token is computed, in a copy of the last block
+        ("abcd", 3, 0),  # a full hit of one block
+        ("abcde", 4, 1),  # all but one token
+        ("abcx", 0, 0),  # the block differs in its last token
+        ("abc", 0, 0),  # shorter than a block
+        ("xbcdefgh", 0, 0),
+    ],
+)
+def test_a_request_gets_the_blocks_of_its_prefix(ids: str, cached: int, shared: int) -> None:
+    pool, first, second = make_pool(), make("1", "abcdefghij"), make("2", ids)
+    run(pool, first)
+    assert_equal(start(pool, second), cached, f"cached tokens of {ids!r}")
+    table, own = pool.table(first).tolist(), pool.table(second).tolist()
+    assert_equal(own[:shared], table[:shared], f"shared blocks of {ids!r}", ("entry",))
+    assert_equal(set(own[shared:]) & set(table), set(), "blocks beyond the prefix that belong to the first request too")
+    assert_equal(pool.length(second), cached, "length")
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
+
+
+def test_a_wholly_cached_prompt_computes_a_token_in_a_copy_that_comes_back() -> None:
+    pool, first, second = make_pool(), make("1", "abcdefgh"), make("2", "abcdefgh")
+    run(pool, first)
+    assert_equal(start(pool, second), 7, "cached tokens")
+    (source, target) = (int(pool.table(request)[1]) for request in (first, second))
+    layout = pool.layout(Schedule(1, (Scheduled(second, 7, 1),)))
+    assert_equal(layout.copies.tolist(), [[source, target]], "copies, from and to", ("copy", "block"))
+    assert_equal(layout.slot_mapping.tolist(), [target * SIZE + 3], "slot of the token: in the copy", ("token",))
+    compute(pool, second)
+    assert_equal(pool.table(second).tolist(), pool.table(first).tolist(), "the table after the step", ("entry",))
+    assert_equal(pool.free_tokens, 10 * SIZE, "free tokens: the copy is free again")
+    assert_equal(pool.layout(Schedule(1, ())).copies.tolist(), [], "copies of the next step", ("copy", "block"))
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
+
+
+@pytest.mark.parametrize(("num_blocks", "cached"), [(2, 4), (3, 4), (4, 7)])
+def test_a_copy_is_made_only_where_it_leaves_room_for_the_next_token(num_blocks: int, cached: int) -> None:
+    """Else a request that is alone could be preempted for want of the block that its own copy takes, forever."""
+    pool, first, second = make_pool(num_blocks), make("1", "abcdefgh"), make("2", "abcdefgh")
+    run(pool, first)
+    pool.release(first)
+    assert_equal(start(pool, second), cached, f"cached tokens with {num_blocks} blocks")
+    compute(pool, second)
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
+
+
+def test_blocks_of_one_token() -> None:
+    pool, first, second = make_pool(block_size=1), make("1", "abc"), make("2", "abc")
+    run(pool, first)
+    assert_equal(run(pool, second), 2, "cached tokens")
+    assert_equal(pool.table(second).tolist(), pool.table(first).tolist(), "table", ("entry",))
+    assert_equal(pool.used_tokens, 3, "used tokens: each counts once")
+
+
+def test_blocks_enter_when_they_are_committed_and_answers_too() -> None:
+    """A conversation: the next turn begins with the first prompt and its answer."""
+    pool, first = make_pool(), make("1", "abcdef")
+    start(pool, first)
+    compute(pool, first, 5)
+    assert_equal(pool.tree.num_blocks, 1, "blocks in the tree after five tokens")
+    compute(pool, first, 1)
+    for letter in "ghi":
+        first.append(ord(letter))
+        assert pool.reserve(first, first.num_tokens), "a token was refused"
+        compute(pool, first)
+    pool.release(first)
+    assert_equal(pool.cached_blocks(), [0, 1], "cached blocks", ("block",))
+    assert_equal(pool.free_tokens, pool.capacity_tokens, "free tokens")
+    assert_equal(run(pool, make("2", "abcdefghijk")), 8, "cached tokens of the next turn")
+
+
+def test_a_preempted_request_finds_itself_again() -> None:
+    pool, request = make_pool(), make("1", "abcdefghij")
+    run(pool, request)
+    request.append(ord("k"))
+    pool.release(request)
+    assert_equal(start(pool, request), 8, "cached tokens: all full blocks")
+
+
+def test_two_requests_that_computed_the_same_share_it_afterwards() -> None:
+    pool, first, second = make_pool(), make("1", "abcdefghi"), make("2", "abcdefghx")
+    start(pool, first)
+    start(pool, second)
+    compute(pool, second)
+    compute(pool, first)
+    assert_equal(pool.table(first)[:2].tolist(), pool.table(second)[:2].tolist(), "the first two blocks", ("entry",))
+    assert_equal((pool.free_tokens, pool.used_tokens), (8 * SIZE, 10), "free and used tokens")
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
+
+
+def test_cached_blocks_are_evicted_only_when_a_block_is_needed() -> None:
+    pool, old, new = make_pool(6), make("1", "abcdefgh"), make("2", "stuv")
+    run(pool, old)
+    pool.release(old)
+    run(pool, new)
+    pool.release(new)
+    assert_equal(len(pool.cached_blocks()), 3, "cached blocks, while three are free")
+    assert_equal(pool.free_tokens, pool.capacity_tokens, "free tokens")
+    third = make("3", "x" * 17)
+    start(pool, third)
+    assert_equal(len(pool.cached_blocks()), 1, "cached blocks, when two more were needed")
+    pool.release(third)
+    assert_equal(pool.admit(make("4", "abcdefgh")), 0, "cached tokens of the least recently used prompt")
+    assert_equal(pool.admit(make("5", "stuvw")), 4, "cached tokens of the other")
+
+
+def test_a_prompt_whose_middle_was_evicted_is_cached_up_to_there() -> None:
+    pool, request = make_pool(4), make("1", "abcdefghijklm")
+    run(pool, request)
+    pool.release(request)
+    other = make("2", "xxxxxxxx")
+    start(pool, other)
+    pool.release(other)
+    assert_equal(start(pool, request), 8, "cached tokens: two of three blocks")
+
+
+def test_a_refusal_evicts_nothing() -> None:
+    pool, old, running = make_pool(4), make("1", "abcdefgh"), make("2", "xxxxx")
+    run(pool, old)
+    pool.release(old)
+    start(pool, running)
+    assert_equal(pool.reserve(make("3", ""), 3 * SIZE), False, "reserve of three blocks where two can be had")
+    assert_equal(len(pool.cached_blocks()), 2, "cached blocks")
+    with pytest.raises(CapacityError, match="asks for 17 tokens and the pool has 16"):
+        pool.reserve(running, 17)
+    assert_equal(len(pool.cached_blocks()), 2, "cached blocks")
+
+
+def test_requests_that_begin_alike_wait_for_the_first() -> None:
+    pool = make_pool(30, max_sequences=8)
+    leader, follower, other = make("1", "abcdefghijkl"), make("2", "abcdefghxxxx"), make("3", "stuvwxyz")
+    assert not pool.must_wait(leader), "no request runs"
+    start(pool, leader)
+    assert pool.must_wait(follower), "the leader computes the first block of both"
+    assert not pool.must_wait(other), "nothing in common"
+    compute(pool, leader, 4)
+    assert pool.must_wait(follower), "the second block is still missing"
+    assert pool.must_wait(make("4", "abcdefgh")), "the whole prompt is a part of the leader's"
+    assert not pool.must_wait(make("5", "abcdxxxx")), "all that it shares is there"
+    compute(pool, leader, 4)
+    assert not pool.must_wait(follower), "all that it shares is there, though the leader computes"
+    assert_equal(start(pool, follower), 8, "cached tokens of the follower")
+
+
+def test_a_follower_takes_over_when_the_first_is_released() -> None:
+    pool, leader, followers = make_pool(), make("1", "abcdefgh"), [make(name, "abcdefgh") for name in "23"]
+    start(pool, leader)
+    assert [pool.must_wait(request) for request in followers] == [True, True]
+    pool.release(leader)  # aborted, failed or preempted
+    assert not pool.must_wait(followers[0])
+    start(pool, followers[0])
+    assert pool.must_wait(followers[1])
+    assert pool.must_wait(leader), "the first one too, if it comes back"
+
+
+def test_a_salt_shares_with_the_same_salt_alone() -> None:
+    pool = make_pool(30, max_sequences=8)
+    run(pool, make("1", "abcdefghi", cache_salt="tenant 1"))
+    running = make("2", "stuvwxyz", cache_salt="tenant 1")
+    start(pool, running)
+    for salt, cached in ((None, 0), ("tenant 2", 0), ("tenant 1", 8)):
+        assert_equal(pool.must_wait(make("w", "stuvwxyz", cache_salt=salt)), cached > 0, f"{salt}: waits")
+        assert_equal(pool.admit(make("x", "abcdefghi", cache_salt=salt)), cached, f"{salt}: cached tokens")
+
+
+def test_a_request_for_prompt_log_probabilities_computes_its_prompt() -> None:
+    pool, first, second = make_pool(), make("1", "abcdefghi"), make("2", "abcdefghi", prompt_logprobs=0)
+    start(pool, first)
+    assert not pool.must_wait(second)
+    compute(pool, first)
+    assert_equal(run(pool, second), 0, "cached tokens")
+    assert_equal(pool.table(second)[:2].tolist(), pool.table(first)[:2].tolist(), "its blocks came back", ("entry",))
+
+
+def test_a_shared_block_is_never_written() -> None:
+    pool, request = make_pool(), make("1", "abcdefghi")
+    run(pool, request)
+    with pytest.raises(BlockError, match="The step would write block 1, which is shared"):
+        pool.layout(Schedule(1, (Scheduled(request, request.num_computed_tokens - 4, 2),)))
+    with pytest.raises(CapacityError, match="cannot be truncated to 7 tokens: its first 8 are committed"):
+        pool.truncate(request, 7)
+    pool.truncate(request, 8)
+    assert_equal(pool.length(request), 8, "length after a token was dropped")
+
+
+def test_a_part_of_a_batch_makes_its_own_copies() -> None:
+    """When a request fails, the others run by themselves."""
+    pool, requests = make_pool(), [make(name, "abcdefgh") for name in "123"]
+    run(pool, requests[0])
+    for request in requests[1:]:
+        start(pool, request)
+    layout = pool.layout(Schedule(1, tuple(Scheduled(request, 7, 1) for request in requests[1:])))
+    parts = [layout.part(slice(n, n + 1), slice(n, n + 1)).copies.tolist() for n in range(2)]
+    assert_equal(parts, [[pair] for pair in layout.copies.tolist()], "copies of each part", ("part", "copy", "block"))
+
+
+def test_the_audit_finds_damage() -> None:
+    pool, request = make_pool(), make("1", "abcdefghi")
+    run(pool, request)
+    pool.tree.root.children[next(iter(pool.tree.root.children))].num_users = 2
+    assert any("counts 2 users and has 1" in line for line in pool.audit_blocks())
+    pool.allocator.free(pool.tree.blocks())
+    assert any("can be allocated while in use" in line for line in pool.audit_blocks())
+
+
+@pytest.mark.measured
+def test_a_prompt_of_8192_tokens_is_found_in_0_3_ms() -> None:
+    """With all its blocks in the tree, and the ids of the request packed anew."""
+    pool = PrefixKVCachePool(PagedSizes(600, 16, 4, 8192, 9000), None)
+    ids = np.random.default_rng(0).integers(0, 128_000, 8193).tolist()
+    run(pool, Request("1", ids, SamplingParams(), 0))
+
+    seconds = []
+    for _ in range(50):
+        request = Request("2", ids, SamplingParams(), 0)
+        begin = time.perf_counter()
+        assert pool.admit(request) == 8192
+        seconds.append(time.perf_counter() - begin)
+        pool.release(request)
+    assert min(seconds) <= 0.3e-3, f"{min(seconds) * 1e3:.2f} ms"
