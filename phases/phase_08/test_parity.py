@@ -1,0 +1,234 @@
+"""Phase 8 gives the outputs of phase 7, whatever is cached, and computes common prefixes once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phases.phase_07.engine import Engine as Chunked
+from phases.phase_08.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.errors import ConfigError
+from shared.sampling.params import SamplingParams
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
+from tests.reference_tokens import ReferenceTokens
+
+Requests = list[tuple[str | list[int], dict[str, Any]]]
+STEM = [(11 * n) % 250 for n in range(60)]
+ALIKE: Requests = [  # requests that begin with more or less of one stem
+    (STEM, GREEDY | {"max_new_tokens": 20}),
+    (STEM, {"seed": 1, "max_new_tokens": 9, "temperature": 1.2}),
+    (STEM[:48], GREEDY | {"max_new_tokens": 7}),
+    ([*STEM[:30], 3, 4, 5], {"seed": 2, "repetition_penalty": 1.3, "max_new_tokens": 12}),
+    ([*STEM, *range(20)], GREEDY | {"max_new_tokens": 6}),
+    ([9, *STEM], GREEDY | {"max_new_tokens": 5}),
+    (STEM[:1], {"seed": 3, "max_new_tokens": 15}),
+    (STEM, {"seed": 4, "max_new_tokens": 3, "cache_salt": "tenant"}),
+]
+ARRIVE = [0, 0, 0, 2, 3, 3, 9, 9]
+
+
+def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
+    return phase(EngineConfig(model=str(folder), **config))
+
+
+@pytest.mark.parametrize("sizes", [(1, 129), (3, 43), (4, 33), (16, 9)], ids=str)
+def test_outputs_are_those_of_phase_7_however_often_they_are_asked_for(
+    model_folder: Path, sizes: tuple[int, int]
+) -> None:
+    """In a pool for little more than one long request, so that blocks are evicted and requests preempted."""
+    about = SMALL | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
+    requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
+    expected = seen(serve(make(model_folder, Chunked, **about), requests, arrivals)[0])
+    engine = make(model_folder, **about)
+    for _ in range(2):
+        assert seen(serve(engine, requests, arrivals)[0]) == expected
+    assert engine.scheduler.num_prefix_hits > 0
+    assert engine.load().num_preemptions > 0
+    assert engine.load().kv_usage == 0
+
+
+@pytest.mark.parametrize("backend", ["naive", "flash", "planned"])
+def test_every_backend_gives_the_same_outputs(tiny_checkpoints: dict[str, Path], backend: str) -> None:
+    """Gemma 3, whose sliding window of 16 ends inside the shared blocks."""
+    folder, about = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 4, "block_size": 8}
+    expected = seen(serve(make(folder, Chunked, **about), ALIKE, ARRIVE)[0])
+    engine = make(folder, **about, attention_backend=backend, prefill_chunk_size=13)
+    for _ in range(2):
+        assert seen(serve(engine, ALIKE, ARRIVE)[0]) == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_prefix_caching": False},
+        {"use_chunked_prefill": False},
+        {"kv_cache_backend": "contiguous"},
+        {"batching_mode": "static"},
+    ],
+    ids=str,
+)
+def test_without_it_the_steps_are_those_of_phase_7(tiny_checkpoints: dict[str, Path], settings: dict[str, Any]) -> None:
+    folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
+    only = {} if "use_prefix_caching" in settings else settings
+    expected, steps = serve(make(folder, Chunked, **about, **only), ALIKE)
+    answers, records = serve(make(folder, **about, **settings), ALIKE)
+    assert (seen(answers), records) == (seen(expected), steps)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"kv_cache_backend": "contiguous"}, "kv_cache_backend is 'contiguous'.*requires kv_cache_backend = 'paged'"),
+        ({"use_chunked_prefill": False}, "use_chunked_prefill is False.*requires use_chunked_prefill = True"),
+    ],
+)
+def test_it_needs_blocks_and_chunks(other: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"use_prefix_caching is True and {says}"):
+        EngineConfig(use_prefix_caching=True, **other)
+    with pytest.raises(ConfigError, match=r"use_prefix_caching = True arrives in phase 08"):
+        EngineConfig(use_prefix_caching=True).check({"model"})
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    block_size=st.sampled_from([1, 2, 5, 16]),
+    size=st.integers(1, 40),
+    spare=st.integers(0, 80),
+    batch=st.integers(2, 8),
+    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
+    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
+    abort_at=st.integers(1, 20),
+)
+def test_whatever_the_sizes_arrivals_and_aborts(
+    tiny_checkpoints: dict[str, Path],
+    block_size: int,
+    size: int,
+    spare: int,
+    batch: int,
+    arrivals: list[int],
+    aborted: set[int],
+    abort_at: int,
+) -> None:
+    """Each request that is not aborted has the output that it has alone; nothing leaks."""
+    folder = tiny_checkpoints["gemma3_text"]
+    if not ALONE:
+        ALONE.extend(tokens(serve(make(folder, Chunked, max_seq_len=96), [request])[0][0]) for request in ALIKE)
+    engine = make(
+        folder,
+        max_seq_len=96,
+        max_batch_size=batch,
+        block_size=block_size,
+        num_gpu_blocks=(96 + spare) // block_size + 1,
+        prefill_chunk_size=size,
+    )
+    outputs: dict[str, list[int | None]] = {}
+    step = 0
+    while step <= max(abort_at, *arrivals) or engine.has_work():
+        for n, (prompt, params) in enumerate(ALIKE):
+            if arrivals[n] == step:
+                engine.add_request(prompt, SamplingParams(**params), request_id=str(n))
+        if step == abort_at:
+            aborted = {n for n in aborted if engine.abort(str(n))}
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output.token_id)
+        step += 1
+    whole = {n: outputs[str(n)] for n in range(len(ALIKE)) if n not in aborted}
+    assert whole == {n: ALONE[n] for n in whole}
+    assert all(outputs.get(str(n), []) == ALONE[n][: len(outputs.get(str(n), []))] for n in aborted)
+    assert engine.pool.audit() == []
+
+
+ALONE: list[list[int | None]] = []  # the tokens of each request of ALIKE, by phase 7
+
+
+def test_the_turns_of_a_conversation_find_the_earlier_ones(
+    model_folder: Path, reference_tokens: ReferenceTokens
+) -> None:
+    """Each turn computes its own words and the answer's last token; the answers are those of transformers."""
+    engine = make(model_folder, max_seq_len=256, block_size=4)
+    turn, history, computed = [1, 2, 3, 4, 5, 6, 7], list[int](), list[int]()
+    for number in range(4):
+        history += [*turn, number]
+        before = engine.runner.num_tokens_computed
+        ((answer,), _) = serve(engine, [(history, GREEDY | {"max_new_tokens": 6})])
+        computed.append(engine.runner.num_tokens_computed - before)
+        assert tokens(answer) == reference_tokens(model_folder, history, 6)
+        history += [token for token in tokens(answer) if token is not None]
+    assert max(computed[1:]) <= len(turn) + 1 + 6 + 4, f"tokens computed in each turn: {computed}"
+
+
+def test_a_failing_request_takes_none_of_those_that_share_its_prefix(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first computes the prefix of all, and then fails at a token outside the vocabulary, beside a full hit."""
+    monkeypatch.setattr("phases.phase_08.engine.check_prompt", lambda ids, *about: list(ids))
+    folder, stem = tiny_checkpoints["llama"], STEM[:48]
+    expected = tokens(serve(make(folder, Chunked, max_seq_len=128), [(stem, GREEDY | {"max_new_tokens": 7})])[0][0])
+    engine = make(folder, max_seq_len=128, prefill_chunk_size=16)
+    serve(engine, [(stem, GREEDY | {"max_new_tokens": 1})])
+    good = [engine.add_request(stem, SamplingParams(**GREEDY, max_new_tokens=7)) for _ in range(2)]
+    bad = engine.add_request([*stem, 10**6], SamplingParams(max_new_tokens=4))
+    outputs: dict[str, list[StepOutput]] = {name: [] for name in (*good, bad)}
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    assert [tokens(outputs[name]) for name in good] == [expected] * 2
+    assert outputs[bad][0].error is not None
+    assert engine.pool.audit() == []
+
+
+def test_prompt_log_probabilities_are_computed_and_not_cached(tiny_checkpoints: dict[str, Path]) -> None:
+    folder, requests = tiny_checkpoints["qwen3"], [(STEM, {"prompt_logprobs": 2, "max_new_tokens": 1, "seed": 1})]
+    engine = make(folder, max_seq_len=96)
+    serve(engine, [(STEM, GREEDY | {"max_new_tokens": 1})])
+    found, expected = (serve(one, requests)[0][0][0].prompt_logprobs for one in (engine, make(folder, Chunked)))
+    assert found is not None
+    assert len(found) == len(STEM)
+    for mine, other in zip(found[1:], (expected or ())[1:], strict=True):
+        assert mine is not None
+        assert other is not None
+        assert mine.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert engine.scheduler.num_prefix_hits == 0
+
+
+def test_a_salt_keeps_tenants_apart(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], max_seq_len=96)
+    hits = []
+    for salt in ("one", "two", None, "one"):
+        before = engine.scheduler.num_prefix_hits
+        serve(engine, [(STEM, GREEDY | {"max_new_tokens": 1, "cache_salt": salt})])
+        hits.append(engine.scheduler.num_prefix_hits - before)
+    assert hits == [0, 0, 0, 48]
+
+
+@pytest.mark.demo
+def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    prompts = ["The capital of France is", "The capital of France is not", "The capital of France is"]
+    requests: Requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
+    engine = make(demo_folder, max_seq_len=256, max_batch_size=2, block_size=2)
+    for prompt, answer in zip(prompts, serve(engine, requests)[0], strict=True):
+        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+    assert engine.scheduler.num_prefix_hits > 0
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", [{}, {"attention_backend": "flash"}, {"block_size": 1}], ids=str)
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, memory: dict[str, Any]) -> None:
+    """Twice, so that the second time most prompts are cached, and some wholly."""
+    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
+    requests, arrivals = [*ALIKE, *LONG], [*ARRIVE, 9, *ARRIVALS, 10]
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = make(model_folder, device=device, dtype="float32", **about, **memory)
+        found.append([seen(serve(engine, requests, arrivals)[0]) for _ in range(2)])
+        assert engine.scheduler.num_prefix_hits > 2000
+    assert [[tokens(a) for a in answers] for answers in found[1]] == [
+        [tokens(a) for a in answers] for answers in found[0]
+    ]
