@@ -42,6 +42,10 @@ class ContiguousKVCachePool:
         """See ``CachePoolProtocol``."""
         return 0
 
+    def must_wait(self, request: Request) -> bool:
+        """See ``CachePoolProtocol``."""
+        return False
+
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """See ``CachePoolProtocol``."""
         if not 0 <= num_tokens <= self.request_capacity:

@@ -63,6 +63,10 @@ class PagedKVCachePool:
         """See ``CachePoolProtocol``."""
         return 0
 
+    def must_wait(self, request: Request) -> bool:
+        """See ``CachePoolProtocol``."""
+        return False
+
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """See ``CachePoolProtocol``; allocates the missing blocks, all of them or none."""
         if not 0 <= num_tokens <= self.request_capacity:

@@ -32,6 +32,10 @@ class CachePoolProtocol(Protocol):
         """
         ...
 
+    def must_wait(self, request: Request) -> bool:
+        """Whether a running request is computing what a waiting one could share; False without a prefix tree."""
+        ...
+
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Reserve space for ``num_tokens`` tokens of a request in total; False, and no change, if there is no room.
 

@@ -82,7 +82,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
         return num_cached
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a running request is computing blocks that this one, which waits, begins with."""
+        """See ``CachePoolProtocol``."""
         if request.needs_prompt_logits:
             return False
         leader, num_common = self.leaders.get(request, (None, 0))

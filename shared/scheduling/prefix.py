@@ -11,28 +11,26 @@ requests that wait for blocks, requests are admitted in order of arrival.
 from collections.abc import Iterator
 
 from shared.cache.pool import CachePoolProtocol
-from shared.cache.prefix import PrefixKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.scheduling.chunked import ChunkedScheduler
 
 
 class PrefixScheduler(ChunkedScheduler):
-    """Chunked prefill with prefixes that are computed once, if the pool has a prefix tree."""
+    """Chunked prefill for requests that share prefixes, if the pool has a prefix tree."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
-        self.prefix_pool = pool if isinstance(pool, PrefixKVCachePool) else None
+        self.is_sharing = config.is_on("use_prefix_caching")
 
     def _candidates(self) -> Iterator[Request]:
         """The waiting requests in order, without those that wait for blocks. Each is judged when its turn comes, since
         a request that has just been admitted may be computing what the next one needs.
         """
-        pool, waiting = self.prefix_pool, super()._candidates()
-        return waiting if pool is None else (request for request in waiting if not pool.must_wait(request))
+        return (request for request in super()._candidates() if not self.pool.must_wait(request))
 
     def _start(self, request: Request, num_cached: int) -> None:
-        if self.prefix_pool is not None:
+        if self.is_sharing:
             self.num_prefix_queries += request.num_tokens
             self.num_prefix_hits += num_cached
         if request.status is RequestStatus.WAITING:

@@ -113,8 +113,19 @@ def test_what_engines_are_made_of_imports_no_pool(path: Path) -> None:
 # The two sides of the memory.
 
 CACHE = sorted(path for path in (ROOT / "shared/cache").glob("*.py") if path.stem != "__init__")
-HOST = {"blocks", "contiguous_pool", "layout", "paged", "paged_layout", "planned", "planned_layout", "pool"}
-MAKERS = {"contiguous_memory", "paged_memory", "planned_memory", "pool_size"}  # make both sides
+HOST = {
+    "blocks",
+    "contiguous_pool",
+    "layout",
+    "paged",
+    "paged_layout",
+    "planned",
+    "planned_layout",
+    "pool",
+    "prefix",
+    "prefix_tree",
+}
+MAKERS = {"contiguous_memory", "paged_memory", "planned_memory", "pool_size", "prefix_memory"}  # make both sides
 DEVICE = {path.stem for path in CACHE} - HOST - MAKERS
 VIEWS = {f"shared.cache.{name}" for name in DEVICE | MAKERS}
 HOST_FILES = [path for path in CACHE if path.stem in HOST] + sorted(
@@ -166,7 +177,9 @@ def test_the_hosts_side_knows_no_view(path: Path) -> None:
 def test_the_devices_side_knows_no_pool(name: str) -> None:
     source = (ROOT / "shared/cache" / f"{name}.py").read_text(encoding="utf-8")
     assert list(knows_a_pool(source)) == []
-    pools = {f"shared.cache.{name}" for name in ("contiguous_pool", "paged", "planned", "blocks")}
+    pools = {
+        f"shared.cache.{name}" for name in ("contiguous_pool", "paged", "planned", "prefix", "prefix_tree", "blocks")
+    }
     assert not imports(source) & pools
 
 
@@ -234,7 +247,7 @@ def test_there_are_files_to_read() -> None:
     assert {"scheduler.py", "preemption.py", "isolation.py", "llama.py", "batch.py"} <= names
     assert {path.parent.name for path in ENGINES} >= {"phase_04", "phase_05", "phase_06"}
     assert {path.stem for path in CACHE} >= HOST | MAKERS
-    assert {"view", "paged_view", "planned_view", "contiguous_pool_view"} <= DEVICE
+    assert {"view", "paged_view", "planned_view", "prefix_view", "contiguous_pool_view"} <= DEVICE
 
 
 @pytest.mark.parametrize(
