@@ -117,9 +117,9 @@ class PrefixKVCachePool(PlannedKVCachePool):
         own = self.tables[row, prefix.num_shared : num_full].copy()
         of_tree = prefix.node.blocks[len(prefix.node.blocks) - (prefix.num_blocks - prefix.num_shared) :]  # copied ones
         if num_full > prefix.num_blocks:
-            ids = request.ids(prefix.num_blocks * self.block_size, num_full * self.block_size)
+            start, end = prefix.num_blocks * self.tree.block_bytes, num_full * self.tree.block_bytes
             new = own[prefix.num_blocks - prefix.num_shared :]
-            prefix.node, found = self.tree.extend(prefix.node, _pack(ids), new, _salt(request))
+            prefix.node, found = self.tree.extend(prefix.node, self._tokens(request)[start:end], new, _salt(request))
             of_tree = np.concatenate([of_tree, found])
         self.allocator.share(of_tree)  # for the tree where the block is new, else for this table
         self.allocator.free(own[own != of_tree])
@@ -204,12 +204,10 @@ class PrefixKVCachePool(PlannedKVCachePool):
         num_tokens = request.num_tokens // self.block_size * self.block_size
         packed = self.packed.get(request, b"")
         if len(packed) != num_tokens * ID_BYTES:
-            packed = self.packed[request] = packed + _pack(request.ids(len(packed) // ID_BYTES, num_tokens))
+            ids = request.ids(len(packed) // ID_BYTES, num_tokens)
+            packed += struct.pack(f"{len(ids)}i", *ids)  # faster than array and numpy
+            self.packed[request] = packed
         return packed
-
-
-def _pack(ids: list[int]) -> bytes:
-    return struct.pack(f"{len(ids)}i", *ids)  # ID_BYTES each; faster than array and numpy
 
 
 def _salt(request: Request) -> bytes:
