@@ -3,6 +3,7 @@
 import pytest
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
@@ -92,9 +93,11 @@ def test_the_first_requests_run_up_to_the_limit() -> None:
 
 
 def test_a_refused_request_waits_and_none_overtakes() -> None:
-    scheduler = static(2, max_batch_size=4)
+    """a to c need two blocks of memory each and d one, and there are five."""
+    config = EngineConfig(batching_mode="static", max_batch_size=4)
+    scheduler = StaticScheduler(config, PagedKVCachePool(5, 4, 4), MAX_SEQ_LEN)
     for name in "abcd":
-        add(scheduler, name, max_new_tokens=2)
+        add(scheduler, name, num_prompt_tokens=1 if name == "d" else 3, max_new_tokens=2)
     step(scheduler)
     assert_equal(
         (list(scheduler.running), list(scheduler.waiting)),
