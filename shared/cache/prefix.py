@@ -89,8 +89,10 @@ class PrefixKVCachePool(PlannedKVCachePool):
         if leader in self.prefixes and self.prefixes[leader].num_blocks < num_common:
             return True  # found without another look at the tokens
         tokens, salt = self._tokens(request), _salt(request)
-        node, _, num_blocks = self.tree.match(tokens, salt)
+        node, count, num_blocks = self.tree.match(tokens, salt)
         start = num_blocks * self.tree.block_bytes
+        if start == len(tokens) or count < len(node.blocks):
+            return False  # all is there, or the rest differs from what is computed behind the node
         leader = self.computing.get((node, self.tree.child_name(node, tokens, start, salt)))
         if leader is None:
             return False

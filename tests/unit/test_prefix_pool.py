@@ -197,6 +197,15 @@ def test_requests_that_begin_alike_wait_for_the_first() -> None:
     assert_equal(start(pool, follower), 8, "cached tokens of the follower")
 
 
+def test_a_request_that_leaves_a_prefix_earlier_does_not_wait() -> None:
+    """Its next block has the tokens that a running request computes, but behind another prefix."""
+    pool, leader = make_pool(), make("1", "abcdefghijkl")
+    start(pool, leader)
+    compute(pool, leader, 8)
+    assert not pool.must_wait(make("2", "abcdijkl")), "abcd and then ijkl"
+    assert pool.must_wait(make("3", "abcdefghijkl")), "the same prompt"
+
+
 def test_a_follower_takes_over_when_the_first_is_released() -> None:
     pool, leader, followers = make_pool(), make("1", "abcdefgh"), [make(name, "abcdefgh") for name in "23"]
     start(pool, leader)
