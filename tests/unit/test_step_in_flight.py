@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from phases.phase_06_1.engine import Engine
+from phases.phase_08.engine import Engine
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
@@ -71,12 +71,13 @@ class Overlapped(Engine):
 
 
 def crowd(seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and drawn, short, long and empty, with penalties, stop strings and log-probabilities."""
+    """Greedy and drawn, short, long and empty, with penalties, stop strings and log-probabilities; many begin alike."""
     chance = random.Random(seed)
+    stem = [chance.randrange(20, 500) for _ in range(16)]
     lengths = [0 if n % 8 == 7 else chance.randrange(1, 14) for n in range(24)]
     return [
         (
-            [chance.randrange(20, 500) for _ in range(chance.randrange(1, 30))],
+            stem[: chance.choice([0, 9, 16])] + [chance.randrange(20, 500) for _ in range(chance.randrange(1, 14))],
             SamplingParams(
                 seed=n,
                 temperature=chance.choice([0.0, 0.8]),
@@ -138,6 +139,7 @@ def test_answers_are_those_of_the_loop_that_waits(
     assert engine.runner.num_pending > 50
     if config.get("num_gpu_blocks") == 14:
         assert engine.load().num_preemptions > 0
+        assert engine.scheduler.num_prefix_hits > 0
 
 
 def test_what_a_step_in_flight_computes_for_an_ended_request_is_dropped(folder: Path) -> None:
