@@ -1,12 +1,14 @@
 """The pool with a prefix tree: what an admitted request is handed, who waits for whom, and what is never written."""
 
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from shared.cache.paged_layout import PagedSizes
+from shared.cache.planned_layout import AttentionPlanner, StepPlans
 from shared.cache.prefix import PrefixKVCachePool
 from shared.engine.request import Request, RequestStatus
 from shared.errors import BlockError, CapacityError
@@ -247,9 +249,12 @@ def test_a_shared_block_is_never_written() -> None:
     assert_equal(pool.length(request), 8, "length after a token was dropped")
 
 
-def test_a_part_of_a_batch_makes_its_own_copies() -> None:
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_part_of_a_batch_makes_its_own_copies(is_planned: bool) -> None:
     """When a request fails, the others run by themselves."""
     pool, requests = make_pool(), [make(name, "abcdefgh") for name in "123"]
+    if is_planned:
+        pool.planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *about: StepPlans({}, {})))
     run(pool, requests[0])
     for request in requests[1:]:
         start(pool, request)
