@@ -74,6 +74,7 @@ class EchoEngine:
         self.running: dict[str, Request] = {}
         self.streams: dict[Request, OutputStream] = {}
         self.preempted: tuple[str, ...] = ()  # said of the next step
+        self.prefix_lookups = 0, 0  # tokens, and those that were found
 
     @property
     def scheduler(self) -> Any:
@@ -126,7 +127,8 @@ class EchoEngine:
         return {"steps": self.num_steps}
 
     def load(self) -> EngineLoad:
-        return EngineLoad(len(self.running), len(self.waiting), len(self.running) / self.config.max_batch_size, 0)
+        kv_usage = len(self.running) / self.config.max_batch_size
+        return EngineLoad(len(self.running), len(self.waiting), kv_usage, 0, *self.prefix_lookups)
 
     def _next(self, request: Request) -> StepOutput:
         output = self._next_token(request) if request.params.max_new_tokens else nothing(request)
