@@ -46,6 +46,9 @@ class EchoPool:
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
         return LIMIT, {request: [region] for region, request in enumerate(self.held)}
 
+    def cached_blocks(self) -> list[int]:
+        return []
+
     def length(self, request: Request) -> int:
         return 1
 
