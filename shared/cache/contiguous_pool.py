@@ -127,6 +127,9 @@ class ContiguousKVCachePool:
         """See ``CachePoolProtocol``."""
         return []
 
+    def drop_cached(self) -> None:
+        """See ``CachePoolProtocol``."""
+
     def audit(self) -> list[str]:
         """See ``CachePoolProtocol``."""
         found = [

@@ -155,6 +155,9 @@ class PagedKVCachePool:
         """See ``CachePoolProtocol``."""
         return []
 
+    def drop_cached(self) -> None:
+        """See ``CachePoolProtocol``."""
+
     def table(self, request: Request) -> Blocks:
         """The block table of a request; empty if it holds no blocks."""
         row = self.rows.get(request)

@@ -84,6 +84,10 @@ class CachePoolProtocol(Protocol):
         """The blocks that no request holds and that are kept for requests with the same prefix (phase 8)."""
         ...
 
+    def drop_cached(self) -> None:
+        """Free those blocks, so that what runs next finds nothing in the cache."""
+        ...
+
     def audit(self) -> Sequence[str]:
         """One message per request that holds space and per violated invariant; empty for a consistent, empty pool."""
         ...

@@ -173,6 +173,11 @@ class PrefixKVCachePool(PlannedKVCachePool):
         """See ``CachePoolProtocol``."""
         return self.tree.unused_blocks().tolist()
 
+    def drop_cached(self) -> None:
+        """See ``CachePoolProtocol``."""
+        if self.tree.num_unused_blocks:
+            self.allocator.free(self.tree.evict(self.tree.num_unused_blocks))
+
     def audit_blocks(self) -> list[str]:
         """See :class:`shared.cache.paged.PagedKVCachePool`; the tree too."""
         return super().audit_blocks() + self.tree.audit([prefix.node for prefix in self.prefixes.values()])

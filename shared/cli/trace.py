@@ -26,6 +26,7 @@ EPILOG = examples(
     "infer trace --phase 05 --scheduler-policy prefill_first --requests 24 --rate 0.5",
     "infer trace --num-gpu-blocks 12 --block-size 8 --max-seq-len 96 --max-tokens 48",
     "infer trace --compare contiguous,paged --max-seq-len 256",
+    "infer trace --shared-prefix 128",
     "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",
 )
 DEFAULT_REQUESTS = 12
@@ -44,6 +45,10 @@ def trace(
     phase: options.Phase = None,
     requests: Annotated[
         int | None, _work("--requests", text="Requests of a mixed workload of random tokens; default: 12.")
+    ] = None,
+    shared_prefix: Annotated[
+        int | None,
+        _work("--shared-prefix", text="Tokens with which each of these prompts begins; default: none."),
     ] = None,
     prompts: Annotated[
         Path | None, _work("--prompts", text="Prompts to run instead, one on each line of this file.")
@@ -78,6 +83,11 @@ def trace(
     lesson = _tracing_lesson(phase)
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
+    if texts is not None and shared_prefix is not None:
+        raise ConfigError(
+            f"--shared-prefix is {shared_prefix} and --prompts is {str(prompts)!r}; the lines of the file are whole "
+            "prompts: leave --shared-prefix out, or begin the lines alike."
+        )
     if every is not None and rate is not None:
         raise ConfigError(f"--every is {every} and --rate is {rate}; both set the arrivals: give one of them.")
     steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
@@ -89,7 +99,7 @@ def trace(
     runs = []
     for title, variant in variants:
         engine = options.load_engine(lesson, model, **variant)
-        arrivals = _arrivals(engine, steps, texts, max_tokens, seed)
+        arrivals = _arrivals(engine, steps, texts, max_tokens, seed, shared_prefix or 0)
         warm_up(engine)
         about = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
         title = title or ", ".join(str(about[name]) for name in ("batching mode", "policy") if name in about)
@@ -184,14 +194,16 @@ def _prepare(out: Path) -> None:
         raise ConfigError(f"--out is {str(out)!r}, and {wrong[0].name} cannot be written there; name another folder.")
 
 
-def _arrivals(engine: Any, steps: list[int], texts: list[tuple[int, str]] | None, max_tokens: int, seed: int) -> Any:
+def _arrivals(
+    engine: Any, steps: list[int], texts: list[tuple[int, str]] | None, max_tokens: int, seed: int, shared_prefix: int
+) -> Any:
     """The requests and their arrivals; the same for every engine with the same model and limit."""
     from shared.tracing.workload import Arrival, mixed_requests, text_requests
 
     vocab_size = engine.model.config.vocab_size
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": engine.max_seq_len, "max_new_tokens": max_tokens}
     if texts is None:
-        requests = mixed_requests(len(steps), seed=seed, **sizes)
+        requests = mixed_requests(len(steps), seed=seed, shared_prefix=shared_prefix, **sizes)
         names: list[tuple[int, str | None]] = [(number, None) for number in range(1, len(steps) + 1)]
     else:
         requests = text_requests(texts, tokenizer=engine.tokenizer, **sizes)

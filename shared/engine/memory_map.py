@@ -1,17 +1,19 @@
 """Which request holds which blocks of the KV cache, between two steps. Introduced in phase 6.
 
 A memory map lists the blocks that each request holds, in the order of its block table, how many of their tokens are
-written, and which requests were preempted and are recomputed. It is made on demand from the scheduler's and the pool's
+written, and which requests were preempted and are recomputed; and the blocks that no request holds and that are cached
+for requests with the same prefix (phase 8). It is made on demand from the scheduler's and the pool's
 host state and reads no tensor. A contiguous region is shown as one large block, so both kinds of pool are drawn the
 same way.
 
-Invariants: no block belongs to two requests; a map keeps no reference to the scheduler or the pool, so it can be drawn
-while the engine runs.
+Invariants: a block that is in several block tables is at the same place in each, and written; a map keeps no reference
+to the scheduler or the pool, so it can be drawn while the engine runs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Self
 
 from shared.engine.record import StepRecord
@@ -41,6 +43,7 @@ class Holding:
     num_prompt_tokens: int
     num_tokens: int  # prompt and output so far; the next step writes the last one
     num_written: int  # tokens whose keys and values are in the KV cache
+    num_cached_tokens: int  # of its first tokens, found in the KV cache when it was first admitted
     blocks: tuple[int, ...]  # its block table
 
 
@@ -54,6 +57,7 @@ class MemoryMap:
     num_waiting: int  # preempted requests included
     num_preemptions: int  # since the engine started
     holdings: tuple[Holding, ...]  # running requests in order of admission, then preempted ones in queue order
+    cached: tuple[int, ...]  # blocks of prefixes that no request holds
 
     @classmethod
     def of(cls, scheduler: Scheduler, last_step: StepRecord | None = None) -> Self:
@@ -81,21 +85,23 @@ class MemoryMap:
             num_waiting=len(scheduler.waiting),
             num_preemptions=scheduler.num_preemptions,
             holdings=tuple(found),
+            cached=tuple(pool.cached_blocks()),
         )
 
     def of_request(self, request_id: str) -> Holding | None:
         """The blocks of this request; None if it is not in the map."""
         return next((holding for holding in self.holdings if holding.request_id == request_id), None)
 
-    @property
+    @cached_property
     def num_held(self) -> int:
-        """Blocks that are in use."""
-        return sum(len(holding.blocks) for holding in self.holdings)
+        """Blocks that are in use; a shared one counts once."""
+        return len({block for holding in self.holdings for block in holding.blocks})
 
     @property
     def num_written(self) -> int:
-        """Tokens whose keys and values are in the KV cache."""
-        return sum(holding.num_written for holding in self.holdings)
+        """Tokens in the blocks in use whose keys and values are written; those of a shared block count once."""
+        num_shared = sum(len(holding.blocks) for holding in self.holdings) - self.num_held
+        return sum(holding.num_written for holding in self.holdings) - num_shared * self.block_tokens
 
     @property
     def written_share(self) -> float | None:
@@ -108,11 +114,12 @@ class MemoryMap:
             "unit": self.unit,
             "block_tokens": self.block_tokens,
             "num_blocks": self.num_blocks,
-            "num_free": self.num_blocks - self.num_held,
+            "num_free": self.num_blocks - self.num_held - len(self.cached),
             "written_share": self.written_share,
             "num_waiting": self.num_waiting,
             "num_preemptions": self.num_preemptions,
             "holdings": [{**vars(holding), "blocks": list(holding.blocks)} for holding in self.holdings],
+            "cached": list(self.cached),
         }
 
 
@@ -126,4 +133,5 @@ def _state(request: Request, was_run: bool) -> HoldingState:
 
 def _holding(request: Request, state: HoldingState, num_written: int, blocks: Sequence[int]) -> Holding:
     prompt = len(request.prompt_ids)
-    return Holding(request.request_id, state, prompt, request.num_tokens, num_written, tuple(blocks))
+    num_cached = request.num_cached_tokens
+    return Holding(request.request_id, state, prompt, request.num_tokens, num_written, num_cached, tuple(blocks))

@@ -15,8 +15,9 @@ from shared.text.tokenizer import Tokenizer
 class StepOutput(NamedTuple):
     """What one token adds to a request's output. ``text`` is empty while a character or a stop string is incomplete.
 
-    The first output of a request has the log-probabilities of its prompt, if its parameters ask for them: an entry for
-    each prompt token, None for the first, which follows nothing. A request that generates nothing (``max_new_tokens``
+    The first output of a request says how many of its prompt's tokens were found in the KV cache when it was first
+    admitted. It has the log-probabilities of the prompt, if the request's parameters ask for them: an entry for each
+    prompt token, None for the first, which follows nothing. A request that generates nothing (``max_new_tokens``
     0) has this one output, without a token, and finishes by length. The last output of a failed request has no token
     either: ``finish_reason`` is ERROR and ``error`` is a message for the client.
     """
@@ -28,6 +29,7 @@ class StepOutput(NamedTuple):
     stop: str | None = None  # the stop string that ended it
     logprobs: TokenLogprobs | None = None  # if the request's parameters ask for them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
     error: str | None = None
 
 

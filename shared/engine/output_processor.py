@@ -61,9 +61,9 @@ class OutputProcessor:
                     break
                 logprobs = request.output_logprobs[number] if request.output_logprobs else None
                 output = stream.push(request.output_ids[number], logprobs)
-                self.ready.append(_with_prompt_logprobs(output, request) if number == 0 else output)
+                self.ready.append(_first(output, request) if number == 0 else output)
             if stream.limit == 0 and request.num_computed_tokens == request.num_prompt_tokens:
-                self.ready.append(_with_prompt_logprobs(stream.end(), request))
+                self.ready.append(_first(stream.end(), request))
             if stream.has_ended:
                 finished.append(request)
         for request in finished:  # last, so that if this call is interrupted the next one returns them
@@ -71,6 +71,7 @@ class OutputProcessor:
         return finished
 
 
-def _with_prompt_logprobs(output: StepOutput, request: Request) -> StepOutput:
-    """The first output of a request."""
-    return output._replace(prompt_logprobs=tuple(request.prompt_logprobs)) if request.prompt_logprobs else output
+def _first(output: StepOutput, request: Request) -> StepOutput:
+    """The first output of a request, with what is known of its prompt."""
+    logprobs = tuple(request.prompt_logprobs) or None
+    return output._replace(prompt_logprobs=logprobs, num_cached_tokens=request.num_cached_tokens)

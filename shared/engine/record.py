@@ -56,10 +56,19 @@ class EngineLoad:
     num_waiting: int
     kv_usage: float  # share of the KV cache that is reserved, 0 to 1
     num_preemptions: int  # since the engine started
+    num_prefix_queries: int = 0  # tokens looked up in a prefix tree since the engine started
+    num_prefix_hits: int = 0  # and found there
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:
         """The load now."""
         pool = scheduler.pool
         kv_usage = 1 - pool.free_tokens / pool.capacity_tokens
-        return cls(len(scheduler.running), len(scheduler.waiting), kv_usage, scheduler.num_preemptions)
+        return cls(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            kv_usage,
+            scheduler.num_preemptions,
+            scheduler.num_prefix_queries,
+            scheduler.num_prefix_hits,
+        )

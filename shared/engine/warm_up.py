@@ -2,7 +2,8 @@
 
 Kernels are compiled, and libraries select theirs, when a shape first occurs. On a GPU that takes up to a second each,
 so the warm-up runs every batch size once, and prompts from one token to a long one. On a CPU one short request
-suffices. Invariant: afterwards the engine holds none of the warm-up requests.
+suffices. No two requests share a cached prefix, which would leave out computation. Invariant: afterwards the engine
+holds none of the warm-up requests, and its KV cache nothing of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,14 +31,15 @@ def warm_up(engine: Any) -> None:
     capacity = engine.pool.capacity_tokens
     sizes = (engine.config.max_batch_size, engine.max_seq_len)
     serve_rounds(engine, rounds(*sizes, is_gpu=engine.model.device.type == "cuda", capacity_tokens=capacity))
+    engine.pool.drop_cached()
 
 
 def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -> None:
     """Run the rounds of ``rounds`` one after the other; every second request of a round is greedy."""
-    for together in requests:
+    for number, together in enumerate(requests):
         for n, (num_prompt, num_new) in enumerate(together):
             about: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
-            params = SamplingParams(max_new_tokens=num_new, **about)
+            params = SamplingParams(max_new_tokens=num_new, cache_salt=f"warm-up {number}, {n}", **about)
             add(engine, warm_up_prompt(n, num_prompt), params, f"warm-up-{n}")
         while engine.has_work():
             engine.step()

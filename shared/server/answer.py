@@ -7,6 +7,7 @@ cancelled answer leaves no request in the engine.
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from shared.engine.output import StepOutput
 from shared.server.answer_stream import AnswerStream
@@ -23,7 +24,8 @@ class Answer:
     def __init__(self, request_id: str, choices: Sequence[AnswerStream], n: int = 1) -> None:
         self.request_id = request_id
         self.choices = choices
-        self.num_prompt_tokens = sum(choice.num_prompt_tokens for choice in choices[::n])
+        self._first_choices = choices[::n]  # of each prompt
+        self.num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_choices)
         self.error: ApiError | None = None
         self.cause: str | None = None
         self._num_open = len(choices)
@@ -64,9 +66,21 @@ class Answer:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
-    def usage(self) -> dict[str, int]:
-        """The token counts, in OpenAI's form; a prompt counts once, however many choices it has."""
-        return usage(self.num_prompt_tokens, self.num_tokens)
+    def usage(self) -> dict[str, Any]:
+        """The token counts, in OpenAI's form."""
+        return self.usage_after(self.num_tokens)
+
+    def usage_after(self, num_tokens: int) -> dict[str, Any]:
+        """The usage when so many tokens are generated.
+
+        A prompt counts once, however many choices it has, and of its cached tokens those of its first choice.
+        """
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": self.num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in self._first_choices)},
+        }
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -99,12 +113,3 @@ class Answer:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
-    """Token counts in OpenAI's form."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_prompt_tokens + num_tokens,
-    }

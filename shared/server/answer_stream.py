@@ -48,6 +48,7 @@ class AnswerStream:
         self.index = index
         self.param = param
         self.num_tokens = 0
+        self.num_cached_tokens = 0  # of the prompt, known with the first output
         self.arrived = time.perf_counter()
         self.scheduled: float | None = None
         self.first_token: float | None = None
@@ -78,6 +79,7 @@ class AnswerStream:
             return
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
         if output.token_id is not None:
             self.num_tokens += 1
             self.first_token = self.first_token or at

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from shared.engine.output import StepOutput
-from shared.server.answer import Answer, usage
+from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
 from shared.server.completions import ANSWER, OPENAI_REASONS
 from shared.server.errors import ApiError
@@ -123,8 +123,7 @@ class ChatFrames:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
         chunk = {**self._chunk(), "choices": [choice]}
         if self._wants_usage:
-            so_far = usage(self._answer.num_prompt_tokens, self._num_sent)
-            chunk["usage"] = so_far if self._wants_usage_so_far else None
+            chunk["usage"] = self._answer.usage_after(self._num_sent) if self._wants_usage_so_far else None
         return frame(to_json(chunk))
 
     def _logprobs(self, outputs: Sequence[StepOutput]) -> dict[str, Any] | None:

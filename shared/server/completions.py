@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from shared.engine.output import StepOutput
-from shared.server.answer import Answer, usage
+from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
 from shared.server.echo import Echo
 from shared.server.errors import ApiError, invalid
@@ -154,7 +154,7 @@ class CompletionFrames:
             before, between, after = self._parts[index]
             escaped = json.dumps(output.text, ensure_ascii=False).encode()
             if self._wants_usage_so_far:
-                after = b',"usage":%b}\n\n' % to_json(self._usage_so_far())
+                after = b',"usage":%b}\n\n' % to_json(self._answer.usage_after(self._num_sent))
             return b"%b%b%b%d%b" % (before, escaped, between, output.token_id, after)
         text, tokens = self._begun(choice)
         shown = self._shown(index, text + output.text, tokens + scored([output]))
@@ -182,7 +182,7 @@ class CompletionFrames:
     def _chunk(self, choices: list[dict[str, Any]], token_id: int | None) -> dict[str, Any]:
         chunk = {**self._head, "choices": choices, "token_id": token_id}
         if self._wants_usage:
-            chunk["usage"] = self._usage_so_far() if self._wants_usage_so_far else None
+            chunk["usage"] = self._answer.usage_after(self._num_sent) if self._wants_usage_so_far else None
         return chunk
 
     def _prepared(self, index: int) -> tuple[bytes, bytes, bytes]:
@@ -191,9 +191,6 @@ class CompletionFrames:
         before, _, rest = frame(to_json(self._chunk([blank], -1)), self._name("token")).rpartition(rb'"\u0000"')
         between, _, after = rest.partition(b"-1")
         return before, between, after
-
-    def _usage_so_far(self) -> dict[str, int]:
-        return usage(self._answer.num_prompt_tokens, self._num_sent)
 
     def _name(self, event: str) -> str | None:
         return event if self._is_named else None

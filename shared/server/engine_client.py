@@ -159,6 +159,8 @@ class EngineClient:
 
     def _handle_event(self, event: Event, load: EngineLoad, num_added: int) -> None:
         num_unseen = self._num_submitted - num_added
+        num_queries = load.num_prefix_queries - self.load.num_prefix_queries
+        self._observer.on_prefix_lookups(num_queries, load.num_prefix_hits - self.load.num_prefix_hits)
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         self._handle.delivered()
         match event:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
 
-from shared.sampling.params import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from shared.sampling.params import MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 from shared.server.settings import MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 TOKEN_ID_PATTERN = "^(0|[1-9][0-9]*)$"
@@ -41,6 +41,7 @@ _STOP_TEXT = {**_TEXT, "maxLength": MAX_STOP_CHARACTERS}
 STOP_SCHEMA = {
     "anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]
 }
+CACHE_SALT_SCHEMA = {"anyOf": [{**_TEXT, "maxLength": MAX_CACHE_SALT}, {"type": "null"}]}
 _PART_SCHEMA = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},

@@ -78,6 +78,8 @@ class ServerMetrics:
         self._prompt_tokens = self._counter("infer:prompt_tokens", "Prompt tokens that were prefilled.")
         self._generation_tokens = self._counter("infer:generation_tokens", "Generated tokens.")
         self._preemptions = self._counter("infer:num_preemptions", "Preemptions.")
+        self._prefix_queries = self._counter("infer:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._prefix_hits = self._counter("infer:prefix_cache_hits", "Tokens found in the prefix cache.")
         self._ttft = self._histogram("infer:time_to_first_token_seconds", "From arrival to the first token.", LONG)
         self._gap = self._histogram("infer:inter_token_latency_seconds", "Between a token and the next.", SHORT)
         self._whole = self._histogram("infer:e2e_request_latency_seconds", "From arrival to the end.", LONG)
@@ -126,6 +128,11 @@ class ServerMetrics:
 
     def on_preemptions(self, count: int) -> None:
         self._preemptions.inc(count)
+
+    def on_prefix_lookups(self, num_queries: int, num_hits: int) -> None:
+        """Both count tokens."""
+        self._prefix_queries.inc(num_queries)
+        self._prefix_hits.inc(num_hits)
 
     def on_end(self, stream: AnswerStream) -> None:
         assert stream.ended is not None

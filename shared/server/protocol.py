@@ -22,6 +22,7 @@ from pydantic import (
 
 from shared.sampling.params import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, SamplingParams
 from shared.server.fields import (
+    CACHE_SALT_SCHEMA,
     CONTENT_SCHEMA,
     LOGIT_BIAS_SCHEMA,
     PROMPTS_SCHEMA,
@@ -52,6 +53,7 @@ _SAMPLING = (
     "stop_token_ids",
     "seed",
     "ignore_eos",
+    "cache_salt",
 )
 
 
@@ -87,6 +89,7 @@ class SamplingFields(BaseModel):
     stop_token_ids: Annotated[list[Whole] | None, WithJsonSchema(STOP_IDS_SCHEMA)] = None
     seed: Annotated[Whole | None, optional("integer", minimum=0, maximum=MAX_SEED)] = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[Any, WithJsonSchema(CACHE_SALT_SCHEMA)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -55,18 +55,25 @@ class Health(BaseModel):
 
 
 class HoldingBody(BaseModel):
-    """The KV cache blocks of one request. ``blocks`` is its block table; a preempted request has none."""
+    """The KV cache blocks of one request. ``blocks`` is its block table; a preempted request has none.
+
+    ``num_cached_tokens`` of its first tokens were in the KV cache when it was first admitted.
+    """
 
     request_id: str
     state: HoldingState
     num_prompt_tokens: int
     num_tokens: int
     num_written: int
+    num_cached_tokens: int
     blocks: list[int]
 
 
 class MemoryBody(BaseModel):
-    """The KV cache between two steps. ``written_share`` is that of the allocated blocks; null if there are none."""
+    """The KV cache between two steps. ``written_share`` is that of the blocks in use; null if there are none.
+
+    A block of several block tables is shared. ``cached`` are the blocks of prefixes that no request holds.
+    """
 
     unit: str
     block_tokens: int
@@ -76,6 +83,7 @@ class MemoryBody(BaseModel):
     num_waiting: int
     num_preemptions: int
     holdings: list[HoldingBody]
+    cached: list[int]
 
 
 @router.get("/v1/models", summary="List the model")

@@ -18,7 +18,18 @@ class Focus:
 
 
 def focus(trace: Trace) -> Focus:
-    """The first of these that the run has: a preemption, a stalled request, empty rows while requests wait, a wait."""
+    """The first of these that the run has: a prompt that begins in the cache, a preemption, a stalled request, empty
+    rows while requests wait, a wait.
+    """
+    found = {
+        next(step for kind, step, _ in trace.runs(request) if kind is not CellKind.QUEUE): request
+        for request in reversed(trace.requests)
+        if request.num_cached_tokens
+    }
+    if found:
+        step = min(found)
+        name, count, length = found[step].request_id, found[step].num_cached_tokens, found[step].num_prompt_tokens
+        return Focus(step, f"in step {step} request {name} begins: {count} of its {length} tokens come from the cache.")
     for request in trace.requests:
         for step in trace.preemptions(request)[:1]:
             again = next((n for kind, n, _ in trace.runs(request) if kind is CellKind.RECOMPUTE and n > step), None)

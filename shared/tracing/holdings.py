@@ -1,7 +1,10 @@
-"""Which request held which KV cache block after each step, for a trace's page. Introduced in phase 6.
+"""Which request held which KV cache block after each step, and which were cached, for a trace's page.
 
-A map for each step would be redundant: a block table only grows until all its blocks are freed. So each request keeps
-the steps at which its blocks were allocated and freed. Invariant: the blocks that a request holds after a step, in the
+Introduced in phase 6.
+
+A map for each step would be redundant: a block table grows until all its blocks are freed, and rarely changes otherwise
+(a full block may be exchanged for another request's with the same tokens). So each request keeps the steps at which its
+blocks were allocated and freed. Invariant: the blocks that a request holds after a step, in the
 order of this list, are its block table at that step.
 """
 
@@ -19,13 +22,16 @@ def memory_data(trace: Trace) -> dict[str, Any] | None:
     if first is None:
         return None
     holdings = [_holdings(trace, request) for request in trace.requests]
-    used = 1 + max((block for holding in holdings for block, *_ in holding["blocks"]), default=0)
+    cached = _cached(trace)
+    held = [span for holding in holdings for span in holding["blocks"]]
+    used = 1 + max((block for block, *_ in held + cached), default=0)
     return {
         "unit": first.unit,
         "block_tokens": first.block_tokens,
         "num_blocks": first.num_blocks,
         "num_shown": min(first.num_blocks, -(-used // SHOWN) * SHOWN if first.unit == "block" else used),
         "holdings": holdings,
+        "cached": cached,
     }
 
 
@@ -50,3 +56,16 @@ def _holdings(trace: Trace, request: TracedRequest) -> dict[str, Any]:
         ended += table[kept:]
         written.append(mine.num_written if mine is not None else 0)
     return {"blocks": ended, "written": written}
+
+
+def _cached(trace: Trace) -> list[list[int]]:
+    """The blocks of cached prefixes that no request held: the steps after which each was first so, and no longer."""
+    spans: list[list[int]] = []
+    last: dict[int, list[int]] = {}  # the latest span of each block
+    for index, step in enumerate(trace.steps):
+        for block in step.memory.cached if step.memory is not None else ():
+            if block not in last or last[block][2] < index:
+                last[block] = [block, index, index]
+                spans.append(last[block])
+            last[block][2] = index + 1
+    return spans

@@ -94,7 +94,7 @@ class Recorder:
         """The engine's ``abort``."""
         was_here = self.engine.abort(request_id)
         if was_here:
-            self._end(request_id, outcome=Outcome.ABORTED, end_step=len(self.steps), ended_ns=self._now())
+            self._set(request_id, outcome=Outcome.ABORTED, end_step=len(self.steps), ended_ns=self._now())
         return was_here
 
     def trace(self, title: str, **settings: str | int | float | None) -> Trace:
@@ -108,10 +108,12 @@ class Recorder:
         )
 
     def _note(self, output: StepOutput, index: int, now_ns: int) -> None:
+        if output.num_cached_tokens:
+            self._set(output.request_id, num_cached_tokens=output.num_cached_tokens)
         if output.token_id is not None:
             self.tokens[self.places[output.request_id]].append(TracedToken(index, output.token_id, output.text))
         if output.finish_reason is not None:
-            self._end(
+            self._set(
                 output.request_id,
                 outcome=Outcome.FINISHED if output.error is None else Outcome.FAILED,
                 finish_reason=str(output.finish_reason),
@@ -120,7 +122,7 @@ class Recorder:
                 ended_ns=now_ns,
             )
 
-    def _end(self, request_id: str, **changes: Any) -> None:
+    def _set(self, request_id: str, **changes: Any) -> None:
         place = self.places[request_id]
         self.requests[place] = replace(self.requests[place], **changes)
 

@@ -74,6 +74,7 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
     def known(value: float | None, pattern: str, unknown: str = "none ran") -> str:
         return unknown if value is None else pattern.format(value)
 
+    cached = [f"{each.num_cached_tokens} of {each.num_prompt_tokens}" for each in totals]
     return [
         ("steps", [str(each.num_steps) for each in totals]),
         ("batch utilisation", [f"{each.batch_utilisation:.1%}" for each in totals]),
@@ -88,6 +89,7 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
         ("generated tokens", [str(each.num_tokens) for each in totals]),
         ("preemptions", [str(each.num_preemptions) for each in totals]),
         ("recomputed tokens", [str(each.num_recomputed_tokens) for each in totals]),
+        *([("prompt tokens from the cache", cached)] if any(each.num_cached_tokens for each in totals) else []),
         ("time in steps", [f"{each.seconds:.3f} s" for each in totals]),
         ("tokens per second", [f"{each.tokens_per_second:.1f}" for each in totals]),
     ]
@@ -113,10 +115,12 @@ def _totals_table(traces: Sequence[Trace]) -> str:
 def _tables(trace: Trace) -> str:
     """The timeline as tables: by request and by step."""
     requests = []
+    has_cached = trace.totals.num_cached_tokens > 0
     for request in trace.requests:
         cells = trace.cells(request)
         counts = [sum(cell.kind is kind for cell in cells) for kind in CellKind if kind is not CellKind.FAILED]
-        lengths = (request.num_prompt_tokens, len(request.tokens))
+        cached = [request.num_cached_tokens] if has_cached else []
+        lengths = (request.num_prompt_tokens, *cached, len(request.tokens))
         end = request.outcome + (f" ({request.finish_reason})" if request.finish_reason else "")
         requests.append([request.request_id, *lengths, request.arrival_step, *counts, end])
     steps = [
@@ -131,7 +135,8 @@ def _tables(trace: Trace) -> str:
         ]
         for step in trace.steps
     ]
-    by_request = ["request", "prompt tokens", "output tokens", "arrived before step", "steps in the queue"]
+    by_request = ["request", "prompt tokens", *(["from the cache"] if has_cached else []), "output tokens"]
+    by_request += ["arrived before step", "steps in the queue"]
     by_request += ["prefill steps", "decode steps", "stalled steps", "preempted steps", "recompute steps", "end"]
     by_step = ["step", "ms", "preempted", "prefill (tokens)", "decode", "ended", *(lane.name for lane in LANES)]
     return (

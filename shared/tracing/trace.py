@@ -68,6 +68,7 @@ class TracedRequest:
     arrival_step: int  # the first step that could have run it
     arrived_ns: int
     prompt: str | None = None  # its text, if given as text
+    num_cached_tokens: int = 0  # of its prompt, found in the KV cache when it was first admitted
     tokens: tuple[TracedToken, ...] = ()
     outcome: Outcome = Outcome.OPEN
     finish_reason: str | None = None
@@ -111,6 +112,8 @@ class Totals:
     written_share: float | None = None  # of the KV cache tokens held, over all steps; None if none was held
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # after preemptions
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that were found in the KV cache
 
     @property
     def tokens_per_second(self) -> float:
@@ -186,6 +189,8 @@ class Trace:
                 for cell in self.cells(request)
                 if cell.kind is CellKind.RECOMPUTE
             ),
+            num_prompt_tokens=sum(request.num_prompt_tokens for request in self.requests),
+            num_cached_tokens=sum(request.num_cached_tokens for request in self.requests),
         )
 
     def _span(self, request: TracedRequest) -> range:

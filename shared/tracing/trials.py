@@ -28,11 +28,13 @@ class TracedRun:
 def record(runs: Sequence[TracedRun]) -> list[Trace]:
     """The trace of each run; of runs that are compared, with the times of the trial of median time.
 
-    The blocks are those of the first round, since a pool hands out freed blocks in another order.
+    The blocks are those of the first round, since a pool hands out freed blocks in another order. No run finds prefixes
+    of an earlier round in the cache.
     """
     rounds: list[list[Trace]] = [[] for _ in runs]
     for number in range(1 + TRIALS if len(runs) > 1 else 1):
         for place in (n % len(runs) for n in range(number, number + len(runs))):
+            runs[place].engine.pool.drop_cached()
             recorder = Recorder(runs[place].engine)
             run(recorder, runs[place].arrivals)
             rounds[place].append(recorder.trace(runs[place].title, **runs[place].settings))

@@ -36,20 +36,36 @@ class Arrival:
 
 
 def mixed_requests(
-    num_requests: int, *, vocab_size: int, max_seq_len: int, max_new_tokens: int, seed: int
+    num_requests: int,
+    *,
+    vocab_size: int,
+    max_seq_len: int,
+    max_new_tokens: int,
+    seed: int,
+    shared_prefix: int = 0,
 ) -> list[tuple[tuple[int, ...], SamplingParams]]:
     """Prompts of random ids and outputs of fixed lengths, both log-uniform, so short ones are more frequent.
 
     Prompts have 8 to 64 tokens, outputs an eighth of ``max_new_tokens`` to all of it, end-of-sequence ignored; both are
-    limited to the model's maximum.
+    limited to the model's maximum. All prompts begin with the same ``shared_prefix`` tokens, which come in addition.
+
+    Raises:
+        ConfigError: the shared prefix leaves no room for another token of the prompt and one of the output.
     """
+    if not 0 <= shared_prefix <= max_seq_len - 2:
+        raise ConfigError(
+            f"The shared prefix has {shared_prefix} tokens; it must have 0 to {max_seq_len - 2}, since prompt and "
+            f"output together have {max_seq_len} at most."
+        )
+    rng = random.Random(f"prefix {seed}")
+    prefix = tuple(rng.randrange(vocab_size) for _ in range(shared_prefix))
     rng = random.Random(seed)
     requests = []
     for _ in range(num_requests):
-        length = min(_log_uniform(rng, SHORTEST_PROMPT, LONGEST_PROMPT), max_seq_len // 2)
+        length = min(_log_uniform(rng, SHORTEST_PROMPT, LONGEST_PROMPT), (max_seq_len - shared_prefix) // 2)
         new_tokens = _log_uniform(rng, max(1, max_new_tokens // SHORTEST_SHARE), max_new_tokens)
         ids = tuple(rng.randrange(vocab_size) for _ in range(length))
-        requests.append((ids, SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)))
+        requests.append((prefix + ids, SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)))
     return requests
 
 

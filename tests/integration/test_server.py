@@ -214,6 +214,72 @@ def test_one_line_is_logged_for_each_request(server: ServerProcess) -> None:
     assert "once" not in server.log.read_text()
 
 
+# Prefixes that are computed once.
+
+
+@pytest.mark.skipif(NEWEST < "08", reason="no phase caches prefixes yet")
+def test_cached_tokens_are_those_of_the_same_salt_in_every_form_of_an_answer(server: ServerProcess) -> None:
+    """Prompts of 40 ids, of which two blocks of 16 are found the second time; a salt is another tenant."""
+    client = server.openai()
+
+    def ask(first: int, **fields: Any) -> tuple[int, int]:
+        body = {"model": MODEL, "prompt": [first, *range(50, 89)], "max_tokens": 2, "temperature": 0, **fields}
+        usage = client.completions.create(**body).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0
+
+    def salted(salt: str) -> dict[str, Any]:
+        return {"extra_body": {"cache_salt": salt}}
+
+    before = counts_of(server)
+    assert [ask(1), ask(1)] == [(40, 0), (40, 32)]
+    assert [ask(1, **salted("a")), ask(1, **salted("a")), ask(1, **salted("b")), ask(1)] == [(40, 0), (40, 32)] * 2
+    assert ask(2, n=3) == (40, 0), "the second and the third share the first's, and a prompt counts once"
+    prompts = [[first, *range(50, 89)] for first in (2, 3, 1)]
+    assert ask(0, prompt=prompts, n=2) == (120, 64)
+    num_hits = 3 + 2 + (2 + 1 + 2)  # one by one; of three together; of three prompts, the second of which is new
+    assert [now - then for now, then in zip(counts_of(server), before, strict=True)] == [15 * 40, num_hits * 32]
+    usages = [
+        chunk.usage
+        for chunk in client.completions.create(
+            model=MODEL,
+            prompt=prompts[0],
+            max_tokens=4,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            extra_body={"ignore_eos": True},
+        )
+    ]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in usages] == [32] * 6
+    turns: list[Any] = [{"role": "user", "content": "Tell me, how many tokens of this one have been computed?"}]
+    for _ in range(2):
+        answer = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=40, temperature=0)
+        turns += [{"role": "assistant", "content": answer.choices[0].message.content}, turns[0]]
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached > 0, "the second turn finds the first"
+    for salt in ("", 3, "x" * 257):
+        with pytest.raises(openai.UnprocessableEntityError, match=r"cache_salt is .*; it must be"):
+            ask(1, **salted(salt))
+
+
+def test_a_phase_without_a_prefix_cache_takes_a_salt_and_finds_nothing(short_server: ServerProcess) -> None:
+    body = {"model": MODEL, "prompt": [5] * 40, "max_tokens": 1, "cache_salt": "a", "stream": False}
+    with short_server.client() as client:
+        usages = [client.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"] for usage in usages] == [{"cached_tokens": 0}] * 2
+    assert counts_of(short_server) == [0, 0]
+
+
+def counts_of(server: ServerProcess) -> list[float]:
+    """Tokens that were looked up in the prefix cache, and found."""
+    with server.client() as client:
+        text = client.get("/metrics").text
+    names = ("queries", "hits")
+    found = [re.search(rf"^infer:prefix_cache_{name}_total{{.*}} (\S+)$", text, re.MULTILINE) for name in names]
+    return [float(match[1]) for match in found if match]
+
+
 # Few blocks: several answers that the memory cannot hold to their ends.
 
 BLOCKS, BLOCK_SIZE = 12, 8
@@ -244,7 +310,7 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
             while not all(done.done() for done in answers):
                 memory = client.get("/debug/memory").json()
                 blocks = [block for holding in memory["holdings"] for block in holding["blocks"]]
-                assert len(set(blocks)) == len(blocks) == BLOCKS - memory["num_free"]
+                assert len(set(blocks)) == len(blocks) == BLOCKS - memory["num_free"] - len(memory["cached"])
                 assert (memory["unit"], memory["block_tokens"], memory["num_blocks"]) == ("block", BLOCK_SIZE, BLOCKS)
                 written = 0
                 for holding in memory["holdings"]:

@@ -345,7 +345,7 @@ def test_the_charts_move_with_the_metrics(page: Any) -> None:
     expect(page, "#health", "^ready$")
 
 
-SQUARES = """() => [...document.querySelectorAll('.pool-holder')].map(holder => [
+SQUARES = """() => [...document.querySelectorAll('.pool-holder[data-holder]')].map(holder => [
     holder.dataset.holder, holder.dataset.state,
     holder.querySelector('.pool-edge').getAttribute('d').match(/M[^h]+/g), holder.getAttribute('class')])"""
 
@@ -377,9 +377,11 @@ def test_the_memory_is_shown_live(crowded: Any, crowded_url: str) -> None:
     assert {"decode", "preempted", "recompute"} <= states
     assert {len(own) for own in colours.values()} == {1}, "a request keeps its colour"
     expect(crowded, ".pool-figures", rf"\b0 of {BLOCKS}")
-    assert int(crowded.locator(".pool-figures dd").nth(3).inner_text()) >= 1
+    assert int(crowded.locator(".pool-figures dd").last.inner_text()) >= 1
     label = crowded.locator(".pool-frame").get_attribute("aria-label")
-    assert f"0 blocks of {BLOCKS} held by 0 requests, {BLOCKS} free" in label
+    told = re.search(rf"0 blocks of {BLOCKS} held by 0 requests, (\d+) cached, (\d+) free", label)
+    assert int(told[1]) > 0, "what the requests have computed is kept"
+    assert int(told[1]) + int(told[2]) == BLOCKS
     expect(crowded, "#totals", r"preemptions\s*[1-9]")
 
 
@@ -387,7 +389,7 @@ def test_the_memory_tells_a_square_and_can_be_read(crowded: Any, crowded_url: st
     frame = crowded.locator(".pool-frame")
     frame.focus()
     crowded.keyboard.press("ArrowRight")
-    assert crowded.locator(".pool-told").inner_text() == "Block 0 is free."
+    assert re.match(r"Block 0 is (free\.|cached: its prefix is)", crowded.locator(".pool-told").inner_text())
     has_told = threading.Event()
 
     def keep_asking() -> None:  # a single request may end between two looks at the memory
@@ -401,9 +403,12 @@ def test_the_memory_tells_a_square_and_can_be_read(crowded: Any, crowded_url: st
         finally:
             has_told.set()
         asking.result()
-    assert re.search(
-        r"place 0 of its block table, tokens 0 to 15; \d+ of 16 written\. The request: .* in \d+ blocks?\.$", told
+    found = re.search(
+        r"place (\d+) of its block table, tokens (\d+) to \d+; \d+ of 16 written\. The request: .* in \d+ blocks?\.$",
+        told,
     )
+    assert found is not None, told
+    assert int(found[2]) == 16 * int(found[1])
     for scheme in ("dark", "light"):
         crowded.emulate_media(color_scheme=scheme)
         contrast, where = crowded.evaluate(FAINTEST)
@@ -490,6 +495,73 @@ def test_of_a_large_memory_the_used_part_is_drawn(page: Any, url: str, number: i
     page.uncheck("#memory-whole")
     memory |= {"holdings": [], "num_free": number}
     expect(page, ".pool-empty", f"^All {number:,} blocks are free")
+
+
+def test_shared_and_cached_blocks_are_drawn_with_the_number_of_their_users(page: Any, url: str) -> None:
+    """Three requests begin with blocks 4 and 5, two of them also with block 6; 7 and 8 are cached."""
+    tables = {"a": [4, 5, 0], "b": [4, 5, 6, 1], "c": [4, 5, 6, 2]}
+    holding = {"state": "decode", "num_prompt_tokens": 40, "num_tokens": 50}
+    memory = {
+        "unit": "block",
+        "block_tokens": 16,
+        "num_blocks": 16,
+        "num_free": 8,
+        "num_waiting": 0,
+        "num_preemptions": 0,
+        "holdings": [
+            {
+                **holding,
+                "request_id": name,
+                "num_written": 16 * len(blocks) - 8,
+                "num_cached_tokens": 16 * len(blocks[1:-1]),
+                "blocks": blocks,
+            }
+            for name, blocks in tables.items()
+        ],
+        "cached": [7, 8],
+    }
+    page.route("**/debug/memory", lambda route: route.fulfill(json=memory))
+    page.locator("#memory-panel").scroll_into_view_if_needed()
+    expect(page, ".pool-figures", r"held\s*6 of 16\s*shared\s*3\s*cached\s*2\s*free\s*8\s*.*written\s*75 %")
+    expect(page, ".pool-list li[data-holder=b]", r"56 tokens in 4 blocks, 32 of them from the cache$")
+    outline = "kind => document.querySelector(`g.${kind} .pool-edge`).getAttribute('d').split('M').length - 1"
+    assert [page.evaluate(outline, kind) for kind in ("shared", "cached")] == [3, 2]
+    assert page.locator(".pool-name").all_text_contents() == ["1", "2", "3", "×3", "×3", "×2"]
+    assert page.locator(".pool-legend li:visible").count() == 6
+    page.focus(".pool-frame")
+    told = []
+    for _ in range(8):
+        page.keyboard.press("ArrowRight")
+        told.append(page.locator(".pool-told").inner_text())
+        if len(told) == 2:
+            assert page.locator(".pool-name").all_text_contents() == ["1", "[3]", "3", "[0]", "[1]", "[2]"]
+    assert told[1].startswith("Block 1: request 2 (b), place 3 of its block table, tokens 48 to 63; 8 of 16 written.")
+    assert told[3:] == [
+        "Block 3 is free.",
+        "Block 4: shared by 3 requests (1, 2, 3), place 0 of each block table, tokens 0 to 15.",
+        "Block 5: shared by 3 requests (1, 2, 3), place 1 of each block table, tokens 16 to 31.",
+        "Block 6: shared by 2 requests (2, 3), place 2 of each block table, tokens 32 to 47.",
+        "Block 7 is cached: its prefix is kept until the block is needed.",
+    ]
+    memory["num_blocks"] = 160  # the used part alone, a shared block with the first of its requests
+    expect(page, ".pool-note", "Only blocks in use are drawn")
+    assert page.evaluate("document.querySelector('.pool-free').getAttribute('d').split('M').length - 1") == 6
+    memory["num_blocks"] = 3000
+    expect(page, ".pool-figures", "of 3,000")
+    page.check("#memory-whole")
+    expect(page, ".pool-note", "A square stands for 3 blocks")
+    page.focus(".pool-frame")
+    for _ in range(8):
+        page.keyboard.press("ArrowLeft")
+    whole = (
+        "0 to 2: 1 holds 1, 2 holds 1, 3 holds 1, 0 free; 3 to 5: 2 shared, 1 free; 6 to 8: 1 shared, 2 cached, 0 free"
+    )
+    for blocks in whole.split("; "):
+        assert page.locator(".pool-told").inner_text() == f"Blocks {blocks}."
+        page.keyboard.press("ArrowRight")
+    memory |= {"holdings": [], "num_blocks": 160}
+    page.uncheck("#memory-whole")
+    expect(page, ".pool-empty", "^No block is in use")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

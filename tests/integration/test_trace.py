@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,9 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
         (["--prompts", "empty.txt"], "contains no text"),
         (["--prompts", "latin.txt"], "no UTF-8 text (byte 1)"),
         (["--prompts", "good.txt", "--requests", "3"], "leave --requests out"),
+        (["--prompts", "good.txt", "--shared-prefix", "8"], "leave --shared-prefix out"),
+        (["--shared-prefix", "-1"], "The shared prefix has -1 tokens; it must have 0 to 510"),
+        (["--shared-prefix", "63", "--max-seq-len", "64"], "must have 0 to 62"),
         (["--prompts", "many.txt"], "--prompts holds 257 prompts"),
         (["--prompts", "good.txt", "--max-seq-len", "4"], "Line 2: The prompt has"),
         (["--out", "good.txt"], "cannot be a folder"),
@@ -491,7 +495,7 @@ def owners(tab: Any, place: int) -> dict[str, int]:
     return (
         tab.locator("section")
         .nth(place)
-        .evaluate("""section => Object.fromEntries([...section.querySelectorAll('.pool-holder')].map(holder => [
+        .evaluate("""section => Object.fromEntries([...section.querySelectorAll('g[data-holder]')].map(holder => [
             holder.dataset.holder, holder.querySelector('.pool-edge').getAttribute('d').split('M').length - 1]))""")
     )
 
@@ -539,7 +543,9 @@ def test_the_slider_shows_the_memory_after_each_step(browser: Any, crowded: Path
             held = sum(map(len, tables.values()))
             assert section.locator(".pool-figures dd").first.inner_text() == f"{held} of 8"
             label = section.locator(".pool-frame").get_attribute("aria-label")
-            assert re.search(rf"\b{held} blocks? of 8 held by {len(tables)} requests?, {8 - held} free", label)
+            cached = sum(first <= step < after for _, first, after in trace["memory"]["cached"])
+            free = rf"{f'{cached} cached, ' if cached else ''}{8 - held - cached} free"
+            assert re.search(rf"\b{held} blocks? of 8 held by {len(tables)} requests?, {free}", label)
             assert tab.inner_text("#details").startswith(f"paged, step {step} · ")
         tab.locator(".scroller").nth(1).focus()
         tab.keyboard.press("Home")
@@ -627,3 +633,59 @@ def test_without_its_script_the_page_has_the_tables(browser: Any, written: Path)
         assert tab.locator("noscript p").is_visible()
         tab.locator("summary").nth(1).click()
         assert tab.locator("details").nth(1).locator("tbody tr").nth(6).is_visible()
+
+
+# A prefix that is computed once.
+
+OUTLINED = "kind => document.querySelector(`g.${kind} .pool-edge`)?.getAttribute('d').split('M').length - 1 || 0"
+
+
+@pytest.fixture(scope="module")
+def sharing(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five prompts that begin with the same 20 tokens, in blocks of 4."""
+    folder = tmp_path_factory.mktemp("sharing")
+    sizes = ("--block-size", "4", "--num-gpu-blocks", "64", "--max-seq-len", "64", "--max-batch-size", "3")
+    options = ("--requests", "5", "--shared-prefix", "20", "--max-tokens", "8", *sizes)
+    told = traced("--model", model, *options, "--out", folder)
+    (trace,) = page_data(folder / "trace.html")
+    length = sum(request["num_prompt_tokens"] for request in trace["requests"])
+    assert re.search(rf"prompt tokens from the cache +80 of {length} *\n", told)
+    assert f"in step 1 request 2 begins: 20 of its {trace['requests'][1]['num_prompt_tokens']} tokens come from" in told
+    return folder / "trace.html"
+
+
+def test_shared_and_cached_blocks_are_drawn_and_told(browser: Any, sharing: Path) -> None:
+    (trace,) = page_data(sharing)
+    for tab in opened(browser, sharing):
+        assert "20 cached of" not in tab.locator(".names div").nth(6).inner_text()
+        assert re.match(r"2 · 20 cached of \d+ \+ ", tab.locator(".names div").nth(7).inner_text())
+        assert "is shared by so many requests" in tab.locator(".caption").all_inner_texts()[-1]
+        num_users = []
+        for step in range(len(trace["steps"])):
+            tab.locator("input[type=range]").fill(str(step))
+            tables = held_after(trace, step)
+            users = Counter(block for table in tables.values() for block in table)
+            cached = [block for block, first, after in trace["memory"]["cached"] if first <= step < after]
+            assert not users.keys() & set(cached)
+            drawn = [tab.evaluate(OUTLINED, kind) for kind in ("shared", "cached")]
+            shared = [block for block, count in users.items() if count > 1]
+            assert drawn == [len(shared), len(cached)]
+            own = {name: sum(block not in shared for block in table) for name, table in tables.items()}
+            assert owners(tab, 0) == {name: count for name, count in own.items() if count}
+            names = tab.locator(".pool-name.shared").all_text_contents()
+            assert names == [f"×{users[block]}" for block in sorted(shared)]
+            num_users += [users[block] for block in shared]
+        assert max(num_users) == 3
+        assert len(cached) > 5, "at the end all is cached"
+        assert tab.locator(".pool-legend li:visible").count() == 6
+
+        tab.locator("input[type=range]").fill("1")
+        box = tab.locator(".pool-frame").bounding_box()
+        tab.mouse.move(box["x"] + 5, box["y"] + 5)
+        told = tab.locator(".pool-told").inner_text()
+        assert told == "Block 0: shared by 3 requests (1, 2, 3), place 0 of each block table, tokens 0 to 3."
+        assert "20 of them from the cache" in tab.locator(".pool-list li[data-holder='2']").inner_text()
+        assert "from the cache" not in tab.locator(".pool-list li[data-holder='1']").inner_text()
+        prefill = tab.locator("rect.prefill[data-request='2']").bounding_box()
+        tab.mouse.move(prefill["x"] + 3, prefill["y"] + 3)
+        assert ", 20 of which came from the cache" in tab.inner_text("#details")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shared.cache.prefix import PrefixKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.memory_map import HoldingState, MemoryMap
 from shared.lessons import find_lesson, lessons
@@ -29,9 +30,9 @@ def make_engine(folder: Path, phase: str = "06", **settings: Any) -> Any:
     return find_lesson(phase).engine(config)
 
 
-def add(engine: Any, name: str, num_prompt: int, num_answer: int) -> None:
+def add(engine: Any, name: str, num_prompt: int, num_answer: int, first: int = 1) -> None:
     params = SamplingParams(temperature=0.0, max_new_tokens=num_answer, ignore_eos=True)
-    engine.add_request(list(range(1, num_prompt + 1)), params, name)
+    engine.add_request(list(range(first, first + num_prompt)), params, name)
 
 
 def seen(engine: Any) -> MemoryMap:
@@ -39,10 +40,13 @@ def seen(engine: Any) -> MemoryMap:
 
 
 def check(engine: Any, memory: MemoryMap) -> None:
-    """No block is drawn twice, and the figures are those of the pool and of its audit."""
-    blocks = [block for holding in memory.holdings for block in holding.blocks]
-    assert len(set(blocks)) == len(blocks) == memory.num_held
-    assert set(blocks) <= set(range(memory.num_blocks))
+    """A block is in one place, of one request unless it is shared; the figures are the pool's and its audit's."""
+    entries = [entry for holding in memory.holdings for entry in enumerate(holding.blocks)]
+    blocks = {block for _, block in entries}
+    assert len(blocks) == len(set(entries)) == memory.num_held
+    assert len(blocks) == len(entries) or isinstance(engine.pool, PrefixKVCachePool)
+    assert blocks | set(memory.cached) <= set(range(memory.num_blocks))
+    assert not blocks & set(memory.cached)
     assert memory.num_written == engine.pool.used_tokens
     assert (memory.num_blocks - memory.num_held) * memory.block_tokens == engine.pool.free_tokens
     told = {match[1]: (int(match[2]), int(match[3])) for match in map(HELD.match, engine.pool.audit()) if match}
@@ -56,7 +60,7 @@ def test_blocks_by_hand_through_a_preemption(folder: Path, phase: str) -> None:
     """a and b have 10 tokens each and grow; 8 blocks are full at 16 tokens each, and b has to go."""
     engine = make_engine(folder, phase)
     add(engine, "a", 10, 15)
-    add(engine, "b", 10, 10)
+    add(engine, "b", 10, 10, first=101)
     states: dict[str, list[str]] = {"a": [], "b": []}
     while engine.has_work():
         engine.step()
@@ -82,6 +86,30 @@ def test_blocks_by_hand_through_a_preemption(folder: Path, phase: str) -> None:
     assert preempted > 1
     end = seen(engine)
     assert (end.holdings, end.num_held, end.written_share, end.num_preemptions) == ((), 0, None, 1)
+
+
+def test_a_shared_block_counts_once_and_is_cached_when_its_requests_have_ended(folder: Path) -> None:
+    """b begins when a's prompt is computed: it gets a's two full blocks, and one of its own."""
+    engine = make_engine(folder, "08")
+    add(engine, "a", 10, 4)
+    engine.step()
+    add(engine, "b", 10, 3)
+    engine.step()
+    memory = seen(engine)
+    check(engine, memory)
+    assert [(h.request_id, h.state, h.blocks, h.num_written, h.num_cached_tokens) for h in memory.holdings] == [
+        ("a", "decode", (0, 1, 2), 11, 0),
+        ("b", "prefill", (0, 1, 3), 10, 8),
+    ]
+    assert (memory.num_held, memory.num_written, memory.written_share) == (4, 3 + 2 * 4 + 2, 13 / 16)
+    assert (memory.cached, memory.as_json()["num_free"]) == ((), 4)
+    while engine.has_work():
+        engine.step()
+        check(engine, seen(engine))
+    end = seen(engine)
+    assert (end.holdings, end.num_held, end.written_share) == ((), 0, None)
+    assert sorted(end.cached) == [0, 1, 2], "12 of a's 13 tokens fill blocks, and b's are the same"
+    assert json.loads(json.dumps(end.as_json())).items() >= {"num_free": 5, "cached": list(end.cached)}.items()
 
 
 @pytest.mark.parametrize(("phase", "settings"), [("04", {}), ("05", {}), ("06", {"kv_cache_backend": "contiguous"})])
@@ -172,9 +200,11 @@ def test_a_map_is_json_and_changes_no_more(folder: Path) -> None:
                 "num_prompt_tokens": 10,
                 "num_tokens": 11,
                 "num_written": 10,
+                "num_cached_tokens": 0,
                 "blocks": [0, 1, 2],
             }
         ],
+        "cached": [],
     }
     engine.abort("a")
     assert json.loads(json.dumps(memory.as_json())) == told

@@ -7,6 +7,7 @@ import pytest
 
 from phases.phase_04.engine import Engine as Static
 from phases.phase_06.engine import Engine as Paged
+from phases.phase_08.engine import Engine as Prefixes
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import rounds, warm_up
 
@@ -36,7 +37,7 @@ def test_no_request_is_longer_than_a_sequence_may_be(max_seq_len: int, is_gpu: b
         assert all(prompt >= 1 and new >= 1 and prompt + new <= max_seq_len for prompt, new in requests)
 
 
-@pytest.mark.parametrize("make", [Static, Paged], ids=["static", "paged"])
+@pytest.mark.parametrize("make", [Static, Paged, Prefixes], ids=["static", "paged", "prefixes"])
 @pytest.mark.parametrize("is_gpu", [False, True], ids=["as on a cpu", "as on a gpu"])
 def test_nothing_is_left_behind(
     tiny_checkpoints: dict[str, Path], make: Any, is_gpu: bool, monkeypatch: pytest.MonkeyPatch
@@ -45,8 +46,11 @@ def test_nothing_is_left_behind(
 
     monkeypatch.setattr(module, "rounds", lambda *sizes, **about: rounds(*sizes, **about | {"is_gpu": is_gpu}))
     sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # with a full queue requests wait
+    sizes |= {"block_size": 4} if make is Prefixes else {}
     engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), **sizes))
     warm_up(engine)
+    assert engine.load().num_prefix_hits == 0, "every prompt is computed"
+    assert list(engine.pool.cached_blocks()) == []
     assert not engine.has_work()
     assert engine.pool.used_tokens == 0
     assert engine.runner.num_tokens_computed > (50 if is_gpu else 8)

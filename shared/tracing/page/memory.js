@@ -6,7 +6,9 @@ class MemoryHistory {
     this.trace = timeline.trace;
     const last = Math.max(0, this.trace.steps.length - 1);
     const pale = this.trace.memory.unit === "region" ? "for tokens that may never come" : "the rest of a request's last block";
-    make("p", `Where to look: dark is written; pale is held and empty, ${pale}. The slider begins at step ${this.trace.focus.step}.`, section, "caption");
+    const hasPrefixes = this.trace.memory.cached.length || this.trace.requests.some(({ num_cached_tokens: found }) => found);
+    const prefixes = " A block with a number after × is shared by so many requests, which begin alike; one with a dashed edge is cached for the next that does.";
+    make("p", `Where to look: dark is written; pale is held and empty, ${pale}.${hasPrefixes ? prefixes : ""} The slider begins at step ${this.trace.focus.step}.`, section, "caption");
     const label = make("label", "KV cache after step ", section, "slider");
     this.number = make("b", "0", label);
     this.slider = make("input", "", label);
@@ -36,6 +38,7 @@ class MemoryHistory {
         num_prompt_tokens: request.num_prompt_tokens,
         num_tokens: request.num_prompt_tokens + request.tokens.filter(([at]) => at <= step).length,
         num_written: mine.length ? written[step - request.arrival_step] : 0,
+        num_cached_tokens: request.num_cached_tokens,
         blocks: mine,
       });
     }
@@ -50,7 +53,8 @@ class MemoryHistory {
     const { unit, block_tokens, num_blocks, num_shown } = this.trace.memory;
     const before = this.trace.steps.slice(0, step + 1).reduce((sum, { preempted }) => sum + preempted.length, 0);
     const holdings = this.held(step);
-    const memory = { unit, block_tokens, num_blocks, num_shown, num_waiting: record.num_waiting, num_preemptions: before, holdings };
+    const cached = this.trace.memory.cached.filter(([, first, after]) => first <= step && step < after).map(([block]) => block);
+    const memory = { unit, block_tokens, num_blocks, num_shown, num_waiting: record.num_waiting, num_preemptions: before, holdings, cached };
     this.picture.show(memory, this.colours[step]);
   }
 }

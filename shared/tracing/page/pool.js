@@ -1,5 +1,5 @@
 // The KV cache as a picture: one square per block, with the colour and name of the request that holds it, filled as far
-// as it is written. A classic script, since two pages use it: the server's, and the one that `infer trace` writes.
+// as it is written; a block that several requests hold shows their number. A classic script, since two pages use it: the server's, and the one that `infer trace` writes.
 
 const PoolPicture = (() => {
   "use strict";
@@ -17,6 +17,7 @@ const PoolPicture = (() => {
     preempted: "preempted, waits to be recomputed",
     lost: "leaked: no running request holds it",
   };
+  const [SHARED, CACHED] = ["shared", "cached"]; // holders of blocks: several requests, and none, for a cached prefix
   let count = 0;
 
   const draw = (name, attributes, parent) => {
@@ -99,6 +100,14 @@ const PoolPicture = (() => {
         make("i", `pool-key ${kind}`, item);
         item.append(text);
       }
+      const prefixes = { [SHARED]: "shared by so many requests", [CACHED]: "cached: a prefix that no request holds" };
+      this.prefixKeys = Object.entries(prefixes).map(([kind, text]) => {
+        const item = make("li", "", list);
+        make("i", `pool-key ${kind}`, item, kind === SHARED ? "×2" : "");
+        item.append(text);
+        item.hidden = true; // until there are any
+        return item;
+      });
     }
 
     /** `memory` is the response of /debug/memory; `cast` knows its requests. */
@@ -109,7 +118,27 @@ const PoolPicture = (() => {
     }
 
     get numHeld() {
-      return this.memory.holdings.reduce((sum, { blocks }) => sum + blocks.length, 0);
+      return this.users.size;
+    }
+
+    get cached() {
+      return this.memory.cached ?? [];
+    }
+
+    get numShared() {
+      return [...this.users.values()].filter((users) => users.size > 1).length;
+    }
+
+    /** The requests that hold each block in use, with its place in their block tables. */
+    usersOfBlocks() {
+      const users = new Map();
+      for (const holding of this.memory.holdings) {
+        for (const [place, block] of holding.blocks.entries()) {
+          if (!users.has(block)) users.set(block, new Map());
+          users.get(block).set(holding, place);
+        }
+      }
+      return users;
     }
 
     get unit() {
@@ -123,6 +152,7 @@ const PoolPicture = (() => {
 
     render() {
       this.width = this.frame.clientWidth;
+      this.users = this.usersOfBlocks();
       const number = this.isWhole ? this.shown : this.numHeld;
       this.each = Math.max(1, Math.ceil(number / MOST_SQUARES)); // blocks of a square
       this.squares = this.isWhole ? this.contents() : this.usedContents();
@@ -133,40 +163,53 @@ const PoolPicture = (() => {
       this.select(this.at < this.squares.length ? this.at : undefined);
     }
 
-    /** The parts of each square: a holding, with the shares of the square that it holds and has written. */
+    /** The parts of each square: a holder, with the blocks that it holds and their written tokens; and the requests. */
     contents() {
-      const { holdings } = this.memory;
       const total = this.shown;
       const squares = Array.from({ length: Math.ceil(total / this.each) }, (_, square) => ({
         begin: square * this.each,
         size: Math.min(this.each, total - square * this.each),
         parts: new Map(),
+        users: new Map(),
       }));
-      for (const holding of holdings) {
-        holding.blocks.forEach((block, place) => this.add(squares[Math.floor(block / this.each)], holding, place));
-      }
+      for (const [block, users] of this.users) this.add(squares[Math.floor(block / this.each)], users);
+      for (const block of this.cached) this.count(squares[Math.floor(block / this.each)], CACHED, this.memory.block_tokens);
       return squares;
     }
 
-    /** The same, of the blocks in use alone. */
+    /** The same, of the blocks in use alone; a shared block is drawn with the first of its requests. */
     usedContents() {
+      const drawn = new Set();
       return this.memory.holdings.flatMap((holding) => {
         const squares = [];
-        holding.blocks.forEach((block, place) => {
-          if (place % this.each === 0) squares.push({ begin: block, size: 0, parts: new Map() });
+        for (const block of holding.blocks.filter((block) => !drawn.has(block))) {
+          drawn.add(block);
+          const users = this.users.get(block);
+          const isNext = squares.at(-1)?.parts.has(this.holder(users)) && squares.at(-1).size < this.each;
+          if (!isNext) squares.push({ begin: block, size: 0, parts: new Map(), users: new Map() });
           squares.at(-1).size += 1;
-          this.add(squares.at(-1), holding, place);
-        });
+          this.add(squares.at(-1), users);
+        }
         return squares;
       });
     }
 
-    add({ parts }, holding, place) {
+    holder(users) {
+      return users.size > 1 ? SHARED : users.keys().next().value;
+    }
+
+    add(square, users) {
       const { block_tokens: size } = this.memory;
-      const part = parts.get(holding) ?? { blocks: 0, tokens: 0, place };
+      const [[holding, place]] = users;
+      this.count(square, this.holder(users), Math.min(size, Math.max(0, holding.num_written - place * size)));
+      for (const [user, at] of users) if (!square.users.has(user)) square.users.set(user, at);
+    }
+
+    count({ parts }, holder, tokens) {
+      const part = parts.get(holder) ?? { blocks: 0, tokens: 0 };
       part.blocks += 1;
-      part.tokens += Math.min(size, Math.max(0, holding.num_written - place * size));
-      parts.set(holding, part);
+      part.tokens += tokens;
+      parts.set(holder, part);
     }
 
     arrange() {
@@ -203,43 +246,50 @@ const PoolPicture = (() => {
       svg.style.width = `${this.columns * width}px`;
       svg.style.height = `${rows * height}px`;
       this.patterns(svg);
-      const paths = new Map(this.memory.holdings.map((holding) => [holding, { held: "", written: "" }]));
+      const paths = new Map([...this.memory.holdings, SHARED, CACHED].map((holder) => [holder, { held: "", written: "" }]));
       const labels = [];
       let grid = "";
-      this.squares.forEach(({ size, parts }, square) => {
+      this.squares.forEach(({ size, parts, users }, square) => {
         const [x, y] = this.corner(square);
         grid += box(x, y, wide, high);
         let left = x;
-        for (const [holding, { blocks, tokens, place }] of parts) {
+        for (const [holder, { blocks, tokens }] of parts) {
           const share = (wide * blocks) / size;
-          paths.get(holding).held += box(left, y, share, high);
-          paths.get(holding).written += box(left, y, (wide * tokens) / (size * this.memory.block_tokens), high);
+          paths.get(holder).held += box(left, y, share, high);
+          paths.get(holder).written += box(left, y, (wide * tokens) / (size * this.memory.block_tokens), high);
           left += share;
-          if (this.each === 1 && height >= NAMED) labels.push([holding, x + wide / 2, y + high / 2, place]);
+          if (this.each === 1 && height >= NAMED && holder !== CACHED) labels.push([users, x + wide / 2, y + high / 2]);
         }
       });
       draw("path", { class: "pool-free", d: grid }, svg);
-      for (const [holding, { held, written }] of paths) {
+      for (const [holder, { held, written }] of paths) {
         if (!held) continue;
-        const { colour } = this.cast.get(holding.request_id);
-        const group = draw("g", { class: `pool-holder colour-${colour}`, "data-holder": holding.request_id, "data-state": holding.state }, svg);
+        const { request_id: id, state } = holder;
+        const about = id === undefined ? {} : { "data-holder": id, "data-state": state };
+        const group = draw("g", { class: `pool-holder ${this.look(holder)}`, ...about }, svg);
         draw("path", { class: "pool-held", d: held }, group);
         draw("path", { class: "pool-written", d: written }, group);
-        const pattern = { recompute: "hatch", prefill: "dots" }[holding.state];
+        const pattern = { recompute: "hatch", prefill: "dots" }[state];
         if (pattern) draw("path", { class: "pool-over", fill: `url(#${this.id}-${pattern})`, d: held }, group);
         draw("path", { class: "pool-edge", d: held }, group);
       }
-      this.labels = labels.map(([holding, x, y, place]) => {
-        const { name, colour } = this.cast.get(holding.request_id);
+      this.labels = labels.map(([users, x, y]) => {
+        const holder = this.holder(users);
+        const name = holder === SHARED ? `×${users.size}` : this.cast.get(holder.request_id).name;
         const size = Math.min(22, Math.max(11, height * 0.42));
-        const label = draw("text", { class: `pool-name colour-${colour}`, x, y }, svg);
+        const label = draw("text", { class: `pool-name ${this.look(holder)}`, x, y }, svg);
         label.style.fontSize = `${size}px`;
         label.textContent = name.length * size * 0.6 < wide ? name : "";
-        return { label, holding, name: label.textContent, place };
+        return { label, users, name: label.textContent };
       });
       this.cursor = draw("path", { class: "pool-cursor", d: "" }, svg);
       this.frame.replaceChildren(svg);
-      if (!this.squares.length) make("p", "pool-empty", this.frame, `All ${some(this.memory.num_blocks, this.unit)} are free.`);
+      const isEmpty = this.cached.length ? "No block is in use." : `All ${some(this.memory.num_blocks, this.unit)} are free.`;
+      if (!this.squares.length) make("p", "pool-empty", this.frame, isEmpty);
+    }
+
+    look(holder) {
+      return holder === SHARED || holder === CACHED ? holder : `colour-${this.cast.get(holder.request_id).colour}`;
     }
 
     patterns(svg) {
@@ -252,11 +302,16 @@ const PoolPicture = (() => {
 
     writeFigures() {
       const { num_blocks: total, block_tokens: size, holdings, num_preemptions: preemptions } = this.memory;
-      const held = this.numHeld;
-      const written = holdings.reduce((sum, { num_written: tokens }) => sum + tokens, 0);
+      const [held, shared, cached] = [this.numHeld, this.numShared, this.cached.length];
+      const free = total - held - cached;
+      const again = holdings.reduce((sum, { blocks }) => sum + blocks.length, 0) - held; // in a second block table
+      const written = holdings.reduce((sum, { num_written: tokens }) => sum + tokens, 0) - again * size;
+      const prefixes = shared || cached ? { shared: shared.toLocaleString("en"), cached: cached.toLocaleString("en") } : {};
+      [shared, cached].forEach((number, place) => number && (this.prefixKeys[place].hidden = false));
       const rows = {
         [`${this.unit}s held`]: `${held.toLocaleString("en")} of ${total.toLocaleString("en")}`,
-        free: (total - held).toLocaleString("en"),
+        ...prefixes,
+        free: free.toLocaleString("en"),
         "used blocks that are written": held ? `${Math.round((100 * written) / (held * size))} %` : "–",
         preemptions: preemptions.toLocaleString("en"),
       };
@@ -267,7 +322,7 @@ const PoolPicture = (() => {
         make("dd", "", row, value);
       }
       const who = holdings.filter(({ blocks }) => blocks.length);
-      const what = `${some(held, this.unit)} of ${total.toLocaleString("en")} held by ${some(who.length, "request")}, ${total - held} free`;
+      const what = `${some(held, this.unit)} of ${total.toLocaleString("en")} held by ${some(who.length, "request")}, ${cached ? `${cached} cached, ` : ""}${free} free`;
       const gone = holdings.filter(({ state }) => state === "preempted").length;
       const more = gone ? `, ${some(gone, "request")} preempted` : "";
       this.frame.setAttribute("aria-label", `${this.label}: ${what}${more}; arrow keys go through the squares, the list below has the same`);
@@ -300,9 +355,10 @@ const PoolPicture = (() => {
       if (!this.list.childElementCount) make("li", "", this.list, "no block is in use");
     }
 
-    amount({ state, blocks, num_written: written, num_tokens: tokens }) {
+    amount({ state, blocks, num_written: written, num_tokens: tokens, num_cached_tokens: cached }) {
       if (state === "preempted") return `${STATES[state]} (${some(tokens, "token")})`;
-      return `${STATES[state]} · ${some(written, "token")} in ${some(blocks.length, this.unit)}`;
+      const found = cached ? `, ${cached.toLocaleString("en")} of them from the cache` : "";
+      return `${STATES[state]} · ${some(written, "token")} in ${some(blocks.length, this.unit)}${found}`;
     }
 
     point(event) {
@@ -320,39 +376,58 @@ const PoolPicture = (() => {
       if (this.squares[next]) this.select(next);
     }
 
-    /** The selected square; all squares of its first request are framed and show their index in its block table. */
+    /** The selected square; all squares of its request, or requests, are framed and show their index in its block table. */
     select(square) {
       this.at = square;
-      const [first] = square === undefined ? [] : this.squares[square].parts.keys();
+      const { users = new Map(), size } = this.squares[square] ?? {};
+      const chosen = [...users.keys()].slice(0, size === 1 ? users.size : 1);
+      const placeIn = (users) => users.get(chosen.find((user) => users.has(user)));
       const [width, height] = this.cell.map((side) => side - (this.cell[0] > 12 ? 3 : 1));
-      const framed = this.squares.flatMap(({ parts }, at) => (at === square || (first && parts.has(first)) ? [at] : []));
+      const framed = this.squares.flatMap(({ users }, at) => (at === square || placeIn(users) !== undefined ? [at] : []));
       const frames = square === undefined ? [] : framed.map((at) => box(...this.corner(at), width, height));
       this.cursor.setAttribute("d", frames.join(""));
-      for (const { label, holding, name, place } of this.labels) label.textContent = first && holding === first ? `[${place}]` : name;
+      for (const { label, users, name } of this.labels) label.textContent = placeIn(users) === undefined ? name : `[${placeIn(users)}]`;
       this.told.textContent = square === undefined ? "Point at a square, or move with the arrow keys." : this.tell(square);
     }
 
     tell(square) {
-      const { begin, parts, size } = this.squares[square];
+      const { begin, parts, size, users } = this.squares[square];
       const unit = this.unit[0].toUpperCase() + this.unit.slice(1);
       if (size === 1) {
-        for (const [holding, { tokens, place }] of parts) return `${unit} ${begin}: ${this.tellHolder(holding, place, tokens)}`;
+        for (const [holder, { tokens }] of parts) return `${unit} ${begin}${this.tellPart(holder, users, tokens)}`;
         return `${unit} ${begin} is free.`;
       }
       if (!this.isWhole) {
-        const [[holding, { tokens, place }]] = parts;
-        return `${size} ${this.unit}s, ${this.tellHolder(holding, place, tokens, size)}`;
+        const [[holder, { tokens }]] = parts;
+        return `${size} ${this.unit}s${this.tellPart(holder, users, tokens, size)}`;
       }
       const held = [...parts.values()].reduce((sum, { blocks }) => sum + blocks, 0);
-      const who = [...parts].map(([holding, { blocks }]) => `${this.cast.get(holding.request_id).name} holds ${blocks}`);
+      const isNamed = (holder) => holder !== SHARED && holder !== CACHED;
+      const who = [...parts].map(([holder, { blocks }]) =>
+        isNamed(holder) ? `${this.cast.get(holder.request_id).name} holds ${blocks}` : `${blocks} ${holder}`,
+      );
       return `${unit}s ${begin} to ${begin + size - 1}: ${[...who, `${size - held} free`].join(", ")}.`;
+    }
+
+    tellPart(holder, users, tokens, blocks = 1) {
+      if (holder === CACHED) return " is cached: its prefix is kept until the block is needed.";
+      const [[holding, place]] = users;
+      if (holder !== SHARED) return `${blocks > 1 ? "," : ":"} ${this.tellHolder(holding, place, tokens, blocks)}`;
+      const names = [...users.keys()].map(({ request_id: id }) => this.cast.get(id).name);
+      const told = names.length > MOST_LISTED ? [...names.slice(0, MOST_LISTED), "…"] : names;
+      return `${blocks > 1 ? "," : ":"} shared by ${some(names.length, "request")} (${told.join(", ")})${this.tellPlace(place, blocks, "each")}.`;
+    }
+
+    tellPlace(place, blocks, whose = "its") {
+      const { block_tokens: size } = this.memory;
+      return `, ${blocks > 1 ? "from " : ""}place ${place} of ${whose} block table, tokens ${place * size} to ${(place + blocks) * size - 1}`;
     }
 
     tellHolder(holding, place, tokens, blocks = 1) {
       const { block_tokens: size } = this.memory;
       const { name } = this.cast.get(holding.request_id);
       const id = name === holding.request_id ? "" : ` (${holding.request_id})`;
-      const where = this.unit === "region" ? "" : `, ${blocks > 1 ? "from " : ""}place ${place} of its block table, tokens ${place * size} to ${(place + blocks) * size - 1}`;
+      const where = this.unit === "region" ? "" : this.tellPlace(place, blocks);
       return `request ${name}${id}${where}; ${tokens} of ${blocks * size} written. The request: ${this.amount(holding)}.`;
     }
   };

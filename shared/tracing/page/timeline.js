@@ -84,7 +84,7 @@ class Timeline {
       row(lane.name, ` · peak ${peak}${lane.capacity ? ` of ${lane.capacity}` : ""}`, LANE + LANE_GAP);
     }
     this.rows = this.trace.requests.map((request) =>
-      row(request.request_id, ` · ${request.num_prompt_tokens} + ${request.tokens.length}`, ROW),
+      row(request.request_id, ` · ${request.num_cached_tokens ? `${request.num_cached_tokens} cached of ` : ""}${request.num_prompt_tokens} + ${request.tokens.length}`, ROW),
     );
   }
 
@@ -259,7 +259,8 @@ class Timeline {
     if (kind === "failed") return request.error;
     const again = kind === "recompute" && this.trace.steps[step].prefilled.find(([id]) => id === request.request_id)[1];
     if (again) return [`recompute of ${some(again, "token")}, prompt and answer so far`, ...this.given(request, step)].join(" · ");
-    const what = kind === "prefill" ? `prefill of ${some(request.num_prompt_tokens, "prompt token")}` : "decode";
+    const cached = request.num_cached_tokens ? `, ${request.num_cached_tokens} of which came from the cache` : "";
+    const what = kind === "prefill" ? `prefill of ${some(request.num_prompt_tokens, "prompt token")}${cached}` : "decode";
     return [what, ...this.given(request, step)].join(" · ");
   }
 

@@ -46,6 +46,9 @@ class EchoPool:
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
         return LIMIT, {request: [region] for region, request in enumerate(self.held)}
 
+    def cached_blocks(self) -> list[int]:
+        return []
+
     def length(self, request: Request) -> int:
         return 1
 
@@ -74,6 +77,7 @@ class EchoEngine:
         self.running: dict[str, Request] = {}
         self.streams: dict[Request, OutputStream] = {}
         self.preempted: tuple[str, ...] = ()  # said of the next step
+        self.prefix_lookups = 0, 0  # tokens, and those that were found
 
     @property
     def scheduler(self) -> Any:
@@ -126,7 +130,8 @@ class EchoEngine:
         return {"steps": self.num_steps}
 
     def load(self) -> EngineLoad:
-        return EngineLoad(len(self.running), len(self.waiting), len(self.running) / self.config.max_batch_size, 0)
+        kv_usage = len(self.running) / self.config.max_batch_size
+        return EngineLoad(len(self.running), len(self.waiting), kv_usage, 0, *self.prefix_lookups)
 
     def _next(self, request: Request) -> StepOutput:
         output = self._next_token(request) if request.params.max_new_tokens else nothing(request)

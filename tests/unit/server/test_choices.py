@@ -35,6 +35,7 @@ def test_choices_come_prompt_by_prompt_and_a_prompt_counts_once(client: httpx.Cl
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 20,
             "total_tokens": prompt_tokens + 20,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
 
 

@@ -95,7 +95,7 @@ def test_a_stream_gives_everything_once_and_then_nothing() -> None:
         async def taken() -> list[str]:
             return [one.text for _, outputs in await answer.take() for one in outputs]
 
-        stream.push(output("a"), 1.0)
+        stream.push(output("a", num_cached_tokens=2), 1.0)
         stream.push(output("b"), 2.0)
         assert await taken() == ["a", "b"]
         taking = asyncio.create_task(taken())
@@ -108,7 +108,8 @@ def test_a_stream_gives_everything_once_and_then_nothing() -> None:
         assert await answer.take() == []
         assert (stream.num_tokens, stream.first_token, stream.last_token, stream.ended) == (3, 1.0, 3.0, 3.0)
         assert (stream.finish_reason, stream.stop, stream.error) == (FinishReason.STOP, "d", None)
-        assert answer.usage == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        counts = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        assert answer.usage == {**counts, "prompt_tokens_details": {"cached_tokens": 2}}
         stream.cancel("late")
         stream.push(output("z"), 4.0)
         assert (stream.num_tokens, stream.cause, abandoned) == (3, None, [])

@@ -92,6 +92,18 @@ def test_preemptions_are_counted(folder: Path) -> None:
         assert samples(client)["infer:num_preemptions_total{}"] == 3
 
 
+def test_what_is_looked_up_in_the_prefix_cache_is_counted_from_the_start_of_the_server(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.prefix_lookups = 100, 50  # of the warm-up
+    with serving(engine) as running, running.client() as client:
+        for lookups in ((140, 50), (140, 50), (155, 66)):
+            engine.prefix_lookups = lookups
+            client.post("/v1/completions", json=completion())
+        found = samples(client)
+    assert found["infer:prefix_cache_queries_total{}"] == 55
+    assert found["infer:prefix_cache_hits_total{}"] == 16
+
+
 def test_the_memory_between_two_steps(folder: Path) -> None:
     engine = EchoEngine(folder, max_batch_size=2)
     with (

@@ -176,7 +176,7 @@ def test_a_recording_that_ends_before_its_requests(folder: Path) -> None:
     for arrival in arrivals(9, 9):
         recorder.add_request(arrival.prompt_ids, arrival.params, arrival.request_id)
     nothing = recorder.trace("nothing yet")
-    assert nothing.totals == Totals(0, 0.0, 0, 0.0, None, None, None)
+    assert nothing.totals == Totals(0, 0.0, 0, 0.0, None, None, None, num_prompt_tokens=5)
     assert [values for name, values in totals_rows([nothing]) if name == "mean queue wait"] == [["none ran"]]
     recorder.step()
     trace = recorder.trace("here")

@@ -1,10 +1,17 @@
 """Few blocks: preempted requests, and the owner of each block, in the trace and in both files."""
 
+from pathlib import Path
+
+from shared.engine.config import EngineConfig
 from shared.engine.record import StepRecord
+from shared.lessons import find_lesson
+from shared.sampling.params import SamplingParams
 from shared.tracing.chrome import chrome_trace
+from shared.tracing.focus import focus
 from shared.tracing.timeline_page import page, totals_rows
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep
-from tests.unit.tracing.recording import D, P, Q, R, X, kinds
+from shared.tracing.workload import Arrival
+from tests.unit.tracing.recording import D, P, Q, R, X, kinds, recorded
 from tests.unit.tracing.written import check_events, embedded, table
 
 
@@ -70,3 +77,32 @@ def test_a_request_preempted_before_its_prompt_was_run_is_not_recomputed() -> No
     assert kinds(trace) == {"a": [Q, X, P]}
     assert trace.totals.num_recomputed_tokens == 0
     assert embedded(page([trace], "x"))["traces"][0]["memory"] is None, "no map was made of these steps"
+
+
+def test_shared_and_cached_blocks_in_the_page_and_totals(folder: Path) -> None:
+    """b waits until a's 9 tokens are computed, and shares the two blocks that they fill; of c all but one are found."""
+    config = EngineConfig(model=str(folder), max_seq_len=32, seed=0, block_size=4, num_gpu_blocks=9)
+    engine = find_lesson("08").engine(config)
+    params = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+    requests = ((0, "a", 9), (0, "b", 9), (6, "c", 8))
+    workload = [Arrival(step, name, tuple(range(1, length + 1)), params) for step, name, length in requests]
+    trace = recorded(engine, workload)
+    assert kinds(trace) == {"a": [P] + [D] * 3, "b": [Q, P] + [D] * 3, "c": [P] + [D] * 3}
+    assert [request.num_cached_tokens for request in trace.requests] == [0, 8, 7]
+    assert (trace.totals.num_cached_tokens, trace.totals.num_prompt_tokens) == (15, 26)
+    assert dict(totals_rows([trace]))["prompt tokens from the cache"] == ["15 of 26"]
+    assert focus(trace).step == 1
+    assert "request b begins: 8 of its 9 tokens" in focus(trace).text
+    html = page([trace], "x")
+    assert [row[1:4] for row in table(html, "Requests, here")] == [["9", "0", "4"], ["9", "8", "4"], ["8", "7", "4"]]
+    (data,) = embedded(html)["traces"]
+    assert [request["num_cached_tokens"] for request in data["requests"]] == [0, 8, 7]
+    sizes = []
+    for index, step in enumerate(trace.steps):
+        assert step.memory is not None
+        cached = [block for block, first, after in data["memory"]["cached"] if first <= index < after]
+        assert sorted(cached) == sorted(step.memory.cached)
+        sizes.append(len(cached))
+    assert sizes[:3] == [0, 0, 0]
+    assert sizes[5] == sizes[-1] == 3, "a, b and c were the same but for their lengths"
+    assert data["memory"]["num_shown"] == 8
