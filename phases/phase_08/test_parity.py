@@ -84,6 +84,7 @@ def test_without_it_the_steps_are_those_of_phase_7(tiny_checkpoints: dict[str, P
     [
         ({"kv_cache_backend": "contiguous"}, "kv_cache_backend is 'contiguous'.*requires kv_cache_backend = 'paged'"),
         ({"use_chunked_prefill": False}, "use_chunked_prefill is False.*requires use_chunked_prefill = True"),
+        ({"batching_mode": "static"}, "batching_mode is 'static'.*requires batching_mode = 'continuous'"),
     ],
 )
 def test_it_needs_blocks_and_chunks(other: dict[str, Any], says: str) -> None:

@@ -158,13 +158,14 @@ class EngineConfig:
                 raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(choices)}.")
             if at_least is not None and not is_default and (type(value) is not int or value < at_least):
                 raise ConfigError(f"{field.name} is {value!r}; it must be an integer of at least {at_least}.")
-            for other, needed in NEEDS.get(field.name, ()) if not is_default and value is not False else ():
-                if getattr(self, other) not in (needed, None):
-                    raise ConfigError(
-                        f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; {field.name}, which "
-                        f"arrives in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too, or "
-                        f"leave {field.name} out."
-                    )
+            unmet = None if is_default or value is False else self._unmet(field.name)
+            if unmet is not None:
+                other, needed = unmet
+                raise ConfigError(
+                    f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; {field.name}, which arrives "
+                    f"in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too, or leave "
+                    f"{field.name} out."
+                )
         self._check_contradictions()
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
@@ -218,12 +219,16 @@ class EngineConfig:
     def is_on(self, name: str) -> bool:
         """Whether an optimization that the phase supports is on; None means on if its requirements are met."""
         value = getattr(self, name)
-        if value is not None:
-            return bool(value)
-        return all(
-            getattr(self, other) == needed or (getattr(self, other) is None and self.is_on(other))
-            for other, needed in NEEDS.get(name, ())
-        )
+        return bool(value) if value is not None else self._unmet(name) is None
+
+    def _unmet(self, name: str) -> tuple[str, Any] | None:
+        """The first requirement of a field that is not met, as in NEEDS; also one of a field that it requires."""
+        for other, needed in NEEDS.get(name, ()):
+            value = getattr(self, other)
+            unmet = (other, needed) if value not in (needed, None) else None if value else self._unmet(other)
+            if unmet is not None:
+                return unmet
+        return None
 
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
         """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""
