@@ -64,7 +64,7 @@ def run_matrix(
     workloads = {name: getattr(size, name) for name in WORKLOADS}
     longest = max(workload.longest for workload in workloads.values())
     setup.check_length(longest, "The longest prompt and answer of the workloads")
-    lineup, servers = {row.name: row for _, row in rows}, Servers(setup.config(max_seq_len=longest))
+    lineup, servers = {row.name: row for _, row in rows}, Servers(setup.config())
     results: dict[str, Any] = {}
     with setup.running(len(rows) * len(workloads)) as steps:
         runner = Runner(size, lineup, servers, setup.shape.vocab_size, setup.seed, max_seconds=max_seconds, steps=steps)

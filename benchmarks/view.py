@@ -47,10 +47,6 @@ def times(ratio: float | None) -> str:
     return NOTHING if ratio is None else f"{ratio:,.0f}×" if ratio >= 100 else f"{ratio:.2f}×"
 
 
-def megabytes(value: float | None) -> str:
-    return NOTHING if value is None else f"{value / 1e6:,.1f}"
-
-
 def percentiles(values: Mapping[str, float] | None) -> str:
     """``12.1 / 30.2 / 51.0``, in the order in which they stand."""
     return " / ".join(map(number, values.values())) if values else NOTHING

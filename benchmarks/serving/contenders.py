@@ -27,13 +27,15 @@ CONTENDERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("transformers", "transformers, padded batches", "transformers", {}),
     ("static", "static", "static", {}),
     ("continuous", "continuous, fcfs", "slots", {}),
-    ("fcfs", "continuous, fcfs", "slots", {}),
-    ("prefill_first", "continuous, prefill_first", "slots", {"scheduler_policy": "prefill_first"}),
-    ("decode_round_robin", "continuous, decode_round_robin", "slots", {"scheduler_policy": "decode_round_robin"}),
-    ("wide_slots", "regions", "slots", {}),
-    ("tight_slots", "regions", "slots", {}),
+    ("fcfs", "fcfs", "last", {}),
+    ("prefill_first", "prefill_first", "last", {"scheduler_policy": "prefill_first"}),
+    ("decode_round_robin", "decode_round_robin", "last", {"scheduler_policy": "decode_round_robin"}),
     ("paged", "", "blocks", {}),
     ("newest", "", "newest", {}),
+    ("unchunked", "", "unchunked", {}),
+    ("whole", "whole prompts, one forward", "last", {"use_chunked_prefill": False}),
+    ("one_chunk", "one chunk a step", "last", {"max_prefill_chunks_per_step": 1}),
+    ("alone", "decoding alone", "last", {"max_prefill_chunks_per_step": 1}),
     ("engine", "without HTTP", "last", {}),
     ("vllm", "vLLM", "vllm", {}),
     ("http", "over HTTP", "last", {}),
@@ -65,7 +67,7 @@ def roles(main: Sequence[Lesson], last: Lesson) -> dict[str, Lesson]:
     """Which phase of the main line, up to ``last``, shows what.
 
     ``slots``: continuous batching in regions; ``blocks``: the first with blocks; ``newest``: the last, if it is newer;
-    ``last`` is what serves over HTTP.
+    ``unchunked``: the last without chunks of prompts; ``last`` is what serves over HTTP.
     """
     many = [lesson for lesson in main if hasattr(lesson.engine, "add_request") and lesson.number <= last.number]
     blocks = [lesson for lesson in many if "paged" in lesson.load("engine").MEMORY]
@@ -73,6 +75,7 @@ def roles(main: Sequence[Lesson], last: Lesson) -> dict[str, Lesson]:
         "sequential": [lesson for lesson in main if not hasattr(lesson.engine, "add_request")][-1],
         "static": many[0],
         "slots": [lesson for lesson in many if has_continuous(lesson) and lesson not in blocks][-1],
+        "unchunked": [lesson for lesson in many if "use_chunked_prefill" not in lesson.load("engine").SUPPORTED][-1],
         "last": last,
     }
     found |= {"blocks": blocks[0]} if blocks else {}
@@ -92,7 +95,7 @@ def lineup(number: str | None = None) -> dict[str, Contender]:
     for name, title, role, settings in CONTENDERS:
         if role in PEERS and (role != "vllm" or is_installed()):
             found[name] = Contender(name, title, PEERS[role], settings)
-        elif role in shown:
+        elif role in shown and settings.keys() <= shown[role].load("engine").SUPPORTED:
             words = title or shown[role].title[:1].lower() + shown[role].title[1:]
             found[name] = Contender(name, f"{words} (phase {shown[role].number})", shown[role].engine, settings)
     return found
@@ -134,11 +137,11 @@ class Servers:
         self.made: dict[tuple[Any, EngineConfig], Server] = {}
         self.configs: dict[str, EngineConfig | dict[str, Any]] = {}
 
-    def get(self, contender: Contender, max_batch_size: int = 1) -> Server:
-        """A contender's server, with the batch size if it serves many and names none of its own."""
+    def get(self, contender: Contender, max_batch_size: int, max_seq_len: int) -> Server:
+        """A contender's server, with the batch size if it serves many; its own settings take precedence."""
         # A phase of one request at a time knows no setting of a queue.
         about = {"max_batch_size": max_batch_size} if contender.serves_many else {"max_waiting_requests": 1024}
-        config = EngineConfig(**{**vars(self.base), **about, **contender.settings})
+        config = EngineConfig(**{**vars(self.base), **about, "max_seq_len": max_seq_len, **contender.settings})
         key = contender.engine, config
         if key not in self.made:
             server = self.made[key] = Server(contender, config)

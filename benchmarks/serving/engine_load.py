@@ -20,10 +20,13 @@ from shared.text.stopping import FinishReason
 def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> ServedRun:
     """Serve a trace, greedily and past any end of sequence; after ``max_seconds`` break off what still runs.
 
+    The background is aborted when all other requests have ended.
+
     ``engine`` has the methods of a phase's engine from 4 on; its ``last_step`` is None where steps cannot be seen.
     """
     waiting = deque(range(len(trace.requests)))  # of the trace, not yet added
-    served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
+    served = [ServedRequest(0.0, len(each.prompt_ids), is_background=each.is_background) for each in trace.requests]
+    background = {n for n, request in enumerate(served) if request.is_background}
     steps: list[TimedStep] = []
     open_ids: set[int] = set()
     if trace.concurrency is None:
@@ -39,10 +42,10 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
     def end(n: int, moment: float, error: str | None) -> None:
         served[n].ended, served[n].error = moment, error
         open_ids.discard(n)
-        if trace.concurrency is not None:
+        if trace.concurrency is not None and n not in background:
             arrivals.append(moment)
 
-    while waiting or open_ids:
+    while waiting or open_ids - background:
         while waiting and arrivals and arrivals[0] <= now():
             n = waiting.popleft()
             served[n].arrived = arrivals.popleft()
@@ -77,7 +80,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
     for n in open_ids:
         engine.abort(str(n))
     num_forwards = None if forwards is None else engine.stats()["forward passes"] - forwards
-    return ServedRun(served, steps or None, num_forwards, is_cut=bool(open_ids or waiting))
+    return ServedRun(served, steps or None, num_forwards, is_cut=bool(open_ids - background or waiting))
 
 
 class BatchQueue:

@@ -6,7 +6,8 @@ sent, even where the loop that sends it was busy then.
 
 A request's time to the first token and its whole latency count from its arrival; its queue wait ends where the first
 step that computed it began. Inter-token latencies are the gaps of all requests together. A percentile is interpolated
-linearly. Only requests with a whole answer count in latencies; throughput counts all tokens.
+linearly. Only requests with a whole answer count in latencies; throughput counts all tokens. Where requests decode in
+the background, times between tokens are theirs, and all else is of the others.
 
 Two incidents are starvation. A decode stall: a decoding request got no token for more than ``max_decode_interval``
 steps. A request overtaken: more than ``max_batch_size`` requests that came later were begun in an earlier step. A
@@ -25,7 +26,10 @@ from shared.engine.record import StepRecord
 
 @dataclass
 class ServedRequest:
-    """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no whole answer."""
+    """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no whole answer.
+
+    ``is_background``: it decodes only so that others are served beside it, and has no end.
+    """
 
     arrived: float
     num_prompt_tokens: int
@@ -34,6 +38,7 @@ class ServedRequest:
     token_ids: list[int] = field(default_factory=list)
     ended: float | None = None
     error: str | None = None
+    is_background: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,9 @@ class ServedRun:
 
     @property
     def finished(self) -> list[ServedRequest]:
-        """Those with a whole answer."""
-        return [request for request in self.requests if request.ended is not None and request.error is None]
+        """Those with a whole answer, without the background."""
+        ended = [request for request in self.requests if request.ended is not None and not request.is_background]
+        return [request for request in ended if request.error is None]
 
 
 def percentiles(seconds: list[float]) -> dict[str, float] | None:
@@ -82,7 +88,8 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
     """Everything about a run; what only an engine's steps tell is None where they were not seen."""
     done = run.finished
     seconds, steps = run.seconds, run.steps or []
-    gaps = [b - a for request in done for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
+    decoding = [request for request in run.requests if request.is_background] or done
+    gaps = [b - a for request in decoding for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
     of_steps = {
         "steps": len(steps),
         # of the tokens that as many steps could have given, were every place of the batch taken, the share given

@@ -26,6 +26,7 @@ class Workload:
     prompt_tokens: tuple[int, int]  # a shared prefix counts
     new_tokens: tuple[int, int]
     shared_prefix_tokens: int = 0  # with which every prompt begins
+    beside: "Workload | None" = None  # its requests come first and decode until the others have ended
 
     @property
     def longest(self) -> int:
@@ -37,17 +38,23 @@ class Workload:
         bounds = self.prompt_tokens, self.new_tokens
         prompts, answers = (str(low) if low == high else f"{low} to {high}" for low, high in bounds)
         text = f"{self.num_requests} requests, {self.concurrency} open at a time, {prompts} tokens in, {answers} out"
-        prefix = self.shared_prefix_tokens
-        return f"{text}, the first {prefix} of each prompt the same" if prefix else text
+        if self.shared_prefix_tokens:
+            text += f", the first {self.shared_prefix_tokens} of each prompt the same"
+        if self.beside:
+            text += f"; beside them {self.beside.num_requests} decode, and times between tokens are of those"
+        return text
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request; ``arrival`` is seconds after the start, None in a closed loop."""
+    """One request; ``arrival`` is seconds after the start, None in a closed loop. One of the background is aborted when
+    all others have ended.
+    """
 
     prompt_ids: tuple[int, ...]
     new_tokens: int
     arrival: float | None = None
+    is_background: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,11 @@ def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | Non
     gaps = clock.standard_exponential(workload.num_requests)
     gaps[0] = 0.0
     arrivals = gaps.cumsum() / (rate or 1.0)
-    requests = []
+    first = None if rate is None else 0.0
+    requests = [
+        replace(each, new_tokens=workload.longest - len(each.prompt_ids), arrival=first, is_background=True)
+        for each in (make_trace(workload.beside, vocab_size, seed).requests if workload.beside else ())
+    ]
     for n in range(workload.num_requests):
         num_prompt = int(lengths.integers(*workload.prompt_tokens, endpoint=True))
         num_new = int(lengths.integers(*workload.new_tokens, endpoint=True))
@@ -87,7 +98,8 @@ class ServingSize:
     """How much a serving benchmark asks.
 
     ``wide_slots``, how many and of how many tokens, is the KV cache that each contender of ``capacity`` has; regions of
-    the trace's longest request and blocks must both divide it. ``trials``: of the comparisons in turns.
+    the trace's longest request and blocks must both divide it. ``trials``: of the comparisons in turns. Long prompts
+    are computed in chunks of ``chunk`` tokens, and for the curve in chunks of each of ``chunk_sizes``.
     """
 
     max_batch_size: int
@@ -100,7 +112,17 @@ class ServingSize:
     streams: Workload
     capacity: Workload
     wide_slots: tuple[int, int]
+    decode: Workload
+    long_prompts: Workload
+    chunk: int
+    chunk_sizes: tuple[int, ...]
     trials: int
+
+    @property
+    def one_prompt(self) -> Workload:
+        """Long prompts one after the other."""
+        title, beside = f"{self.long_prompts.title}, one after the other", self.decode.num_requests
+        return replace(self.long_prompts, title=title, num_requests=4, concurrency=beside + 1)
 
     @property
     def capacity_tokens(self) -> int:
@@ -120,6 +142,7 @@ class ServingSize:
 
 
 MIXED_PROMPTS, MIXED_ANSWERS = (32, 1024), (64, 256)
+DECODE_32 = Workload("decode", "32 decode", 32, 32, (64, 64), (256, 256))
 FULL = ServingSize(
     max_batch_size=16,
     w1=Workload("w1", "W1 single", 2, 1, (256, 256), (256, 256)),
@@ -131,12 +154,17 @@ FULL = ServingSize(
     streams=Workload("streams", "64 streams", 128, 64, (32, 256), (128, 128)),
     capacity=Workload("capacity", "Capacity", 320, 320, MIXED_PROMPTS, MIXED_ANSWERS),
     wide_slots=(20, 4096),
+    decode=DECODE_32,
+    long_prompts=Workload("long_prompts", "Long prompts", 24, 32 + 4, (8192, 8192), (16, 16), beside=DECODE_32),
+    chunk=512,
+    chunk_sizes=(64, 128, 256, 512, 1024, 2048, 4096),
     trials=3,
 )
 LARGE = replace(FULL, max_batch_size=64, w2=replace(FULL.w2, title="W2 mixed, large", num_requests=128, concurrency=64))
 """W2 with 64 requests open at a time, and batches that hold them."""
 
 DEMO_PROMPTS, DEMO_ANSWERS = (8, 48), (4, 24)
+DECODE_8 = Workload("decode", "8 decode", 8, 8, (8, 8), (32, 32))
 DEMO = ServingSize(
     max_batch_size=4,
     w1=Workload("w1", "W1 single", 2, 1, (32, 32), (16, 16)),
@@ -148,6 +176,10 @@ DEMO = ServingSize(
     streams=Workload("streams", "8 streams", 8, 8, (8, 16), (16, 16)),
     capacity=Workload("capacity", "Capacity, a sixteenth of W2's lengths", 64, 64, (2, 64), (4, 16)),
     wide_slots=(5, 256),
+    decode=DECODE_8,
+    long_prompts=Workload("long_prompts", "Long prompts", 6, 8 + 2, (512, 512), (4, 4), beside=DECODE_8),
+    chunk=32,
+    chunk_sizes=(8, 16, 32, 64, 128, 256, 512),
     trials=3,
 )
 """Without a GPU: the same measurements in a few minutes, with the demo model."""

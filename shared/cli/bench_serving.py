@@ -20,6 +20,7 @@ SERVING_EPILOG = examples(
     "infer bench serving --experiment tail --tail-requests 128",
     "infer bench serving --experiment workloads --contender static --contender continuous",
     "infer bench serving --experiment capacity --experiment whole-step",
+    "infer bench serving --experiment long-prompts --trials 1",
     "infer bench serving --model ./llama-1b --device cuda --out reports",
 )
 MATRIX_EPILOG = examples(
@@ -39,8 +40,8 @@ def serving(
         typer.Option(
             "--experiment",
             "-e",
-            help="workloads, policies, closed-loop, together, capacity, whole-step, http-overhead or tail; repeat it. "
-            "Default: all.",
+            help="workloads, policies, closed-loop, together, capacity, whole-step, http-overhead, tail, pairs, "
+            "long-prompts or chunk-size; repeat it. A report of one bears its name. Default: all.",
         ),
     ] = None,
     contender: Annotated[

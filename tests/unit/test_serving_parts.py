@@ -90,13 +90,15 @@ def test_the_memory_of_capacity_divides_into_regions_and_blocks_and_leaves_a_que
 def test_every_name_in_the_tables_is_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {name for name, *_ in CONTENDERS}
     for experiment in EXPERIMENTS:
-        under = {each.under for each in experiment.ratios}
-        assert {*experiment.contenders, *experiment.needs, *under} <= names
+        sized, load = experiment.sized(DEMO), (experiment.load or (1.0, "w1", "static"))[1:]
+        shown = {*experiment.contenders, *sized}
+        assert {*(each.under for each in experiment.ratios), *experiment.alone, load[1]} <= shown | {"static"}
+        assert {*experiment.contenders, *experiment.needs, *(base for base, _, _ in sized.values())} <= names
         assert set(experiment.shows) <= set(COLUMNS)
-        assert all(hasattr(DEMO, workload) for workload in experiment.workloads)
-        assert set(experiment.resized(DEMO) if experiment.resized else ()) <= set(experiment.contenders)
+        assert all(hasattr(DEMO, workload) for workload in (*experiment.workloads, load[0]))
     assert set(lineup()) == names - {"vllm"}
-    assert names - set(lineup("05")) == {"paged", "newest", "vllm"}
+    chunked = {"unchunked", "whole", "one_chunk", "alone"}
+    assert names - set(lineup("05")) == {"paged", "newest", "vllm"} | chunked - {"unchunked"}
     monkeypatch.setattr("benchmarks.serving.contenders.is_installed", lambda: True)
     assert set(lineup()) == names
 
@@ -175,6 +177,23 @@ def test_a_refusal_is_an_error_that_frees_its_place_and_a_cut_leaves_nothing_beh
     run = drive(engine, Trace((TraceRequest((1,), 1000),) * 3, concurrency=3), max_seconds=0.05)
     assert (run.is_cut, run.finished, engine.has_work(), figures(run, 2, 4)["num_errors"]) == (True, [], False, 0)
     assert 0 < run.num_tokens < 20
+
+
+def test_the_background_decodes_until_the_others_have_ended_and_times_between_tokens_are_its_own() -> None:
+    workload = Workload("long", "Long", 3, 2 + 3, (20, 20), (4, 4), beside=Workload("w", "W", 2, 2, (5, 5), (9, 9)))
+    for rate in (None, 1e9):
+        trace = make_trace(workload, 100, seed=0, rate=rate)
+        told = [(len(r.prompt_ids), r.new_tokens, r.is_background) for r in trace.requests]
+        assert told == [(5, 19, True)] * 2 + [(20, 4, False)] * 3
+        engine = Clockwork(max_running=5)
+        run = drive(engine, trace)
+        assert ([r.ended is None for r in run.requests], engine.has_work()) == ([True] * 2 + [False] * 3, False)
+        assert (run.is_cut, len(run.finished)) == (False, 3)
+    times, other = [0.0, 1.0, 3.0], request(0.0, 1.0, [5.0, 9.0])
+    background = ServedRequest(0.0, 5, 0.0, times, [1, 2, 3], is_background=True)
+    found = figures(ServedRun([background, other], steps=None, num_forwards=None), 2, 4)
+    told = [found[key]["p50"] for key in ("inter_token_latency_ms", "time_to_first_token_ms", "request_latency_ms")]
+    assert told == [1500, 5000, 9000]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
