@@ -1,11 +1,9 @@
 """One request alone (W1): phases beside transformers and vLLM, measured against the limit of the memory.
 
-Introduced in phase 3.1. Prompt 256, answer 256, greedy, past any end of sequence. All contenders live in one process
-and take turns, trial by trial; medians count. Afterwards each answers once more with the profiler on some steps in the
-middle. Beside every speed stands its share of the limit: the bytes that a token must read (weights, keys and values at
-the answer's mean context) over the bandwidth that was measured in the same run.
-
-Invariants: nothing is computed before every setting has been checked; a share is below 1, or something was not counted.
+Introduced in phase 3.1. All contenders live in one process and take turns, trial by trial; medians count. Then each
+answers once more under the profiler. A speed's share of the limit is the bytes that a token must read (weights, keys
+and values at the answer's mean context) over the bandwidth of the same run. Invariant: a share is below 1, or something
+was not counted.
 """
 
 import statistics
@@ -65,18 +63,11 @@ def measure_generation(
     ceilings: Ceilings | None = None,
     **where: Any,
 ) -> Report:
-    """Speed, share of the limit and work on the device of each contender.
+    """Speed, share of the limit and work on the device of each contender; by default the uncached loop, the cached one
+    and the newest phase, and all peers that can run here.
 
-    Args:
-        phases: numbers of phases that generate; by default the uncached loop, the cached one, and the newest phase.
-        peers: names of `benchmarks.contenders.PEERS`; by default all that can run here.
-        size: by default W1 on a GPU and the demo size on a CPU.
-        pack_weights: the phases' setting; the report's name says so.
-        ceilings: the machine's; by default they are measured.
-        where: device, dtype, threads, seed and progress, as `Setup` takes them.
-
-    Raises:
-        ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
+    ``size`` is by default W1 on a GPU and the demo size on a CPU; ``ceilings`` are measured; ``where`` is as `Setup`
+    takes it. Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
     setup = Setup(model, **where)
     size = size or (W1 if setup.is_gpu else DEMO)

@@ -1,8 +1,6 @@
 """Serving under load: batching and its policies beside one request after another, over HTTP and without.
 
-Introduced in phase 4. The experiments are rows of :mod:`benchmarks.serving.experiments`; on a GPU at full size, and
-without one at demo size, which the report's head says. Invariant: nothing is computed before every setting has been
-checked.
+Introduced in phase 4. Invariant: nothing is computed before every setting has been checked.
 """
 
 from collections.abc import Sequence
@@ -33,18 +31,12 @@ def measure_serving(
     rate: float | None = None,
     max_seconds: float | None = None,
 ) -> Report:
-    """Run experiments and report them.
+    """Run experiments, by default all that the phases allow, and report them.
 
-    Args:
-        experiments: by default all that the phases allow.
-        contenders: of the workloads; by default all that there are.
-        phase: the last that takes part, and the one that serves over HTTP; by default the newest.
-        rate: requests a second, with which those of the workloads and policies come; by default a closed loop.
-        max_seconds: break a trace off after so long, without HTTP.
-
-    Raises:
-        ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
-        KeyboardInterrupt: in the first experiment; later it ends the run, and the report has those that were completed.
+    ``contenders`` are those of the workloads; ``phase`` is the last that takes part, and serves over HTTP; ``rate``
+    makes the workloads and policies come at so many requests a second instead of in a closed loop; ``max_seconds``
+    breaks a trace off. Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed,
+    and KeyboardInterrupt in the first experiment; later it ends the run, and the report has what was completed.
     """
     size = size or default_size(setup.device)
     check_least(trials=(size.trials, 1), tail_requests=(size.tail.num_requests, 1))

@@ -1,13 +1,9 @@
 """The contenders of a speed benchmark, and the turns they take: phases' engines, and peers as their users get them.
 
 Introduced in phase 3; peers in phase 3.1. ``transformers_eager`` is a plain ``generate`` with the cache that grows;
-``transformers_compiled`` has the static cache, for which ``generate`` compiles the decode step by itself
-(``CompileConfig``: Inductor, CUDA graphs), only on a GPU; ``vllm`` is there where it is installed.
-
-Invariants: contenders differ only in how they answer. All are loaded before the first is timed; all get the same
-prompts and as many new tokens; none sees a prompt twice, so none can profit from what an earlier answer left in its
-memory. Nothing of a peer is replaced or tuned; a streamer sees each token when it reaches the host, which ``generate``
-waits for in every step with or without one.
+``transformers_compiled`` has the static cache, for which ``generate`` compiles the decode step, only on a GPU.
+Invariants: all contenders are loaded before the first is timed and get the same prompts, none twice; nothing of a peer
+is replaced or tuned, and a streamer sees each token when it reaches the host.
 """
 
 import statistics
@@ -41,12 +37,7 @@ PEERS = {
 
 @dataclass
 class Contender:
-    """One that answers.
-
-    Args:
-        settings: for the report.
-        num_warm_ups: answers before the first trial.
-    """
+    """One that answers; ``settings`` are for the report, ``num_warm_ups`` answers come before the first trial."""
 
     title: str
     answer: Answer

@@ -1,12 +1,9 @@
 """What a machine can do at best: the ceilings that every other figure stands beside. Introduced in phase 3.1.
 
-No program reaches a data sheet's bandwidth; what the simplest kernels reach is the ceiling worth comparing with. Four
-numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions a second
-of a large matrix product, and what a launch costs before any work. For a GPU that is not at hand there are the rates of
-its data sheet; programs reach some 90 % of its bandwidth and 80 % of its arithmetic.
-
-Invariants: ceilings hold for one run; clocks and neighbours change, so a benchmark measures them again itself. A data
-sheet's row names its source, and its rates are those of dense 16-bit matrices (a rate "with sparsity" is halved).
+Four numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions a
+second of a large matrix product, and what a launch costs. For a GPU that is not at hand there are the rates of its data
+sheet, those of dense 16-bit matrices; programs reach some 90 % of its bandwidth and 80 % of its arithmetic. Invariant:
+ceilings hold for one run; clocks and neighbours change, so a benchmark measures them again.
 """
 
 import statistics

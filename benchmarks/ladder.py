@@ -58,14 +58,9 @@ def measure_ladder(
 ) -> Report:
     """Speed with one request and with 16, time to first token, tokens computed, and milliseconds a token by context.
 
-    Args:
-        prompt_tokens, new_tokens: of each answer; at least 1 and 2 (speed needs an interval).
-        phases: numbers of phases that generate; by default all there are.
-        context_lengths: tokens before the first timed one, for the curve; none for an empty sequence.
-        where: device, dtype, threads, seed and progress, as `Setup` takes them.
-
-    Raises:
-        ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
+    By default of every phase that generates; ``context_lengths`` are the tokens before the first timed one of the
+    curve, none for an empty sequence; ``where`` is as `Setup` takes it. Raises ConfigError, RequestError,
+    ModelFolderError or CapacityError before anything is computed.
     """
     setup = Setup(model, **where)
     check_least(prompt_tokens=(prompt_tokens, 1), new_tokens=(new_tokens, 2), trials=(trials, 1))

@@ -42,11 +42,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_name(device: str | None = None) -> str:
-    """A short slug for file names, such as ``cpu-2x-xeon-2.5ghz`` or ``nvidia-h100-80gb-hbm3``.
+    """A short slug for file names, such as ``cpu-2x-xeon-2.5ghz`` (2 threads) or ``nvidia-h100-80gb-hbm3``.
 
-    Args:
-        device: what computed, ``cpu`` or ``cuda``; by default the GPU where there is one. A CPU's count is the number
-            of threads that torch computes with, a GPU's the number of GPUs when there are several.
+    ``device`` is what computed, ``cpu`` or ``cuda``; by default the GPU where there is one.
     """
     if gpus := _num_gpus(device):
         return (f"{gpus}x-" if gpus > 1 else "") + slug(torch.cuda.get_device_name(0))

@@ -26,11 +26,9 @@ SCHEMA = 1
 class Report:
     """What one benchmark found.
 
-    ``results`` holds plain JSON values; by convention its first keys are phase numbers, and a key ends in its unit.
-    ``engines`` maps the same keys to whole engine configurations (`engine_settings`), ``model`` comes from
-    `describe_model` (empty where a machine was measured and no model), ``flags`` are the options of the run as a reader
-    would type them. The machine is described when the report is made, so make it while the threads of the measurement
-    are set.
+    ``results`` holds plain JSON values, a key ends in its unit; ``engines`` are whole configurations
+    (`engine_settings`), ``model`` is `describe_model`'s (empty without a model), ``flags`` are the run's options. Make
+    it while the threads of the measurement are set: it describes the machine.
     """
 
     name: str

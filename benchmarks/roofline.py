@@ -1,13 +1,9 @@
 """From a model's shape to the least time that a token can take. Introduced in phase 3.1.
 
 A decode step reads every weight once, and the keys and values of every sequence it continues; it multiplies each number
-read by another, once for each sequence. A machine reads so many bytes and computes so many products a second: the two
-times that follow are floors under every program, and the larger one says what a step waits for. This is the roofline of
-Williams, Waterman and Patterson (2009), with time upwards.
-
-Invariants: everything follows from a model's configuration, and no weights are needed; parameters, and bytes of
-weights, keys and values, are exact. Activations, and the arithmetic of norms, rotations and soft-maxes, are left out,
-so that a floor stays a floor.
+read by another, once for each sequence. The two times that follow are floors under every program (the roofline of
+Williams, Waterman and Patterson, 2009). Invariants: parameters and bytes are exact; activations, and the arithmetic of
+norms, rotations and soft-maxes, are left out, so that a floor stays a floor.
 """
 
 import math

@@ -1,9 +1,8 @@
-"""The matrix: every phase that generates, in every configuration that is its own, on W1, W2 and W3. Introduced in
-phase 4.
+"""The matrix: every phase that generates, in every configuration that is its own, on W1, W2 and W3. Introduced in phase
+4.
 
-A row is a phase with its defaults, or with one setting of :data:`ALTERNATIVES`; a column is a workload; a cell the
-throughput, with the gain over the first row, the plain loop, and over the phase before. Invariant: every cell of a
-column served the same trace.
+A row is a phase with its defaults, or with one setting of :data:`ALTERNATIVES`; a cell has the throughput, with the
+gain over the first row and over the phase before. Invariant: every cell of a column served the same trace.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,9 @@
 """Every model at hand, in every phase: does it load, does it answer, is the answer right? Introduced in phase 3.1.
 
-Models are those that were fetched, the folders that ``INFER_TEST_MODELS`` names, and shapes made for the occasion: tiny
-ones on a CPU; on a GPU real ones, made there, one at a time, in a folder that is then removed.
-
-An answer is right if transformers agrees token by token: it runs, in fp32 and on the weights as the phase rounded them,
-over the prompt and our answer, and each of our tokens must have its highest logit, or in bf16 and fp16 one within the
-bound of `shared.parity.thresholds`. Invariants: a model asked for by name is there when the check begins; whatever is
-wrong with one model becomes a row, and the others are still checked.
+Models are those that were fetched, the folders that ``INFER_TEST_MODELS`` names, and shapes made for the occasion.
+transformers, in fp32 and on the weights as the phase rounded them, must give each of our tokens the highest logit, or
+in bf16 and fp16 one within the bound of `shared.parity.thresholds`. Invariant: a model asked for by name is there when
+the check begins; whatever is wrong with one model becomes a row, and the others are still checked.
 """
 
 import gc

@@ -43,10 +43,7 @@ def check_positive(**values: float | None) -> None:
 class Setup:
     """The model, where it runs, and what makes a run repeatable. Raises ConfigError or ModelFolderError.
 
-    Args:
-        model: a folder, a known name or a hub name.
-        seed: of synthetic prompts.
-        threads: PyTorch's on a CPU, while :meth:`running`; None leaves them as they are.
+    ``seed`` is of synthetic prompts; ``threads`` are PyTorch's on a CPU, while :meth:`running`.
     """
 
     model: str

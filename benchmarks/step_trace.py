@@ -1,10 +1,8 @@
 """What runs during some decode steps: kernels, copies and launches, from PyTorch's profiler. Introduced in phase 3.1.
 
-A window counts an answer's tokens. After ``first`` of them it waits for the device and starts the profiler; ``steps``
-tokens later it waits again and stops it. It sees any contender, an engine of ours or a peer.
-
-Invariant: a kernel is what ran on the GPU and is neither a copy, a fill nor a mark of the profiler. So the kernels of a
-CUDA graph count one by one, and its launch as one launch of the host.
+A window counts an answer's tokens, of any contender, and waits for the device before it starts and stops the profiler.
+Invariant: a kernel is what ran on the GPU and is neither a copy, a fill nor a mark of the profiler; those of a CUDA
+graph count one by one, and its launch as one launch of the host.
 """
 
 import re
@@ -63,11 +61,9 @@ class StepTrace:
 
 
 class TraceWindow:
-    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer.
+    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer, ``first`` being at least 1.
 
-    Args:
-        first: tokens to let pass, at least 1, so that the prefill is over.
-        with_host: trace the host's operations beside a GPU's kernels too, at more cost to the host.
+    ``with_host``: trace the host's operations beside a GPU's kernels too, at more cost to the host.
     """
 
     def __init__(self, first: int, steps: int, device: torch.device, with_host: bool = False) -> None:

@@ -1,11 +1,8 @@
 """One thing that is measured: inputs, our calls, and others that do the same. Introduced in phase 3.1.
 
-A case is checked, then timed. The tests of the kernels compare in fp64, with poisoned memory and at awkward sizes; here
-each call is compared once more at the sizes and on the GPU that are measured.
-
-Invariants: nothing wrong is timed; the reference is the op in fp32 on the same inputs, so that it shares neither a
-kernel's code nor its rounding; ``num_bytes`` counts what any implementation must move, each input read once and each
-result written once, and what a call moves besides is its own loss.
+Invariants: a call is compared, at the sizes and on the GPU that are measured, before it is timed; the reference is the
+op in fp32 on the same inputs; ``num_bytes`` counts what any implementation must move, each input read once and each
+result written once.
 """
 
 import functools

@@ -1,12 +1,9 @@
 """A trace over HTTP: a phase's server as a process of its own, and streams that are opened, read and timed.
 
-Introduced in phase 4. The server is started as a user would start it, by ``python -m`` with the phase's package; when a
-request was scheduled is read from its log, one line a request. Requests go to ``POST /v1/completions`` as token ids
-and ask for named events, which are read as they come, by one asyncio client: some 20,000 events a second.
-
-Invariants: the process computes with as many threads as the benchmark does, and is gone when the block ends, whatever
-happened inside. A stream counts as answered only if it ended with one ``done`` and as many tokens as were asked for;
-anything else is an error with its cause.
+Introduced in phase 4. When a request was scheduled is read from the server's log. One asyncio client sends token ids to
+``POST /v1/completions`` and reads named events, some 20,000 a second. Invariants: the process computes with as many
+threads as the benchmark does, and is gone when the block ends; a stream counts as answered only if it ended with one
+``done`` and as many tokens as were asked for.
 """
 
 import asyncio

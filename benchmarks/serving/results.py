@@ -1,18 +1,13 @@
 """What became of a trace, and what it says: latencies, throughput, fairness, use of the batch. Introduced in phase 4.
 
-Moments are seconds from the start of the trace, as the client sees them: a token is there when the step that drew it
-has ended or, over HTTP, when its event has been read. A request waits from the moment at which it should have been
-sent, even where the loop that sends it was busy then.
-
-A request's time to the first token and its whole latency count from its arrival; its queue wait ends where the first
-step that computed it began. Inter-token latencies are the gaps of all requests together. A percentile is interpolated
-linearly. Only requests with a whole answer count in latencies; throughput counts all tokens. Where requests decode in
-the background, times between tokens are theirs, and all else is of the others.
+Moments are seconds from the start of the trace, as the client sees them. A request's time to the first token and its
+whole latency count from its arrival, its queue wait ends where the first step that computed it began. Times between
+tokens are of all requests together; where requests decode in the background, of those, and all else of the others. Only
+requests with a whole answer count in latencies; throughput counts all tokens.
 
 Two incidents are starvation. A decode stall: a decoding request got no token for more than ``max_decode_interval``
 steps. A request overtaken: more than ``max_batch_size`` requests that came later were begun in an earlier step. A
 preempted request counts as begun where it was first computed; until it is computed anew it waits, which is no stall.
-Invariant: every figure follows from the run and the two bounds; nothing here looks at a clock.
 """
 
 from dataclasses import dataclass, field

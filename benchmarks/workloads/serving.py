@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shared.errors import ConfigError
-
 BLOCK_SIZE = 16
 
 
@@ -160,8 +158,6 @@ FULL = ServingSize(
     chunk_sizes=(64, 128, 256, 512, 1024, 2048, 4096),
     trials=3,
 )
-LARGE = replace(FULL, max_batch_size=64, w2=replace(FULL.w2, title="W2 mixed, large", num_requests=128, concurrency=64))
-"""W2 with 64 requests open at a time, and batches that hold them."""
 
 DEMO_PROMPTS, DEMO_ANSWERS = (8, 48), (4, 24)
 DECODE_8 = Workload("decode", "8 decode", 8, 8, (8, 8), (32, 32))
@@ -185,8 +181,6 @@ DEMO = ServingSize(
 """Without a GPU: the same measurements in a few minutes, with the demo model."""
 
 
-def default_size(device: str, is_large: bool = False) -> ServingSize:
-    """Full size on a GPU, otherwise the demo size; ``is_large`` raises W2 to 64 at a time, on a GPU alone."""
-    if is_large and not device.startswith("cuda"):
-        raise ConfigError("--large opens 64 long requests at a time and the device is cpu; leave it out, or use a GPU.")
-    return LARGE if is_large else FULL if device.startswith("cuda") else DEMO
+def default_size(device: str) -> ServingSize:
+    """Full size on a GPU, otherwise the demo size."""
+    return FULL if device.startswith("cuda") else DEMO

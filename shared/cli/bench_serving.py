@@ -57,7 +57,6 @@ def serving(
         str | None,
         typer.Option("--phase", "-p", help="The last that takes part, and serves over HTTP. Default: the newest."),
     ] = None,
-    large: Annotated[bool, typer.Option("--large", help="W2 with 64 requests open at a time; on a GPU.")] = False,
     rate: Annotated[
         float | None,
         typer.Option("--rate", help="Poisson arrivals of the workloads, so many a second, instead of a closed loop."),
@@ -88,7 +87,7 @@ def serving(
     from benchmarks.workloads.serving import default_size
 
     device = computing_device(device)
-    size = default_size(device, large)
+    size = default_size(device)
     if tail_requests is not None:
         size = replace(size, tail=replace(size.tail, num_requests=tail_requests))
     if trials is not None:

@@ -31,7 +31,7 @@ from benchmarks.serving.results import (
 from benchmarks.serving.transformers_engine import TransformersEngine
 from benchmarks.serving.view import COLUMNS
 from benchmarks.serving.vllm_peer import VllmEngine
-from benchmarks.workloads.serving import BLOCK_SIZE, DEMO, FULL, LARGE, Trace, TraceRequest, Workload, make_trace
+from benchmarks.workloads.serving import BLOCK_SIZE, DEMO, FULL, Trace, TraceRequest, Workload, make_trace
 from phases.phase_03.engine import Engine as Plain
 from shared.engine.config import EngineConfig
 from shared.engine.record import StepRecord
@@ -76,7 +76,7 @@ def test_poisson_arrivals_are_the_same_requests_and_scale_with_the_rate() -> Non
     assert [replace(r, arrival=None) for r in fast.requests] == list(loop.requests)
 
 
-@pytest.mark.parametrize("size", [FULL, LARGE, DEMO])
+@pytest.mark.parametrize("size", [FULL, DEMO])
 def test_the_memory_of_capacity_divides_into_regions_and_blocks_and_leaves_a_queue(size: Any) -> None:
     assert size.capacity_tokens % size.capacity.longest == size.capacity_tokens % BLOCK_SIZE == 0
     num_tight = size.capacity_tokens // size.capacity.longest
