@@ -7,12 +7,14 @@ requests have equally large KV caches.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.contenders import Contender, Turns, generating_lessons, speeds
 from benchmarks.report import Report, rounded
+from benchmarks.serving.contenders import has_continuous
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import ServedRun
 from benchmarks.setup import Setup, check_least
@@ -40,6 +42,11 @@ DEFAULT = LadderSize()
 QUICK = LadderSize(prompt_tokens=32, new_tokens=12, trials=1, context_lengths=())
 TOGETHER, TOGETHER_SECONDS = Workload("together", "16 at a time", 32, 16, (8, 24), (4, 48)), 8.0
 """Requests of 16 clients; after so many seconds a phase is judged by the tokens that it has given."""
+BESIDE = Workload(
+    "beside", "A prompt of 192 tokens", 1, 3 + 1, (192, 192), (2, 2), beside=replace(TOGETHER, num_requests=3)
+)
+CHUNK = 16
+"""Tokens of a chunk, where a phase has them: the prompt beside three requests that decode takes twelve."""
 REGIONS, REGION_TOKENS = 4, 256
 """The KV cache of a phase that serves many requests: so many regions of at least so many tokens, or as many blocks."""
 POINT_TOKENS, POINT_BOUND = 16, (2, 0.5)
@@ -65,7 +72,7 @@ def measure_ladder(
     setup = Setup(model, **where)
     check_least(prompt_tokens=(prompt_tokens, 1), new_tokens=(new_tokens, 2), trials=(trials, 1))
     setup.check_length(prompt_tokens + new_tokens, f"prompt_tokens {prompt_tokens} and new_tokens {new_tokens}")
-    setup.check_length(TOGETHER.longest, f"The longest prompt and answer of {TOGETHER.num_requests} requests")
+    setup.check_length(max(TOGETHER.longest, BESIDE.longest), "The longest prompt and answer of many requests")
     limit = setup.shape.max_position_embeddings
     contexts = _contexts(context_lengths, limit)
     rungs = generating_lessons(phases)
@@ -80,11 +87,14 @@ def measure_ladder(
         turns.warm_up(prompt_tokens, 2)
         runs = turns.trials(trials, prompt_tokens, new_tokens)
         served: dict[str, list[ServedRun]] = {name: [] for name in queues}
+        waits: dict[str, list[float]] = {lesson.number: [] for lesson in rungs if has_continuous(lesson)}
         for trial in range(trials):
-            trace = make_trace(TOGETHER, setup.shape.vocab_size, setup.seed + trial)
+            trace, beside = (make_trace(one, setup.shape.vocab_size, setup.seed + trial) for one in (TOGETHER, BESIDE))
             for name in rotated(tuple(queues), trial):
                 with steps.step(f"phase {name}: {TOGETHER.title}, trial {trial + 1} of {trials}"):
                     served[name].append(drive(queues[name], trace, TOGETHER_SECONDS))
+                    if name in waits:
+                        waits[name].append(longest_wait(drive(queues[name], beside)))
         many = {name: statistics.median(run.num_tokens / run.seconds for run in own) for name, own in served.items()}
         curve = {
             str(length): turns.round(f"{length} tokens of context", length, POINT_TOKENS + 1, POINT_BOUND)
@@ -102,6 +112,7 @@ def measure_ladder(
                 "speedup": rounded(told["decode_tokens_per_second"] / speeds(runs[first])["decode_tokens_per_second"]),
                 "together_tokens_per_second": rounded(many[lesson.number]),
                 "together_speedup": rounded(many[lesson.number] / many[first]),
+                "longest_wait_ms": 1e3 * statistics.median(waits[lesson.number]) if lesson.number in waits else None,
                 "tokens_per_forward": rounded(last.num_tokens / (last.num_forwards or 1)),
                 "equal_output": [run.token_ids for run in own] == [run.token_ids for run in runs[first]],
                 "ms_per_token": {length: rounded(1e3 * statistics.median(found)) for length, found in gaps.items()},
@@ -112,8 +123,16 @@ def measure_ladder(
         return setup.report("ladder", engines, flags, results)
 
 
+def longest_wait(run: ServedRun) -> float:
+    """Seconds between two tokens of a request that decodes beside a prompt, at most."""
+    times = [request.token_times for request in run.requests if request.is_background]
+    return max(after - before for own in times for before, after in pairwise(own))
+
+
 def load_rung(lesson: Lesson, config: EngineConfig, queues: dict[str, Any]) -> dict[str, Contender]:
     """A phase's engine; its queue, which many requests join, goes into ``queues``."""
+    if "prefill_chunk_size" in lesson.load("engine").SUPPORTED:
+        config = replace(config, prefill_chunk_size=CHUNK)
     engine = lesson.engine_within(config, REGIONS, TOGETHER.concurrency)
     queues[lesson.number] = engine if hasattr(engine, "step") else OneAtATime(engine)
     if hasattr(engine, "step"):
@@ -147,7 +166,7 @@ def view(report: Report) -> View:
 
     phase, contexts = text("phase", lambda row: f"{row['name']} {row['title']}"), [str(n) for n in flags["contexts"]]
     computed = Column("first token (ms)", "time_to_first_token_ms"), Column("tokens computed", "tokens_computed", count)
-    passes = (Column("tokens a forward pass", "tokens_per_forward"),)
+    passes = Column("tokens a forward pass", "tokens_per_forward"), Column("longest wait (ms)", "longest_wait_ms")
     shown = {
         "One request": ("decode_tokens_per_second", "speedup", computed),
         TOGETHER.title: ("together_tokens_per_second", "together_speedup", passes),
@@ -173,7 +192,11 @@ def view(report: Report) -> View:
     about = [f"One request: {size}, phases taking turns; {report.date[:10]}"]
     return View(
         f"Speed: {report.model['name']} on {report.machine_title}, {flags['dtype']}",
-        [*about, f"{TOGETHER.title}: {flags['together']}; the same bytes of KV cache"],
+        [
+            *about,
+            f"{TOGETHER.title}: {flags['together']}; the same bytes of KV cache",
+            f"Longest wait: between two tokens of 3 requests, while a prompt of 192 tokens arrives; chunks of {CHUNK}",
+        ],
         tables,
         warnings=[f"Phase {', '.join(different)}: other tokens than the first phase's."] if different else [],
         panels=[*panels, *([curve] if contexts else [])],
