@@ -1,9 +1,8 @@
-"""One request alone (W1): phases beside transformers and vLLM, measured against the limit of the memory.
+"""One request alone (W1): phases beside transformers and vLLM, in turns, against the limit of the memory.
 
-Introduced in phase 3.1. All contenders live in one process and take turns, trial by trial; medians count. Then each
-answers once more under the profiler. A speed's share of the limit is the bytes that a token must read (weights, keys
-and values at the answer's mean context) over the bandwidth of the same run. Invariant: a share is below 1, or something
-was not counted.
+Introduced in phase 3.1. A speed's share of the limit is the bytes that a token must read (weights, keys and values at
+the answer's mean context) over the bandwidth of the same run. Invariant: a share is below 1, or something was not
+counted.
 """
 
 import statistics
@@ -63,11 +62,10 @@ def measure_generation(
     ceilings: Ceilings | None = None,
     **where: Any,
 ) -> Report:
-    """Speed, share of the limit and work on the device of each contender; by default the uncached loop, the cached one
-    and the newest phase, and all peers that can run here.
+    """Speed, share of the limit and work on the device of each contender, by default the uncached loop, the cached one,
+    the newest phase and all peers; ``where`` is as `Setup` takes it.
 
-    ``size`` is by default W1 on a GPU and the demo size on a CPU; ``ceilings`` are measured; ``where`` is as `Setup`
-    takes it. Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
+    Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
     setup = Setup(model, **where)
     size = size or (W1 if setup.is_gpu else DEMO)
@@ -114,9 +112,7 @@ def measure_generation(
 
 
 def limit_bytes(work: DecodeWork, prompt_tokens: int, num_tokens: int, packed: float = 1.0) -> float:
-    """Bytes that a decode step of an answer of ``num_tokens`` must read, at its mean context.
-
-    The first decode step runs the first token of the answer and sees the prompt and itself. ``packed``: bytes of a
+    """Bytes that a decode step of an answer of ``num_tokens`` must read, at its mean context; ``packed``: bytes of a
     weight as it is kept over those of the dtype.
     """
     kv = work.mean_kv_bytes(prompt_tokens + 1, prompt_tokens + num_tokens - 1)

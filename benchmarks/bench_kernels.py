@@ -1,9 +1,5 @@
 """Every kernel at the real decode shapes of a model, and decode attention over a paged KV cache, beside the memory's
-ceiling. Introduced in phase 3.1; paged attention in phase 6.1.
-
-A row says how many bytes must move, how long that takes at the ceiling of the same run, and how long it took
-(:mod:`benchmarks.kernels.case`). A kernel of ours stands beside eager PyTorch and ``torch.compile``; attention beside
-phase 6's kernel, FlashInfer, PyTorch, and what its plan costs on the host. Without a GPU, launchers call ops.
+ceiling (:mod:`benchmarks.kernels.case`). Introduced in phase 3.1; paged attention in phase 6.1.
 """
 
 import statistics
@@ -63,9 +59,8 @@ def measure_kernels(
 ) -> Report:
     """Measure kernel by kernel, by default all. Raises ConfigError before anything is measured.
 
-    ``rows`` are tokens or sequences a call, 1 to 16 (attention has one sequence, at ``CONTEXTS``); ``compiles``:
-    whether ``torch.compile`` is measured too, by default on a GPU. On a CPU the tiny shape of the model's family stands
-    in.
+    ``rows`` are tokens or sequences a call, 1 to 16; ``compiles``: whether ``torch.compile`` is measured too. On a CPU
+    the tiny shape of the model's family stands in.
     """
     check_options(seed, model=([model], MODELS), kernel=(kernels or (), KERNELS))
     for count in rows or ():
@@ -117,9 +112,7 @@ def measure_attention(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure shape by shape, by default all, beside peers, by default all. Raises ConfigError before anything is
-    measured.
-    """
+    """Measure shape by shape, beside peers, by default all. Raises ConfigError before anything is measured."""
     known = {shape.name: shape for shape in (paged_cases.SHAPES if is_gpu(device) else paged_cases.DEMO_SHAPES)}
     check_options(seed, shape=(shapes or (), known), peer=(peers or (), paged_cases.PEERS))
     peers = paged_cases.PEERS if peers is None else tuple(peers)

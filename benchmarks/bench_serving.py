@@ -31,12 +31,10 @@ def measure_serving(
     rate: float | None = None,
     max_seconds: float | None = None,
 ) -> Report:
-    """Run experiments, by default all that the phases allow, and report them.
+    """Run experiments, by default all that the phases up to ``phase`` allow, and report them.
 
-    ``contenders`` are those of the workloads; ``phase`` is the last that takes part, and serves over HTTP; ``rate``
-    makes the workloads and policies come at so many requests a second instead of in a closed loop; ``max_seconds``
-    breaks a trace off. Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed,
-    and KeyboardInterrupt in the first experiment; later it ends the run, and the report has what was completed.
+    Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed, and
+    KeyboardInterrupt in the first experiment; later it ends the run, and the report has what was completed.
     """
     size = size or default_size(setup.device)
     check_least(trials=(size.trials, 1), tail_requests=(size.tail.num_requests, 1))

@@ -1,9 +1,8 @@
 """The contenders of a speed benchmark, and the turns they take: phases' engines, and peers as their users get them.
 
-Introduced in phase 3; peers in phase 3.1. ``transformers_eager`` is a plain ``generate`` with the cache that grows;
-``transformers_compiled`` has the static cache, for which ``generate`` compiles the decode step, only on a GPU.
-Invariants: all contenders are loaded before the first is timed and get the same prompts, none twice; nothing of a peer
-is replaced or tuned, and a streamer sees each token when it reaches the host.
+Introduced in phase 3; peers in phase 3.1. ``transformers_eager`` is a plain ``generate``; ``transformers_compiled`` has
+the static cache, for which ``generate`` compiles the decode step, on a GPU. Invariants: all contenders are loaded
+before the first is timed and get the same prompts, none twice; nothing of a peer is replaced or tuned.
 """
 
 import statistics
@@ -150,10 +149,8 @@ def load_peers(program: str, names: Sequence[str], setup: Setup, max_seq_len: in
 
 
 def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender]:
-    """transformers in one or both of its ways, with its default attention.
-
-    In the eager one's warm-up cuDNN plans its attention for each length; of the compiled one's three, one compiles, and
-    two record the CUDA graph and replay it.
+    """transformers in one or both of its ways, with its default attention. Of the compiled one's three warm-ups one
+    compiles, and two record the CUDA graph and replay it.
     """
     from transformers import CompileConfig, GenerationConfig
 

@@ -1,9 +1,7 @@
 """What a machine can do at best: the ceilings that every other figure stands beside. Introduced in phase 3.1.
 
-Four numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions a
-second of a large matrix product, and what a launch costs. For a GPU that is not at hand there are the rates of its data
-sheet, those of dense 16-bit matrices; programs reach some 90 % of its bandwidth and 80 % of its arithmetic. Invariant:
-ceilings hold for one run; clocks and neighbours change, so a benchmark measures them again.
+For a GPU that is not at hand there are the rates of its data sheet, those of dense 16-bit matrices; programs reach some
+90 % of its bandwidth and 80 % of its arithmetic. Invariant: ceilings hold for one run; a benchmark measures them again.
 """
 
 import statistics
@@ -75,10 +73,7 @@ def device_of(device: str) -> torch.device:
 
 
 def measure_ceilings(device: str) -> Ceilings:
-    """Measure the ceilings of ``cpu`` or ``cuda``, in seconds.
-
-    Raises ConfigError if the kernels cannot run on this GPU, torch's OutOfMemoryError if too little memory is free.
-    """
+    """Measure the ceilings of ``cpu`` or ``cuda``, in seconds; ConfigError if the kernels cannot run on this GPU."""
     where = device_of(device)
     is_gpu = where.type == "cuda"
     check_launchable(where)

@@ -1,8 +1,7 @@
 """The ladder: each phase's speed with one request and with 16, and a token's cost by context. Introduced in phase 3.
 
-Every phase answers the same synthetic prompts, greedily and past any end of sequence, inside one process, and they take
-turns; medians count. Invariants: nothing is computed before every setting has been checked; phases that serve many
-requests have equally large KV caches.
+Phases answer the same prompts in one process and take turns; medians count. Invariant: phases that serve many requests
+have equally large KV caches.
 """
 
 import statistics
@@ -23,7 +22,7 @@ from benchmarks.view import Bar, Bars, Column, Lines, Row, Table, View, count, n
 from benchmarks.workloads.serving import Workload, make_trace
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import warm_up
-from shared.errors import ConfigError, RequestError
+from shared.errors import ConfigError
 from shared.lessons import Lesson
 
 
@@ -63,11 +62,10 @@ def measure_ladder(
     context_lengths: Sequence[int] | None = None,
     **where: Any,
 ) -> Report:
-    """Speed with one request and with 16, time to first token, tokens computed, and milliseconds a token by context.
+    """Speed with one request and with 16, time to first token, tokens computed, and milliseconds a token by context, by
+    default of every phase that generates; ``where`` is as `Setup` takes it.
 
-    By default of every phase that generates; ``context_lengths`` are the tokens before the first timed one of the
-    curve, none for an empty sequence; ``where`` is as `Setup` takes it. Raises ConfigError, RequestError,
-    ModelFolderError or CapacityError before anything is computed.
+    Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
     setup = Setup(model, **where)
     check_least(prompt_tokens=(prompt_tokens, 1), new_tokens=(new_tokens, 2), trials=(trials, 1))
@@ -145,13 +143,8 @@ def _contexts(lengths: Sequence[int] | None, limit: int) -> tuple[int, ...]:
     if lengths is None:
         return tuple(length for length in CONTEXT_LENGTHS if length <= longest)
     for length in lengths:
-        if length < 1:
-            raise ConfigError(f"A context length is {length}; it must be at least 1.")
-        if length > longest:
-            raise RequestError(
-                f"A context length is {length}; this model holds {limit} tokens and a point times up to "
-                f"{POINT_TOKENS + 1} more, so ask for at most {longest}."
-            )
+        if not 1 <= length <= longest:
+            raise ConfigError(f"A context length is {length}; with this model it must be from 1 to {longest}.")
     return tuple(sorted(set(lengths)))
 
 

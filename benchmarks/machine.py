@@ -1,7 +1,5 @@
-"""The machine that a figure was measured on. Introduced in phase 3.
-
-A number without its machine says nothing, so every report carries this description. Invariant: it tells what the
-machine is, never which one: no host name, no user, no path.
+"""The machine that a figure was measured on. Introduced in phase 3. Invariant: it tells what the machine is, never
+which one: no host name, no user, no path.
 """
 
 import os

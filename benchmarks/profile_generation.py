@@ -1,8 +1,7 @@
 """Where a decoded token's time goes: PyTorch's profiler over some steps of one phase. Introduced in phase 3.1.
 
-One answer without the profiler gives the true time of a token, one with it what ran: kernels on a GPU, PyTorch's
-operations on a CPU. Invariant: shares are of a token's time without the profiler on a GPU, where kernels take the same
-time either way; on a CPU, where the profiler slows every operation, of the operations' own sum.
+Invariant: shares are of a token's time without the profiler on a GPU, where kernels take the same time either way; on a
+CPU, where the profiler slows every operation, of the operations' own sum.
 """
 
 import re
@@ -35,10 +34,8 @@ def measure_profile(
     trace: Path | None = None,
     **where: Any,
 ) -> Report:
-    """Profile ``steps`` decode steps behind ``prompt_tokens``; ``trace`` names a file for the Chrome trace.
-
-    By default 16 behind 256 on a GPU, 4 behind 32 on a CPU, of the newest phase of the main line; ``where`` is as
-    `Setup` takes it. Raises ConfigError, RequestError or ModelFolderError before anything is computed.
+    """Profile ``steps`` decode steps behind ``prompt_tokens``, by default of the newest phase; ``trace`` names a file
+    for the Chrome trace. Raises ConfigError, RequestError or ModelFolderError before anything is computed.
     """
     setup = Setup(model, **where)
     prompt_tokens = (256 if setup.is_gpu else 32) if prompt_tokens is None else prompt_tokens

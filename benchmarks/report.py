@@ -24,11 +24,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark found.
-
-    ``results`` holds plain JSON values, a key ends in its unit; ``engines`` are whole configurations
-    (`engine_settings`), ``model`` is `describe_model`'s (empty without a model), ``flags`` are the run's options. Make
-    it while the threads of the measurement are set: it describes the machine.
+    """What one benchmark found, as plain JSON values. It describes the machine: make it while the threads of the
+    measurement are set.
     """
 
     name: str
@@ -67,9 +64,8 @@ class Report:
 
 
 def write_report(report: Report, folder: str | Path, *, view: View) -> list[Path]:
-    """Write the JSON report, and beside it the tables of ``view`` as Markdown and its panels, if any, as a PNG.
-
-    Returns the paths, JSON first. Raises ConfigError if the folder cannot be written.
+    """Write the JSON report, and beside it its view as Markdown and PNG; returns the paths, JSON first. Raises
+    ConfigError if the folder cannot be written.
     """
     folder = Path(folder)
     paths = [folder / f"{report.file_stem}.{end}" for end in ("json", "md", *(["png"] if view.panels else []))]
@@ -116,9 +112,8 @@ def read_value(path: str | Path, key: str) -> Any:
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """Name, revision, shape and checksum of a model's ``config.json``; resolves ``model`` as the engine does.
-
-    The revision is the hub's commit where the folder is a snapshot of it, otherwise None.
+    """Name, revision, shape and checksum of a model's ``config.json``; the revision is the hub's commit where the
+    folder is a snapshot of it, otherwise None.
     """
     folder = resolve_model(model).resolve()
     is_snapshot = folder.parent.name == "snapshots"

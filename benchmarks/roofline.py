@@ -1,9 +1,9 @@
-"""From a model's shape to the least time that a token can take. Introduced in phase 3.1.
+"""From a model's shape to the least time that a token can take (the roofline of Williams, Waterman and Patterson,
+2009).
 
-A decode step reads every weight once, and the keys and values of every sequence it continues; it multiplies each number
-read by another, once for each sequence. The two times that follow are floors under every program (the roofline of
-Williams, Waterman and Patterson, 2009). Invariants: parameters and bytes are exact; activations, and the arithmetic of
-norms, rotations and soft-maxes, are left out, so that a floor stays a floor.
+Introduced in phase 3.1. A decode step reads every weight once, and the keys and values of every sequence; it multiplies
+each number read by another. Invariants: parameters and bytes are exact; activations, and the arithmetic of norms,
+rotations and soft-maxes, are left out, so that a floor stays a floor.
 """
 
 import math
@@ -124,10 +124,8 @@ class DecodeWork:
         return Floor(batch, num_bytes, flops, num_bytes / bandwidth, flops / flops_rate)
 
     def turning_batch(self, context: int, bandwidth: float, flops_rate: float) -> int | None:
-        """The smallest batch that waits for arithmetic; None where none does.
-
-        Each sequence adds its own keys and values to read and its own FLOPs to compute. Where reading its keys and
-        values takes longer than its arithmetic, no batch is large enough.
+        """The smallest batch that waits for arithmetic; None where reading a sequence's keys and values takes longer
+        than its arithmetic, so that no batch is large enough.
         """
         per_sequence = self.flops(context) / flops_rate - (self.row_bytes + self.kv_bytes(context)) / bandwidth
         if per_sequence <= 0:
@@ -144,9 +142,8 @@ class DecodeWork:
 
 
 def find_config(model: str) -> tuple[str, ModelConfig]:
-    """Name and shape of a model folder, a shape, a known model, or a hub model, of which only the shape is fetched.
-
-    Raises ModelFolderError with what would be right.
+    """Name and shape of a model folder, a shape, a known model, or a hub model, of which only the shape is fetched;
+    raises ModelFolderError.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():

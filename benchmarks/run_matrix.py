@@ -51,10 +51,8 @@ def run_matrix(
     size: ServingSize | None = None,
     max_seconds: float = 20.0,
 ) -> Report:
-    """Measure the configurations of phases, by default of the main line, on every workload, one engine after another.
-
-    A cell breaks off after ``max_seconds``; its throughput is that of what it did. Raises ConfigError, RequestError or
-    ModelFolderError before anything is computed.
+    """Measure the configurations of phases, by default of the main line, one engine after another; a cell breaks off
+    after ``max_seconds``. Raises ConfigError, RequestError or ModelFolderError before anything is computed.
     """
     check_positive(max_seconds=max_seconds)
     size = size or default_size(setup.device)

@@ -1,6 +1,5 @@
 """What runs during some decode steps: kernels, copies and launches, from PyTorch's profiler. Introduced in phase 3.1.
 
-A window counts an answer's tokens, of any contender, and waits for the device before it starts and stops the profiler.
 Invariant: a kernel is what ran on the GPU and is neither a copy, a fill nor a mark of the profiler; those of a CUDA
 graph count one by one, and its launch as one launch of the host.
 """
@@ -23,10 +22,7 @@ MARKS = ("ProfilerStep", "Activity Buffer", "Command Buffer", "cudaDeviceSynchro
 
 
 class StepTrace:
-    """The work of ``steps`` decode steps, from the profiler's ``key_averages()``.
-
-    ``own_launches`` are launches of this project's kernels.
-    """
+    """The work of decode steps, from the profiler's ``key_averages()``, and ``own_launches`` of our kernels."""
 
     def __init__(self, averages: Iterable[Any], steps: int, own_launches: int) -> None:
         self.steps, self.own_launches = steps, own_launches

@@ -1,8 +1,5 @@
-"""What a reader sees of a report: tables, notes and panels, described once. Introduced in phase 3.
-
-A benchmark describes its report as a `View`; this module prints a view in a terminal and writes it as Markdown, and
-:mod:`benchmarks.figure` draws its panels. Invariant: a view is made of a report's values alone; nothing is measured or
-recomputed for it.
+"""What a reader sees of a report: tables, notes and panels, described once, printed or written as Markdown, and drawn
+by :mod:`benchmarks.figure`. Introduced in phase 3. Invariant: a view is made of a report's values alone.
 """
 
 import textwrap

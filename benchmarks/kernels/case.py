@@ -37,9 +37,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation: ``make`` gives its call, or raises where it cannot be had.
-
-    ``op`` is what its results are compared with; None where it is the case's op itself, in the case's dtype.
+    """Another implementation: ``make`` gives its call, or raises; ``op`` is what its results are compared with, None
+    for the case's op in the case's dtype.
     """
 
     make: Callable[[], Call]

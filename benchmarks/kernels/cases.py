@@ -1,8 +1,7 @@
 """The kernels of a fused block as a decode step calls them, beside the same work in eager PyTorch.
 
 Introduced in phase 3.1. Sizes, norms and epilogues are read off the model's own fused block, made on the meta device.
-Ours is a launcher of ``shared.kernels``; ``op`` are the ops that a plain block would call. Invariant: that of
-:mod:`benchmarks.kernels.case`.
+Invariant: that of :mod:`benchmarks.kernels.case`.
 """
 
 from dataclasses import dataclass

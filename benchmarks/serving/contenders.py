@@ -1,8 +1,6 @@
-"""Who serves in the serving benchmarks: one table of engines with their settings. Introduced in phase 4.
-
-Each idea has a contender, shown by the phase that brought it or was the last without the next; beside them stand the
-newest phase and the peers. Invariant: each is warmed up when it is loaded, at every size of batch that it can have on a
-GPU, so that no trace pays for compilation.
+"""Who serves in the serving benchmarks: one table of engines with their settings. Introduced in phase 4. Invariant:
+each is warmed up when it is loaded, at every size of batch that it can have on a GPU, so that no trace pays for
+compilation.
 """
 
 import gc
@@ -126,10 +124,8 @@ class Server:
 
 
 class Servers:
-    """Loads contenders on demand and keeps them; those with the same engine and settings are one.
-
-    ``base`` is what all of them share. ``configs`` are those of all it ever loaded, by name and batch size, and what
-    vLLM was called with.
+    """Loads contenders on demand and keeps them; those with the same engine and settings are one. ``configs`` are those
+    of all it ever loaded, by name and batch size.
     """
 
     def __init__(self, base: EngineConfig) -> None:

@@ -85,9 +85,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
 
 class BatchQueue:
     """A queue in front of what answers a batch of requests to its end, then the next; a step is one forward pass.
-
-    Args:
-        answer: of prompts ``[B]`` and the most new tokens of any, yields the tokens ``[B]`` of each step.
+    ``answer``: of prompts ``[B]`` and the most new tokens of any, yields the tokens ``[B]`` of each step.
     """
 
     def __init__(self, answer: Callable[[list[list[int]], int], Generator[list[int]]], max_batch_size: int = 1) -> None:

@@ -1,8 +1,7 @@
 """The experiments of the serving benchmark as one table, and what runs any of its rows. Introduced in phase 4.
 
-Invariants: within an experiment every contender serves the same traces, in this process or in one server process that
-is started as a user would; none is measured before it is warm; in turns, each contender begins a trial as often as
-another, so that a busy moment of the machine meets all of them alike.
+Invariants: within an experiment every contender serves the same traces, and none is measured before it is warm; in
+turns, each contender begins a trial as often as another.
 """
 
 import statistics

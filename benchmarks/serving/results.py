@@ -47,10 +47,8 @@ class TimedStep:
 
 @dataclass
 class ServedRun:
-    """A trace that was served; requests stand in its order.
-
-    ``steps`` and ``num_forwards`` are None where they cannot be seen: over HTTP, inside a peer. ``is_cut``: the run was
-    broken off, and requests that had not ended have no error for it.
+    """A trace that was served; requests stand in its order. ``steps`` and ``num_forwards`` are None where they cannot
+    be seen: over HTTP, inside a peer. ``is_cut``: the run was broken off.
     """
 
     requests: list[ServedRequest]
@@ -114,10 +112,8 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
 
 
 def saturated_figures(run: ServedRun) -> dict[str, Any]:
-    """How many held memory at a time, the share of it that held a token, and how fast they were, while requests waited.
-
-    That is up to the last step that left any waiting, or to the end if none did: what follows, the last batch
-    emptying, says how long the trace is and not how fast the engine.
+    """How many held memory at a time, the share of it that held a token, and how fast they were, up to the last step
+    that left requests waiting, or to the end if none did.
     """
     steps = run.steps or []
     last = max((n for n, step in enumerate(steps) if step.record.num_waiting), default=len(steps) - 1)

@@ -19,9 +19,8 @@ from shared.parity.reference import load_reference
 
 
 class TransformersEngine(BatchQueue):
-    """A model folder in transformers, with its default attention and cache, in batches of the config's size.
-
-    It is the streamer of each batch: ``drawn`` holds a list ``[B]`` for each step, and None at the end.
+    """A model folder in transformers, in batches of the config's size. It is the streamer of each batch: ``drawn``
+    holds a list ``[B]`` for each step, and None at the end.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -21,7 +21,6 @@ from benchmarks.contenders import MIN_DECODED, load_engine, load_transformers
 from benchmarks.hardware import Ceilings
 from benchmarks.report import Report, read_value
 from benchmarks.roofline import DecodeWork
-from benchmarks.sanity_check import problem
 from benchmarks.setup import Setup
 from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Run, timed
@@ -29,7 +28,6 @@ from benchmarks.view import markdown, show
 from phases.phase_03.engine import Engine
 from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
-from shared.errors import ModelFolderError
 from shared.lessons import find_lesson, lessons, newest_lesson
 from shared.loading.config_json import read_config
 
@@ -285,18 +283,3 @@ def test_a_wrong_answer_is_found_and_shown(folder: Path, monkeypatch: pytest.Mon
     assert (wrong["flips"], wrong["shortfall"] > 1) == (1, True)
     page = markdown(sanity_check.view(report))
     assert ("below transformers' likeliest" in page, "1 of 2 failed." in page) == (True, True)
-
-
-def test_without_choice_everything_at_hand_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
-    monkeypatch.setenv("INFER_TEST_MODELS", str(tmp_path / "mine"))
-    for device, is_tiny in (("cpu", True), ("cuda", False)):
-        shapes = [name for name in SHAPES if name.startswith("tiny-") == is_tiny]
-        assert [name for name, _ in sanity_check.find_subjects(None, None, 0, device)] == ["mine", *shapes]
-    assert [name for name, _ in sanity_check.find_subjects(None, ["tiny-llama"], 0, "cpu")] == ["tiny-llama"]
-
-
-def test_problems_name_no_folder_of_the_machine() -> None:
-    error = ModelFolderError("/home/someone/models/mine has no config.json\nmore; fetch it.")
-    assert problem(error) == "mine has no config.json"
-    assert problem(RuntimeError("3 tokens/s and owner/name stay")) == "RuntimeError: 3 tokens/s and owner/name stay"
