@@ -18,8 +18,7 @@ from shared.errors import ConfigError
 from shared.kernels.launch import check_launchable, tl, triton
 
 GPU_BUFFER_BYTES, CPU_BUFFER_BYTES, LEAST_BUFFER_BYTES = 1 << 30, 1 << 28, 1 << 26
-READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))
-"""Numbers a tile, tiles a program, warps: which cut reads fastest depends on the chip, so the best one counts."""
+READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))  # numbers a tile, tiles a program, warps
 LAUNCHES = 2000
 
 

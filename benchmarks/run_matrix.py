@@ -66,7 +66,12 @@ def run_matrix(
     with setup.running(len(rows) * len(workloads)) as steps:
         runner = Runner(size, lineup, servers, setup.shape.vocab_size, setup.seed, max_seconds=max_seconds, steps=steps)
         for lesson, row in rows:
-            cells = runner.run(Experiment(row.name, WORKLOADS, (row.name,)))
+            try:
+                cells = runner.run(Experiment(row.name, WORKLOADS, (row.name,)))
+            except KeyboardInterrupt:
+                if not results:
+                    raise
+                break  # the report has the rows that are complete
             results[row.name] = {"title": row.title, "phase": lesson.number, "settings": dict(row.settings)}
             results[row.name] |= {name: cells[name][row.name] for name in WORKLOADS}
         add_gains(results)

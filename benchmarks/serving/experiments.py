@@ -24,10 +24,8 @@ Sized = Mapping[str, tuple[str, str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Ratio:
-    """``NAME_over_UNDER`` + ``suffix`` of every contender that is under no ratio itself; ``words``: what is compared.
-
-    It is the median of the ratios within each trial, and ``…_range`` is the least and the greatest of them; ``figure``
-    is a dotted key of a result.
+    """``NAME_over_UNDER`` + ``suffix`` of every contender that is under no ratio itself: the median of ratios within
+    each trial, and ``…_range`` the least and the greatest. ``figure`` is a dotted key of a result, ``words`` its name.
     """
 
     under: str

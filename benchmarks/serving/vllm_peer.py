@@ -69,7 +69,6 @@ class VllmEngine:
         self.num_tokens_computed = 0
 
     def stats(self) -> dict[str, int]:
-        """Tokens computed, if none was computed twice, and bytes of the KV cache."""
         return {"tokens computed": self.num_tokens_computed, "cache bytes": self.settings["kv_cache_memory_bytes"]}
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
