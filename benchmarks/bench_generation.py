@@ -1,11 +1,8 @@
-"""One request alone (W1): phases beside transformers and vLLM, measured against the limit of the memory.
+"""One request alone (W1): phases beside transformers and vLLM, in turns, against the limit of the memory.
 
-Introduced in phase 3.1. Prompt 256, answer 256, greedy, past any end of sequence. All contenders live in one process
-and take turns, trial by trial; medians count. Afterwards each answers once more with the profiler on some steps in the
-middle. Beside every speed stands its share of the limit: the bytes that a token must read (weights, keys and values at
-the answer's mean context) over the bandwidth that was measured in the same run.
-
-Invariants: nothing is computed before every setting has been checked; a share is below 1, or something was not counted.
+Introduced in phase 3.1. A speed's share of the limit is the bytes that a token must read (weights, keys and values at
+the answer's mean context) over the bandwidth of the same run. Invariant: a share is below 1, or something was not
+counted.
 """
 
 import statistics
@@ -45,12 +42,9 @@ class GenerationSize:
 
 
 W1 = GenerationSize(prompt_tokens=256, new_tokens=256, trials=3)
-DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3)
-"""Without a GPU: the same measurement in a minute, with the demo model."""
-ANSWER_SECONDS = 15.0
-"""A trial's answer is broken off after so much decoding; phase 2, which computes every token anew, may need it."""
-MOST_TRACED = 16
-"""Decode steps in the middle of an answer that are traced, at most, or a quarter of the answer."""
+DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3)  # without a GPU: a minute, with the demo model
+ANSWER_SECONDS = 15.0  # of decoding, after which a trial's answer is broken off
+MOST_TRACED = 16  # decode steps in the middle of an answer, or a quarter of the answer
 COUNTS = ("kernels", "copies", "host_launches", "own_launches")
 
 
@@ -65,18 +59,10 @@ def measure_generation(
     ceilings: Ceilings | None = None,
     **where: Any,
 ) -> Report:
-    """Speed, share of the limit and work on the device of each contender.
+    """Speed, share of the limit and work on the device of each contender, by default the uncached loop, the cached one,
+    the newest phase and all peers; ``where`` is as `Setup` takes it.
 
-    Args:
-        phases: numbers of phases that generate; by default the uncached loop, the cached one, and the newest phase.
-        peers: names of `benchmarks.contenders.PEERS`; by default all that can run here.
-        size: by default W1 on a GPU and the demo size on a CPU.
-        pack_weights: the phases' setting; the report's name says so.
-        ceilings: the machine's; by default they are measured.
-        where: device, dtype, threads, seed and progress, as `Setup` takes them.
-
-    Raises:
-        ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
+    Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
     setup = Setup(model, **where)
     size = size or (W1 if setup.is_gpu else DEMO)
@@ -123,9 +109,7 @@ def measure_generation(
 
 
 def limit_bytes(work: DecodeWork, prompt_tokens: int, num_tokens: int, packed: float = 1.0) -> float:
-    """Bytes that a decode step of an answer of ``num_tokens`` must read, at its mean context.
-
-    The first decode step runs the first token of the answer and sees the prompt and itself. ``packed``: bytes of a
+    """Bytes that a decode step of an answer of ``num_tokens`` must read, at its mean context; ``packed``: bytes of a
     weight as it is kept over those of the dtype.
     """
     kv = work.mean_kv_bytes(prompt_tokens + 1, prompt_tokens + num_tokens - 1)

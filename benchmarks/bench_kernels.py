@@ -1,11 +1,5 @@
 """Every kernel at the real decode shapes of a model, and decode attention over a paged KV cache, beside the memory's
-ceiling. Introduced in phase 3.1; paged attention in phase 6.1.
-
-Decoding moves bytes, so each row says how many bytes must move, how long that would take at the ceiling measured in the
-same run, and how long it took (:mod:`benchmarks.kernels.case`). A kernel of ours stands beside eager PyTorch and
-``torch.compile`` of the eager code; attention, which reads every cached key and value once, beside phase 6's kernel,
-FlashInfer and PyTorch, and beside what its plan costs on the host. Without a GPU tiny shapes of the same kind stand in,
-and launchers call ops.
+ceiling (:mod:`benchmarks.kernels.case`). Introduced in phase 3.1; paged attention in phase 6.1.
 """
 
 import statistics
@@ -63,14 +57,10 @@ def measure_kernels(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure kernel by kernel. Raises ConfigError before anything is measured.
+    """Measure kernel by kernel, by default all. Raises ConfigError before anything is measured.
 
-    Args:
-        model: a name of ``MODELS``; on a CPU the tiny shape of the same family is measured.
-        kernels: names of ``KERNELS``; None: all.
-        rows: tokens or sequences a call, 1 to 16; None: ``ROWS``. Attention has one sequence, at ``CONTEXTS``.
-        compiles: whether ``torch.compile`` is measured too; None: on a GPU.
-        seed: of the inputs.
+    ``rows`` are tokens or sequences a call, 1 to 16; ``compiles``: whether ``torch.compile`` is measured too. On a CPU
+    the tiny shape of the model's family stands in.
     """
     check_options(seed, model=([model], MODELS), kernel=(kernels or (), KERNELS))
     for count in rows or ():
@@ -122,13 +112,7 @@ def measure_attention(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure shape by shape. Raises ConfigError before anything is measured.
-
-    Args:
-        shapes: names of ``paged_cases.SHAPES``, on a CPU of ``DEMO_SHAPES``; None: all.
-        peers: names of ``paged_cases.PEERS``, possibly none; None: all.
-        seed: of the inputs and of the order of blocks.
-    """
+    """Measure shape by shape, beside peers, by default all. Raises ConfigError before anything is measured."""
     known = {shape.name: shape for shape in (paged_cases.SHAPES if is_gpu(device) else paged_cases.DEMO_SHAPES)}
     check_options(seed, shape=(shapes or (), known), peer=(peers or (), paged_cases.PEERS))
     peers = paged_cases.PEERS if peers is None else tuple(peers)

@@ -1,8 +1,6 @@
 """Serving under load: batching and its policies beside one request after another, over HTTP and without.
 
-Introduced in phase 4. The experiments are rows of :mod:`benchmarks.serving.experiments`; on a GPU at full size, and
-without one at demo size, which the report's head says. Invariant: nothing is computed before every setting has been
-checked.
+Introduced in phase 4. Invariant: nothing is computed before every setting has been checked.
 """
 
 from collections.abc import Sequence
@@ -33,18 +31,10 @@ def measure_serving(
     rate: float | None = None,
     max_seconds: float | None = None,
 ) -> Report:
-    """Run experiments and report them.
+    """Run experiments, by default all that the phases up to ``phase`` allow, and report them.
 
-    Args:
-        experiments: by default all that the phases allow.
-        contenders: of the workloads; by default all that there are.
-        phase: the last that takes part, and the one that serves over HTTP; by default the newest.
-        rate: requests a second, with which those of the workloads and policies come; by default a closed loop.
-        max_seconds: break a trace off after so long, without HTTP.
-
-    Raises:
-        ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
-        KeyboardInterrupt: in the first experiment; later it ends the run, and the report has those that were completed.
+    Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed, and
+    KeyboardInterrupt in the first experiment; later it ends the run, and the report has what was completed.
     """
     size = size or default_size(setup.device)
     check_least(trials=(size.trials, 1), tail_requests=(size.tail.num_requests, 1))
@@ -55,28 +45,27 @@ def measure_serving(
     of_workloads = tuple(name for name in able["workloads"].contenders if name in shown)
     named = _chosen("contender", contenders, of_workloads, lesson)
     asked = [replace(each, contenders=named) if each.name == "workloads" else each for each in asked]
-    used = {w: getattr(size, w) for each in asked for w in (*each.workloads, *(["backlog"] if each.load else []))}
-    resized = {w for each in asked if each.resized for w in each.workloads}
-    longest = max((used[w].longest for w in used.keys() - resized), default=2)
-    widest = max(longest, size.wide_slots[1] if resized else 0)
-    setup.check_length(widest, "The longest prompt and answer of the workloads")
+    used = {name: workload for each in asked for name, workload in each.served(size).items()}
+    widest = size.wide_slots[1] if any(each.name == "capacity" for each in asked) else 0
+    longest = max(widest, *(each.longest(size) for each in asked))
+    setup.check_length(longest, "The longest prompt and answer of the workloads")
     queue = max(1024, *(workload.num_requests for workload in used.values()))
     dtype = str(setup.work.dtype).removeprefix("torch.")
-    base = replace(setup.config(max_seq_len=longest, max_waiting_requests=queue), dtype=dtype)
+    base = replace(setup.config(max_waiting_requests=queue), dtype=dtype)
     runner = Runner(size, shown, Servers(base), setup.shape.vocab_size, setup.seed, rate, max_seconds)
-    needs_http = any("http" in runner.contenders(each) for each in asked)
-    _check_memory(setup, runner, asked, longest, needs_http)
+    over_http = max((each.longest(size) for each in asked if "http" in runner.contenders(each)), default=0)
+    _check_memory(setup, runner, asked, over_http)
 
     results: dict[str, Any] = {}
-    with setup.running(sum(map(runner.num_runs, asked)) + needs_http) as steps, ExitStack() as stack:
+    with setup.running(sum(map(runner.num_runs, asked)) + bool(over_http)) as steps, ExitStack() as stack:
 
         @cache
         def serve() -> ServedProcess:
-            options = ["--device", setup.device, "--max-seq-len", str(longest), "--dtype", dtype]
+            options = ["--device", setup.device, "--max-seq-len", str(over_http), "--dtype", dtype]
             options += ["--max-batch-size", str(size.server_batch)]
             with steps.step("start the server"):
                 process = stack.enter_context(served(lesson, setup.folder, options))
-                together = rounds(size.server_batch, longest, is_gpu=setup.is_gpu)[-1]
+                together = rounds(size.server_batch, over_http, is_gpu=setup.is_gpu)[-1]
                 warm = [TraceRequest(tuple(warm_up_prompt(n, num)), new) for n, (num, new) in enumerate(together)]
                 process.serve(Trace(tuple(warm), concurrency=len(warm)))
             return process
@@ -97,7 +86,8 @@ def measure_serving(
             "workloads": {name: asdict(workload) | {"about": workload.describe()} for name, workload in used.items()},
             "trials": size.trials,
         }
-        return setup.report("serving", runner.servers.configs, flags, results)
+        only = asked[0].name if experiments and len(asked) == 1 else None
+        return setup.report("-".join(filter(None, ("serving", only, phase))), runner.servers.configs, flags, results)
 
 
 def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...], last: Lesson) -> tuple[str, ...]:
@@ -111,13 +101,14 @@ def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...], last:
     return tuple(name for name in able if asked is None or name in asked)
 
 
-def _check_memory(setup: Setup, runner: Runner, asked: Sequence[Experiment], longest: int, has_server: bool) -> None:
+def _check_memory(setup: Setup, runner: Runner, asked: Sequence[Experiment], over_http: int) -> None:
     """Raise CapacityError if the engines of an experiment, loaded together, do not fit beside the server."""
     size = runner.size
     for each in asked:
-        batch = each.batch(size, getattr(size, each.workloads[0]))
+        batch, longest = each.batch(size, getattr(size, each.workloads[0])), each.longest(size)
         ours = [contender for name, contender in runner.contenders(each).items() if name != "http"]
         tokens = [(batch if contender.serves_many else 1) * longest for contender in ours]
-        tokens = [*([size.capacity_tokens] if each.resized else tokens), *[size.server_batch * longest] * has_server]
+        tokens = [max(tokens)] if each.one_by_one else tokens
+        tokens += [size.server_batch * over_http] if over_http else []
         hint = f"leave out the experiment {each.name} (name others with --experiment)"
         setup.check_memory(len(tokens), hint, kv_bytes(setup.shape, sum(tokens), setup.work.dtype))

@@ -1,13 +1,8 @@
 """The contenders of a speed benchmark, and the turns they take: phases' engines, and peers as their users get them.
 
-Introduced in phase 3; peers in phase 3.1. ``transformers_eager`` is a plain ``generate`` with the cache that grows;
-``transformers_compiled`` has the static cache, for which ``generate`` compiles the decode step by itself
-(``CompileConfig``: Inductor, CUDA graphs), only on a GPU; ``vllm`` is there where it is installed.
-
-Invariants: contenders differ only in how they answer. All are loaded before the first is timed; all get the same
-prompts and as many new tokens; none sees a prompt twice, so none can profit from what an earlier answer left in its
-memory. Nothing of a peer is replaced or tuned; a streamer sees each token when it reaches the host, which ``generate``
-waits for in every step with or without one.
+Introduced in phase 3; peers in phase 3.1. ``transformers_eager`` is a plain ``generate``; ``transformers_compiled`` has
+the static cache, for which ``generate`` compiles the decode step, on a GPU. Invariants: all contenders are loaded
+before the first is timed and get the same prompts, none twice; nothing of a peer is replaced or tuned.
 """
 
 import statistics
@@ -28,10 +23,8 @@ from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson, lessons
 from shared.parity.reference import load_reference
 
-MIN_DECODED = 8
-"""Tokens that an answer has before a bound of seconds may break it off."""
-Bound = tuple[int, float | None]
-"""As `timed` takes it: least tokens, most seconds."""
+MIN_DECODED = 8  # tokens that an answer has before a bound of seconds may break it off
+Bound = tuple[int, float | None]  # as `timed` takes it: least tokens, most seconds
 PEERS = {
     "transformers_eager": "transformers, eager",
     "transformers_compiled": "transformers, static cache, compiled",
@@ -41,12 +34,7 @@ PEERS = {
 
 @dataclass
 class Contender:
-    """One that answers.
-
-    Args:
-        settings: for the report.
-        num_warm_ups: answers before the first trial.
-    """
+    """One that answers; ``settings`` are for the report, ``num_warm_ups`` answers come before the first trial."""
 
     title: str
     answer: Answer
@@ -55,9 +43,8 @@ class Contender:
 
 
 class Turns:
-    """Contenders answer the same prompts one after the other, each first as often as the others.
-
-    ``max_seconds`` of decoding break an engine's answer off, once it has `MIN_DECODED` tokens; not transformers'.
+    """Contenders answer the same prompts one after the other, each first as often as the others; ``max_seconds`` of
+    decoding break an engine's answer off, once it has `MIN_DECODED` tokens; not transformers'.
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
@@ -159,10 +146,8 @@ def load_peers(program: str, names: Sequence[str], setup: Setup, max_seq_len: in
 
 
 def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender]:
-    """transformers in one or both of its ways, with its default attention.
-
-    In the eager one's warm-up cuDNN plans its attention for each length; of the compiled one's three, one compiles, and
-    two record the CUDA graph and replay it.
+    """transformers in one or both of its ways, with its default attention. Of the compiled one's three warm-ups one
+    compiles, and two record the CUDA graph and replay it.
     """
     from transformers import CompileConfig, GenerationConfig
 

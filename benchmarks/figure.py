@@ -1,6 +1,4 @@
-"""The panels of a view as a picture. Introduced in phase 3.
-
-Invariant: a picture brings its own background, so that it reads the same on a light page and on a dark one, and names
+"""The panels of a view as a picture. Introduced in phase 3. Invariant: a picture brings its own background and names
 model and machine, so that it can be passed on alone.
 """
 

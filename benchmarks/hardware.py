@@ -1,12 +1,7 @@
 """What a machine can do at best: the ceilings that every other figure stands beside. Introduced in phase 3.1.
 
-No program reaches a data sheet's bandwidth; what the simplest kernels reach is the ceiling worth comparing with. Four
-numbers: bytes a second that a copy moves (read and written), that a sum reads, multiplications and additions a second
-of a large matrix product, and what a launch costs before any work. For a GPU that is not at hand there are the rates of
-its data sheet; programs reach some 90 % of its bandwidth and 80 % of its arithmetic.
-
-Invariants: ceilings hold for one run; clocks and neighbours change, so a benchmark measures them again itself. A data
-sheet's row names its source, and its rates are those of dense 16-bit matrices (a rate "with sparsity" is halved).
+For a GPU that is not at hand there are the rates of its data sheet, those of dense 16-bit matrices; programs reach some
+90 % of its bandwidth and 80 % of its arithmetic. Invariant: ceilings hold for one run; a benchmark measures them again.
 """
 
 import statistics
@@ -23,8 +18,7 @@ from shared.errors import ConfigError
 from shared.kernels.launch import check_launchable, tl, triton
 
 GPU_BUFFER_BYTES, CPU_BUFFER_BYTES, LEAST_BUFFER_BYTES = 1 << 30, 1 << 28, 1 << 26
-READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))
-"""Numbers a tile, tiles a program, warps: which cut reads fastest depends on the chip, so the best one counts."""
+READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))  # numbers a tile, tiles a program, warps
 LAUNCHES = 2000
 
 
@@ -78,10 +72,7 @@ def device_of(device: str) -> torch.device:
 
 
 def measure_ceilings(device: str) -> Ceilings:
-    """Measure the ceilings of ``cpu`` or ``cuda``, in seconds.
-
-    Raises ConfigError if the kernels cannot run on this GPU, torch's OutOfMemoryError if too little memory is free.
-    """
+    """Measure the ceilings of ``cpu`` or ``cuda``, in seconds; ConfigError if the kernels cannot run on this GPU."""
     where = device_of(device)
     is_gpu = where.type == "cuda"
     check_launchable(where)

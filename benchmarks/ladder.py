@@ -1,18 +1,19 @@
 """The ladder: each phase's speed with one request and with 16, and a token's cost by context. Introduced in phase 3.
 
-Every phase answers the same synthetic prompts, greedily and past any end of sequence, inside one process, and they take
-turns; medians count. Invariants: nothing is computed before every setting has been checked; phases that serve many
-requests have equally large KV caches.
+Phases answer the same prompts in one process and take turns; medians count. Invariant: phases that serve many requests
+have equally large KV caches.
 """
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.contenders import Contender, Turns, generating_lessons, speeds
 from benchmarks.report import Report, rounded
+from benchmarks.serving.contenders import has_continuous
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import ServedRun
 from benchmarks.setup import Setup, check_least
@@ -21,7 +22,7 @@ from benchmarks.view import Bar, Bars, Column, Lines, Row, Table, View, count, n
 from benchmarks.workloads.serving import Workload, make_trace
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import warm_up
-from shared.errors import ConfigError, RequestError
+from shared.errors import ConfigError
 from shared.lessons import Lesson
 
 
@@ -40,6 +41,11 @@ DEFAULT = LadderSize()
 QUICK = LadderSize(prompt_tokens=32, new_tokens=12, trials=1, context_lengths=())
 TOGETHER, TOGETHER_SECONDS = Workload("together", "16 at a time", 32, 16, (8, 24), (4, 48)), 8.0
 """Requests of 16 clients; after so many seconds a phase is judged by the tokens that it has given."""
+BESIDE = Workload(
+    "beside", "A prompt of 192 tokens", 1, 3 + 1, (192, 192), (2, 2), beside=replace(TOGETHER, num_requests=3)
+)
+TURNS = Workload("turns", "A second turn", 1, 1, (96, 96), (2, 2), turns=2, turn_tokens=(8, 8))
+CHUNK = 16  # tokens of a chunk, where a phase has them: the prompt beside three requests that decode takes twelve
 REGIONS, REGION_TOKENS = 4, 256
 """The KV cache of a phase that serves many requests: so many regions of at least so many tokens, or as many blocks."""
 POINT_TOKENS, POINT_BOUND = 16, (2, 0.5)
@@ -56,21 +62,15 @@ def measure_ladder(
     context_lengths: Sequence[int] | None = None,
     **where: Any,
 ) -> Report:
-    """Speed with one request and with 16, time to first token, tokens computed, and milliseconds a token by context.
+    """Speed with one request and with 16, time to first token, tokens computed, and milliseconds a token by context, by
+    default of every phase that generates; ``where`` is as `Setup` takes it.
 
-    Args:
-        prompt_tokens, new_tokens: of each answer; at least 1 and 2 (speed needs an interval).
-        phases: numbers of phases that generate; by default all there are.
-        context_lengths: tokens before the first timed one, for the curve; none for an empty sequence.
-        where: device, dtype, threads, seed and progress, as `Setup` takes them.
-
-    Raises:
-        ConfigError, RequestError, ModelFolderError, CapacityError: before anything is computed.
+    Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
     setup = Setup(model, **where)
     check_least(prompt_tokens=(prompt_tokens, 1), new_tokens=(new_tokens, 2), trials=(trials, 1))
     setup.check_length(prompt_tokens + new_tokens, f"prompt_tokens {prompt_tokens} and new_tokens {new_tokens}")
-    setup.check_length(TOGETHER.longest, f"The longest prompt and answer of {TOGETHER.num_requests} requests")
+    setup.check_length(max(TOGETHER.longest, BESIDE.longest), "The longest prompt and answer of many requests")
     limit = setup.shape.max_position_embeddings
     contexts = _contexts(context_lengths, limit)
     rungs = generating_lessons(phases)
@@ -85,11 +85,18 @@ def measure_ladder(
         turns.warm_up(prompt_tokens, 2)
         runs = turns.trials(trials, prompt_tokens, new_tokens)
         served: dict[str, list[ServedRun]] = {name: [] for name in queues}
+        firsts: dict[str, list[float]] = {name: [] for name in queues}
+        waits: dict[str, list[float]] = {lesson.number: [] for lesson in rungs if has_continuous(lesson)}
         for trial in range(trials):
-            trace = make_trace(TOGETHER, setup.shape.vocab_size, setup.seed + trial)
+            about = setup.shape.vocab_size, setup.seed + trial
+            trace, beside, talk = (make_trace(workload, *about) for workload in (TOGETHER, BESIDE, TURNS))
             for name in rotated(tuple(queues), trial):
                 with steps.step(f"phase {name}: {TOGETHER.title}, trial {trial + 1} of {trials}"):
                     served[name].append(drive(queues[name], trace, TOGETHER_SECONDS))
+                    if name in waits:
+                        waits[name].append(longest_wait(drive(queues[name], beside)))
+                    second = drive(queues[name], talk).requests[1]
+                    firsts[name].append(second.token_times[0] - second.arrived)
         many = {name: statistics.median(run.num_tokens / run.seconds for run in own) for name, own in served.items()}
         curve = {
             str(length): turns.round(f"{length} tokens of context", length, POINT_TOKENS + 1, POINT_BOUND)
@@ -107,6 +114,8 @@ def measure_ladder(
                 "speedup": rounded(told["decode_tokens_per_second"] / speeds(runs[first])["decode_tokens_per_second"]),
                 "together_tokens_per_second": rounded(many[lesson.number]),
                 "together_speedup": rounded(many[lesson.number] / many[first]),
+                "longest_wait_ms": 1e3 * statistics.median(waits[lesson.number]) if lesson.number in waits else None,
+                "second_turn_ms": rounded(1e3 * statistics.median(firsts[lesson.number])),
                 "tokens_per_forward": rounded(last.num_tokens / (last.num_forwards or 1)),
                 "equal_output": [run.token_ids for run in own] == [run.token_ids for run in runs[first]],
                 "ms_per_token": {length: rounded(1e3 * statistics.median(found)) for length, found in gaps.items()},
@@ -117,8 +126,16 @@ def measure_ladder(
         return setup.report("ladder", engines, flags, results)
 
 
+def longest_wait(run: ServedRun) -> float:
+    """Seconds between two tokens of a request that decodes beside a prompt, at most."""
+    times = [request.token_times for request in run.requests if request.is_background]
+    return max(after - before for own in times for before, after in pairwise(own))
+
+
 def load_rung(lesson: Lesson, config: EngineConfig, queues: dict[str, Any]) -> dict[str, Contender]:
     """A phase's engine; its queue, which many requests join, goes into ``queues``."""
+    if "prefill_chunk_size" in lesson.load("engine").SUPPORTED:
+        config = replace(config, prefill_chunk_size=CHUNK)
     engine = lesson.engine_within(config, REGIONS, TOGETHER.concurrency)
     queues[lesson.number] = engine if hasattr(engine, "step") else OneAtATime(engine)
     if hasattr(engine, "step"):
@@ -131,13 +148,8 @@ def _contexts(lengths: Sequence[int] | None, limit: int) -> tuple[int, ...]:
     if lengths is None:
         return tuple(length for length in CONTEXT_LENGTHS if length <= longest)
     for length in lengths:
-        if length < 1:
-            raise ConfigError(f"A context length is {length}; it must be at least 1.")
-        if length > longest:
-            raise RequestError(
-                f"A context length is {length}; this model holds {limit} tokens and a point times up to "
-                f"{POINT_TOKENS + 1} more, so ask for at most {longest}."
-            )
+        if not 1 <= length <= longest:
+            raise ConfigError(f"A context length is {length}; with this model it must be from 1 to {longest}.")
     return tuple(sorted(set(lengths)))
 
 
@@ -151,8 +163,12 @@ def view(report: Report) -> View:
         return "bold green" if row["name"] == newest else ""
 
     phase, contexts = text("phase", lambda row: f"{row['name']} {row['title']}"), [str(n) for n in flags["contexts"]]
-    computed = Column("first token (ms)", "time_to_first_token_ms"), Column("tokens computed", "tokens_computed", count)
-    passes = (Column("tokens a forward pass", "tokens_per_forward"),)
+    computed = [
+        Column("first token (ms)", "time_to_first_token_ms"),
+        Column("tokens computed", "tokens_computed", count),
+    ]
+    passes = [Column("tokens a forward pass", "tokens_per_forward")]
+    waits = Column("beside a long prompt", "longest_wait_ms"), Column("first token of a second turn", "second_turn_ms")
     shown = {
         "One request": ("decode_tokens_per_second", "speedup", computed),
         TOGETHER.title: ("together_tokens_per_second", "together_speedup", passes),
@@ -166,6 +182,7 @@ def view(report: Report) -> View:
             reached, colour = f"{number(row[speed])} tok/s, {times(row[speedup])}", "ours" if style(row) else "first"
             bars.append(Bar(phase.cell(row), row[speed], reached, colour))
         panels.append(Bars(heading, [("", bars)]))
+    tables.append(Table("The longest wait, ms", [phase, *waits], rows, style))
     tables.append(Table("What each phase bought", [text("phase", "name"), text("", "bought")], rows, style))
     if contexts:
         points = [Column(length, length) for length in contexts]
@@ -174,11 +191,15 @@ def view(report: Report) -> View:
     curve = Lines("Milliseconds a token, by tokens of context", flags["contexts"], lines)
     different = [row["name"] for row in rows if not row["equal_output"]]
     trials = f"median of {flags['trials']}" if flags["trials"] > 1 else "one trial"
-    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials}"
-    about = [f"One request: {size}, phases taking turns; {report.date[:10]}"]
+    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials}, phases taking turns"
     return View(
         f"Speed: {report.model['name']} on {report.machine_title}, {flags['dtype']}",
-        [*about, f"{TOGETHER.title}: {flags['together']}; the same bytes of KV cache"],
+        [
+            f"One request: {size}; {report.date[:10]}",
+            f"{TOGETHER.title}: {flags['together']}; the same bytes of KV cache",
+            f"Waits: between two tokens of 3 requests while a prompt of {BESIDE.prompt_tokens[1]} tokens arrives, in "
+            f"chunks of {CHUNK} where there are chunks; for the first token behind a conversation of 106 tokens",
+        ],
         tables,
         warnings=[f"Phase {', '.join(different)}: other tokens than the first phase's."] if different else [],
         panels=[*panels, *([curve] if contexts else [])],

@@ -1,7 +1,5 @@
-"""The machine that a figure was measured on. Introduced in phase 3.
-
-A number without its machine says nothing, so every report carries this description. Invariant: it tells what the
-machine is, never which one: no host name, no user, no path.
+"""The machine that a figure was measured on. Introduced in phase 3. Invariant: it tells what the machine is, never
+which one: no host name, no user, no path.
 """
 
 import os
@@ -42,11 +40,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_name(device: str | None = None) -> str:
-    """A short slug for file names, such as ``cpu-2x-xeon-2.5ghz`` or ``nvidia-h100-80gb-hbm3``.
-
-    Args:
-        device: what computed, ``cpu`` or ``cuda``; by default the GPU where there is one. A CPU's count is the number
-            of threads that torch computes with, a GPU's the number of GPUs when there are several.
+    """A short slug for file names of what computed, by default the GPU where there is one: ``cpu-2x-xeon-2.5ghz`` (2
+    threads), ``nvidia-h100-80gb-hbm3``.
     """
     if gpus := _num_gpus(device):
         return (f"{gpus}x-" if gpus > 1 else "") + slug(torch.cuda.get_device_name(0))

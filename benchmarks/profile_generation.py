@@ -1,11 +1,7 @@
 """Where a decoded token's time goes: PyTorch's profiler over some steps of one phase. Introduced in phase 3.1.
 
-Two answers to the same kind of prompt: one without the profiler, for the true time of a token, and one with it, for
-what ran. On a GPU the table is of kernels, and the time in which no kernel ran is what the host cost; on a CPU it is of
-PyTorch's operations. The Chrome trace shows every call on a time line.
-
-Invariant: shares are of the time of a token measured without the profiler on a GPU, where kernels take the same time
-either way; on a CPU, where the profiler slows every operation, of the operations' own sum.
+Invariant: shares are of a token's time without the profiler on a GPU, where kernels take the same time either way; on a
+CPU, where the profiler slows every operation, of the operations' own sum.
 """
 
 import re
@@ -23,8 +19,7 @@ from benchmarks.view import Column, Table, View, number, percent, text
 from shared.errors import ConfigError
 from shared.lessons import Lesson, newest_lesson
 
-LEAD = 3
-"""Decoded tokens before the profiled steps."""
+LEAD = 3  # decoded tokens before the profiled steps
 QUALIFIERS = re.compile(r"^void |\(anonymous namespace\)::|\b(at|native|c10|internal)::")
 LONGEST = 72  # characters of a name in the table; a C++ kernel is reported by its whole signature, of hundreds
 
@@ -38,11 +33,8 @@ def measure_profile(
     trace: Path | None = None,
     **where: Any,
 ) -> Report:
-    """Profile ``steps`` decode steps behind ``prompt_tokens``; ``trace`` names a file for the Chrome trace.
-
-    The defaults are 256 tokens and 16 steps on a GPU, 32 and 4 on a CPU; the phase is the newest of the main line.
-    ``where``: device, dtype, threads, seed and progress, as `Setup` takes them.
-    Raises ConfigError, RequestError or ModelFolderError before anything is computed.
+    """Profile ``steps`` decode steps behind ``prompt_tokens``, by default of the newest phase; ``trace`` names a file
+    for the Chrome trace. Raises ConfigError, RequestError or ModelFolderError before anything is computed.
     """
     setup = Setup(model, **where)
     prompt_tokens = (256 if setup.is_gpu else 32) if prompt_tokens is None else prompt_tokens

@@ -24,13 +24,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark found.
-
-    ``results`` holds plain JSON values; by convention its first keys are phase numbers, and a key ends in its unit.
-    ``engines`` maps the same keys to whole engine configurations (`engine_settings`), ``model`` comes from
-    `describe_model` (empty where a machine was measured and no model), ``flags`` are the options of the run as a reader
-    would type them. The machine is described when the report is made, so make it while the threads of the measurement
-    are set.
+    """What one benchmark found, as plain JSON values. It describes the machine: make it while the threads of the
+    measurement are set.
     """
 
     name: str
@@ -69,9 +64,8 @@ class Report:
 
 
 def write_report(report: Report, folder: str | Path, *, view: View) -> list[Path]:
-    """Write the JSON report, and beside it the tables of ``view`` as Markdown and its panels, if any, as a PNG.
-
-    Returns the paths, JSON first. Raises ConfigError if the folder cannot be written.
+    """Write the JSON report, and beside it its view as Markdown and PNG; returns the paths, JSON first. Raises
+    ConfigError if the folder cannot be written.
     """
     folder = Path(folder)
     paths = [folder / f"{report.file_stem}.{end}" for end in ("json", "md", *(["png"] if view.panels else []))]
@@ -92,10 +86,8 @@ def write_report(report: Report, folder: str | Path, *, view: View) -> list[Path
 
 
 def read_value(path: str | Path, key: str) -> Any:
-    """The value at a dotted key of a report, such as ``results.02.decode_tokens_per_second`` or ``flags.contexts.0``.
-
-    A name may itself hold points (phase 03.1): of the names that fit, the longest counts. Raises ConfigError where
-    there is no such file or key, naming the keys that there are.
+    """The value at a dotted key of a report, such as ``results.02.decode_tokens_per_second``; of names that themselves
+    hold points (phase 03.1) the longest that fits counts. Raises ConfigError, naming the keys that there are.
     """
     path = Path(path)
     try:
@@ -118,9 +110,8 @@ def read_value(path: str | Path, key: str) -> Any:
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """Name, revision, shape and checksum of a model's ``config.json``; resolves ``model`` as the engine does.
-
-    The revision is the hub's commit where the folder is a snapshot of it, otherwise None.
+    """Name, revision, shape and checksum of a model's ``config.json``; the revision is the hub's commit where the
+    folder is a snapshot of it, otherwise None.
     """
     folder = resolve_model(model).resolve()
     is_snapshot = folder.parent.name == "snapshots"

@@ -1,13 +1,9 @@
-"""From a model's shape to the least time that a token can take. Introduced in phase 3.1.
+"""From a model's shape to the least time that a token can take (the roofline of Williams, Waterman and Patterson,
+2009).
 
-A decode step reads every weight once, and the keys and values of every sequence it continues; it multiplies each number
-read by another, once for each sequence. A machine reads so many bytes and computes so many products a second: the two
-times that follow are floors under every program, and the larger one says what a step waits for. This is the roofline of
-Williams, Waterman and Patterson (2009), with time upwards.
-
-Invariants: everything follows from a model's configuration, and no weights are needed; parameters, and bytes of
-weights, keys and values, are exact. Activations, and the arithmetic of norms, rotations and soft-maxes, are left out,
-so that a floor stays a floor.
+Introduced in phase 3.1. A decode step reads every weight once, and the keys and values of every sequence; it multiplies
+each number read by another. Invariants: parameters and bytes are exact; activations, and the arithmetic of norms,
+rotations and soft-maxes, are left out, so that a floor stays a floor.
 """
 
 import math
@@ -53,9 +49,8 @@ class Floor:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """What a decode step of ``batch`` sequences must read and compute.
-
-    ``context`` is everywhere the number of tokens S that a sequence's new token sees, itself included.
+    """What a decode step of ``batch`` sequences must read and compute; ``context`` is the number of tokens S that a
+    sequence's new token sees, itself included.
     """
 
     config: ModelConfig
@@ -128,10 +123,8 @@ class DecodeWork:
         return Floor(batch, num_bytes, flops, num_bytes / bandwidth, flops / flops_rate)
 
     def turning_batch(self, context: int, bandwidth: float, flops_rate: float) -> int | None:
-        """The smallest batch that waits for arithmetic; None where none does.
-
-        Each sequence adds its own keys and values to read and its own FLOPs to compute. Where reading its keys and
-        values takes longer than its arithmetic, no batch is large enough.
+        """The smallest batch that waits for arithmetic; None where reading a sequence's keys and values takes longer
+        than its arithmetic, so that no batch is large enough.
         """
         per_sequence = self.flops(context) / flops_rate - (self.row_bytes + self.kv_bytes(context)) / bandwidth
         if per_sequence <= 0:
@@ -148,9 +141,8 @@ class DecodeWork:
 
 
 def find_config(model: str) -> tuple[str, ModelConfig]:
-    """Name and shape of a model folder, a shape, a known model, or a hub model, of which only the shape is fetched.
-
-    Raises ModelFolderError with what would be right.
+    """Name and shape of a model folder, a shape, a known model, or a hub model, of which only the shape is fetched;
+    raises ModelFolderError.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():

@@ -1,7 +1,4 @@
-"""The roofline of a model as a reader sees it: bytes and FLOPs, rates, the floor. Introduced in phase 3.1.
-
-Invariant: every line can be worked out by hand from the lines above it.
-"""
+"""The roofline of a model as a reader sees it: bytes and FLOPs, rates, the floor. Introduced in phase 3.1."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,9 +1,8 @@
-"""The matrix: every phase that generates, in every configuration that is its own, on W1, W2 and W3. Introduced in
-phase 4.
+"""The matrix: every phase that generates, in every configuration that is its own, on W1, W2 and W3. Introduced in phase
+4.
 
-A row is a phase with its defaults, or with one setting of :data:`ALTERNATIVES`; a column is a workload; a cell the
-throughput, with the gain over the first row, the plain loop, and over the phase before. Invariant: every cell of a
-column served the same trace.
+A row is a phase with its defaults, or with one setting of :data:`ALTERNATIVES`; a cell has the throughput, with the
+gain over the first row and over the phase before. Invariant: every cell of a column served the same trace.
 """
 
 from collections.abc import Sequence
@@ -52,10 +51,8 @@ def run_matrix(
     size: ServingSize | None = None,
     max_seconds: float = 20.0,
 ) -> Report:
-    """Measure the configurations of phases, by default of the main line, on every workload, one engine after another.
-
-    A cell breaks off after ``max_seconds``; its throughput is that of what it did. Raises ConfigError, RequestError or
-    ModelFolderError before anything is computed.
+    """Measure the configurations of phases, by default of the main line, one engine after another; a cell breaks off
+    after ``max_seconds``. Raises ConfigError, RequestError or ModelFolderError before anything is computed.
     """
     check_positive(max_seconds=max_seconds)
     size = size or default_size(setup.device)
@@ -64,12 +61,17 @@ def run_matrix(
     workloads = {name: getattr(size, name) for name in WORKLOADS}
     longest = max(workload.longest for workload in workloads.values())
     setup.check_length(longest, "The longest prompt and answer of the workloads")
-    lineup, servers = {row.name: row for _, row in rows}, Servers(setup.config(max_seq_len=longest))
+    lineup, servers = {row.name: row for _, row in rows}, Servers(setup.config())
     results: dict[str, Any] = {}
     with setup.running(len(rows) * len(workloads)) as steps:
         runner = Runner(size, lineup, servers, setup.shape.vocab_size, setup.seed, max_seconds=max_seconds, steps=steps)
         for lesson, row in rows:
-            cells = runner.run(Experiment(row.name, WORKLOADS, (row.name,)))
+            try:
+                cells = runner.run(Experiment(row.name, WORKLOADS, (row.name,)))
+            except KeyboardInterrupt:
+                if not results:
+                    raise
+                break  # the report has the rows that are complete
             results[row.name] = {"title": row.title, "phase": lesson.number, "settings": dict(row.settings)}
             results[row.name] |= {name: cells[name][row.name] for name in WORKLOADS}
         add_gains(results)

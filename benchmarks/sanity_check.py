@@ -1,12 +1,8 @@
 """Every model at hand, in every phase: does it load, does it answer, is the answer right? Introduced in phase 3.1.
 
-Models are those that were fetched, the folders that ``INFER_TEST_MODELS`` names, and shapes made for the occasion: tiny
-ones on a CPU; on a GPU real ones, made there, one at a time, in a folder that is then removed.
-
-An answer is right if transformers agrees token by token: it runs, in fp32 and on the weights as the phase rounded them,
-over the prompt and our answer, and each of our tokens must have its highest logit, or in bf16 and fp16 one within the
-bound of `shared.parity.thresholds`. Invariants: a model asked for by name is there when the check begins; whatever is
-wrong with one model becomes a row, and the others are still checked.
+transformers, in fp32 and on the weights as the phase rounded them, must give each of our tokens the highest logit, or
+in bf16 and fp16 one within the bound of `shared.parity.thresholds`. Invariant: a model asked for by name is there when
+the check begins; whatever is wrong with one model becomes a row, and the others are still checked.
 """
 
 import gc
@@ -86,10 +82,8 @@ def check_models(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """A row for each model in each phase; with ``models`` or ``shapes`` those alone are checked.
-
-    Raises ConfigError or ModelFolderError, before anything is computed, for settings that make no sense and for a model
-    that was asked for by name and is not there.
+    """A row for each model in each phase; with ``models`` or ``shapes`` those alone are checked. Raises ConfigError or
+    ModelFolderError before anything is computed.
     """
     check_device(device)
     check_least(new_tokens=(new_tokens, 1), seed=(seed, 0), threads=(threads, 1))

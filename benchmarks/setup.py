@@ -1,7 +1,4 @@
-"""What every benchmark of a model begins and ends with: checked options, and the report. Introduced in phase 3.
-
-Invariant: whatever is wrong with a run's options is refused before anything is computed, with what would be right.
-"""
+"""What every benchmark of a model begins and ends with: checked options, and the report. Introduced in phase 3."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,12 +38,8 @@ def check_positive(**values: float | None) -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model, where it runs, and what makes a run repeatable. Raises ConfigError or ModelFolderError.
-
-    Args:
-        model: a folder, a known name or a hub name.
-        seed: of synthetic prompts.
-        threads: PyTorch's on a CPU, while :meth:`running`; None leaves them as they are.
+    """The model, where it runs, and what makes a run repeatable; ``threads`` are PyTorch's on a CPU, while
+    :meth:`running`. Raises ConfigError or ModelFolderError.
     """
 
     model: str
@@ -117,9 +110,8 @@ class Setup:
         flags: Mapping[str, Any],
         results: dict[str, Any],
     ) -> Report:
-        """The report; make it while :meth:`running`, since it says how many threads computed.
-
-        ``engines`` are configurations, and of what is not ours the settings.
+        """The report; make it while :meth:`running`, since it says how many threads computed. ``engines`` are
+        configurations, and of what is not ours the settings.
         """
         about = describe_model(self.model)
         settings = {

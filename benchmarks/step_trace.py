@@ -1,10 +1,7 @@
 """What runs during some decode steps: kernels, copies and launches, from PyTorch's profiler. Introduced in phase 3.1.
 
-A window counts an answer's tokens. After ``first`` of them it waits for the device and starts the profiler; ``steps``
-tokens later it waits again and stops it. It sees any contender, an engine of ours or a peer.
-
-Invariant: a kernel is what ran on the GPU and is neither a copy, a fill nor a mark of the profiler. So the kernels of a
-CUDA graph count one by one, and its launch as one launch of the host.
+Invariant: a kernel is what ran on the GPU and is neither a copy, a fill nor a mark of the profiler; those of a CUDA
+graph count one by one, and its launch as one launch of the host.
 """
 
 import re
@@ -25,10 +22,7 @@ MARKS = ("ProfilerStep", "Activity Buffer", "Command Buffer", "cudaDeviceSynchro
 
 
 class StepTrace:
-    """The work of ``steps`` decode steps, from the profiler's ``key_averages()``.
-
-    ``own_launches`` are launches of this project's kernels.
-    """
+    """The work of decode steps, from the profiler's ``key_averages()``, and ``own_launches`` of our kernels."""
 
     def __init__(self, averages: Iterable[Any], steps: int, own_launches: int) -> None:
         self.steps, self.own_launches = steps, own_launches
@@ -63,11 +57,8 @@ class StepTrace:
 
 
 class TraceWindow:
-    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer.
-
-    Args:
-        first: tokens to let pass, at least 1, so that the prefill is over.
-        with_host: trace the host's operations beside a GPU's kernels too, at more cost to the host.
+    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer; ``with_host``: the host's operations
+    beside a GPU's kernels too, at more cost to the host.
     """
 
     def __init__(self, first: int, steps: int, device: torch.device, with_host: bool = False) -> None:

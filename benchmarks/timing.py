@@ -1,13 +1,8 @@
 """Timing: answers token by token, calls whose inputs are not in the cache, and what makes either comparable.
 
-Introduced in phase 3; the calls in phase 3.1. A decode step reads every weight once and comes back to it a token later,
-when the cache has long held others. A loop over one set of inputs would measure the cache, so a call's inputs are many
-sets, called in turn, which together are several times the cache. A kernel of a few microseconds ends before Python can
-launch the next, so on a GPU Triton's ``do_bench_cudagraph`` captures all calls in one CUDA graph and times its replays
-between events. On a CPU the same sets pass in a plain loop.
-
-Invariant: contenders that are compared get the same prompts or the same sets of inputs, and the same threads; each goes
-first as often as the others, and none has a warmer cache or cheaper launches.
+Introduced in phase 3; the calls in phase 3.1. A call's inputs are many sets, called in turn, which together are several
+times the cache; on a GPU all calls are captured in one CUDA graph. Invariant: contenders that are compared get the same
+prompts or sets of inputs and the same threads, and go first equally often.
 """
 
 import statistics
@@ -159,10 +154,8 @@ def rotated_tensors(
 
 
 def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs]) -> float:
-    """Seconds of ``call(*inputs)``, the median of trials over all sets in turn, on the device of the first tensor.
-
-    All sets are called before the first trial, so kernels are compiled by then. Raises what ``call`` raises, and
-    RuntimeError where it cannot be captured.
+    """Seconds of ``call(*inputs)``, the median of trials over all sets in turn, on the device of the first tensor; all
+    sets are called before the first trial.
     """
     device = next(value.device for value in input_sets[0] if isinstance(value, torch.Tensor))
 

@@ -1,8 +1,5 @@
-"""What a reader sees of a report: tables, notes and panels, described once. Introduced in phase 3.
-
-A benchmark describes its report as a `View`; this module prints a view in a terminal and writes it as Markdown, and
-:mod:`benchmarks.figure` draws its panels. Invariant: a view is made of a report's values alone; nothing is measured or
-recomputed for it.
+"""What a reader sees of a report: tables, notes and panels, described once, printed or written as Markdown, and drawn
+by :mod:`benchmarks.figure`. Introduced in phase 3. Invariant: a view is made of a report's values alone.
 """
 
 import textwrap
@@ -47,10 +44,6 @@ def times(ratio: float | None) -> str:
     return NOTHING if ratio is None else f"{ratio:,.0f}×" if ratio >= 100 else f"{ratio:.2f}×"
 
 
-def megabytes(value: float | None) -> str:
-    return NOTHING if value is None else f"{value / 1e6:,.1f}"
-
-
 def percentiles(values: Mapping[str, float] | None) -> str:
     """``12.1 / 30.2 / 51.0``, in the order in which they stand."""
     return " / ".join(map(number, values.values())) if values else NOTHING
@@ -77,9 +70,8 @@ def _four_digits(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there.
-
-    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out.
+    """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there;
+    ``is_bar`` draws it as a bar, which Markdown leaves out.
     """
 
     heading: str

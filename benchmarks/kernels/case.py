@@ -1,11 +1,8 @@
 """One thing that is measured: inputs, our calls, and others that do the same. Introduced in phase 3.1.
 
-A case is checked, then timed. The tests of the kernels compare in fp64, with poisoned memory and at awkward sizes; here
-each call is compared once more at the sizes and on the GPU that are measured.
-
-Invariants: nothing wrong is timed; the reference is the op in fp32 on the same inputs, so that it shares neither a
-kernel's code nor its rounding; ``num_bytes`` counts what any implementation must move, each input read once and each
-result written once, and what a call moves besides is its own loss.
+Invariants: a call is compared, at the sizes and on the GPU that are measured, before it is timed; the reference is the
+op in fp32 on the same inputs; ``num_bytes`` counts what any implementation must move, each input read once and each
+result written once.
 """
 
 import functools
@@ -40,9 +37,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation: ``make`` gives its call, or raises where it cannot be had.
-
-    ``op`` is what its results are compared with; None where it is the case's op itself, in the case's dtype.
+    """Another implementation: ``make`` gives its call, or raises; ``op`` is what its results are compared with, None
+    for the case's op in the case's dtype.
     """
 
     make: Callable[[], Call]
@@ -51,9 +47,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class Case:
-    """What is called at one size, each with the same inputs and results as ``op``.
-
-    ``size`` is what the report files it under; ``ours`` has our calls by name, first the one that an engine makes.
+    """What is called at one size, each with the same inputs and results as ``op``; ``size`` is what the report files it
+    under; ``ours`` has our calls by name, first the one that an engine makes.
     """
 
     kernel: str

@@ -1,9 +1,7 @@
 """The kernels of a fused block as a decode step calls them, beside the same work in eager PyTorch.
 
-Introduced in phase 3.1. Sizes, norms and epilogues are read off the model's own fused block, made without memory on
-the meta device, so a case cannot drift from what an engine runs. Ours is a launcher of ``shared.kernels``; ``op`` are
-the ops of ``shared.ops`` that a plain block would call, with one matrix product where ours has one. Invariant: that of
-:mod:`benchmarks.kernels.case`.
+Introduced in phase 3.1. Sizes, norms and epilogues are read off the model's own fused block, made on the meta device.
+Invariant: that of :mod:`benchmarks.kernels.case`.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,8 @@
 """Decode attention over a paged KV cache at real shapes, by our kernels and by others. Introduced in phase 6.1.
 
-Every set of inputs has queries, keys and values of its own; block tables, lengths and plan are the same for all sets,
-as they are for the layers of a step. Blocks lie in random order, and the pool holds nothing else.
-
-FlashInfer (arXiv 2501.01005) reads blocks as we do; it is timed where it is installed. PyTorch's attention wants a
-sequence's keys in one piece, so it is timed twice: with the blocks gathered first, as an engine would have to, and over
-keys that lie in one piece, which bounds what a better gather could bring.
-
-Invariant: that of :mod:`benchmarks.kernels.case`; block tables, plans and partial states are no bytes that must move.
+Blocks lie in random order. FlashInfer (arXiv 2501.01005) reads blocks as we do; PyTorch's attention is timed with the
+blocks gathered first, and over keys that lie in one piece. Invariant: that of :mod:`benchmarks.kernels.case`; block
+tables, plans and partial states are no bytes that must move.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,6 @@
-"""Who serves in the serving benchmarks: one table of engines with their settings. Introduced in phase 4.
-
-Each idea has a contender, shown by the phase that brought it or was the last without the next; beside them stand the
-newest phase and the peers. Invariant: each is warmed up when it is loaded, at every size of batch that it can have on a
-GPU, so that no trace pays for compilation.
+"""Who serves in the serving benchmarks: one table of engines with their settings. Introduced in phase 4. Invariant:
+each is warmed up when it is loaded, at every size of batch that it can have on a GPU, so that no trace pays for
+compilation.
 """
 
 import gc
@@ -27,13 +25,16 @@ CONTENDERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("transformers", "transformers, padded batches", "transformers", {}),
     ("static", "static", "static", {}),
     ("continuous", "continuous, fcfs", "slots", {}),
-    ("fcfs", "continuous, fcfs", "slots", {}),
-    ("prefill_first", "continuous, prefill_first", "slots", {"scheduler_policy": "prefill_first"}),
-    ("decode_round_robin", "continuous, decode_round_robin", "slots", {"scheduler_policy": "decode_round_robin"}),
-    ("wide_slots", "regions", "slots", {}),
-    ("tight_slots", "regions", "slots", {}),
+    ("fcfs", "fcfs", "last", {}),
+    ("prefill_first", "prefill_first", "last", {"scheduler_policy": "prefill_first"}),
+    ("decode_round_robin", "decode_round_robin", "last", {"scheduler_policy": "decode_round_robin"}),
     ("paged", "", "blocks", {}),
     ("newest", "", "newest", {}),
+    ("unchunked", "", "unchunked", {}),
+    ("whole", "whole prompts, one forward", "last", {"use_chunked_prefill": False}),
+    ("uncached", "without prefix caching", "last", {"use_prefix_caching": False}),
+    ("one_chunk", "one chunk a step", "last", {"max_prefill_chunks_per_step": 1}),
+    ("alone", "decoding alone", "last", {"max_prefill_chunks_per_step": 1}),
     ("engine", "without HTTP", "last", {}),
     ("vllm", "vLLM", "vllm", {}),
     ("http", "over HTTP", "last", {}),
@@ -62,10 +63,8 @@ def has_continuous(lesson: Lesson) -> bool:
 
 
 def roles(main: Sequence[Lesson], last: Lesson) -> dict[str, Lesson]:
-    """Which phase of the main line, up to ``last``, shows what.
-
-    ``slots``: continuous batching in regions; ``blocks``: the first with blocks; ``newest``: the last, if it is newer;
-    ``last`` is what serves over HTTP.
+    """Which phase of the main line, up to ``last``, shows what: ``slots`` continuous batching in regions, ``blocks``
+    the first blocks, ``unchunked`` the last without chunks; ``newest`` is the last, if it is newer than ``blocks``.
     """
     many = [lesson for lesson in main if hasattr(lesson.engine, "add_request") and lesson.number <= last.number]
     blocks = [lesson for lesson in many if "paged" in lesson.load("engine").MEMORY]
@@ -73,6 +72,7 @@ def roles(main: Sequence[Lesson], last: Lesson) -> dict[str, Lesson]:
         "sequential": [lesson for lesson in main if not hasattr(lesson.engine, "add_request")][-1],
         "static": many[0],
         "slots": [lesson for lesson in many if has_continuous(lesson) and lesson not in blocks][-1],
+        "unchunked": [lesson for lesson in many if "use_chunked_prefill" not in lesson.load("engine").SUPPORTED][-1],
         "last": last,
     }
     found |= {"blocks": blocks[0]} if blocks else {}
@@ -92,7 +92,7 @@ def lineup(number: str | None = None) -> dict[str, Contender]:
     for name, title, role, settings in CONTENDERS:
         if role in PEERS and (role != "vllm" or is_installed()):
             found[name] = Contender(name, title, PEERS[role], settings)
-        elif role in shown:
+        elif role in shown and settings.keys() <= shown[role].load("engine").SUPPORTED:
             words = title or shown[role].title[:1].lower() + shown[role].title[1:]
             found[name] = Contender(name, f"{words} (phase {shown[role].number})", shown[role].engine, settings)
     return found
@@ -123,10 +123,8 @@ class Server:
 
 
 class Servers:
-    """Loads contenders on demand and keeps them; those with the same engine and settings are one.
-
-    ``base`` is what all of them share. ``configs`` are those of all it ever loaded, by name and batch size, and what
-    vLLM was called with.
+    """Loads contenders on demand and keeps them; those with the same engine and settings are one. ``configs`` are those
+    of all it ever loaded, by name and batch size.
     """
 
     def __init__(self, base: EngineConfig) -> None:
@@ -134,11 +132,11 @@ class Servers:
         self.made: dict[tuple[Any, EngineConfig], Server] = {}
         self.configs: dict[str, EngineConfig | dict[str, Any]] = {}
 
-    def get(self, contender: Contender, max_batch_size: int = 1) -> Server:
-        """A contender's server, with the batch size if it serves many and names none of its own."""
+    def get(self, contender: Contender, max_batch_size: int, max_seq_len: int) -> Server:
+        """A contender's server, with the batch size if it serves many; its own settings take precedence."""
         # A phase of one request at a time knows no setting of a queue.
         about = {"max_batch_size": max_batch_size} if contender.serves_many else {"max_waiting_requests": 1024}
-        config = EngineConfig(**{**vars(self.base), **about, **contender.settings})
+        config = EngineConfig(**{**vars(self.base), **about, "max_seq_len": max_seq_len, **contender.settings})
         key = contender.engine, config
         if key not in self.made:
             server = self.made[key] = Server(contender, config)

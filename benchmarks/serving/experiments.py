@@ -1,8 +1,7 @@
 """The experiments of the serving benchmark as one table, and what runs any of its rows. Introduced in phase 4.
 
-Invariants: within an experiment every contender serves the same traces, in this process or in one server process that
-is started as a user would; none is measured before it is warm; in turns, each contender begins a trial as often as
-another, so that a busy moment of the machine meets all of them alike.
+Invariants: within an experiment every contender serves the same traces, and none is measured before it is warm; in
+turns, each contender begins a trial as often as another.
 """
 
 import statistics
@@ -20,13 +19,13 @@ from shared.engine.config import SCHEDULER_POLICIES
 SPEED, SATURATED = "output_tokens_per_second", "saturated_tokens_per_second"
 WAITING = "tokens a second while requests wait"
 CONTINUOUS = ("continuous", "paged", "newest")
+Sized = Mapping[str, tuple[str, str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """``NAME_over_UNDER`` + ``suffix`` of every contender that is under no ratio itself; ``words``: what is compared.
-
-    It is the median of the ratios within each trial; ``figure`` is a dotted key of a result.
+    """``NAME_over_UNDER`` + ``suffix`` of every contender that is under no ratio itself: the median of ratios within
+    each trial, and ``…_range`` the least and the greatest. ``figure`` is a dotted key of a result, ``words`` its name.
     """
 
     under: str
@@ -42,9 +41,11 @@ class Experiment:
     Args:
         in_turns: trials in which the contenders take turns; the one of median ``speed`` is reported.
         takes_rate: requests may come at the rate that the run asks for; otherwise in a closed loop.
-        load: Poisson arrivals at this share of what static batching can do at most, measured in the same run.
+        load: Poisson arrivals at a share of what a closed loop of a workload does with a contender in the same run.
         holds_all: batches as large as the requests that are open.
-        resized: for some contenders another title, and settings that follow from the size; they are loaded alone.
+        sized: further contenders, by name: one of the line-up, another title, and settings that follow from the size.
+        one_by_one: each contender is loaded alone.
+        alone: contenders that serve only what decodes beside the requests of the workload.
         needs: contenders without which there is nothing to compare.
         shows: its tables in :mod:`benchmarks.serving.view`.
     """
@@ -57,28 +58,51 @@ class Experiment:
     in_turns: bool = False
     speed: str = SPEED
     takes_rate: bool = False
-    load: float | None = None
+    load: tuple[float, str, str] | None = None
     holds_all: bool = False
-    resized: Callable[[ServingSize], Mapping[str, tuple[str, dict[str, Any]]]] | None = None
+    sized: Callable[[ServingSize], Sized] = lambda size: {}
+    one_by_one: bool = False
+    alone: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
         return self.name.replace("-", "_")
 
+    def served(self, size: ServingSize) -> dict[str, Workload]:
+        """Its workloads, by the field of the size, with the one that the load is measured on."""
+        return {name: getattr(size, name) for name in (*self.workloads, *(self.load or ())[1:2])}
+
+    def longest(self, size: ServingSize) -> int:
+        """Tokens of the longest prompt and answer that its engines have room for."""
+        return max(workload.longest for workload in self.served(size).values())
+
     def batch(self, size: ServingSize, workload: Workload) -> int:
         return workload.concurrency if self.holds_all else size.max_batch_size
 
 
-def same_memory(size: ServingSize) -> dict[str, tuple[str, dict[str, Any]]]:
+def same_memory(size: ServingSize) -> Sized:
     """The same bytes of KV cache: as regions for long requests, as regions for the trace's longest, and in blocks."""
     (num, wide), tight = size.wide_slots, size.capacity.longest
     blocks = {"max_seq_len": wide, "max_batch_size": size.capacity_batch, "block_size": BLOCK_SIZE}
     blocks["num_gpu_blocks"] = size.capacity_tokens // BLOCK_SIZE
+    regions = {"wide_slots": (wide, num), "tight_slots": (tight, num * wide // tight)}
     return {
-        "wide_slots": (f"regions of {wide:,} tokens", {"max_seq_len": wide, "max_batch_size": num}),
-        "tight_slots": (f"regions of {tight:,} tokens", {"max_seq_len": tight, "max_batch_size": num * wide // tight}),
-    } | dict.fromkeys(("paged", "newest"), (f"blocks of {BLOCK_SIZE} tokens", blocks))
+        name: ("continuous", f"regions of {length:,} tokens", {"max_seq_len": length, "max_batch_size": batch})
+        for name, (length, batch) in regions.items()
+    } | {name: (name, f"blocks of {BLOCK_SIZE} tokens", blocks) for name in ("paged", "newest")}
+
+
+def one_chunk(size: ServingSize) -> Sized:
+    """One chunk of the size a step, beside long prompts and without."""
+    settings = {"prefill_chunk_size": size.chunk}
+    titles = {"alone": "decoding alone", "one_chunk": f"one chunk of {size.chunk} tokens a step"}
+    return {name: (name, title, settings) for name, title in titles.items()}
+
+
+def chunk_sizes(size: ServingSize) -> Sized:
+    """One chunk a step, of each size of the curve."""
+    return {f"chunk_{n}": ("one_chunk", f"chunks of {n:,} tokens", {"prefill_chunk_size": n}) for n in size.chunk_sizes}
 
 
 # fmt: off
@@ -97,7 +121,7 @@ EXPERIMENTS = (
         in_turns=True, holds_all=True
     ),
     Experiment(
-        "capacity", ("capacity",), ("wide_slots", "tight_slots", "paged", "newest"), ("held", "costs"),
+        "capacity", ("capacity",), (), ("held", "costs"),
         tuple(
             Ratio(*about)
             for slots in ("wide_slots", "tight_slots")
@@ -105,7 +129,7 @@ EXPERIMENTS = (
                 (slots, "_peak", "peak_concurrent", "requests at a time, at the peak"),
                 (slots, "_throughput", SATURATED, WAITING)
             )
-        ), resized=same_memory, needs=("paged",)
+        ), sized=same_memory, one_by_one=True, needs=("paged",)
     ),
     Experiment("whole-step", ("w2",), CONTINUOUS, ("trials",), (Ratio("continuous"),), in_turns=True, needs=("paged",)),
     Experiment(
@@ -117,7 +141,32 @@ EXPERIMENTS = (
         tuple(
             Ratio("static", f"_p99_{name}", f"{name}_ms.p99", f"P99 of {name.replace('_', ' ')}")
             for name in ("queue_wait", "request_latency", "time_to_first_token")
-        ), load=0.8
+        ), load=(0.8, "backlog", "static")
+    ),
+    Experiment(
+        "pairs", ("decode", "w2"), ("unchunked", "whole", "uncached", "newest"), ("trials",),
+        (Ratio("unchunked"), Ratio("whole"), Ratio("uncached")), in_turns=True, holds_all=True, needs=("whole",)
+    ),
+    Experiment(
+        "long-prompts", ("long_prompts",), ("unchunked", "whole"), ("latencies",),
+        (Ratio("alone", "_p99", "inter_token_latency_ms.p99", "P99 between tokens"),),
+        in_turns=True, load=(0.7, "long_prompts", "one_chunk"), holds_all=True, sized=one_chunk, alone=("alone",),
+        needs=("whole",)
+    ),
+    Experiment(
+        "chunk-size", ("one_prompt",), (), ("latencies",), holds_all=True, sized=chunk_sizes, one_by_one=True,
+        needs=("whole",)
+    ),
+    Experiment(
+        "prefixes", ("w4", "one_prefix", "conversation", "agents"), ("uncached", "newest"),
+        ("latencies", "speeds", "turns"),
+        tuple(
+            Ratio("uncached", *about)
+            for about in (
+                ("_first_token", "time_to_first_token_ms.p50", "P50 of the first token"),
+                ("_requests", "requests_per_second", "requests a second"),
+            )
+        ), in_turns=True, holds_all=True, needs=("uncached",)
     ),
 )
 # fmt: on
@@ -140,10 +189,11 @@ class Runner:
     def contenders(self, experiment: Experiment) -> dict[str, Contender]:
         """Those of an experiment that there are, as it sets them."""
         found = {name: self.lineup[name] for name in experiment.contenders if name in self.lineup}
-        for name, (title, settings) in (experiment.resized(self.size) if experiment.resized else {}).items():
-            if name in found:
-                phase = found[name].title.rpartition(" (")[2]
-                found[name] = replace(found[name], title=f"{title} ({phase}", settings=settings)
+        for name, (base, title, settings) in experiment.sized(self.size).items():
+            if base in self.lineup:
+                from_line, phase = self.lineup[base], self.lineup[base].title.rpartition(" (")[2]
+                settings = {**from_line.settings, **settings}
+                found[name] = replace(from_line, title=f"{title} ({phase}", settings=settings)
         return found
 
     def num_runs(self, experiment: Experiment) -> int:
@@ -160,21 +210,29 @@ class Runner:
 
     def _on(self, experiment: Experiment, workload: Workload) -> dict[str, Any]:
         contenders, batch = self.contenders(experiment), experiment.batch(self.size, workload)
+        longest = experiment.longest(self.size)
         rate = self.rate if experiment.takes_rate else None
         results: dict[str, Any] = {}
         if experiment.load is not None:
-            rate = experiment.load * self._static_capacity()
-            results = {"rate_requests_per_second": rounded(rate), "load": experiment.load}
+            share, of, name = experiment.load
+            trace = make_trace(getattr(self.size, of), self.vocab_size, self.seed)
+            with self.steps.step(f"{workload.title}, a closed loop: {contenders[name].title}"):
+                at_most = self._measure(contenders[name], batch, longest, trace)["requests_per_second"]
+            rate = share * at_most
+            results = {"rate_requests_per_second": rounded(rate), "load": share}
         if experiment.in_turns:  # all are loaded before the first is measured
             for contender in contenders.values():
-                _ = self.serve() if contender.name == "http" else self.servers.get(contender, batch)
+                _ = self.serve() if contender.name == "http" else self.servers.get(contender, batch, longest)
         trials: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
         for trial in range(self.size.trials if experiment.in_turns else 1):
-            trace = make_trace(workload, self.vocab_size, self.seed + trial, rate)
             for name in rotated(tuple(contenders), trial):
+                if name in experiment.alone and workload.beside:
+                    trace = make_trace(workload.beside, self.vocab_size, self.seed + trial)
+                else:
+                    trace = make_trace(workload, self.vocab_size, self.seed + trial, rate)
                 with self.steps.step(f"{workload.title}: {contenders[name].title}"):
-                    trials[name].append(self._measure(contenders[name], batch, trace))
-                    if experiment.resized:
+                    trials[name].append(self._measure(contenders[name], batch, longest, trace))
+                    if experiment.one_by_one:
                         self.servers.drop()
         speeds = {name: [run[experiment.speed] for run in runs] for name, runs in trials.items()}
         for name, runs in trials.items():
@@ -186,20 +244,13 @@ class Runner:
             results[name]["gain"] = ratio(results[name][SPEED], first[SPEED])
         return results | ratios(experiment, trials)
 
-    def _measure(self, contender: Contender, batch: int, trace: Trace) -> dict[str, Any]:
+    def _measure(self, contender: Contender, batch: int, longest: int, trace: Trace) -> dict[str, Any]:
         """One trace; over HTTP, what only an engine's steps tell is absent."""
         if contender.name == "http":
             found = figures(self.serve().serve(trace), self.size.server_batch, max_decode_interval=0)
         else:
-            found = self.servers.get(contender, batch).measure(trace, self.max_seconds)
-        return {"title": contender.title} | found
-
-    def _static_capacity(self) -> float:
-        """Requests a second of static batching while requests wait."""
-        trace, static = make_trace(self.size.backlog, self.vocab_size, self.seed), self.lineup["static"]
-        with self.steps.step(f"{self.size.backlog.title}: {static.title}"):
-            run = self._measure(static, self.size.max_batch_size, trace)
-        return float(run[SATURATED]) * len(trace.requests) / trace.new_tokens
+            found = self.servers.get(contender, batch, longest).measure(trace, self.max_seconds)
+        return {"title": contender.title, "settings": dict(contender.settings)} | found
 
 
 def value_at(node: Any, key: str) -> Any:
@@ -209,14 +260,17 @@ def value_at(node: Any, key: str) -> Any:
     return node
 
 
-def ratios(experiment: Experiment, trials: Mapping[str, list[dict[str, Any]]]) -> dict[str, float | None]:
+def ratios(experiment: Experiment, trials: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The ratios of an experiment, from each contender's runs, one of each trial."""
-    found: dict[str, float | None] = {}
+    found: dict[str, Any] = {}
     unders = {each.under for each in experiment.ratios}
     for each in experiment.ratios:
         for name in [name for name in trials if name not in unders and each.under in trials]:
             pairs = zip(trials[name], trials[each.under], strict=True)
             shares = [ratio(value_at(mine, each.figure), value_at(theirs, each.figure)) for mine, theirs in pairs]
             known = [share for share in shares if share is not None]
-            found[f"{name}_over_{each.under}{each.suffix}"] = rounded(statistics.median(known)) if known else None
+            key = f"{name}_over_{each.under}{each.suffix}"
+            found[key] = rounded(statistics.median(known)) if known else None
+            if len(known) > 1:
+                found[f"{key}_range"] = [min(known), max(known)]
     return found

@@ -1,12 +1,8 @@
 """A trace over HTTP: a phase's server as a process of its own, and streams that are opened, read and timed.
 
-Introduced in phase 4. The server is started as a user would start it, by ``python -m`` with the phase's package; when a
-request was scheduled is read from its log, one line a request. Requests go to ``POST /v1/completions`` as token ids
-and ask for named events, which are read as they come, by one asyncio client: some 20,000 events a second.
-
-Invariants: the process computes with as many threads as the benchmark does, and is gone when the block ends, whatever
-happened inside. A stream counts as answered only if it ended with one ``done`` and as many tokens as were asked for;
-anything else is an error with its cause.
+Introduced in phase 4. When a request was scheduled is read from the server's log. Invariants: the process computes with
+as many threads as the benchmark does, and is gone when the block ends; a stream counts as answered only if it ended
+with one ``done`` and as many tokens as were asked for.
 """
 
 import asyncio
@@ -34,8 +30,7 @@ from shared.lessons import Lesson
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarked"
 START_SECONDS = 300.0
-SILENCE_SECONDS = 300.0
-"""A stream that says nothing for so long has failed."""
+SILENCE_SECONDS = 300.0  # a stream that says nothing for so long has failed
 
 
 @dataclass
@@ -65,10 +60,8 @@ class ServedProcess:
 
 @contextmanager
 def served(lesson: Lesson, folder: Path, options: Sequence[str]) -> Iterator[ServedProcess]:
-    """A server of the model in ``folder`` by a phase, with these options of its command ``serve``.
-
-    SIGTERM ends the block like any exception. Raises ConfigError, with the last line of the server's log, if it does
-    not become ready.
+    """A server of the model in ``folder`` by a phase, with these options of its command ``serve``; SIGTERM ends the
+    block like any exception. Raises ConfigError if it does not become ready.
     """
     command = [sys.executable, "-m", lesson.module_name, "serve", str(folder), "--log-format", "json"]
     command += ["--served-model-name", MODEL, "--port", "0", *options]
@@ -107,10 +100,8 @@ def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
 
 
 async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run") -> ServedRun:
-    """Send a trace, greedily and past any end of sequence, and read every answer.
-
-    ``run_id`` begins the ``X-Request-Id`` of each request, whose end is its place in the trace. When requests were
-    scheduled, and the engine's steps, only the server knows.
+    """Send a trace, greedily and past any end of sequence, and read every answer. ``run_id`` begins the
+    ``X-Request-Id`` of each request, whose end is its place in the trace.
     """
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     queue = iter(enumerate(trace.requests))

@@ -1,19 +1,16 @@
 """What became of a trace, and what it says: latencies, throughput, fairness, use of the batch. Introduced in phase 4.
 
-Moments are seconds from the start of the trace, as the client sees them: a token is there when the step that drew it
-has ended or, over HTTP, when its event has been read. A request waits from the moment at which it should have been
-sent, even where the loop that sends it was busy then.
-
-A request's time to the first token and its whole latency count from its arrival; its queue wait ends where the first
-step that computed it began. Inter-token latencies are the gaps of all requests together. A percentile is interpolated
-linearly. Only requests with a whole answer count in latencies; throughput counts all tokens.
+Moments are seconds from the start of the trace, as the client sees them. A request's time to the first token and its
+whole latency count from its arrival, its queue wait ends where the first step that computed it began. Times between
+tokens are of all requests together; where requests decode in the background, of those, and all else of the others. Only
+requests with a whole answer count in latencies; throughput counts all tokens.
 
 Two incidents are starvation. A decode stall: a decoding request got no token for more than ``max_decode_interval``
 steps. A request overtaken: more than ``max_batch_size`` requests that came later were begun in an earlier step. A
 preempted request counts as begun where it was first computed; until it is computed anew it waits, which is no stall.
-Invariant: every figure follows from the run and the two bounds; nothing here looks at a clock.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +22,9 @@ from shared.engine.record import StepRecord
 
 @dataclass
 class ServedRequest:
-    """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no whole answer."""
+    """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no whole answer;
+    ``turn`` of its conversation. One of the background decodes only so that others are served beside it.
+    """
 
     arrived: float
     num_prompt_tokens: int
@@ -34,6 +33,8 @@ class ServedRequest:
     token_ids: list[int] = field(default_factory=list)
     ended: float | None = None
     error: str | None = None
+    is_background: bool = False
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,8 @@ class TimedStep:
 
 @dataclass
 class ServedRun:
-    """A trace that was served; requests stand in its order.
-
-    ``steps`` and ``num_forwards`` are None where they cannot be seen: over HTTP, inside a peer. ``is_cut``: the run was
-    broken off, and requests that had not ended have no error for it.
+    """A trace that was served; requests stand in its order. ``steps`` and ``num_forwards`` are None where they cannot
+    be seen: over HTTP, inside a peer. ``is_cut``: the run was broken off.
     """
 
     requests: list[ServedRequest]
@@ -69,8 +68,9 @@ class ServedRun:
 
     @property
     def finished(self) -> list[ServedRequest]:
-        """Those with a whole answer."""
-        return [request for request in self.requests if request.ended is not None and request.error is None]
+        """Those with a whole answer, without the background."""
+        ended = [request for request in self.requests if request.ended is not None and not request.is_background]
+        return [request for request in ended if request.error is None]
 
 
 def percentiles(seconds: list[float]) -> dict[str, float] | None:
@@ -82,7 +82,8 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
     """Everything about a run; what only an engine's steps tell is None where they were not seen."""
     done = run.finished
     seconds, steps = run.seconds, run.steps or []
-    gaps = [b - a for request in done for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
+    decoding = [request for request in run.requests if request.is_background] or done
+    gaps = [b - a for request in decoding for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
     of_steps = {
         "steps": len(steps),
         # of the tokens that as many steps could have given, were every place of the batch taken, the share given
@@ -91,6 +92,7 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
         "requests_overtaken": requests_overtaken(steps, bound=max_batch_size),
         "preemptions": sum(len(step.record.preempted) for step in steps),
         "tokens_recomputed": tokens_recomputed(steps),
+        "prompt_tokens_by_turn": by_turn(run),
         "mean_step_ms": 1e3 * _mean([step.ended - step.started for step in steps]),
     } | saturated_figures(run)
     return {
@@ -112,10 +114,8 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
 
 
 def saturated_figures(run: ServedRun) -> dict[str, Any]:
-    """How many held memory at a time, the share of it that held a token, and how fast they were, while requests waited.
-
-    That is up to the last step that left any waiting, or to the end if none did: what follows, the last batch
-    emptying, says how long the trace is and not how fast the engine.
+    """How many held memory at a time, the share of it that held a token, and how fast they were, up to the last step
+    that left requests waiting, or to the end if none did.
     """
     steps = run.steps or []
     last = max((n for n, step in enumerate(steps) if step.record.num_waiting), default=len(steps) - 1)
@@ -129,6 +129,15 @@ def saturated_figures(run: ServedRun) -> dict[str, Any]:
         "saturated_kv_utilisation": _mean([s.record.kv_used_tokens for s in steps]) / capacity if capacity else None,
         "saturated_tokens_per_second": tokens / ended if ended else 0.0,
     }
+
+
+def by_turn(run: ServedRun) -> list[float]:
+    """The prompt tokens that were computed for a request, of each turn the mean over its conversations."""
+    computed: Counter[str] = Counter()
+    for step in run.steps or ():
+        computed.update(dict(step.record.prefilled))
+    turns = [request.turn for request in run.requests]
+    return [_mean([computed[str(n)] for n, of in enumerate(turns) if of == turn]) for turn in sorted({*turns})]
 
 
 def decode_stalls(steps: list[TimedStep], max_decode_interval: int) -> int:

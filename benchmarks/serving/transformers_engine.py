@@ -1,9 +1,7 @@
 """transformers' ``generate`` on padded batches, behind the calls of a phase's engine. Introduced in phase 4.
 
-So many requests are served where a step must be a rectangle: prompts are padded on the left to the longest of the
-batch, every row computes every column, and a row whose answer has ended goes on until the last one has. ``generate``
-runs in a thread, as with transformers' own ``TextIteratorStreamer``, and a streamer hands over the tokens of each step.
-Invariant: nothing of transformers is replaced or tuned.
+Prompts are padded on the left to the longest of the batch, and a row whose answer has ended goes on until the last has.
+``generate`` runs in a thread, and a streamer hands over the tokens of each step. Invariant: nothing of it is tuned.
 """
 
 from collections.abc import Generator
@@ -21,9 +19,8 @@ from shared.parity.reference import load_reference
 
 
 class TransformersEngine(BatchQueue):
-    """A model folder in transformers, with its default attention and cache, in batches of the config's size.
-
-    It is the streamer of each batch: ``drawn`` holds a list ``[B]`` for each step, and None at the end.
+    """A model folder in transformers, in batches of the config's size. It is the streamer of each batch: ``drawn``
+    holds a list ``[B]`` for each step, and None at the end.
     """
 
     def __init__(self, config: EngineConfig) -> None:

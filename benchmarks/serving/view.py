@@ -1,12 +1,12 @@
 """Reports of the serving benchmark and of the matrix as a reader sees them. Introduced in phase 4."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.report import Report
 from benchmarks.serving.contenders import PEERS
-from benchmarks.serving.experiments import EXPERIMENTS, SATURATED, SPEED, Experiment
-from benchmarks.view import Bar, Bars, Column, Table, View, count, megabytes, number, percent, percentiles, text, times
+from benchmarks.serving.experiments import EXPERIMENTS, SATURATED, SPEED, Experiment, value_at
+from benchmarks.view import Bar, Bars, Column, Lines, Table, View, count, number, percent, percentiles, text, times
 
 Runs = dict[str, dict[str, Any]]
 COUNTED = ("num_errors", "preemptions", "tokens_recomputed")
@@ -26,7 +26,7 @@ STEP, STEPS = Column("ms/step", "mean_step_ms"), Column("steps", "steps", count)
 REQUESTS = Column("requests/s", "requests_per_second")
 PEAK, BATCH = Column("at a time, peak", "peak_concurrent", count), Column("batch of up to", "max_batch_size", count)
 WRITTEN = Column("memory written", "saturated_kv_utilisation", percent)
-TRIALS = Column("tokens/s of each trial", "tokens_per_second_trials", lambda found: " / ".join(map(number, found)))
+TRIALS = Column("tokens/s of each trial", "tokens_per_second_trials", lambda found: joined(found))
 INCIDENTS = tuple(Column(name.replace("_", " "), name, count) for name in COUNTED)
 PASSES = Column("forward passes", "forward_passes", count)
 COLUMNS: dict[str, tuple[Column, ...]] = {
@@ -37,8 +37,18 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "held": (PEAK, Column("mean", "mean_concurrent"), BATCH, WRITTEN, WAITING),
     "costs": (*INCIDENTS, COMPUTED, STEP, TOKENS),
     "trials": (TOKENS, TRIALS),
+    "turns": (Column("prompt tokens computed, by turn", "prompt_tokens_by_turn", lambda found: joined(found)),),
 }
-RATIOS = (*(text(words, words) for words in ("experiment", "what", "of", "over")), Column("ratio", "ratio", times))
+RATIOS = (
+    *(text(words, words) for words in ("experiment", "what", "of", "over")),
+    Column("ratio", "ratio", times),
+    text("of the trials", lambda row: row["range"] and " to ".join(map(times, row["range"]))),
+)
+CURVE = (("first token, P50", "time_to_first_token_ms.p50"), ("between tokens, P99", "inter_token_latency_ms.p99"))
+
+
+def joined(values: Iterable[float]) -> str:
+    return " / ".join(map(number, values))
 
 
 def about(report: Report) -> list[str]:
@@ -78,7 +88,12 @@ def view(report: Report) -> View:
     if ratios := _ratios(report):
         tables.append(Table("Ratios", RATIOS, ratios))
     title = f"Serving: {report.model['name']} on {report.machine_title}"
-    return View(title, about(report), tables, _notes(report), panels=[Bars("Output tokens a second", speeds)])
+    panels: list[Bars | Lines] = [Bars("Output tokens a second", speeds)]
+    if curve := all_runs(report.results.get("chunk_size")):
+        sizes = [run["settings"]["prefill_chunk_size"] for run in curve.values()]
+        lines = [(words, [value_at(run, key) for run in curve.values()]) for words, key in CURVE]
+        panels.append(Lines("Milliseconds, by tokens of a chunk", sizes, lines))
+    return View(title, about(report), tables, _notes(report), panels=panels)
 
 
 def _parts(report: Report) -> Iterator[tuple[Experiment, str, str, Any]]:
@@ -88,14 +103,14 @@ def _parts(report: Report) -> Iterator[tuple[Experiment, str, str, Any]]:
         for name in experiment.workloads if found else ():
             workload = report.flags["workloads"][name]
             heading = f"{workload['title']}: {workload['about']}"
-            if experiment.name in ("policies", "whole-step"):
+            if experiment.name in ("policies", "whole-step", "pairs"):
                 heading = f"{experiment.name.capitalize()}, {heading}"
             if experiment.load:
                 rate = number(found["rate_requests_per_second"])
-                heading = f"{workload['title']}: {workload['num_requests']} Poisson requests at {rate} a second, "
-                heading += f"{found['load']} of what static batching can do"
-            if experiment.resized:
-                heading += f"; {megabytes(found['wide_slots']['memory_kv_bytes'])} MB of KV cache for each"
+                heading += f"; Poisson arrivals at {rate} a second, {found['load']} of what "
+                heading += f"{found[experiment.load[2]]['title']} can do"
+            if experiment.name == "capacity":
+                heading += f"; {number(found['wide_slots']['memory_kv_bytes'] / 1e6)} MB of KV cache for each"
             if experiment.in_turns:
                 heading += f"; median of {report.flags['trials']} trials in turns"
             yield experiment, name, heading, found[name] if len(experiment.workloads) > 1 else found
@@ -110,6 +125,7 @@ def _ratios(report: Report) -> list[dict[str, Any]]:
             "of": found[over]["title"],
             "over": found[each.under]["title"],
             "ratio": found[key],
+            "range": found.get(f"{key}_range"),
         }
         for experiment, name, _, found in _parts(report)
         for each in experiment.ratios

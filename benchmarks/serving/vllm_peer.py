@@ -1,8 +1,7 @@
-"""vLLM beside ours, behind the calls of a phase's engine. Introduced in phase 4.
+"""vLLM beside ours, behind the calls of a phase's engine. Introduced in phase 4, written against vLLM 0.26.
 
-Written against vLLM 0.26. Its engine runs in a process of its own: in ours, a second start failed in a graph capture,
-and its hooks into Triton slowed our launches. Prompts and outputs are ids, prefixes are not cached, and the KV cache
-holds as many tokens as ours; scheduling, graphs and kernels are its own choice.
+Its engine runs in a process of its own. Prompts and outputs are ids, prefixes are not cached, and the KV cache holds as
+many tokens as ours; scheduling, graphs and kernels are its own choice.
 """
 
 import gc
@@ -37,9 +36,8 @@ def is_installed() -> bool:
 
 
 class VllmEngine:
-    """vLLM with a model folder, serving like an engine of phase 4 or later. Raises ConfigError without vLLM or a GPU.
-
-    ``last_step`` stays None, since nothing tells from outside what a step computed. A step may give no output.
+    """vLLM with a model folder, serving like an engine of phase 4 or later; ``last_step`` stays None. Raises
+    ConfigError without vLLM or a GPU.
     """
 
     last_step = None
@@ -71,11 +69,9 @@ class VllmEngine:
         self.num_tokens_computed = 0
 
     def stats(self) -> dict[str, int]:
-        """Tokens computed, if none was computed twice, and bytes of the KV cache."""
         return {"tokens computed": self.num_tokens_computed, "cache bytes": self.settings["kv_cache_memory_bytes"]}
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Hand a request over, to be answered past any end of sequence."""
         request_id = request_id or "alone"
         asked = {"temperature": params.temperature, "max_tokens": params.max_new_tokens}
         theirs = self.params(**asked, ignore_eos=True, detokenize=False)
@@ -84,7 +80,6 @@ class VllmEngine:
         return request_id
 
     def step(self) -> list[StepOutput]:
-        """Wait for the outputs of a step of vLLM and return their tokens."""
         outputs = []
         for answer in self.engine.step():
             token_ids = answer.outputs[0].token_ids
@@ -95,7 +90,6 @@ class VllmEngine:
         return outputs
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request."""
         self.engine.abort_request([request_id])
         return self.new_prompts.pop(request_id, None) is not None
 
@@ -113,7 +107,6 @@ class VllmEngine:
                 self.abort(request_id)
 
     def close(self) -> None:
-        """End the engine and free its memory."""
         self.engine.engine_core.shutdown()
         del self.engine
         gc.collect()

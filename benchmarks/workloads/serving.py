@@ -6,11 +6,10 @@ vocabulary and the seed alone; a higher rate is the same arrivals, closer togeth
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from shared.errors import ConfigError
 
 BLOCK_SIZE = 16
 
@@ -26,28 +25,47 @@ class Workload:
     prompt_tokens: tuple[int, int]  # a shared prefix counts
     new_tokens: tuple[int, int]
     shared_prefix_tokens: int = 0  # with which every prompt begins
+    beside: "Workload | None" = None  # its requests come first and decode until the others have ended
+    turns: int = 1  # of each request, which is then a conversation
+    turn_tokens: tuple[int, int] = (0, 0)  # that a further turn adds to the prompt and answer before it
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and the longest answer together."""
-        return self.prompt_tokens[1] + self.new_tokens[1]
+        further = (self.turns - 1) * (self.turn_tokens[1] + self.new_tokens[1])
+        return self.prompt_tokens[1] + self.new_tokens[1] + further
 
     def describe(self) -> str:
         """Its figures in a line, for a table's head."""
         bounds = self.prompt_tokens, self.new_tokens
         prompts, answers = (str(low) if low == high else f"{low} to {high}" for low, high in bounds)
         text = f"{self.num_requests} requests, {self.concurrency} open at a time, {prompts} tokens in, {answers} out"
-        prefix = self.shared_prefix_tokens
-        return f"{text}, the first {prefix} of each prompt the same" if prefix else text
+        if self.shared_prefix_tokens:
+            text += f", the first {self.shared_prefix_tokens} of each prompt the same"
+        if self.turns > 1:
+            low, high = self.turn_tokens
+            text += f", {self.turns} turns each, of which a further one adds {low} to {high} tokens"
+        if self.beside:
+            text += f"; beside them {self.beside.num_requests} decode, and times between tokens are of those"
+        return text
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request; ``arrival`` is seconds after the start, None in a closed loop."""
+    """One request; ``arrival`` is seconds after the start, None in a closed loop. One of the background is aborted when
+    all others have ended. ``turns`` are what follows in its conversation, each with the tokens that it adds.
+    """
 
     prompt_ids: tuple[int, ...]
     new_tokens: int
     arrival: float | None = None
+    is_background: bool = False
+    turns: tuple["TraceRequest", ...] = ()
+
+    def next_turn(self, answer: Sequence[int]) -> "TraceRequest":
+        """The first of the turns that follow, with everything before it as the beginning of its prompt."""
+        first, *turns = self.turns
+        return replace(first, prompt_ids=(*self.prompt_ids, *answer, *first.prompt_ids), turns=tuple(turns))
 
 
 @dataclass(frozen=True)
@@ -60,25 +78,33 @@ class Trace:
     @property
     def new_tokens(self) -> int:
         """Tokens of all answers."""
-        return sum(request.new_tokens for request in self.requests)
+        return sum(turn.new_tokens for request in self.requests for turn in (request, *request.turns))
 
 
 def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | None = None) -> Trace:
-    """Draw a trace: a closed loop, or with ``rate`` Poisson arrivals, so many a second; the first comes at once.
-
-    Ids are drawn uniformly from the vocabulary.
+    """Draw a trace, of uniform ids: a closed loop, or with ``rate`` Poisson arrivals, so many a second, the first at
+    once.
     """
     lengths, ids, clock = (np.random.default_rng([seed, zlib.crc32(workload.name.encode()), n]) for n in range(3))
     prefix = tuple(ids.integers(vocab_size, size=workload.shared_prefix_tokens).tolist())
     gaps = clock.standard_exponential(workload.num_requests)
     gaps[0] = 0.0
     arrivals = gaps.cumsum() / (rate or 1.0)
-    requests = []
-    for n in range(workload.num_requests):
-        num_prompt = int(lengths.integers(*workload.prompt_tokens, endpoint=True))
+    first = None if rate is None else 0.0
+    requests = [
+        replace(each, new_tokens=workload.longest - len(each.prompt_ids), arrival=first, is_background=True)
+        for each in (make_trace(workload.beside, vocab_size, seed).requests if workload.beside else ())
+    ]
+
+    def draw(bounds: tuple[int, int], prefix: tuple[int, ...] = ()) -> TraceRequest:
+        num_prompt = int(lengths.integers(*bounds, endpoint=True))
         num_new = int(lengths.integers(*workload.new_tokens, endpoint=True))
-        own = tuple(ids.integers(vocab_size, size=num_prompt - len(prefix)).tolist())
-        requests.append(TraceRequest(prefix + own, num_new, None if rate is None else float(arrivals[n])))
+        return TraceRequest(prefix + tuple(ids.integers(vocab_size, size=num_prompt - len(prefix)).tolist()), num_new)
+
+    for n in range(workload.num_requests):
+        begun = draw(workload.prompt_tokens, prefix)
+        turns = tuple(draw(workload.turn_tokens) for _ in range(workload.turns - 1))
+        requests.append(replace(begun, arrival=None if rate is None else float(arrivals[n]), turns=turns))
     return Trace(tuple(requests), workload.concurrency if rate is None else None)
 
 
@@ -87,7 +113,8 @@ class ServingSize:
     """How much a serving benchmark asks.
 
     ``wide_slots``, how many and of how many tokens, is the KV cache that each contender of ``capacity`` has; regions of
-    the trace's longest request and blocks must both divide it. ``trials``: of the comparisons in turns.
+    the trace's longest request and blocks must both divide it. ``trials``: of the comparisons in turns. Long prompts
+    are computed in chunks of ``chunk`` tokens, and for the curve in chunks of each of ``chunk_sizes``.
     """
 
     max_batch_size: int
@@ -100,7 +127,21 @@ class ServingSize:
     streams: Workload
     capacity: Workload
     wide_slots: tuple[int, int]
+    decode: Workload
+    long_prompts: Workload
+    chunk: int
+    chunk_sizes: tuple[int, ...]
+    w4: Workload
+    one_prefix: Workload
+    conversation: Workload
+    agents: Workload
     trials: int
+
+    @property
+    def one_prompt(self) -> Workload:
+        """Long prompts one after the other."""
+        title, beside = f"{self.long_prompts.title}, one after the other", self.decode.num_requests
+        return replace(self.long_prompts, title=title, num_requests=4, concurrency=beside + 1)
 
     @property
     def capacity_tokens(self) -> int:
@@ -120,6 +161,7 @@ class ServingSize:
 
 
 MIXED_PROMPTS, MIXED_ANSWERS = (32, 1024), (64, 256)
+DECODE_32 = Workload("decode", "32 decode", 32, 32, (64, 64), (256, 256))
 FULL = ServingSize(
     max_batch_size=16,
     w1=Workload("w1", "W1 single", 2, 1, (256, 256), (256, 256)),
@@ -131,12 +173,19 @@ FULL = ServingSize(
     streams=Workload("streams", "64 streams", 128, 64, (32, 256), (128, 128)),
     capacity=Workload("capacity", "Capacity", 320, 320, MIXED_PROMPTS, MIXED_ANSWERS),
     wide_slots=(20, 4096),
+    decode=DECODE_32,
+    long_prompts=Workload("long_prompts", "Long prompts", 24, 32 + 4, (8192, 8192), (16, 16), beside=DECODE_32),
+    chunk=512,
+    chunk_sizes=(64, 128, 256, 512, 1024, 2048, 4096),
+    w4=Workload("w4", "W4 48 with a prefix", 48, 16, (1056, 1152), (32, 64), shared_prefix_tokens=1024),
+    one_prefix=Workload("one_prefix", "One at a time", 8, 1, (8256, 8256), (16, 16), shared_prefix_tokens=8192),
+    conversation=Workload("conversation", "Conversation", 1, 1, (256, 256), (64, 64), turns=10, turn_tokens=(64, 192)),
+    agents=Workload("agents", "Agents", 16, 16, (2112, 2304), (16, 48), 2048, turns=8, turn_tokens=(256, 768)),
     trials=3,
 )
-LARGE = replace(FULL, max_batch_size=64, w2=replace(FULL.w2, title="W2 mixed, large", num_requests=128, concurrency=64))
-"""W2 with 64 requests open at a time, and batches that hold them."""
 
 DEMO_PROMPTS, DEMO_ANSWERS = (8, 48), (4, 24)
+DECODE_8 = Workload("decode", "8 decode", 8, 8, (8, 8), (32, 32))
 DEMO = ServingSize(
     max_batch_size=4,
     w1=Workload("w1", "W1 single", 2, 1, (32, 32), (16, 16)),
@@ -148,13 +197,19 @@ DEMO = ServingSize(
     streams=Workload("streams", "8 streams", 8, 8, (8, 16), (16, 16)),
     capacity=Workload("capacity", "Capacity, a sixteenth of W2's lengths", 64, 64, (2, 64), (4, 16)),
     wide_slots=(5, 256),
+    decode=DECODE_8,
+    long_prompts=Workload("long_prompts", "Long prompts", 6, 8 + 2, (512, 512), (4, 4), beside=DECODE_8),
+    chunk=32,
+    chunk_sizes=(8, 16, 32, 64, 128, 256, 512),
+    w4=Workload("w4", "W4 48 with a prefix", 48, 4, (1032, 1048), (4, 8), shared_prefix_tokens=1024),
+    one_prefix=Workload("one_prefix", "One at a time", 4, 1, (1040, 1040), (4, 4), shared_prefix_tokens=1024),
+    conversation=Workload("conversation", "Conversation", 1, 1, (64, 64), (16, 16), turns=10, turn_tokens=(16, 48)),
+    agents=Workload("agents", "Agents", 16, 16, (136, 152), (4, 8), 128, turns=4, turn_tokens=(32, 64)),
     trials=3,
 )
 """Without a GPU: the same measurements in a few minutes, with the demo model."""
 
 
-def default_size(device: str, is_large: bool = False) -> ServingSize:
-    """Full size on a GPU, otherwise the demo size; ``is_large`` raises W2 to 64 at a time, on a GPU alone."""
-    if is_large and not device.startswith("cuda"):
-        raise ConfigError("--large opens 64 long requests at a time and the device is cpu; leave it out, or use a GPU.")
-    return LARGE if is_large else FULL if device.startswith("cuda") else DEMO
+def default_size(device: str) -> ServingSize:
+    """Full size on a GPU, otherwise the demo size."""
+    return FULL if device.startswith("cuda") else DEMO

@@ -1,9 +1,12 @@
 """Draws trace.png: the page of `infer trace` in a browser, two schedulers one below the other. Introduced in phase 4.
 
     python docs/images/record_trace.py [--model MODEL] [--phase PHASE] [--compare NAMES] [--dark] [--out FILE]
+    python docs/images/record_trace.py --phase 07 --compare "" --out docs/images/chunks.png --max-batch-size 6 \
+        --requests 6 --every 4 --prefill-chunk-size 16 --max-prefill-chunks-per-step 1
 
-The page is opened as a file, and a cell of the last timeline is chosen; the picture reaches from the controls to what
-the page says about that cell. Nothing is fetched.
+Further options are those of `infer trace`. The page is opened as a file, and a cell of the last timeline is chosen, or
+of one timeline alone the step that its caption names; the picture reaches from the controls to what the page says about
+that. Nothing is fetched.
 """
 
 from playwright.sync_api import Page
@@ -28,12 +31,15 @@ def main() -> None:
     add_model(arguments)
     arguments.add_argument("--phase", default="05", help="whose engine runs (default: %(default)s)")
     arguments.add_argument("--compare", default="static,continuous", help="what is run (default: %(default)s)")
-    options = arguments.parse_args()
+    options, settings = arguments.parse_known_args()
 
-    settings = ("--phase", options.phase, "--compare", options.compare, *TRACED)
+    settings += ["--phase", options.phase, *TRACED, *(["--compare", options.compare] if options.compare else [])]
     with trace(options.model, *settings) as address, window(options) as tab:
         tab.goto(address)
-        choose_cell(tab)
+        if options.compare:
+            choose_cell(tab)
+        else:
+            tab.locator("input[type=range]").dispatch_event("input")
         capture(tab, ".controls", "#details", options.out)
     shrink(options.out)
 

@@ -20,6 +20,7 @@ SERVING_EPILOG = examples(
     "infer bench serving --experiment tail --tail-requests 128",
     "infer bench serving --experiment workloads --contender static --contender continuous",
     "infer bench serving --experiment capacity --experiment whole-step",
+    "infer bench serving --experiment long-prompts --trials 1",
     "infer bench serving --model ./llama-1b --device cuda --out reports",
 )
 MATRIX_EPILOG = examples(
@@ -39,8 +40,8 @@ def serving(
         typer.Option(
             "--experiment",
             "-e",
-            help="workloads, policies, closed-loop, together, capacity, whole-step, http-overhead or tail; repeat it. "
-            "Default: all.",
+            help="workloads, policies, closed-loop, together, capacity, whole-step, http-overhead, tail, pairs, "
+            "long-prompts, chunk-size or prefixes; repeat it. A report of one bears its name. Default: all.",
         ),
     ] = None,
     contender: Annotated[
@@ -56,7 +57,6 @@ def serving(
         str | None,
         typer.Option("--phase", "-p", help="The last that takes part, and serves over HTTP. Default: the newest."),
     ] = None,
-    large: Annotated[bool, typer.Option("--large", help="W2 with 64 requests open at a time; on a GPU.")] = False,
     rate: Annotated[
         float | None,
         typer.Option("--rate", help="Poisson arrivals of the workloads, so many a second, instead of a closed loop."),
@@ -87,7 +87,7 @@ def serving(
     from benchmarks.workloads.serving import default_size
 
     device = computing_device(device)
-    size = default_size(device, large)
+    size = default_size(device)
     if tail_requests is not None:
         size = replace(size, tail=replace(size.tail, num_requests=tail_requests))
     if trials is not None:

@@ -25,6 +25,7 @@ EPILOG = examples(
     "infer trace --compare static,continuous",
     "infer trace --phase 05 --scheduler-policy prefill_first --requests 24 --rate 0.5",
     "infer trace --num-gpu-blocks 12 --block-size 8 --max-seq-len 96 --max-tokens 48",
+    "infer trace --prefill-chunk-size 16 --max-prefill-chunks-per-step 1 --every 2",
     "infer trace --compare contiguous,paged --max-seq-len 256",
     "infer trace --shared-prefix 128",
     "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",

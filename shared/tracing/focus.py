@@ -18,8 +18,8 @@ class Focus:
 
 
 def focus(trace: Trace) -> Focus:
-    """The first of these that the run has: a prompt that begins in the cache, a preemption, a stalled request, empty
-    rows while requests wait, a wait.
+    """The first of these that the run has: a prompt that begins in the cache, a preemption, a stalled request, a chunk
+    of a prompt beside decoding, empty rows while requests wait, a wait.
     """
     found = {
         next(step for kind, step, _ in trace.runs(request) if kind is not CellKind.QUEUE): request
@@ -42,6 +42,13 @@ def focus(trace: Trace) -> Focus:
                 beside = f" while request {prompts} is prefilled" if prompts else ""
                 steps = "1 step" if after - step == 1 else f"{after - step} steps"
                 return Focus(step, f"from step {step} on request {request.request_id} stalls for {steps}{beside}.")
+    chunks = [(request, *chunk) for request in trace.requests for chunk in trace.chunks(request) if chunk[1]]
+    decoding = [len(trace.steps[step].record.decoded) for _, step, _, _ in chunks]
+    if most := max(decoding, default=0):
+        request, step, first, num_tokens = chunks[decoding.index(most)]
+        others = "1 request decodes" if most == 1 else f"{most} requests decode"
+        part = f"tokens {first} to {first + num_tokens - 1} of the prompt of request {request.request_id}"
+        return Focus(step, f"step {step} computes a chunk, {part}, while {others}.")
     empty = [
         (trace.max_batch_size - step.num_served) if step.record.num_waiting and step.num_served else 0
         for step in trace.steps

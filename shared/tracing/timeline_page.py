@@ -28,7 +28,7 @@ REGION = re.compile(r"\{\{(\w+)\}\}")
 def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
     """The HTML of one page with all traces below each other, on the same scale; ``note`` stands below the totals."""
     style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
-    script = "\n\n".join(map(_part, ("timeline.js", "pool.js", "memory.js", "controls.js")))
+    script = "\n\n".join(map(_part, ("timeline.js", "tokens.js", "pool.js", "memory.js", "controls.js")))
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
     regions = {
         "title": escape(title),
@@ -99,6 +99,7 @@ def _request_data(trace: Trace, request: TracedRequest) -> dict[str, Any]:
     values = dataclasses.asdict(request)
     values["tokens"] = [[token.step, token.token_id, token.text] for token in request.tokens]
     values["runs"] = trace.runs(request)
+    values["chunks"] = trace.chunks(request)
     values["preemptions"] = trace.preemptions(request)
     return values
 

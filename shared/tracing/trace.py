@@ -18,7 +18,7 @@ from shared.engine.record import StepRecord
 
 class CellKind(StrEnum):
     """What a step did for a request. QUEUE: nothing, the request waits for its prefill. STALL: nothing, the request is
-    decoding but the step did not include it. PREEMPTED: nothing, its KV cache was freed. RECOMPUTE: its prompt and
+    running but the step did not include it. PREEMPTED: nothing, its KV cache was freed. RECOMPUTE: its prompt and
     outputs were recomputed. FAILED: the step ran the request, which raised.
     """
 
@@ -154,6 +154,16 @@ class Trace:
             cells = list(group)
             joined.append((kind, cells[0].step, cells[-1].step + 1))
         return joined
+
+    def chunks(self, request: TracedRequest) -> list[tuple[int, int, int]]:
+        """The parts of its prompt, or after a preemption of prompt and outputs, as (step, first token, tokens)."""
+        found, first, preemptions = [], 0, self.preemptions(request)
+        for cell in self.cells(request):
+            first = 0 if cell.step in preemptions else first
+            if cell.kind in (CellKind.PREFILL, CellKind.RECOMPUTE):
+                found.append((cell.step, first, cell.num_tokens))
+                first += cell.num_tokens
+        return found
 
     def preemptions(self, request: TracedRequest) -> list[int]:
         """The steps in which it was preempted."""

@@ -17,11 +17,10 @@ from typer.testing import CliRunner
 
 from benchmarks import bench_generation, ladder, profile_generation, sanity_check
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
-from benchmarks.contenders import MIN_DECODED, load_engine, load_transformers
+from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
 from benchmarks.report import Report, read_value
 from benchmarks.roofline import DecodeWork
-from benchmarks.sanity_check import problem
 from benchmarks.setup import Setup
 from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Run, timed
@@ -29,7 +28,6 @@ from benchmarks.view import markdown, show
 from phases.phase_03.engine import Engine
 from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
-from shared.errors import ModelFolderError
 from shared.lessons import find_lesson, lessons, newest_lesson
 from shared.loading.config_json import read_config
 
@@ -95,6 +93,8 @@ def test_sixteen_requests_show_what_batching_and_blocks_buy(rungs: Report) -> No
             result["together_tokens_per_second"] / results["02"]["together_tokens_per_second"], rel=2e-3
         )
         assert result["bought"] == find_lesson(number).bought
+        assert (result["longest_wait_ms"] or 0) > 0 or number < "05"
+        assert result["second_turn_ms"] > 0
 
 
 def test_the_ladder_fits_the_terminal(rungs: Report) -> None:
@@ -109,9 +109,9 @@ def test_the_ladder_fits_the_terminal(rungs: Report) -> None:
 def test_contexts_are_those_the_model_can_hold(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 90}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 210}))
     found = ladder.measure_ladder(str(tmp_path), prompt_tokens=2, new_tokens=2, trials=1, phases=[NEWEST, "2", "02"])
-    assert (found.flags["contexts"], list(found.results)) == ([16, 32, 64], ["02", NEWEST])
+    assert (found.flags["contexts"], list(found.results)) == ([16, 32, 64, 128], ["02", NEWEST])
 
 
 def test_contenders_answer_the_same_at_a_share_of_the_bytes_a_token_must_read(generated: Report, folder: Path) -> None:
@@ -136,15 +136,6 @@ def test_contenders_answer_the_same_at_a_share_of_the_bytes_a_token_must_read(ge
     ratio = sum(a / b for a, b in zip(*trials, strict=True)) / 2
     assert results["ratios"]["03_over_02"] == pytest.approx(ratio, rel=2e-3)
     assert generated.engines["transformers_eager"]["generate"] == {"do_sample": False, "attention": "sdpa"}
-
-
-def test_an_answer_that_takes_too_long_is_judged_by_what_it_has(folder: Path) -> None:
-    size = GenerationSize(prompt_tokens=4, new_tokens=30, trials=1)
-    found = measure_generation(str(folder), phases=["02"], size=size, ceilings=CEILINGS, max_seconds=1e-9).results
-    ours, theirs = found["02"], found["transformers_eager"]
-    assert ours["new_tokens"] == theirs["compared_tokens"] == theirs["equal_tokens"] == MIN_DECODED + 1
-    assert ours["tokens_computed"] == sum(range(4, 4 + MIN_DECODED + 1))
-    assert theirs["tokens_computed"] == 4 + 29, "transformers is not broken off"
 
 
 def test_a_window_traces_its_steps_and_no_others(folder: Path) -> None:
@@ -284,18 +275,3 @@ def test_a_wrong_answer_is_found_and_shown(folder: Path, monkeypatch: pytest.Mon
     assert (wrong["flips"], wrong["shortfall"] > 1) == (1, True)
     page = markdown(sanity_check.view(report))
     assert ("below transformers' likeliest" in page, "1 of 2 failed." in page) == (True, True)
-
-
-def test_without_choice_everything_at_hand_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
-    monkeypatch.setenv("INFER_TEST_MODELS", str(tmp_path / "mine"))
-    for device, is_tiny in (("cpu", True), ("cuda", False)):
-        shapes = [name for name in SHAPES if name.startswith("tiny-") == is_tiny]
-        assert [name for name, _ in sanity_check.find_subjects(None, None, 0, device)] == ["mine", *shapes]
-    assert [name for name, _ in sanity_check.find_subjects(None, ["tiny-llama"], 0, "cpu")] == ["tiny-llama"]
-
-
-def test_problems_name_no_folder_of_the_machine() -> None:
-    error = ModelFolderError("/home/someone/models/mine has no config.json\nmore; fetch it.")
-    assert problem(error) == "mine has no config.json"
-    assert problem(RuntimeError("3 tokens/s and owner/name stay")) == "RuntimeError: 3 tokens/s and owner/name stay"

@@ -579,6 +579,48 @@ def test_preemption_and_recompute_are_drawn_and_told(browser: Any, crowded: Path
         )
 
 
+CHUNKED = ("--prefill-chunk-size", "8", "--max-prefill-chunks-per-step", "1", "--every", "3", "--requests", "6")
+
+
+def test_a_chunked_step_is_drawn_and_told(browser: Any, model: str, tmp_path: Path) -> None:
+    traced("--model", model, "--phase", "07", *CHUNKED, "--max-seq-len", "128", "--out", tmp_path)
+    (trace,) = page_data(tmp_path / "trace.html")
+    step = trace["focus"]["step"]
+    ((name, count),) = trace["steps"][step]["prefilled"]
+    decoded, request = trace["steps"][step]["decoded"], trace["requests"][int(name) - 1]
+    (place,) = [n for n, (at, _, _) in enumerate(request["chunks"]) if at == step]
+    first, total = request["chunks"][place][1], request["num_prompt_tokens"]
+    assert [[start, size] for _, start, size in request["chunks"]] == [
+        [start, min(8, total - start)] for start in range(0, total, 8)
+    ]
+    chunk = f"tokens {first} to {first + count - 1} of {total}"
+    for tab in opened(browser, tmp_path / "trace.html"):
+        assert f"computes a chunk, tokens {first} to " in tab.locator("section .caption").first.inner_text()
+        told = tab.locator(".step-tokens span").all_inner_texts()
+        assert told == [f"decode {', '.join(decoded)}: 1 token each", f"prompt of {name}: {chunk}"]
+        tracks = tab.locator(".track")
+        assert tracks.first.locator("i.decode").count() == len(decoded) >= 2
+        parts = tracks.last.evaluate("track => [...track.children].map(part => [part.className, +part.style.flexGrow])")
+        before, left = [["before", 8]] * place, total - first - count
+        assert parts == [*before, ["now", count], *([["left", left]] if left else [])]
+        widths = tracks.last.evaluate("track => [...track.children].map(part => part.getBoundingClientRect().width)")
+        assert widths[0] / widths[place] == pytest.approx(8 / count, rel=0.1)
+        # A cut in the timeline between two chunks of a prompt; the pointer tells the chunk below it.
+        prompts = [len(one["chunks"]) for one in trace["requests"]]
+        assert tab.locator("path.chunk").count() == sum(number - 1 for number in prompts)
+        tab.locator("section input[type=range]").fill(str(step))
+        assert f"prefill {name} ({chunk}) · decode {', '.join(decoded)}" in tab.inner_text("#details")
+        tab.locator(".scroller").focus()
+        for _ in range(int(name)):
+            tab.keyboard.press("ArrowDown")
+        assert tab.inner_text("#details").startswith(f"Request {name} · prefill of {chunk}")
+        for selector, property in ((".step-tokens span, .step-tokens b", "color"), (".track i.now", "backgroundColor")):
+            assert tab.evaluate(FAINTEST, [selector, property])[1] >= (TEXT_CONTRAST if property == "color" else 1)
+        tab.set_viewport_size(PHONE)
+        tab.evaluate(TWO_FRAMES)
+        assert tab.evaluate(WIDE) == []
+
+
 def test_a_square_tells_whose_it_is_by_pointer_and_by_keys(browser: Any, crowded: Path) -> None:
     regions, trace = page_data(crowded)
     for tab in opened(browser, crowded):

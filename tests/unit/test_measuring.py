@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from benchmarks import hardware, machine, timing
 from benchmarks.report import Report, describe_model, engine_settings, read_value, write_report
 from benchmarks.roofline import DecodeWork
-from benchmarks.timing import Run, Steps, SyntheticPrompts, answer_with, rotated, run, timed, torch_threads
+from benchmarks.timing import Run, SyntheticPrompts, answer_with, rotated, run, timed
 from benchmarks.view import Bar, Bars, Column, Table, View, text
 from shared.checkpoints.make import checkpoint_tensors
 from shared.checkpoints.shapes import SHAPES
@@ -74,19 +74,6 @@ def test_turns_rotate_and_prompts_repeat_with_the_seed_alone():
     assert all(type(token_id) is int and 0 <= token_id < 50 for token_id in drawn[0])
 
 
-def test_threads_are_given_back_even_after_an_error_and_steps_count_up():
-    before = torch.get_num_threads()
-    with pytest.raises(KeyError, match=str(before + 1)), torch_threads(before + 1):
-        raise KeyError(torch.get_num_threads())
-    assert torch.get_num_threads() == before
-    seen: list[tuple[str, int, int]] = []
-    steps = Steps(lambda *step: seen.append(step), 2)
-    for what in ("load", "measure"):
-        with steps.step(what):
-            pass
-    assert seen == [("load", 0, 2), ("load", 1, 2), ("measure", 1, 2), ("measure", 2, 2)]
-
-
 def test_the_command_reports_bandwidth_and_on_a_cpu_no_launches(tmp_path):
     result = CliRunner().invoke(app, ["bench", "hardware", "--device", "cpu", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -113,13 +100,6 @@ def test_no_two_sets_share_a_cache_line(shape, sets):
         assert (after - before) % timing.ALIGNMENT == 0
         assert after - before >= tensors[0].numel() * 2
     assert all(tensor.shape == tuple(shape) and (tensor == 3).all() for tensor in tensors)
-
-
-def test_every_set_is_called_in_turn_and_equally_often():
-    called: list[int] = []
-    seconds = timing.time_calls(lambda x: called.append(int(x)), [(torch.tensor(float(i)),) for i in range(5)])
-    assert called == 4 * [0, 1, 2, 3, 4]  # a warm-up and three trials
-    assert seconds > 0
 
 
 @pytest.mark.gpu
@@ -223,14 +203,6 @@ def test_a_processor_gets_a_short_name(monkeypatch, cpu, threads, name, title):
     monkeypatch.setattr(machine, "num_cores", lambda: 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert (machine.machine_name("cpu"), machine.machine_title("cpu")) == (name, title)
-
-
-def test_a_gpu_names_the_machine_unless_the_cpu_computes(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert machine.machine_name() == machine.machine_name("cuda:0") == "4x-nvidia-h100-80gb-hbm3"
-    assert machine.machine_name("cpu").startswith("cpu-")
 
 
 def work(shape: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DecodeWork:

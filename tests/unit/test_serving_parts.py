@@ -22,6 +22,7 @@ from benchmarks.serving.results import (
     ServedRequest,
     ServedRun,
     TimedStep,
+    by_turn,
     decode_stalls,
     figures,
     percentiles,
@@ -31,7 +32,7 @@ from benchmarks.serving.results import (
 from benchmarks.serving.transformers_engine import TransformersEngine
 from benchmarks.serving.view import COLUMNS
 from benchmarks.serving.vllm_peer import VllmEngine
-from benchmarks.workloads.serving import BLOCK_SIZE, DEMO, FULL, LARGE, Trace, TraceRequest, Workload, make_trace
+from benchmarks.workloads.serving import BLOCK_SIZE, DEMO, FULL, Trace, TraceRequest, Workload, make_trace
 from phases.phase_03.engine import Engine as Plain
 from shared.engine.config import EngineConfig
 from shared.engine.record import StepRecord
@@ -76,7 +77,7 @@ def test_poisson_arrivals_are_the_same_requests_and_scale_with_the_rate() -> Non
     assert [replace(r, arrival=None) for r in fast.requests] == list(loop.requests)
 
 
-@pytest.mark.parametrize("size", [FULL, LARGE, DEMO])
+@pytest.mark.parametrize("size", [FULL, DEMO])
 def test_the_memory_of_capacity_divides_into_regions_and_blocks_and_leaves_a_queue(size: Any) -> None:
     assert size.capacity_tokens % size.capacity.longest == size.capacity_tokens % BLOCK_SIZE == 0
     num_tight = size.capacity_tokens // size.capacity.longest
@@ -90,13 +91,14 @@ def test_the_memory_of_capacity_divides_into_regions_and_blocks_and_leaves_a_que
 def test_every_name_in_the_tables_is_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {name for name, *_ in CONTENDERS}
     for experiment in EXPERIMENTS:
-        under = {each.under for each in experiment.ratios}
-        assert {*experiment.contenders, *experiment.needs, *under} <= names
+        sized, load = experiment.sized(DEMO), (experiment.load or (1.0, "w1", "static"))[1:]
+        shown = {*experiment.contenders, *sized}
+        assert {*(each.under for each in experiment.ratios), *experiment.alone, load[1]} <= shown | {"static"}
+        assert {*experiment.contenders, *experiment.needs, *(base for base, _, _ in sized.values())} <= names
         assert set(experiment.shows) <= set(COLUMNS)
-        assert all(hasattr(DEMO, workload) for workload in experiment.workloads)
-        assert set(experiment.resized(DEMO) if experiment.resized else ()) <= set(experiment.contenders)
+        assert all(hasattr(DEMO, workload) for workload in (*experiment.workloads, load[0]))
     assert set(lineup()) == names - {"vllm"}
-    assert names - set(lineup("05")) == {"paged", "newest", "vllm"}
+    assert names - set(lineup("05")) == {"paged", "newest", "vllm", "whole", "one_chunk", "alone", "uncached"}
     monkeypatch.setattr("benchmarks.serving.contenders.is_installed", lambda: True)
     assert set(lineup()) == names
 
@@ -175,6 +177,37 @@ def test_a_refusal_is_an_error_that_frees_its_place_and_a_cut_leaves_nothing_beh
     run = drive(engine, Trace((TraceRequest((1,), 1000),) * 3, concurrency=3), max_seconds=0.05)
     assert (run.is_cut, run.finished, engine.has_work(), figures(run, 2, 4)["num_errors"]) == (True, [], False, 0)
     assert 0 < run.num_tokens < 20
+
+
+def test_a_turn_of_a_conversation_begins_with_all_before_it_and_follows_at_once() -> None:
+    workload = Workload("talk", "Talk", 3, 2, (6, 6), (4, 4), shared_prefix_tokens=5, turns=3, turn_tokens=(2, 3))
+    trace, engine = make_trace(workload, 100, seed=0), Clockwork(max_running=2)
+    assert (workload.longest, trace.new_tokens) == (6 + 4 + 2 * (3 + 4), 3 * 3 * 4)
+    begun = trace.requests[0]
+    second = begun.next_turn([7, 8, 9, 5])
+    assert second.prompt_ids == (*begun.prompt_ids, 7, 8, 9, 5, *begun.turns[0].prompt_ids)
+    assert (second.turns, second.new_tokens) == (begun.turns[1:], 4)
+    run = drive(engine, trace)
+    assert [r.turn for r in run.requests] == [0, 0, 0, 1, 1, 2, 2, 1, 2], "two at a time, and the third begins last"
+    assert (len(run.finished), run.num_tokens, engine.most_open) == (9, trace.new_tokens, 2)
+    assert by_turn(run)[0] == 6 < by_turn(run)[1] < by_turn(run)[2]
+
+
+def test_the_background_decodes_until_the_others_have_ended_and_times_between_tokens_are_its_own() -> None:
+    workload = Workload("long", "Long", 3, 2 + 3, (20, 20), (4, 4), beside=Workload("w", "W", 2, 2, (5, 5), (9, 9)))
+    for rate in (None, 1e9):
+        trace = make_trace(workload, 100, seed=0, rate=rate)
+        told = [(len(r.prompt_ids), r.new_tokens, r.is_background) for r in trace.requests]
+        assert told == [(5, 19, True)] * 2 + [(20, 4, False)] * 3
+        engine = Clockwork(max_running=5)
+        run = drive(engine, trace)
+        assert ([r.ended is None for r in run.requests], engine.has_work()) == ([True] * 2 + [False] * 3, False)
+        assert (run.is_cut, len(run.finished)) == (False, 3)
+    times, other = [0.0, 1.0, 3.0], request(0.0, 1.0, [5.0, 9.0])
+    background = ServedRequest(0.0, 5, 0.0, times, [1, 2, 3], is_background=True)
+    found = figures(ServedRun([background, other], steps=None, num_forwards=None), 2, 4)
+    told = [found[key]["p50"] for key in ("inter_token_latency_ms", "time_to_first_token_ms", "request_latency_ms")]
+    assert told == [1500, 5000, 9000]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])

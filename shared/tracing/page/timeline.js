@@ -68,6 +68,7 @@ class Timeline {
     this.scroller.addEventListener("pointermove", (event) => this.point(event));
     this.scroller.addEventListener("pointerdown", (event) => this.point(event));
     this.scroller.addEventListener("keydown", (event) => this.move(event));
+    this.tokens = new StepTokens(trace, section);
     this.memory = trace.memory && new MemoryHistory(this, section);
   }
 
@@ -151,6 +152,9 @@ class Timeline {
       } else {
         const inset = kind === "decode" ? 5 : 2;
         draw("rect", { ...data, x, width, y: y + inset, height: ROW - 2 * inset }, this.svg);
+        for (const [step] of request.chunks.filter(([step]) => first < step && step < after)) {
+          draw("path", { class: "chunk", d: `M${round(from(trace, step) * pixels)} ${y + 2}v${ROW - 4}` }, this.svg);
+        }
         if (kind === "recompute") draw("path", { class: "again", d: `M${x} ${middle}h${width}` }, this.svg);
       }
     }
@@ -223,11 +227,13 @@ class Timeline {
     details.replaceChildren();
     if (row !== undefined) this.tellRequest(trace.requests[row], step);
     this.tellStep(trace.steps[step], step);
+    this.tokens.show(step);
     this.memory?.show(step);
   }
 
   tellStep(record, step) {
-    const prompts = record.prefilled.map(([id, count]) => `${id} (${count} tokens)`);
+    const parts = chunksOf(this.trace, step);
+    const prompts = record.prefilled.map(([id, count], place) => `${id} (${parts[place]?.isChunk ? parts[place].text : `${count} tokens`})`);
     const facts = [
       milliseconds(record.ended_ns - record.started_ns),
       record.preempted.length && `preempted ${record.preempted.join(", ")}`,
@@ -255,12 +261,14 @@ class Timeline {
     const [kind, first] = run;
     if (kind === "queue") return `queue, step ${step - first + 1} of its wait`;
     if (kind === "preempted") return `preempted, step ${step - first + 1} without its KV cache`;
-    if (kind === "stall") return "stall: decoding, but not in this step";
+    if (kind === "stall") return "stall: running, but not in this step";
     if (kind === "failed") return request.error;
     const again = kind === "recompute" && this.trace.steps[step].prefilled.find(([id]) => id === request.request_id)[1];
     if (again) return [`recompute of ${some(again, "token")}, prompt and answer so far`, ...this.given(request, step)].join(" · ");
     const cached = request.num_cached_tokens ? `, ${request.num_cached_tokens} of which came from the cache` : "";
-    const what = kind === "prefill" ? `prefill of ${some(request.num_prompt_tokens, "prompt token")}${cached}` : "decode";
+    const part = chunksOf(this.trace, step).find((each) => each.request === request);
+    const prompt = part?.isChunk ? part.text : some(request.num_prompt_tokens, "prompt token") + cached;
+    const what = kind === "prefill" ? `prefill of ${prompt}` : "decode";
     return [what, ...this.given(request, step)].join(" · ");
   }
 

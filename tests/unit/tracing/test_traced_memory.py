@@ -20,6 +20,7 @@ def test_a_preemption_in_the_cells_and_totals(crowded: Trace) -> None:
     a, b = crowded.requests
     assert kinds(crowded) == {"a": [P] + [D] * 14, "b": [P] + [D] * 6 + [X] * 8 + [R] + [D] * 2}
     assert [crowded.preemptions(request) for request in (a, b)] == [[], [7]]
+    assert crowded.chunks(b) == [(0, 0, 10), (15, 0, 17)], "a prompt that is recomputed begins anew"
     assert [(c.kind, c.num_tokens) for c in crowded.cells(b)][15] == (R, 10 + 7)
     totals = crowded.totals
     assert (totals.num_preemptions, totals.num_recomputed_tokens) == (1, 17)

@@ -63,6 +63,15 @@ def test_a_page_says_where_to_look(crowded: Trace, traces: list[Trace], folder: 
     stalled = make_engine(folder, max_batch_size=2, scheduler_policy="prefill_first")
     trace = recorded(stalled, arrivals(4, 2, steps=(0, 2)))
     assert focus(trace) == Focus(2, "from step 2 on request a stalls for 1 step while request b is prefilled.")
+    chunked = make_engine(folder, "07", max_batch_size=3, prefill_chunk_size=2, max_prefill_chunks_per_step=1)
+    trace = recorded(chunked, arrivals(9, 9, 2, steps=(0, 1, 4)))
+    c = trace.requests[2]
+    assert [trace.chunks(request) for request in (trace.requests[1], c)] == [
+        [(1, 0, 2), (2, 2, 1)],
+        [(4, 0, 2), (5, 2, 2)],
+    ]
+    told = "step 5 computes a chunk, tokens 2 to 3 of the prompt of request c, while 2 requests decode."
+    assert focus(trace) == Focus(5, told)
 
 
 def test_the_written_share_is_that_of_all_steps_and_unused_blocks_are_not_drawn(folder: Path) -> None:

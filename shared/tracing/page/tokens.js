@@ -1,0 +1,46 @@
+// The tokens of a step: its decoding requests, and of each prompt the chunk that the step computes. Loaded after timeline.js.
+
+// The prompts of a step, in the order of the batch: the chunk, those before it, and a text.
+function chunksOf(trace, step) {
+  return trace.steps[step].prefilled.map(([id]) => {
+    const request = trace.requests.find((one) => one.request_id === id && one.chunks.some(([at]) => at === step));
+    const place = request.chunks.findIndex(([at]) => at === step);
+    const [, first, count] = request.chunks[place];
+    const begun = request.chunks.findLastIndex(([, start], index) => index <= place && start === 0);
+    const outputs = request.tokens.filter(([at]) => at < step).length;
+    const total = Math.max(request.num_prompt_tokens + outputs, first + count);
+    const text = `tokens ${first} to ${first + count - 1} of ${total}`;
+    return { request, first, count, total, text, before: request.chunks.slice(begun, place), isChunk: count < total };
+  });
+}
+
+class StepTokens {
+  constructor(trace, section) {
+    this.trace = trace;
+    this.element = make("div", "", section, "step-tokens");
+    if (trace.steps.length) this.show(trace.focus.step);
+  }
+
+  show(step) {
+    const { decoded } = this.trace.steps[step];
+    this.element.replaceChildren();
+    make("b", `Tokens of step ${step}`, this.element);
+    const track = this.row(decoded.length ? `decode ${decoded.join(", ")}: 1 token each` : "none decodes");
+    for (const id of decoded) make("i", "", track, "decode").title = id;
+    for (const part of chunksOf(this.trace, step)) {
+      const { request, first, count, total, text, before, isChunk } = part;
+      const bar = this.row(`prompt of ${request.request_id}: ${isChunk ? text : some(count, "token")}`);
+      const left = total - first - count;
+      for (const [, , size] of before) make("i", "", bar, "before").style.flexGrow = size;
+      make("i", "", bar, "now").style.flexGrow = count;
+      if (left) make("i", "", bar, "left").style.flexGrow = left;
+    }
+  }
+
+  row(text) {
+    make("span", text, this.element);
+    const track = make("div", "", this.element, "track");
+    track.setAttribute("aria-hidden", "true");
+    return track;
+  }
+}
