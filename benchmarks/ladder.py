@@ -159,7 +159,8 @@ def view(report: Report) -> View:
 
     phase, contexts = text("phase", lambda row: f"{row['name']} {row['title']}"), [str(n) for n in flags["contexts"]]
     computed = Column("first token (ms)", "time_to_first_token_ms"), Column("tokens computed", "tokens_computed", count)
-    passes = Column("tokens a forward pass", "tokens_per_forward"), Column("longest wait (ms)", "longest_wait_ms")
+    passes = (Column("tokens a forward pass", "tokens_per_forward"),)
+    waits = (Column("beside a long prompt", "longest_wait_ms"),)
     shown = {
         "One request": ("decode_tokens_per_second", "speedup", computed),
         TOGETHER.title: ("together_tokens_per_second", "together_speedup", passes),
@@ -173,6 +174,7 @@ def view(report: Report) -> View:
             reached, colour = f"{number(row[speed])} tok/s, {times(row[speedup])}", "ours" if style(row) else "first"
             bars.append(Bar(phase.cell(row), row[speed], reached, colour))
         panels.append(Bars(heading, [("", bars)]))
+    tables.append(Table("The longest wait, ms", [phase, *waits], rows, style))
     tables.append(Table("What each phase bought", [text("phase", "name"), text("", "bought")], rows, style))
     if contexts:
         points = [Column(length, length) for length in contexts]
