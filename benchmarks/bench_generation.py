@@ -42,12 +42,9 @@ class GenerationSize:
 
 
 W1 = GenerationSize(prompt_tokens=256, new_tokens=256, trials=3)
-DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3)
-"""Without a GPU: the same measurement in a minute, with the demo model."""
-ANSWER_SECONDS = 15.0
-"""A trial's answer is broken off after so much decoding; phase 2, which computes every token anew, may need it."""
-MOST_TRACED = 16
-"""Decode steps in the middle of an answer that are traced, at most, or a quarter of the answer."""
+DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3)  # without a GPU: a minute, with the demo model
+ANSWER_SECONDS = 15.0  # of decoding, after which a trial's answer is broken off
+MOST_TRACED = 16  # decode steps in the middle of an answer, or a quarter of the answer
 COUNTS = ("kernels", "copies", "host_launches", "own_launches")
 
 

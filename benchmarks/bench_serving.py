@@ -86,8 +86,8 @@ def measure_serving(
             "workloads": {name: asdict(workload) | {"about": workload.describe()} for name, workload in used.items()},
             "trials": size.trials,
         }
-        name = f"serving-{asked[0].name}" if experiments and len(asked) == 1 else "serving"
-        return setup.report(name, runner.servers.configs, flags, results)
+        only = asked[0].name if experiments and len(asked) == 1 else None
+        return setup.report("-".join(filter(None, ("serving", only, phase))), runner.servers.configs, flags, results)
 
 
 def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...], last: Lesson) -> tuple[str, ...]:

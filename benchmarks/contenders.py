@@ -23,10 +23,8 @@ from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson, lessons
 from shared.parity.reference import load_reference
 
-MIN_DECODED = 8
-"""Tokens that an answer has before a bound of seconds may break it off."""
-Bound = tuple[int, float | None]
-"""As `timed` takes it: least tokens, most seconds."""
+MIN_DECODED = 8  # tokens that an answer has before a bound of seconds may break it off
+Bound = tuple[int, float | None]  # as `timed` takes it: least tokens, most seconds
 PEERS = {
     "transformers_eager": "transformers, eager",
     "transformers_compiled": "transformers, static cache, compiled",
@@ -45,9 +43,8 @@ class Contender:
 
 
 class Turns:
-    """Contenders answer the same prompts one after the other, each first as often as the others.
-
-    ``max_seconds`` of decoding break an engine's answer off, once it has `MIN_DECODED` tokens; not transformers'.
+    """Contenders answer the same prompts one after the other, each first as often as the others; ``max_seconds`` of
+    decoding break an engine's answer off, once it has `MIN_DECODED` tokens; not transformers'.
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:

@@ -44,8 +44,8 @@ TOGETHER, TOGETHER_SECONDS = Workload("together", "16 at a time", 32, 16, (8, 24
 BESIDE = Workload(
     "beside", "A prompt of 192 tokens", 1, 3 + 1, (192, 192), (2, 2), beside=replace(TOGETHER, num_requests=3)
 )
-CHUNK = 16
-"""Tokens of a chunk, where a phase has them: the prompt beside three requests that decode takes twelve."""
+TURNS = Workload("turns", "A second turn", 1, 1, (96, 96), (2, 2), turns=2, turn_tokens=(8, 8))
+CHUNK = 16  # tokens of a chunk, where a phase has them: the prompt beside three requests that decode takes twelve
 REGIONS, REGION_TOKENS = 4, 256
 """The KV cache of a phase that serves many requests: so many regions of at least so many tokens, or as many blocks."""
 POINT_TOKENS, POINT_BOUND = 16, (2, 0.5)
@@ -85,14 +85,18 @@ def measure_ladder(
         turns.warm_up(prompt_tokens, 2)
         runs = turns.trials(trials, prompt_tokens, new_tokens)
         served: dict[str, list[ServedRun]] = {name: [] for name in queues}
+        firsts: dict[str, list[float]] = {name: [] for name in queues}
         waits: dict[str, list[float]] = {lesson.number: [] for lesson in rungs if has_continuous(lesson)}
         for trial in range(trials):
-            trace, beside = (make_trace(one, setup.shape.vocab_size, setup.seed + trial) for one in (TOGETHER, BESIDE))
+            about = setup.shape.vocab_size, setup.seed + trial
+            trace, beside, talk = (make_trace(workload, *about) for workload in (TOGETHER, BESIDE, TURNS))
             for name in rotated(tuple(queues), trial):
                 with steps.step(f"phase {name}: {TOGETHER.title}, trial {trial + 1} of {trials}"):
                     served[name].append(drive(queues[name], trace, TOGETHER_SECONDS))
                     if name in waits:
                         waits[name].append(longest_wait(drive(queues[name], beside)))
+                    second = drive(queues[name], talk).requests[1]
+                    firsts[name].append(second.token_times[0] - second.arrived)
         many = {name: statistics.median(run.num_tokens / run.seconds for run in own) for name, own in served.items()}
         curve = {
             str(length): turns.round(f"{length} tokens of context", length, POINT_TOKENS + 1, POINT_BOUND)
@@ -111,6 +115,7 @@ def measure_ladder(
                 "together_tokens_per_second": rounded(many[lesson.number]),
                 "together_speedup": rounded(many[lesson.number] / many[first]),
                 "longest_wait_ms": 1e3 * statistics.median(waits[lesson.number]) if lesson.number in waits else None,
+                "second_turn_ms": rounded(1e3 * statistics.median(firsts[lesson.number])),
                 "tokens_per_forward": rounded(last.num_tokens / (last.num_forwards or 1)),
                 "equal_output": [run.token_ids for run in own] == [run.token_ids for run in runs[first]],
                 "ms_per_token": {length: rounded(1e3 * statistics.median(found)) for length, found in gaps.items()},
@@ -158,9 +163,12 @@ def view(report: Report) -> View:
         return "bold green" if row["name"] == newest else ""
 
     phase, contexts = text("phase", lambda row: f"{row['name']} {row['title']}"), [str(n) for n in flags["contexts"]]
-    computed = Column("first token (ms)", "time_to_first_token_ms"), Column("tokens computed", "tokens_computed", count)
-    passes = (Column("tokens a forward pass", "tokens_per_forward"),)
-    waits = (Column("beside a long prompt", "longest_wait_ms"),)
+    computed = [
+        Column("first token (ms)", "time_to_first_token_ms"),
+        Column("tokens computed", "tokens_computed", count),
+    ]
+    passes = [Column("tokens a forward pass", "tokens_per_forward")]
+    waits = Column("beside a long prompt", "longest_wait_ms"), Column("first token of a second turn", "second_turn_ms")
     shown = {
         "One request": ("decode_tokens_per_second", "speedup", computed),
         TOGETHER.title: ("together_tokens_per_second", "together_speedup", passes),
@@ -183,14 +191,14 @@ def view(report: Report) -> View:
     curve = Lines("Milliseconds a token, by tokens of context", flags["contexts"], lines)
     different = [row["name"] for row in rows if not row["equal_output"]]
     trials = f"median of {flags['trials']}" if flags["trials"] > 1 else "one trial"
-    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials}"
-    about = [f"One request: {size}, phases taking turns; {report.date[:10]}"]
+    size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials}, phases taking turns"
     return View(
         f"Speed: {report.model['name']} on {report.machine_title}, {flags['dtype']}",
         [
-            *about,
+            f"One request: {size}; {report.date[:10]}",
             f"{TOGETHER.title}: {flags['together']}; the same bytes of KV cache",
-            f"Longest wait: between two tokens of 3 requests, while a prompt of 192 tokens arrives; chunks of {CHUNK}",
+            f"Waits: between two tokens of 3 requests while a prompt of {BESIDE.prompt_tokens[1]} tokens arrives, in "
+            f"chunks of {CHUNK} where there are chunks; for the first token behind a conversation of 106 tokens",
         ],
         tables,
         warnings=[f"Phase {', '.join(different)}: other tokens than the first phase's."] if different else [],

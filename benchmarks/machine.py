@@ -40,9 +40,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_name(device: str | None = None) -> str:
-    """A short slug for file names, such as ``cpu-2x-xeon-2.5ghz`` (2 threads) or ``nvidia-h100-80gb-hbm3``.
-
-    ``device`` is what computed, ``cpu`` or ``cuda``; by default the GPU where there is one.
+    """A short slug for file names of what computed, by default the GPU where there is one: ``cpu-2x-xeon-2.5ghz`` (2
+    threads), ``nvidia-h100-80gb-hbm3``.
     """
     if gpus := _num_gpus(device):
         return (f"{gpus}x-" if gpus > 1 else "") + slug(torch.cuda.get_device_name(0))

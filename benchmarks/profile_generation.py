@@ -19,8 +19,7 @@ from benchmarks.view import Column, Table, View, number, percent, text
 from shared.errors import ConfigError
 from shared.lessons import Lesson, newest_lesson
 
-LEAD = 3
-"""Decoded tokens before the profiled steps."""
+LEAD = 3  # decoded tokens before the profiled steps
 QUALIFIERS = re.compile(r"^void |\(anonymous namespace\)::|\b(at|native|c10|internal)::")
 LONGEST = 72  # characters of a name in the table; a C++ kernel is reported by its whole signature, of hundreds
 

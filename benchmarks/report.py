@@ -86,10 +86,8 @@ def write_report(report: Report, folder: str | Path, *, view: View) -> list[Path
 
 
 def read_value(path: str | Path, key: str) -> Any:
-    """The value at a dotted key of a report, such as ``results.02.decode_tokens_per_second`` or ``flags.contexts.0``.
-
-    A name may itself hold points (phase 03.1): of the names that fit, the longest counts. Raises ConfigError where
-    there is no such file or key, naming the keys that there are.
+    """The value at a dotted key of a report, such as ``results.02.decode_tokens_per_second``; of names that themselves
+    hold points (phase 03.1) the longest that fits counts. Raises ConfigError, naming the keys that there are.
     """
     path = Path(path)
     try:

@@ -49,9 +49,8 @@ class Floor:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """What a decode step of ``batch`` sequences must read and compute.
-
-    ``context`` is everywhere the number of tokens S that a sequence's new token sees, itself included.
+    """What a decode step of ``batch`` sequences must read and compute; ``context`` is the number of tokens S that a
+    sequence's new token sees, itself included.
     """
 
     config: ModelConfig

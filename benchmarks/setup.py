@@ -38,9 +38,8 @@ def check_positive(**values: float | None) -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model, where it runs, and what makes a run repeatable. Raises ConfigError or ModelFolderError.
-
-    ``seed`` is of synthetic prompts; ``threads`` are PyTorch's on a CPU, while :meth:`running`.
+    """The model, where it runs, and what makes a run repeatable; ``threads`` are PyTorch's on a CPU, while
+    :meth:`running`. Raises ConfigError or ModelFolderError.
     """
 
     model: str

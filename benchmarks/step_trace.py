@@ -57,9 +57,8 @@ class StepTrace:
 
 
 class TraceWindow:
-    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer, ``first`` being at least 1.
-
-    ``with_host``: trace the host's operations beside a GPU's kernels too, at more cost to the host.
+    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer; ``with_host``: the host's operations
+    beside a GPU's kernels too, at more cost to the host.
     """
 
     def __init__(self, first: int, steps: int, device: torch.device, with_host: bool = False) -> None:

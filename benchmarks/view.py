@@ -70,9 +70,8 @@ def _four_digits(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there.
-
-    ``is_bar`` draws the value as a bar, whose longest fills the column; Markdown leaves bars out.
+    """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there;
+    ``is_bar`` draws it as a bar, which Markdown leaves out.
     """
 
     heading: str

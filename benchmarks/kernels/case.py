@@ -47,9 +47,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class Case:
-    """What is called at one size, each with the same inputs and results as ``op``.
-
-    ``size`` is what the report files it under; ``ours`` has our calls by name, first the one that an engine makes.
+    """What is called at one size, each with the same inputs and results as ``op``; ``size`` is what the report files it
+    under; ``ours`` has our calls by name, first the one that an engine makes.
     """
 
     kernel: str

@@ -32,6 +32,7 @@ CONTENDERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("newest", "", "newest", {}),
     ("unchunked", "", "unchunked", {}),
     ("whole", "whole prompts, one forward", "last", {"use_chunked_prefill": False}),
+    ("uncached", "without prefix caching", "last", {"use_prefix_caching": False}),
     ("one_chunk", "one chunk a step", "last", {"max_prefill_chunks_per_step": 1}),
     ("alone", "decoding alone", "last", {"max_prefill_chunks_per_step": 1}),
     ("engine", "without HTTP", "last", {}),
@@ -62,10 +63,8 @@ def has_continuous(lesson: Lesson) -> bool:
 
 
 def roles(main: Sequence[Lesson], last: Lesson) -> dict[str, Lesson]:
-    """Which phase of the main line, up to ``last``, shows what.
-
-    ``slots``: continuous batching in regions; ``blocks``: the first with blocks; ``newest``: the last, if it is newer;
-    ``unchunked``: the last without chunks of prompts; ``last`` is what serves over HTTP.
+    """Which phase of the main line, up to ``last``, shows what: ``slots`` continuous batching in regions, ``blocks``
+    the first blocks, ``unchunked`` the last without chunks; ``newest`` is the last, if it is newer than ``blocks``.
     """
     many = [lesson for lesson in main if hasattr(lesson.engine, "add_request") and lesson.number <= last.number]
     blocks = [lesson for lesson in many if "paged" in lesson.load("engine").MEMORY]

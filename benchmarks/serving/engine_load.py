@@ -18,14 +18,14 @@ from shared.text.stopping import FinishReason
 
 
 def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> ServedRun:
-    """Serve a trace, greedily and past any end of sequence; after ``max_seconds`` break off what still runs.
-
-    The background is aborted when all other requests have ended.
+    """Serve a trace, greedily and past any end of sequence; after ``max_seconds`` break off what still runs. The
+    background is aborted when all others have ended; a turn of a conversation follows the one before.
 
     ``engine`` has the methods of a phase's engine from 4 on; its ``last_step`` is None where steps cannot be seen.
     """
-    waiting = deque(range(len(trace.requests)))  # of the trace, not yet added
-    served = [ServedRequest(0.0, len(each.prompt_ids), is_background=each.is_background) for each in trace.requests]
+    requests = list(trace.requests)
+    waiting = deque(range(len(requests)))  # not yet added
+    served = [ServedRequest(0.0, len(each.prompt_ids), is_background=each.is_background) for each in requests]
     background = {n for n, request in enumerate(served) if request.is_background}
     steps: list[TimedStep] = []
     open_ids: set[int] = set()
@@ -42,6 +42,10 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
     def end(n: int, moment: float, error: str | None) -> None:
         served[n].ended, served[n].error = moment, error
         open_ids.discard(n)
+        if requests[n].turns and error is None:
+            waiting.appendleft(len(requests))
+            requests.append(requests[n].next_turn(served[n].token_ids))
+            served.append(ServedRequest(0.0, len(requests[-1].prompt_ids), turn=served[n].turn + 1))
         if trace.concurrency is not None and n not in background:
             arrivals.append(moment)
 
@@ -49,7 +53,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
         while waiting and arrivals and arrivals[0] <= now():
             n = waiting.popleft()
             served[n].arrived = arrivals.popleft()
-            request = trace.requests[n]
+            request = requests[n]
             params = SamplingParams(temperature=0.0, max_new_tokens=request.new_tokens, ignore_eos=True)
             try:
                 engine.add_request(request.prompt_ids, params, str(n))

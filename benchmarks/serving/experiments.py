@@ -41,8 +41,7 @@ class Experiment:
     Args:
         in_turns: trials in which the contenders take turns; the one of median ``speed`` is reported.
         takes_rate: requests may come at the rate that the run asks for; otherwise in a closed loop.
-        load: Poisson arrivals at this share of the requests a second that a contender answers at most, which a closed
-            loop of a workload measures in the same run: share, workload, contender.
+        load: Poisson arrivals at a share of what a closed loop of a workload does with a contender in the same run.
         holds_all: batches as large as the requests that are open.
         sized: further contenders, by name: one of the line-up, another title, and settings that follow from the size.
         one_by_one: each contender is loaded alone.
@@ -145,8 +144,8 @@ EXPERIMENTS = (
         ), load=(0.8, "backlog", "static")
     ),
     Experiment(
-        "pairs", ("decode", "w2"), ("unchunked", "whole", "newest"), ("trials",),
-        (Ratio("unchunked"), Ratio("whole")), in_turns=True, holds_all=True, needs=("whole",)
+        "pairs", ("decode", "w2"), ("unchunked", "whole", "uncached", "newest"), ("trials",),
+        (Ratio("unchunked"), Ratio("whole"), Ratio("uncached")), in_turns=True, holds_all=True, needs=("whole",)
     ),
     Experiment(
         "long-prompts", ("long_prompts",), ("unchunked", "whole"), ("latencies",),
@@ -157,6 +156,17 @@ EXPERIMENTS = (
     Experiment(
         "chunk-size", ("one_prompt",), (), ("latencies",), holds_all=True, sized=chunk_sizes, one_by_one=True,
         needs=("whole",)
+    ),
+    Experiment(
+        "prefixes", ("w4", "one_prefix", "conversation", "agents"), ("uncached", "newest"),
+        ("latencies", "speeds", "turns"),
+        tuple(
+            Ratio("uncached", *about)
+            for about in (
+                ("_first_token", "time_to_first_token_ms.p50", "P50 of the first token"),
+                ("_requests", "requests_per_second", "requests a second"),
+            )
+        ), in_turns=True, holds_all=True, needs=("uncached",)
     ),
 )
 # fmt: on

@@ -30,8 +30,7 @@ from shared.lessons import Lesson
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarked"
 START_SECONDS = 300.0
-SILENCE_SECONDS = 300.0
-"""A stream that says nothing for so long has failed."""
+SILENCE_SECONDS = 300.0  # a stream that says nothing for so long has failed
 
 
 @dataclass

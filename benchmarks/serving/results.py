@@ -10,6 +10,7 @@ steps. A request overtaken: more than ``max_batch_size`` requests that came late
 preempted request counts as begun where it was first computed; until it is computed anew it waits, which is no stall.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,8 @@ from shared.engine.record import StepRecord
 
 @dataclass
 class ServedRequest:
-    """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no whole answer.
-
-    ``is_background``: it decodes only so that others are served beside it, and has no end.
+    """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no whole answer;
+    ``turn`` of its conversation. One of the background decodes only so that others are served beside it.
     """
 
     arrived: float
@@ -34,6 +34,7 @@ class ServedRequest:
     ended: float | None = None
     error: str | None = None
     is_background: bool = False
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
         "requests_overtaken": requests_overtaken(steps, bound=max_batch_size),
         "preemptions": sum(len(step.record.preempted) for step in steps),
         "tokens_recomputed": tokens_recomputed(steps),
+        "prompt_tokens_by_turn": by_turn(run),
         "mean_step_ms": 1e3 * _mean([step.ended - step.started for step in steps]),
     } | saturated_figures(run)
     return {
@@ -127,6 +129,15 @@ def saturated_figures(run: ServedRun) -> dict[str, Any]:
         "saturated_kv_utilisation": _mean([s.record.kv_used_tokens for s in steps]) / capacity if capacity else None,
         "saturated_tokens_per_second": tokens / ended if ended else 0.0,
     }
+
+
+def by_turn(run: ServedRun) -> list[float]:
+    """The prompt tokens that were computed for a request, of each turn the mean over its conversations."""
+    computed: Counter[str] = Counter()
+    for step in run.steps or ():
+        computed.update(dict(step.record.prefilled))
+    turns = [request.turn for request in run.requests]
+    return [_mean([computed[str(n)] for n, of in enumerate(turns) if of == turn]) for turn in sorted({*turns})]
 
 
 def decode_stalls(steps: list[TimedStep], max_decode_interval: int) -> int:

@@ -1,6 +1,6 @@
 """Reports of the serving benchmark and of the matrix as a reader sees them. Introduced in phase 4."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.report import Report
@@ -26,7 +26,7 @@ STEP, STEPS = Column("ms/step", "mean_step_ms"), Column("steps", "steps", count)
 REQUESTS = Column("requests/s", "requests_per_second")
 PEAK, BATCH = Column("at a time, peak", "peak_concurrent", count), Column("batch of up to", "max_batch_size", count)
 WRITTEN = Column("memory written", "saturated_kv_utilisation", percent)
-TRIALS = Column("tokens/s of each trial", "tokens_per_second_trials", lambda found: " / ".join(map(number, found)))
+TRIALS = Column("tokens/s of each trial", "tokens_per_second_trials", lambda found: joined(found))
 INCIDENTS = tuple(Column(name.replace("_", " "), name, count) for name in COUNTED)
 PASSES = Column("forward passes", "forward_passes", count)
 COLUMNS: dict[str, tuple[Column, ...]] = {
@@ -37,6 +37,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "held": (PEAK, Column("mean", "mean_concurrent"), BATCH, WRITTEN, WAITING),
     "costs": (*INCIDENTS, COMPUTED, STEP, TOKENS),
     "trials": (TOKENS, TRIALS),
+    "turns": (Column("prompt tokens computed, by turn", "prompt_tokens_by_turn", lambda found: joined(found)),),
 }
 RATIOS = (
     *(text(words, words) for words in ("experiment", "what", "of", "over")),
@@ -44,6 +45,10 @@ RATIOS = (
     text("of the trials", lambda row: row["range"] and " to ".join(map(times, row["range"]))),
 )
 CURVE = (("first token, P50", "time_to_first_token_ms.p50"), ("between tokens, P99", "inter_token_latency_ms.p99"))
+
+
+def joined(values: Iterable[float]) -> str:
+    return " / ".join(map(number, values))
 
 
 def about(report: Report) -> list[str]:

@@ -6,6 +6,7 @@ vocabulary and the seed alone; a higher rate is the same arrivals, closer togeth
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,11 +26,14 @@ class Workload:
     new_tokens: tuple[int, int]
     shared_prefix_tokens: int = 0  # with which every prompt begins
     beside: "Workload | None" = None  # its requests come first and decode until the others have ended
+    turns: int = 1  # of each request, which is then a conversation
+    turn_tokens: tuple[int, int] = (0, 0)  # that a further turn adds to the prompt and answer before it
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and the longest answer together."""
-        return self.prompt_tokens[1] + self.new_tokens[1]
+        further = (self.turns - 1) * (self.turn_tokens[1] + self.new_tokens[1])
+        return self.prompt_tokens[1] + self.new_tokens[1] + further
 
     def describe(self) -> str:
         """Its figures in a line, for a table's head."""
@@ -38,6 +42,9 @@ class Workload:
         text = f"{self.num_requests} requests, {self.concurrency} open at a time, {prompts} tokens in, {answers} out"
         if self.shared_prefix_tokens:
             text += f", the first {self.shared_prefix_tokens} of each prompt the same"
+        if self.turns > 1:
+            low, high = self.turn_tokens
+            text += f", {self.turns} turns each, of which a further one adds {low} to {high} tokens"
         if self.beside:
             text += f"; beside them {self.beside.num_requests} decode, and times between tokens are of those"
         return text
@@ -46,13 +53,19 @@ class Workload:
 @dataclass(frozen=True)
 class TraceRequest:
     """One request; ``arrival`` is seconds after the start, None in a closed loop. One of the background is aborted when
-    all others have ended.
+    all others have ended. ``turns`` are what follows in its conversation, each with the tokens that it adds.
     """
 
     prompt_ids: tuple[int, ...]
     new_tokens: int
     arrival: float | None = None
     is_background: bool = False
+    turns: tuple["TraceRequest", ...] = ()
+
+    def next_turn(self, answer: Sequence[int]) -> "TraceRequest":
+        """The first of the turns that follow, with everything before it as the beginning of its prompt."""
+        first, *turns = self.turns
+        return replace(first, prompt_ids=(*self.prompt_ids, *answer, *first.prompt_ids), turns=tuple(turns))
 
 
 @dataclass(frozen=True)
@@ -65,13 +78,12 @@ class Trace:
     @property
     def new_tokens(self) -> int:
         """Tokens of all answers."""
-        return sum(request.new_tokens for request in self.requests)
+        return sum(turn.new_tokens for request in self.requests for turn in (request, *request.turns))
 
 
 def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | None = None) -> Trace:
-    """Draw a trace: a closed loop, or with ``rate`` Poisson arrivals, so many a second; the first comes at once.
-
-    Ids are drawn uniformly from the vocabulary.
+    """Draw a trace, of uniform ids: a closed loop, or with ``rate`` Poisson arrivals, so many a second, the first at
+    once.
     """
     lengths, ids, clock = (np.random.default_rng([seed, zlib.crc32(workload.name.encode()), n]) for n in range(3))
     prefix = tuple(ids.integers(vocab_size, size=workload.shared_prefix_tokens).tolist())
@@ -83,11 +95,16 @@ def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | Non
         replace(each, new_tokens=workload.longest - len(each.prompt_ids), arrival=first, is_background=True)
         for each in (make_trace(workload.beside, vocab_size, seed).requests if workload.beside else ())
     ]
-    for n in range(workload.num_requests):
-        num_prompt = int(lengths.integers(*workload.prompt_tokens, endpoint=True))
+
+    def draw(bounds: tuple[int, int], prefix: tuple[int, ...] = ()) -> TraceRequest:
+        num_prompt = int(lengths.integers(*bounds, endpoint=True))
         num_new = int(lengths.integers(*workload.new_tokens, endpoint=True))
-        own = tuple(ids.integers(vocab_size, size=num_prompt - len(prefix)).tolist())
-        requests.append(TraceRequest(prefix + own, num_new, None if rate is None else float(arrivals[n])))
+        return TraceRequest(prefix + tuple(ids.integers(vocab_size, size=num_prompt - len(prefix)).tolist()), num_new)
+
+    for n in range(workload.num_requests):
+        begun = draw(workload.prompt_tokens, prefix)
+        turns = tuple(draw(workload.turn_tokens) for _ in range(workload.turns - 1))
+        requests.append(replace(begun, arrival=None if rate is None else float(arrivals[n]), turns=turns))
     return Trace(tuple(requests), workload.concurrency if rate is None else None)
 
 
@@ -114,6 +131,10 @@ class ServingSize:
     long_prompts: Workload
     chunk: int
     chunk_sizes: tuple[int, ...]
+    w4: Workload
+    one_prefix: Workload
+    conversation: Workload
+    agents: Workload
     trials: int
 
     @property
@@ -156,6 +177,10 @@ FULL = ServingSize(
     long_prompts=Workload("long_prompts", "Long prompts", 24, 32 + 4, (8192, 8192), (16, 16), beside=DECODE_32),
     chunk=512,
     chunk_sizes=(64, 128, 256, 512, 1024, 2048, 4096),
+    w4=Workload("w4", "W4 48 with a prefix", 48, 16, (1056, 1152), (32, 64), shared_prefix_tokens=1024),
+    one_prefix=Workload("one_prefix", "One at a time", 8, 1, (8256, 8256), (16, 16), shared_prefix_tokens=8192),
+    conversation=Workload("conversation", "Conversation", 1, 1, (256, 256), (64, 64), turns=10, turn_tokens=(64, 192)),
+    agents=Workload("agents", "Agents", 16, 16, (2112, 2304), (16, 48), 2048, turns=8, turn_tokens=(256, 768)),
     trials=3,
 )
 
@@ -176,6 +201,10 @@ DEMO = ServingSize(
     long_prompts=Workload("long_prompts", "Long prompts", 6, 8 + 2, (512, 512), (4, 4), beside=DECODE_8),
     chunk=32,
     chunk_sizes=(8, 16, 32, 64, 128, 256, 512),
+    w4=Workload("w4", "W4 48 with a prefix", 48, 4, (1032, 1048), (4, 8), shared_prefix_tokens=1024),
+    one_prefix=Workload("one_prefix", "One at a time", 4, 1, (1040, 1040), (4, 4), shared_prefix_tokens=1024),
+    conversation=Workload("conversation", "Conversation", 1, 1, (64, 64), (16, 16), turns=10, turn_tokens=(16, 48)),
+    agents=Workload("agents", "Agents", 16, 16, (136, 152), (4, 8), 128, turns=4, turn_tokens=(32, 64)),
     trials=3,
 )
 """Without a GPU: the same measurements in a few minutes, with the demo model."""

@@ -41,7 +41,7 @@ def serving(
             "--experiment",
             "-e",
             help="workloads, policies, closed-loop, together, capacity, whole-step, http-overhead, tail, pairs, "
-            "long-prompts or chunk-size; repeat it. A report of one bears its name. Default: all.",
+            "long-prompts, chunk-size or prefixes; repeat it. A report of one bears its name. Default: all.",
         ),
     ] = None,
     contender: Annotated[

@@ -53,6 +53,10 @@ SIZE = ServingSize(
     long_prompts=Workload("long_prompts", "Long", 2, 3, (22, 22), (2, 2), beside=DECODE),
     chunk=4,
     chunk_sizes=(4, 22),
+    w4=Workload("w4", "W4", 4, 2, (40, 44), (2, 3), shared_prefix_tokens=32),
+    one_prefix=Workload("one_prefix", "One", 2, 1, (40, 40), (2, 2), shared_prefix_tokens=32),
+    conversation=Workload("conversation", "Talk", 1, 1, (20, 20), (4, 4), turns=3, turn_tokens=(12, 12)),
+    agents=Workload("agents", "Agents", 3, 3, (20, 20), (2, 2), 16, turns=2, turn_tokens=(4, 6)),
     trials=2,
 )
 OPTIONS = ["--device", "cpu", "--max-seq-len", "26", "--dtype", "float32", "--max-batch-size", "3"]
@@ -120,7 +124,7 @@ def test_policies_starve_no_request_and_ratios_are_medians_over_the_trials(repor
     compared = [("closed_loop", "static", "_saturated"), ("whole_step", "continuous", ""), ("pairs.w2", "whole", "")]
     for experiment, under, suffix in [*compared, ("http_overhead", "engine", "")]:
         found = value_at(report.results, experiment)
-        for name in set(all_runs(found)) - {under, "unchunked"}:
+        for name in set(all_runs(found)) - {under, "unchunked", "uncached"}:
             trials = [found[each]["tokens_per_second_trials"] for each in (name, under)]
             ratios = [mine / other for mine, other in zip(*trials, strict=True)]
             assert len(ratios) == SIZE.trials
@@ -139,12 +143,24 @@ def test_long_prompts_come_while_others_decode_and_the_curve_has_a_point_for_eac
     assert [run["num_finished"] for run in all_runs(found).values()] == [2, 2, 2, 2]
     assert (found["alone"]["num_requests"], found["alone"]["output_tokens"]) == (2, 12)
     assert (found["load"], found["one_chunk"]["settings"]["prefill_chunk_size"]) == (0.7, 4)
-    assert found["whole_over_alone_p99_range"][0] <= found["whole_over_alone_p99"]
     # A prompt of 22 tokens takes one chunk, or six of 4, whatever decodes beside it.
     forwards = [run["forward_passes"] for run in curve.values()]
     assert list(curve) == ["chunk_4", "chunk_22"]
     assert forwards[0] - forwards[1] >= 4 * (6 - 1)
     assert view(report).panels[-1].x == [4, 22]
+
+
+def test_a_prefix_is_computed_once_and_a_turn_computes_what_it_adds(report: Report) -> None:
+    found = report.results["prefixes"]
+    for name in ("one_prefix", "conversation", "agents"):
+        without, cached = (found[name][contender] for contender in ("uncached", "newest"))
+        assert without["output_tokens"] == cached["output_tokens"]
+        assert without["tokens_computed"] > cached["tokens_computed"]
+    talk = found["conversation"]
+    assert talk["uncached"]["prompt_tokens_by_turn"] == [20, 20 + 16, 20 + 2 * 16]
+    # Of 23 tokens with keys and values whole blocks of 16 are shared; later also what the first turn left.
+    assert talk["newest"]["prompt_tokens_by_turn"] == [20, 36 - 16, 52 - 32]
+    assert found["w4"]["newest_over_uncached_first_token"] > 0 < found["agents"]["newest_over_uncached_requests"]
 
 
 def test_blocks_hold_more_in_the_same_bytes_and_the_view_shows_every_run(report: Report, folder: Path) -> None:

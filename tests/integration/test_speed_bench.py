@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks import bench_generation, ladder, profile_generation, sanity_check
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
-from benchmarks.contenders import MIN_DECODED, load_engine, load_transformers
+from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
 from benchmarks.report import Report, read_value
 from benchmarks.roofline import DecodeWork
@@ -94,6 +94,7 @@ def test_sixteen_requests_show_what_batching_and_blocks_buy(rungs: Report) -> No
         )
         assert result["bought"] == find_lesson(number).bought
         assert (result["longest_wait_ms"] or 0) > 0 or number < "05"
+        assert result["second_turn_ms"] > 0
 
 
 def test_the_ladder_fits_the_terminal(rungs: Report) -> None:
@@ -135,15 +136,6 @@ def test_contenders_answer_the_same_at_a_share_of_the_bytes_a_token_must_read(ge
     ratio = sum(a / b for a, b in zip(*trials, strict=True)) / 2
     assert results["ratios"]["03_over_02"] == pytest.approx(ratio, rel=2e-3)
     assert generated.engines["transformers_eager"]["generate"] == {"do_sample": False, "attention": "sdpa"}
-
-
-def test_an_answer_that_takes_too_long_is_judged_by_what_it_has(folder: Path) -> None:
-    size = GenerationSize(prompt_tokens=4, new_tokens=30, trials=1)
-    found = measure_generation(str(folder), phases=["02"], size=size, ceilings=CEILINGS, max_seconds=1e-9).results
-    ours, theirs = found["02"], found["transformers_eager"]
-    assert ours["new_tokens"] == theirs["compared_tokens"] == theirs["equal_tokens"] == MIN_DECODED + 1
-    assert ours["tokens_computed"] == sum(range(4, 4 + MIN_DECODED + 1))
-    assert theirs["tokens_computed"] == 4 + 29, "transformers is not broken off"
 
 
 def test_a_window_traces_its_steps_and_no_others(folder: Path) -> None:

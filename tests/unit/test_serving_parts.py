@@ -22,6 +22,7 @@ from benchmarks.serving.results import (
     ServedRequest,
     ServedRun,
     TimedStep,
+    by_turn,
     decode_stalls,
     figures,
     percentiles,
@@ -97,8 +98,7 @@ def test_every_name_in_the_tables_is_one_that_there_is(monkeypatch: pytest.Monke
         assert set(experiment.shows) <= set(COLUMNS)
         assert all(hasattr(DEMO, workload) for workload in (*experiment.workloads, load[0]))
     assert set(lineup()) == names - {"vllm"}
-    chunked = {"unchunked", "whole", "one_chunk", "alone"}
-    assert names - set(lineup("05")) == {"paged", "newest", "vllm"} | chunked - {"unchunked"}
+    assert names - set(lineup("05")) == {"paged", "newest", "vllm", "whole", "one_chunk", "alone", "uncached"}
     monkeypatch.setattr("benchmarks.serving.contenders.is_installed", lambda: True)
     assert set(lineup()) == names
 
@@ -177,6 +177,20 @@ def test_a_refusal_is_an_error_that_frees_its_place_and_a_cut_leaves_nothing_beh
     run = drive(engine, Trace((TraceRequest((1,), 1000),) * 3, concurrency=3), max_seconds=0.05)
     assert (run.is_cut, run.finished, engine.has_work(), figures(run, 2, 4)["num_errors"]) == (True, [], False, 0)
     assert 0 < run.num_tokens < 20
+
+
+def test_a_turn_of_a_conversation_begins_with_all_before_it_and_follows_at_once() -> None:
+    workload = Workload("talk", "Talk", 3, 2, (6, 6), (4, 4), shared_prefix_tokens=5, turns=3, turn_tokens=(2, 3))
+    trace, engine = make_trace(workload, 100, seed=0), Clockwork(max_running=2)
+    assert (workload.longest, trace.new_tokens) == (6 + 4 + 2 * (3 + 4), 3 * 3 * 4)
+    begun = trace.requests[0]
+    second = begun.next_turn([7, 8, 9, 5])
+    assert second.prompt_ids == (*begun.prompt_ids, 7, 8, 9, 5, *begun.turns[0].prompt_ids)
+    assert (second.turns, second.new_tokens) == (begun.turns[1:], 4)
+    run = drive(engine, trace)
+    assert [r.turn for r in run.requests] == [0, 0, 0, 1, 1, 2, 2, 1, 2], "two at a time, and the third begins last"
+    assert (len(run.finished), run.num_tokens, engine.most_open) == (9, trace.new_tokens, 2)
+    assert by_turn(run)[0] == 6 < by_turn(run)[1] < by_turn(run)[2]
 
 
 def test_the_background_decodes_until_the_others_have_ended_and_times_between_tokens_are_its_own() -> None:
