@@ -124,6 +124,7 @@ class BatchQueue:
         self.last_step = StepRecord(
             step=self.num_steps,
             prefilled=tuple(zip(self.rows, map(len, prompts), strict=False)),
+            prefill_starts=(0,) * len(prompts),
             decoded=() if prompts else tuple(output.request_id for output in outputs),
             finished=tuple(output.request_id for output in outputs if output.finish_reason is not None),
             failed=(),

@@ -163,16 +163,15 @@ def requests_overtaken(steps: list[TimedStep], bound: int) -> int:
 
 def tokens_recomputed(steps: list[TimedStep]) -> int:
     """Tokens that had been computed before, and lost when their request was preempted."""
-    computed: dict[str, int] = {}  # of each request, in the memory
-    most: dict[str, int] = {}  # ever
+    computed: dict[str, int] = {}  # of each request, the most that it ever had
     found = 0
     for step in steps:
-        computed |= dict.fromkeys(step.record.preempted, 0)
-        for name, num_tokens in (*step.record.prefilled, *((name, 1) for name in step.record.decoded)):
-            before = computed.get(name, 0)
-            computed[name] = before + num_tokens
-            found += max(0, min(most.get(name, 0), computed[name]) - before)
-            most[name] = max(most.get(name, 0), computed[name])
+        for (name, num_tokens), start in zip(step.record.prefilled, step.record.prefill_starts, strict=True):
+            most = computed.get(name, 0)
+            found += max(0, min(most, start + num_tokens) - start)
+            computed[name] = max(most, start + num_tokens)
+        for name in step.record.decoded:  # behind all that it had
+            computed[name] = computed.get(name, 0) + 1
     return found
 
 

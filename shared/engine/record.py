@@ -27,20 +27,22 @@ class StepRecord:
     kv_used_tokens: int  # tokens in the KV cache after the step, finished requests released
     kv_capacity_tokens: int
     preempted: tuple[str, ...] = ()  # when the step was scheduled
+    prefill_starts: tuple[int, ...] = ()  # the first token that each of `prefilled` computed, 0 that of its prompt
 
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
         """The record of the step that ran ``schedule`` and returned ``outputs``."""
         failed = tuple(output.request_id for output in outputs if output.error is not None)
-        prefilled = [(entry.request.request_id, entry.num_tokens) for entry in schedule.prompts]
+        prefilled = [entry for entry in schedule.prompts if entry.request.request_id not in failed]
         decoded = [request.request_id for request in schedule.decoding.requests]
         return cls(
             step=schedule.step - 1,
-            prefilled=tuple(item for item in prefilled if item[0] not in failed),
+            prefilled=tuple((entry.request.request_id, entry.num_tokens) for entry in prefilled),
             decoded=tuple(request_id for request_id in decoded if request_id not in failed),
             finished=tuple(o.request_id for o in outputs if o.finish_reason is not None and o.error is None),
             failed=failed,
             preempted=schedule.preempted,
+            prefill_starts=tuple(entry.start for entry in prefilled),
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             kv_used_tokens=scheduler.pool.used_tokens,

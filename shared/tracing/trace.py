@@ -42,11 +42,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One request in one step, which computed ``num_tokens`` of its tokens."""
+    """One request in one step, which computed ``num_tokens`` of its tokens, of a prompt from ``start`` on."""
 
     step: int
     kind: CellKind
     num_tokens: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,13 +158,8 @@ class Trace:
 
     def chunks(self, request: TracedRequest) -> list[tuple[int, int, int]]:
         """The parts of its prompt, or after a preemption of prompt and outputs, as (step, first token, tokens)."""
-        found, first, preemptions = [], 0, self.preemptions(request)
-        for cell in self.cells(request):
-            first = 0 if cell.step in preemptions else first
-            if cell.kind in (CellKind.PREFILL, CellKind.RECOMPUTE):
-                found.append((cell.step, first, cell.num_tokens))
-                first += cell.num_tokens
-        return found
+        kinds = CellKind.PREFILL, CellKind.RECOMPUTE
+        return [(cell.step, cell.start, cell.num_tokens) for cell in self.cells(request) if cell.kind in kinds]
 
     def preemptions(self, request: TracedRequest) -> list[int]:
         """The steps in which it was preempted."""
@@ -212,8 +208,8 @@ class Trace:
         """For each served id, the cells by step."""
         served: dict[str, dict[int, Cell]] = {}
         for index, step in enumerate(self.steps):
-            for request_id, num_tokens in step.record.prefilled:
-                served.setdefault(request_id, {})[index] = Cell(index, CellKind.PREFILL, num_tokens)
+            for (request_id, num_tokens), start in zip(step.record.prefilled, step.record.prefill_starts, strict=True):
+                served.setdefault(request_id, {})[index] = Cell(index, CellKind.PREFILL, num_tokens, start)
             for request_id in step.record.decoded:
                 served.setdefault(request_id, {})[index] = Cell(index, CellKind.DECODE, 1)
             for request_id in step.record.failed:

@@ -45,10 +45,10 @@ MIXED = Workload("mixed", "Mixed", 40, 4, (8, 20), (3, 9))
 
 
 def step(started: float, ended: float, prefilled: Any = (), **fields: Any) -> TimedStep:
-    """``prefilled`` are ids, of which each has 5 tokens, or pairs of an id and its tokens."""
-    blank = {"step": 0, "finished": (), "failed": (), "num_running": 0, "num_waiting": 0}
-    blank |= {"decoded": (), "kv_used_tokens": 0, "kv_capacity_tokens": 100}
+    """``prefilled`` are ids, of which each has 5 tokens, or pairs of an id and its tokens; each begins at token 0."""
     entries = tuple((entry, 5) if isinstance(entry, str) else entry for entry in prefilled)
+    blank = {"step": 0, "finished": (), "failed": (), "num_running": 0, "num_waiting": 0}
+    blank |= {"decoded": (), "kv_used_tokens": 0, "kv_capacity_tokens": 100, "prefill_starts": (0,) * len(entries)}
     return TimedStep(started, ended, StepRecord(**(blank | fields), prefilled=entries))
 
 
@@ -287,10 +287,11 @@ def test_a_request_that_was_preempted_counts_from_its_first_prefill() -> None:
     assert told["mean_concurrent"] == 1.5 == (2 + 3 + 1 + 1 + 1 + 1) / 6
     assert told["saturated_kv_utilisation"] == pytest.approx((10 + 12 + 7 + 8 + 9 + 0) / 600, rel=1e-3)
     assert told["saturated_tokens_per_second"] == pytest.approx(1 / 6, rel=1e-3)
-    pieces, lost = [step(n, n + 1, ["0"]) for n in range(3)], step(3, 4, preempted=("0",))
+    pieces, lost = [step(n, n + 1, ["0"], prefill_starts=(5 * n,)) for n in range(3)], step(3, 4, preempted=("0",))
     assert tokens_recomputed(pieces) == 0, "pieces of a prompt are not computed twice"
     # The second time it has only got to 10 of its 15 tokens when it is preempted again.
     assert tokens_recomputed([*pieces, lost, *pieces[:2], lost, *pieces, step(9, 10, decoded=("0",))]) == 10 + 15
+    assert tokens_recomputed([*pieces, lost, *pieces[2:]]) == 5, "the first ten tokens were found in the cache"
 
 
 def test_stalls_and_overtaking_begin_beyond_their_bounds() -> None:

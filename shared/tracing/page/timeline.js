@@ -267,8 +267,8 @@ class Timeline {
     if (again) return [`recompute of ${some(again, "token")}, prompt and answer so far`, ...this.given(request, step)].join(" · ");
     const cached = request.num_cached_tokens ? `, ${request.num_cached_tokens} of which came from the cache` : "";
     const part = chunksOf(this.trace, step).find((each) => each.request === request);
-    const prompt = part?.isChunk ? part.text : some(request.num_prompt_tokens, "prompt token") + cached;
-    const what = kind === "prefill" ? `prefill of ${prompt}` : "decode";
+    const prompt = part?.isChunk ? part.text : some(request.num_prompt_tokens, "prompt token");
+    const what = kind === "prefill" ? `prefill of ${prompt}${cached}` : "decode";
     return [what, ...this.given(request, step)].join(" · ");
   }
 

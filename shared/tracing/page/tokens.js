@@ -6,7 +6,9 @@ function chunksOf(trace, step) {
     const request = trace.requests.find((one) => one.request_id === id && one.chunks.some(([at]) => at === step));
     const place = request.chunks.findIndex(([at]) => at === step);
     const [, first, count] = request.chunks[place];
-    const begun = request.chunks.findLastIndex(([, start], index) => index <= place && start === 0);
+    const begun = request.chunks.findLastIndex(([, start], index, all) => {
+      return index <= place && (index === 0 || start !== all[index - 1][1] + all[index - 1][2]);
+    });
     const outputs = request.tokens.filter(([at]) => at < step).length;
     const total = Math.max(request.num_prompt_tokens + outputs, first + count);
     const text = `tokens ${first} to ${first + count - 1} of ${total}`;

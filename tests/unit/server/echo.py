@@ -107,9 +107,9 @@ class EchoEngine:
             self.abort(request_id)
         prefilled = tuple((request_id, 1) for request_id in admitted)
         load = self.load()
-        self.last_step = StepRecord(
-            self.num_steps, prefilled, (), tuple(ended), (), load.num_waiting, load.num_running, 0, 1, self.preempted
-        )
+        counts = load.num_waiting, load.num_running, 0, 1
+        starts = (0,) * len(prefilled)
+        self.last_step = StepRecord(self.num_steps, prefilled, (), tuple(ended), (), *counts, self.preempted, starts)
         self.preempted = ()
         self.num_steps += 1
         return outputs

@@ -63,7 +63,7 @@ class BlockRecord(StepRecord):
 
 
 def test_what_a_record_gains_later_is_in_both_files() -> None:
-    record = BlockRecord(0, (("a", 3),), (), ("a",), (), 0, 0, 3, 64, blocks=(("a", (7, 2)),))
+    record = BlockRecord(0, (("a", 3),), (), ("a",), (), 0, 0, 3, 64, prefill_starts=(0,), blocks=(("a", (7, 2)),))
     request = TracedRequest("a", 3, 1, 0, 0, end_step=1, ended_ns=9, outcome=Outcome.FINISHED)
     trace = Trace("blocks", 1, (TracedStep(record, 1, 9),), (request,))
     step = next(event for event in chrome_trace([trace])["traceEvents"] if event["ph"] == "X" and event["tid"] == 0)

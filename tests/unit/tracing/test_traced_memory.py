@@ -70,7 +70,7 @@ def test_a_request_preempted_before_its_prompt_was_run_is_not_recomputed() -> No
     records = [
         StepRecord(0, (), (), (), (), 0, 1, 0, 64),
         StepRecord(1, (), (), (), (), 1, 0, 0, 64, preempted=("a",)),
-        StepRecord(2, (("a", 3),), (), ("a",), (), 0, 0, 3, 64),
+        StepRecord(2, (("a", 3),), (), ("a",), (), 0, 0, 3, 64, prefill_starts=(0,)),
     ]
     steps = tuple(TracedStep(record, 10 * n, 10 * n + 9) for n, record in enumerate(records))
     request = TracedRequest("a", 3, 1, 0, 0, end_step=3, ended_ns=29, outcome=Outcome.FINISHED)
