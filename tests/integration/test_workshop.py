@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from shared.cli import app
 from shared.kernels import NO_TRITON
+from tests.integration.infer_process import heed_interrupts
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import exercises, find_exercise, reference
 from tutorial.workshop.verdicts import Outcome
@@ -362,7 +363,8 @@ def test_a_mistake_in_one_exercise_costs_no_other_its_result(learner: Learner) -
 def test_watch_checks_each_save_and_goes_on_to_the_next(learner: Learner) -> None:
     environment = {**os.environ, "INFER_WORKSPACE": str(learner.workspace), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", "from shared.cli import app; app()", "workshop", "watch", "03"]
-    watch = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    watch = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, text=True, preexec_fn=heed_interrupts)
     assert watch.stdout is not None
 
     def until(text: str) -> float:
