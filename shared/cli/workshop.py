@@ -34,6 +34,9 @@ ExerciseArgument = Annotated[str, typer.Argument(help="An exercise, such as 03x2
 @app.command(epilog=examples("infer workshop start 03", "infer workshop start 03 --only 03x2"))
 def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
     """Write a phase's modules into workspace/, with a gap where each exercise is."""
+    from shared.kernels import NO_TRITON
+    from tutorial.workshop.check import can_be_checked
+
     workspace = _workspace()
     wanted = wanted_exercises(phase, only)
     files = workspace.start(wanted)
@@ -44,6 +47,8 @@ def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
     for exercise in wanted:
         place = f"line {line_of(workspace, exercise):>4}  about {exercise.minutes:>2} min"
         typer.echo(f"  {exercise.number}  {place}  {exercise.title}")
+    if unchecked := [exercise.number for exercise in wanted if not can_be_checked(exercise)]:
+        typer.echo(f"\nTo check {', '.join(unchecked)} {NO_TRITON}.")
     again = f"check {wanted[0].phase}" + (f" --only {wanted[0].number}" if only else "")
     typer.echo(f"\nWrite your lines where the file raises NotImplementedError, then run: infer workshop {again}")
 

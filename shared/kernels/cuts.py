@@ -129,7 +129,8 @@ def choose_pivots(sums, k, p, vocabulary, ANY_K: tl.constexpr, ANY_P: tl.constex
     """The pivot keys: first a ladder from the peak to infinity, then evenly spaced between the bounds."""
     j = tl.arange(0, PIVOTS)
     if narrowing == 0:
-        distance = LADDER * j.to(tl.float32) / tl.maximum(PIVOTS - 1 - j, 1).to(tl.float32)
+        # A tensor comes first: Triton 3.7's interpreter makes a constexpr of what begins with one.
+        distance = j.to(tl.float32) * LADDER / tl.maximum(-j + (PIVOTS - 1), 1).to(tl.float32)
         return tl.where(j == PIVOTS - 1, FARTHEST, distance.to(tl.int32, bitcast=True))
     else:
         k_low, k_high, _, _, p_low, p_high, _ = bracket_cuts(sums, k, p, vocabulary, ANY_K, ANY_P, narrowing)

@@ -2,7 +2,7 @@
 
 Introduced in phase 3.1.
 
-A kernel file imports ``tl`` and ``triton`` from here, because Triton has no wheels for some systems on which the ops
+A kernel file imports ``tl`` and ``triton`` from here, because Triton has no packages for some systems on which the ops
 run well (macOS): there a stub makes the file importable, and no kernel is launched. Invariant: whether a launcher
 launches depends on its tensors' device and on ``TRITON_INTERPRET`` alone, which is read once, at import.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shared.errors import ConfigError
+from shared.kernels import NO_TRITON
 
 try:
     import triton
@@ -130,8 +131,11 @@ def num_multiprocessors(device: torch.device) -> int:
 def check_launchable(device: torch.device) -> None:
     """Raise ConfigError if kernels cannot run on ``device``; a GPU that passes becomes the current one.
 
-    Triton launches on the current device, so this is called once, before anything is computed.
+    Triton launches on the current device, so this is called once, before anything is computed. On a CPU the ops run,
+    unless Triton's interpreter is asked for and there is no Triton.
     """
+    if NO_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise ConfigError(f"TRITON_INTERPRET is set, and that {NO_TRITON}. Without it the ops run, on any system.")
     if device.type == "cuda":
         check_kernels(device)
         torch.cuda.set_device(device)

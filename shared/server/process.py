@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -113,10 +114,14 @@ def _affordable(wanted: int) -> int:
     """
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = psutil.Process().num_fds() + SPARE_DESCRIPTORS
-    if resource.RLIM_INFINITY not in (most, hard):
-        most = max(most, min(wanted + taken, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most == resource.RLIM_INFINITY or most >= wanted + taken:
+    needed = wanted + taken
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return wanted
+    raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with suppress(OSError, ValueError):  # macOS has no hard limit, and refuses more than the system allows a process
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        most = raised
+    if most >= needed:
         return wanted
     allowed = max(1, most - taken)
     log_event(logging.WARNING, "fewer connections than configured", descriptors=most, max_connections=allowed)

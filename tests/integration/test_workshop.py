@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.kernels import NO_TRITON
+from tests.integration.infer_process import heed_interrupts
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import exercises, find_exercise, reference
 from tutorial.workshop.verdicts import Outcome
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 KV_BYTES_GAP = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
 GAP_LINE = reference(find_exercise("03x1"))[1].begin + 2  # where the line of the gap stands, counted from 1
 KV_BYTES = "return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize"
+needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=f"{NO_TRITON}")
 
 
 class Learner:
@@ -214,6 +217,7 @@ def test_where_forks_are_not_supported_each_check_is_a_process_of_its_own(learne
         assert ended.verdicts[0].reason == "the run was ended after 0.2 s"
 
 
+@needs_triton
 def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
     started = learner.workshop("start", "03.1", "--only", "3.1x1")
     assert started.returncode == 0, started.stderr
@@ -236,6 +240,7 @@ def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
     assert "36 tests, run on gated_activation of" in right.stdout
 
 
+@needs_triton
 def test_the_interpreter_runs_the_text_of_a_kernel_that_the_workspace_gives(learner: Learner) -> None:
     """The interpreter reads a kernel's source again: with its gaps filled it has to find the lines that ran."""
     learner.workshop("start", "03.1")
@@ -358,7 +363,8 @@ def test_a_mistake_in_one_exercise_costs_no_other_its_result(learner: Learner) -
 def test_watch_checks_each_save_and_goes_on_to_the_next(learner: Learner) -> None:
     environment = {**os.environ, "INFER_WORKSPACE": str(learner.workspace), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", "from shared.cli import app; app()", "workshop", "watch", "03"]
-    watch = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    watch = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, text=True, preexec_fn=heed_interrupts)
     assert watch.stdout is not None
 
     def until(text: str) -> float:

@@ -1,8 +1,6 @@
 """Fused blocks on the CPU, where the launchers call the ops: the same model, in the memory of one."""
 
 import dataclasses
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -214,29 +212,3 @@ def test_head_sizes() -> None:
         launch.check_head_size(size)
     with pytest.raises(ConfigError, match=r"head size is 80; the kernels take 16, 32, 64, 128, 256\..*--device cpu"):
         launch.check_head_size(80)
-
-
-def test_without_triton_the_kernels_are_imported_and_the_ops_run(tiny_checkpoints: dict[str, Path]) -> None:
-    code = """
-        import importlib, pkgutil, sys
-        for name in ("triton", "triton.language"):
-            sys.modules[name] = None
-        import torch, shared.kernels
-        for module in pkgutil.iter_modules(shared.kernels.__path__):
-            importlib.import_module(f"shared.kernels.{module.name}")
-        from shared.cache.uncached import UncachedView
-        from shared.loading.loader import load_model
-        from shared.models.fused import fuse
-        from shared.models.tokens import Tokens
-        model = fuse(load_model(sys.argv[1]))
-        hidden = model(Tokens(torch.arange(3), torch.arange(3)), UncachedView([3]))
-        print(model.logits(hidden).isfinite().all().item())
-    """
-    lines = "\n".join(line.removeprefix(" " * 8) for line in code.splitlines())
-    done = subprocess.run(
-        [sys.executable, "-c", lines, str(tiny_checkpoints["gemma3_text"])],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

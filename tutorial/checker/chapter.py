@@ -104,6 +104,11 @@ class Chapter:
         return page_lines(self.text)
 
     @property
+    def runs_kernels(self) -> bool:
+        """Whether its run fences, which share a process, turn Triton's interpreter on."""
+        return any("TRITON_INTERPRET" in line for fence in self.fences if fence.kind == "run" for line in fence.body)
+
+    @property
     def prose(self) -> list[str]:
         """The page's lines, those of fences blank."""
         lines = self.lines

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shared.checkpoints.demo import DEMO_MODEL, local_model_folder
+from shared.kernels import NO_TRITON
 from tutorial.checker.chapter import Chapter, Edit, Fence, Problem, apply, read_chapter
 from tutorial.checker.citations import check_citations, cited_lines
 from tutorial.checker.files import write_files
@@ -89,7 +90,7 @@ class ChapterFile(pytest.File):
     def _item(self, kind: str, line: int | None, check: Check, is_demo: bool = False) -> "ChapterItem":
         name = kind if line is None else f"{kind}:{line}"
         item = ChapterItem.from_parent(self, name=name)
-        item.line, item.check = line, check
+        item.kind, item.line, item.check = kind, line, check
         if is_demo:
             item.add_marker("demo")
         return item
@@ -99,12 +100,15 @@ class ChapterItem(pytest.Item):
     """One thing that is checked on a page."""
 
     parent: ChapterFile
+    kind: str
     check: Check
     line: int | None
 
     def setup(self) -> None:
         if self.get_closest_marker("demo") and local_model_folder(DEMO_MODEL) is None:
             pytest.skip(f"the demo model is not fetched; run `infer model pull {DEMO_MODEL}` once")
+        if NO_TRITON and self.kind == "run" and self.parent.chapter.runs_kernels:
+            pytest.skip(NO_TRITON)
 
     def runtest(self) -> None:
         problems = self.check()

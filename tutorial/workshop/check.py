@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.kernels import NO_TRITON
 from tutorial.workshop.exercises import ROOT, Exercise
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkedProcess, ForkServer
 from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS
@@ -62,6 +63,11 @@ class Run:
     def errors(self) -> dict[str, str]:
         """By test, the error of each that failed."""
         return {case.test: case.error for case in self.cases if case.outcome == "failed"}
+
+
+def can_be_checked(exercise: Exercise) -> bool:
+    """Whether all of its tests can run here; tests of kernels need Triton."""
+    return not (NO_TRITON and any(test.startswith(KERNEL_TESTS) for test in exercise.tests))
 
 
 class CheckServer:
@@ -133,6 +139,9 @@ class CheckServer:
         with tempfile.TemporaryDirectory(prefix="workshop-") as folder:
             for is_interpreted in (False, True):
                 part = [test for test in tests if test.startswith(KERNEL_TESTS) == is_interpreted]
+                if is_interpreted and NO_TRITON:
+                    ended |= dict.fromkeys(part, NO_TRITON)
+                    continue
                 if not part:
                     continue
                 record = Path(folder) / f"record-{is_interpreted}.jsonl"

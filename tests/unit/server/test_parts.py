@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import resource
 import socket
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from shared.engine.output import StepOutput
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
+from shared.server import process
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
 from shared.server.completions import CompletionFrames
@@ -201,7 +203,35 @@ def test_an_address_that_cannot_be_bound_is_refused() -> None:
         bind("no..host", 80)
 
 
-@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", False), ("127.0.0.2", False), ("0.0.0.0", True)])
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
 def test_an_address_beyond_this_machine_is_exposed(host: str, expected: bool) -> None:
     with bind(host, 0) as bound:
         assert is_exposed(bound) is expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "system", "served", "left"),
+    [
+        ((1024, 4096), 4096, 2048, 2048 + 100),  # Linux: a hard limit
+        ((256, 512), 512, 412, 512),
+        ((256, resource.RLIM_INFINITY), 61440, 2048, 2048 + 100),  # macOS: none, and a low soft limit
+        ((256, resource.RLIM_INFINITY), 1000, 156, 256),
+        ((8192, resource.RLIM_INFINITY), 8192, 2048, 8192),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 8192, 2048, resource.RLIM_INFINITY),
+    ],
+)
+def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows(
+    limit: tuple[int, int], system: int, served: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [limit]
+
+    def change(kind: int, wanted: tuple[int, int]) -> None:
+        if wanted[0] > system:
+            raise ValueError("not allowed to raise maximum limit")
+        limits.append(wanted)
+
+    monkeypatch.setattr(process.psutil.Process, "num_fds", lambda _: 100 - process.SPARE_DESCRIPTORS)
+    monkeypatch.setattr(process.resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(process.resource, "setrlimit", change)
+    assert process._affordable(2048) == served
+    assert limits[-1] == (left, limit[1])

@@ -1,0 +1,143 @@
+"""A checkout and its environment: copied, linked and shared, each runs its own code and none touches another's.
+
+The checkouts are small, with the real `constraints/environment.py` and an interpreter's real environment; there is no
+pip in it, so that any try to install something fails.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAKE = "constraints/environment.py"
+CLI = "def app(prog_name):\n    print(prog_name, 'of', __file__)\n"
+TOOL = "# -*- coding: utf-8 -*-\nimport shared.cli\nprint(shared.cli.__file__)\n"
+
+
+def prepare(checkout: Path, folder: str = ".venv") -> subprocess.CompletedProcess[str]:
+    """What ``make env`` runs."""
+    python = checkout / folder / "bin" / "python"
+    command = [str(python) if python.exists() else sys.executable, MAKE, folder]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, env=outside())
+
+
+def outside() -> dict[str, str]:
+    """The variables of a shell in which no environment is active."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
+def said(*command: str | Path, cwd: Path = Path("/")) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=outside())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def contents(folder: Path) -> dict[str, bytes | str]:
+    """Every file and link, without bytecode."""
+    files = (file for file in sorted(folder.rglob("*")) if "__pycache__" not in file.parts)
+    return {
+        str(file.relative_to(folder)): os.readlink(file) if file.is_symlink() else file.read_bytes()
+        for file in files
+        if file.is_symlink() or file.is_file()
+    }
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose environment is ready: as after ``make env``, with nothing to install."""
+    made = tmp_path / "course"
+    (made / "shared").mkdir(parents=True)
+    (made / "shared" / "cli.py").write_text(CLI)
+    (made / "constraints").mkdir()
+    shutil.copy(ROOT / MAKE, made / MAKE)
+    (made / "constraints" / "constraints.txt").write_text("# none\n")
+    (made / "pyproject.toml").write_text('[project]\nname = "course"\n')
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made / ".venv"], check=True)
+    tool = made / ".venv" / "bin" / "tool"
+    tool.write_text(f"#!{made}/.venv/bin/python\n{TOOL}")
+    tool.chmod(0o755)
+    code = "from environment import *; Environment(ROOT / '.venv').finish()"
+    subprocess.run([sys.executable, "-c", code], cwd=made / "constraints", check=True, env=outside())
+    assert prepare(made).returncode == 0
+    return made
+
+
+def runs(checkout: Path) -> None:
+    """Every way to start the course in this checkout starts this checkout's code."""
+    cli = checkout / "shared" / "cli.py"
+    scripts = checkout / ".venv" / "bin"
+    assert said(scripts / "infer") == f"infer of {cli}\n"
+    assert said(scripts / "tool") == f"{cli}\n"
+    assert said(scripts / "python", "-c", TOOL) == f"{cli}\n"
+
+
+def test_a_copy_runs_its_own_code_and_installs_nothing(checkout: Path) -> None:
+    before = contents(checkout)
+    copy = checkout.with_name("course copy")
+    shutil.copytree(checkout, copy, symlinks=True, copy_function=shutil.copyfile)  # every file is newer, as with cp
+    for script in (copy / ".venv" / "bin").iterdir():
+        script.chmod(0o755)
+    runs(copy)
+    prepared = prepare(copy)
+    assert prepared.returncode == 0, prepared.stderr
+    runs(copy)
+    activated = ". .venv/bin/activate; cd /; tool; command -v infer"
+    assert said("bash", "-c", activated, cwd=copy) == f"{copy}/shared/cli.py\n{copy}/.venv/bin/infer\n"
+    assert contents(checkout) == before
+    again = contents(copy)
+    assert prepare(copy).returncode == 0
+    assert contents(copy) == again
+
+
+def test_a_link_to_another_checkout_s_environment_is_used_and_never_written(checkout: Path) -> None:
+    before = contents(checkout)
+    second = checkout.with_name("second")
+    shutil.copytree(checkout, second, ignore=lambda *_: [".venv"])
+    (second / ".venv").symlink_to(checkout / ".venv")
+    assert prepare(second).returncode == 0
+    runs(second)
+    (second / "constraints" / "constraints.txt").write_text("torch==1\n")
+    refused = prepare(second)
+    assert refused.returncode == 1
+    assert f"is a link to {checkout}/.venv, which is not ready for this checkout; run make in" in refused.stderr
+    assert contents(checkout) == before
+
+
+def test_a_folder_outside_belongs_to_one_checkout(checkout: Path) -> None:
+    before = contents(checkout)
+    second = checkout.with_name("second")
+    shutil.copytree(checkout, second, ignore=lambda *_: [".venv"])
+    refused = prepare(second, f"../{checkout.name}/.venv")
+    assert refused.returncode == 1
+    assert "belongs to another checkout; choose another folder" in refused.stderr
+    assert contents(checkout) == before
+
+
+def test_what_is_not_ready_is_installed(checkout: Path) -> None:
+    project = '[project]\nname = "course"\ndependencies = ["x"]\noptional-dependencies = {}\n'
+    (checkout / "pyproject.toml").write_text(project)
+    changed = prepare(checkout)
+    assert changed.returncode != 0
+    assert "No module named pip" in changed.stderr
+    state = json.loads((checkout / ".venv" / ".ready").read_text())
+    assert prepare(checkout).returncode != 0, "a failure is not recorded as ready"
+    (checkout / "pyproject.toml").write_text('[project]\nname = "course"\n')
+    assert prepare(checkout).returncode == 0
+    assert json.loads((checkout / ".venv" / ".ready").read_text()) == state
+
+
+@pytest.mark.parametrize("version", ["(3, 9, 6)", "(3, 10, 14)"])
+def test_an_old_python_is_refused_with_the_remedy(checkout: Path, version: str) -> None:
+    shutil.rmtree(checkout / ".venv")
+    code = f"import sys; sys.version_info = {version}; sys.argv[1:] = ['.venv']; exec(open('{MAKE}').read())"
+    code = f"__file__ = {str(checkout / MAKE)!r}; {code}"
+    refused = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    found = ".".join(version.strip("()").split(", "))
+    assert f"error: Python {found} (" in refused.stderr
+    assert "is too old; name a Python of at least 3.11: make PYTHON=python3.12" in refused.stderr
