@@ -84,14 +84,17 @@ def test_phases_are_packed_from_an_installed_course(tmp_path: Path) -> None:
         shutil.copytree(ROOT / package, installed / package, ignore=shutil.ignore_patterns("__pycache__"))
     code = "from shared.cli import app; app()"
     subprocess.run(
-        [sys.executable, "-c", code, "workshop", "export", "03", "04"],
+        [sys.executable, "-c", code, "workshop", "export", *(lesson.number for lesson in PHASES), "--out", "all.zip"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(installed)},
         check=True,
     )
-    with zipfile.ZipFile(tmp_path / "infer-workshop-03-04.zip") as archive:
+    with zipfile.ZipFile(tmp_path / "all.zip") as archive:
         names = {name.partition("/")[2] for name in archive.namelist()}
-    assert {"tutorial/phase_03.md", "tutorial/phase_04.md", "workspace/shared/engine/batch.py"} <= names
+    assert {f"tutorial/{lesson.folder.name}.md" for lesson in PHASES} <= names
+    assert {exercise.path for lesson in PHASES for exercise in exercises_of(lesson)} <= {
+        name.removeprefix("workspace/") for name in names
+    }
     assert not any(name.startswith("tests/") for name in names)
 
 

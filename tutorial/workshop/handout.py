@@ -1,9 +1,9 @@
 """Phases packed for handing out: chapters with their pictures, one skeleton, the tests to read, and a README.
 
 Everything lies in one folder of a zip file, at the path that it has in the repository, so that the page finds its
-pictures. An installed wheel has no folder `tests`, so a file made from one leaves it out: learners have those tests in
-their checkout. Invariant: the same tree gives the same bytes on every machine: members are sorted, dated 1980, and
-stored, since compressed bytes depend on the library that made them.
+pictures. An installed wheel holds neither `tests` nor `docs`; a file made from one leaves out what is there, which
+learners have in their checkout. Invariant: the same tree gives the same bytes on every machine: members are sorted,
+dated 1980, and stored, since compressed bytes depend on the library that made them.
 """
 
 import contextlib
@@ -93,7 +93,9 @@ def contents(wanted: Sequence[Lesson]) -> dict[str, bytes]:
     pictures = [picture for chapter in chapters for picture in _images(chapter)]
     own = [exercise for lesson in wanted for exercise in exercises_of(lesson)]
     tests = list(dict.fromkeys(test.partition("::")[0] for exercise in own for test in exercise.tests))
-    paths = [*chapters, *pictures, *(ROOT / test for test in tests if (ROOT / test).is_file())]
+    paths = [*chapters, *pictures, *(ROOT / test for test in tests)]
+    if not (ROOT / "tests").is_dir():  # no checkout, but an installed wheel
+        paths = [path for path in paths if path.is_file()]
     files = {path.relative_to(ROOT).as_posix(): _read(path) for path in paths}
     files["README.md"] = _readme(wanted, own, tests).encode()
     with tempfile.TemporaryDirectory() as folder:
