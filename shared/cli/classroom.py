@@ -80,19 +80,19 @@ def _turns() -> "Iterator[Progress]":
 
 
 def export(
-    phase: Annotated[str, typer.Argument(help="A phase, such as 03.", metavar="PHASE")],
+    phases: Annotated[list[str], typer.Argument(help="Phases, such as 03 04.", metavar="PHASE...")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The zip file; by default infer-workshop-NN.zip, here.")
+        Path | None, typer.Option("--out", "-o", help="The zip file; by default infer-workshop-NN-NN.zip, here.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Pack a phase for handing out: chapter, skeleton, tests to read, and a README for the student."""
+    """Pack phases for handing out, in one file: chapters, skeleton, tests to read, and a README for the student."""
     from tutorial.workshop.handout import export as pack
     from tutorial.workshop.handout import handout_name
 
-    lesson = find_lesson(phase)
-    file = out or Path(f"{handout_name(lesson)}.zip")
-    members = pack(lesson, file, force=force)
+    wanted = [find_lesson(phase) for phase in dict.fromkeys(phases)]
+    file = out or Path(f"{handout_name(wanted)}.zip")
+    members = pack(wanted, file, force=force)
     for member in members:
         typer.echo(f"  {member}")
     typer.echo(f"wrote {file}, {file.stat().st_size / 1e3:.0f} kB")
@@ -158,7 +158,7 @@ def prepare() -> None:
 
 COMMANDS: dict[Callable[..., None], str] = {
     chart: examples("infer workshop chart", "infer workshop chart --quick --out my-ladder.png"),
-    export: examples("infer workshop export 03", "infer workshop export 03 --out handouts/03.zip --force"),
+    export: examples("infer workshop export 03", "infer workshop export 03 04 05 06 --out serving-day.zip --force"),
     grade: examples(
         "infer workshop grade submissions/*",
         "infer workshop grade --phase 03 --csv grades.csv --jobs 4 ada.zip bob.zip",

@@ -1,7 +1,11 @@
 """A phase packed for handing out, read back as a student unpacks it."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -25,7 +29,7 @@ def by_number(lesson: Lesson) -> str:
 
 @pytest.mark.parametrize("lesson", PHASES, ids=by_number)
 def test_a_student_finds_chapter_pictures_tests_and_skeleton_and_nothing_else(lesson: Lesson, tmp_path: Path) -> None:
-    members = export(lesson, tmp_path / "out.zip")
+    members = export([lesson], tmp_path / "out.zip")
     with zipfile.ZipFile(tmp_path / "out.zip") as archive:
         assert archive.testzip() is None
         assert archive.namelist() == sorted(members)
@@ -58,9 +62,45 @@ def test_a_student_finds_chapter_pictures_tests_and_skeleton_and_nothing_else(le
     assert {exercise for exercise, state in states.items() if state is State.GAP} == set(wanted)
 
 
+def test_several_phases_share_one_workspace(tmp_path: Path) -> None:
+    wanted = [find_lesson(number) for number in ("03", "04", "06")]
+    export(wanted, tmp_path / "out.zip")
+    with zipfile.ZipFile(tmp_path / "out.zip") as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / "infer-workshop-03-04-06"
+    states = Workspace(folder / "workspace").states()
+    assert {e for e, state in states.items() if state is State.GAP} == {e for one in wanted for e in exercises_of(one)}
+    readme = (folder / "README.md").read_text()
+    for lesson in wanted:
+        assert (folder / f"tutorial/{lesson.folder.name}.md").is_file()
+        assert f"infer workshop start {lesson.number}\n" in readme
+        assert lesson.question in readme
+
+
+def test_phases_are_packed_from_an_installed_course(tmp_path: Path) -> None:
+    """As from a wheel: the packages lie where no tests are, and the command runs in another folder."""
+    installed = tmp_path / "site-packages"
+    for package in ("shared", "phases", "tutorial"):
+        shutil.copytree(ROOT / package, installed / package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "from shared.cli import app; app()"
+    subprocess.run(
+        [sys.executable, "-c", code, "workshop", "export", *(lesson.number for lesson in PHASES), "--out", "all.zip"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        check=True,
+    )
+    with zipfile.ZipFile(tmp_path / "all.zip") as archive:
+        names = {name.partition("/")[2] for name in archive.namelist()}
+    assert {f"tutorial/{lesson.folder.name}.md" for lesson in PHASES} <= names
+    assert {exercise.path for lesson in PHASES for exercise in exercises_of(lesson)} <= {
+        name.removeprefix("workspace/") for name in names
+    }
+    assert not any(name.startswith("tests/") for name in names)
+
+
 def test_the_same_tree_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a.zip", "b.zip"):
-        export(PHASES[0], tmp_path / name)
+        export(PHASES[:1], tmp_path / name)
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         for info in archive.infolist():
@@ -72,15 +112,15 @@ def test_a_file_that_exists_is_replaced_only_by_force(tmp_path: Path) -> None:
     file = tmp_path / "out.zip"
     file.write_text("mine")
     with pytest.raises(ConfigError, match=r"out\.zip exists; replace it with --force"):
-        export(PHASES[0], file)
+        export(PHASES[:1], file)
     assert file.read_text() == "mine"
-    export(PHASES[0], file, force=True)
+    export(PHASES[:1], file, force=True)
     assert zipfile.is_zipfile(file)
     assert list(tmp_path.iterdir()) == [file]
     with pytest.raises(ConfigError, match="cannot be written"):
-        export(PHASES[0], tmp_path / "none" / "out.zip")
+        export(PHASES[:1], tmp_path / "none" / "out.zip")
     with pytest.raises(ConfigError, match="cannot be written"):
-        export(PHASES[0], file / "out.zip")
+        export(PHASES[:1], file / "out.zip")
 
 
 def test_a_phase_without_chapter_or_exercises_is_refused_with_those_that_have(
@@ -89,11 +129,11 @@ def test_a_phase_without_chapter_or_exercises_is_refused_with_those_that_have(
     monkeypatch.setattr(handout, "chapter_of", lambda lesson: tmp_path / f"{lesson.number}.md")
     (tmp_path / "02.md").write_text("# A chapter\n")
     with pytest.raises(ConfigError, match=r"Phase 03 has no chapter.*phases that have both are 02\."):
-        contents(find_lesson("03"))
+        contents([find_lesson("03")])
     monkeypatch.undo()
     monkeypatch.setattr(handout, "exercises", lambda: exercises_of(find_lesson("03")))
     with pytest.raises(ConfigError, match=r"Phase 02 has no exercises.*phases that have both are 03\."):
-        contents(find_lesson("02"))
+        contents([find_lesson("02")])
 
 
 def test_the_readme_s_commands_exist() -> None:
@@ -101,9 +141,9 @@ def test_the_readme_s_commands_exist() -> None:
     from tutorial.checker.references import COMMAND, command_error
 
     infer = typer.main.get_command(app)
-    text = contents(PHASES[0])["README.md"].decode()
+    text = contents(PHASES[:1])["README.md"].decode()
     commands = [command for line in text.splitlines() for command in COMMAND.findall(line)]
     assert len(commands) >= 4
     assert [command_error(command, infer) for command in commands] == [None] * len(commands)
-    progress = json.loads(contents(PHASES[0])["workspace/.progress.json"])
+    progress = json.loads(contents(PHASES[:1])["workspace/.progress.json"])
     assert list(progress) == [exercise.number for exercise in exercises_of(PHASES[0])]

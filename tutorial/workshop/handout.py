@@ -1,8 +1,9 @@
-"""A phase packed for handing out: the chapter with its pictures, the skeleton, the tests to read, and a README.
+"""Phases packed for handing out: chapters with their pictures, one skeleton, the tests to read, and a README.
 
 Everything lies in one folder of a zip file, at the path that it has in the repository, so that the page finds its
-pictures. Invariant: the same tree gives the same bytes on every machine: members are sorted, dated 1980, and stored,
-since compressed bytes depend on the library that made them.
+pictures. An installed wheel holds neither `tests` nor `docs`; a file made from one leaves out what is there, which
+learners have in their checkout. Invariant: the same tree gives the same bytes on every machine: members are sorted,
+dated 1980, and stored, since compressed bytes depend on the library that made them.
 """
 
 import contextlib
@@ -22,18 +23,16 @@ _IMAGE = re.compile(r"""!\[[^\]]*\]\(([^)\s]+)[^)]*\)|\b(?:src|srcset)=["']([^"'
 _REMOTE = re.compile(r"[a-z]+:|//")
 _DATE = (1980, 1, 1, 0, 0, 0)
 _README = """\
-# Phase {number}: {title}
-
-{question}
+# Exercises of {titles}
 
 What is here:
 
-- `{chapter}`: the chapter, with its pictures. Begin with it.
+{chapters}
 - `workspace/`: the modules that you work on. Where one raises `NotImplementedError`, your lines are missing:
 
 {exercises}
 
-- {tests}: the tests that judge them, for reading.
+- {tests}: the tests that judge them, for reading here or in the checkout.
 
 The exercises run inside the complete engine, so they need a checkout of the course, in which `make env` was run once.
 All commands are typed in its folder; `. .venv/bin/activate` lets the shell find `infer`.
@@ -43,7 +42,7 @@ All commands are typed in its folder; `. .venv/bin/activate` lets the shell find
 If the checkout has no folder `workspace` yet, copy the one from here into it. If there is one with work of yours in it,
 leave it as it is and let the course put the same skeleton beside what you have:
 
-    infer workshop start {number}
+{starts}
 
 Then write your lines. When you are stuck:
 
@@ -51,7 +50,7 @@ Then write your lines. When you are stuck:
 
 ## Check
 
-    infer workshop check {number}
+{checks}
     infer workshop check --only {first}
 
 Your code works in every other command too: `INFER_WORKSHOP=1 infer generate --prompt Hello`. Gaps that are left run the
@@ -76,48 +75,53 @@ def phases_to_hand_out() -> list[str]:
     return [lesson.number for lesson in lessons() if lesson.number in having and chapter_of(lesson).is_file()]
 
 
-def handout_name(lesson: Lesson) -> str:
+def handout_name(wanted: Sequence[Lesson]) -> str:
     """The name of the folder in the zip file, and of the file without its end."""
-    return f"infer-workshop-{lesson.number}"
+    return "-".join(["infer-workshop", *(lesson.number for lesson in wanted)])
 
 
-def contents(lesson: Lesson) -> dict[str, bytes]:
-    """What is handed out, by its path inside the folder; ConfigError where there is nothing to hand out."""
-    chapter = chapter_of(lesson)
-    if lesson.number not in phases_to_hand_out():
-        missing = "exercises" if chapter.is_file() else "chapter"
-        raise ConfigError(
-            f"Phase {lesson.number} has no {missing}, so there is nothing to hand out; phases that have both are "
-            f"{', '.join(phases_to_hand_out()) or 'none'}."
-        )
-    wanted = exercises_of(lesson)
-    tests = list(dict.fromkeys(test.partition("::")[0] for exercise in wanted for test in exercise.tests))
-    paths = [chapter, *_images(chapter), *(ROOT / test for test in tests)]
+def contents(wanted: Sequence[Lesson]) -> dict[str, bytes]:
+    """What is handed out of these phases, by its path inside the folder; ConfigError if one has nothing to hand out."""
+    for lesson in wanted:
+        if lesson.number not in phases_to_hand_out():
+            missing = "exercises" if chapter_of(lesson).is_file() else "chapter"
+            raise ConfigError(
+                f"Phase {lesson.number} has no {missing}, so there is nothing to hand out; phases that have both are "
+                f"{', '.join(phases_to_hand_out()) or 'none'}."
+            )
+    chapters = [chapter_of(lesson) for lesson in wanted]
+    pictures = [picture for chapter in chapters for picture in _images(chapter)]
+    own = [exercise for lesson in wanted for exercise in exercises_of(lesson)]
+    tests = list(dict.fromkeys(test.partition("::")[0] for exercise in own for test in exercise.tests))
+    paths = [*chapters, *pictures, *(ROOT / test for test in tests)]
+    if not (ROOT / "tests").is_dir():  # no checkout, but an installed wheel
+        paths = [path for path in paths if path.is_file()]
     files = {path.relative_to(ROOT).as_posix(): _read(path) for path in paths}
-    files["README.md"] = _readme(lesson, wanted, tests).encode()
+    files["README.md"] = _readme(wanted, own, tests).encode()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "workspace"
-        Workspace(root).start(wanted)
+        Workspace(root).start(own)
         for path in root.rglob("*"):
             if path.is_file():
                 files[path.relative_to(folder).as_posix()] = path.read_bytes()
     return files
 
 
-def export(lesson: Lesson, out: Path, *, force: bool = False) -> list[str]:
+def export(wanted: Sequence[Lesson], out: Path, *, force: bool = False) -> list[str]:
     """Write the zip file, complete or not at all; the paths of its members.
 
     Raises ConfigError if there is nothing to hand out, if ``out`` exists and is not to be replaced, or if it cannot be
     written.
     """
-    files = contents(lesson)
+    files = contents(wanted)
     if out.exists() and not force:
         raise ConfigError(f"{out} exists; replace it with --force, or name another file with --out.")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
+    name = handout_name(wanted)
     try:
         with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as archive:
             for path in sorted(files):
-                info = zipfile.ZipInfo(f"{handout_name(lesson)}/{path}", _DATE)
+                info = zipfile.ZipInfo(f"{name}/{path}", _DATE)
                 info.create_system = 3  # Unix, wherever this runs
                 info.external_attr = 0o100644 << 16
                 archive.writestr(info, files[path])
@@ -126,7 +130,7 @@ def export(lesson: Lesson, out: Path, *, force: bool = False) -> list[str]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --out.") from None
-    return [f"{handout_name(lesson)}/{path}" for path in sorted(files)]
+    return [f"{name}/{path}" for path in sorted(files)]
 
 
 def _images(chapter: Path) -> list[Path]:
@@ -148,13 +152,14 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _readme(lesson: Lesson, wanted: Sequence[Exercise], tests: Sequence[str]) -> str:
+def _readme(wanted: Sequence[Lesson], own: Sequence[Exercise], tests: Sequence[str]) -> str:
+    chapters = [(lesson, chapter_of(lesson).relative_to(ROOT).as_posix()) for lesson in wanted]
     return _README.format(
-        number=lesson.number,
-        title=lesson.title,
-        question=lesson.question,
-        chapter=chapter_of(lesson).relative_to(ROOT).as_posix(),
-        exercises="\n".join(f"  - {e.number}, about {e.minutes} minutes: {e.title} (`{e.path}`)" for e in wanted),
+        titles=", ".join(f"phase {lesson.number}, {lesson.title}" for lesson in wanted),
+        chapters="\n".join(f"- `{path}`, with its pictures: {lesson.question}" for lesson, path in chapters),
+        exercises="\n".join(f"  - {e.number}, about {e.minutes} minutes: {e.title} (`{e.path}`)" for e in own),
         tests=", ".join(f"`{test}`" for test in tests),
-        first=wanted[0].number,
+        starts="\n".join(f"    infer workshop start {lesson.number}" for lesson in wanted),
+        checks="\n".join(f"    infer workshop check {lesson.number}" for lesson in wanted),
+        first=own[0].number,
     )
