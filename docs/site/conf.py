@@ -28,6 +28,9 @@ highlight_language = "text"
 smartquotes_action = "q"
 
 html_theme = "furo"
+templates_path = ["templates"]
+html_additional_pages = {"index": "landing.html"}
+html_context = {"master_doc": "index"}  # where the name of the site leads
 html_static_path = ["static"]
 html_css_files = ["course.css"]
 html_js_files = ["course.js"]

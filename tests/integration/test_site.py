@@ -1,7 +1,7 @@
 """The site of `make docs`, built once and read in a real Chromium over loopback: pages, links, anchors, pictures.
 
-The browser opens every document, every list of files, and a source file of each language; the links and anchors of
-the other source files, hundreds of the same make, are read from the HTML. Nothing here needs the network, and the
+The browser opens every document, a list of files, and a source file of each language; the links and anchors of the
+other source files, hundreds of the same make, are read from the HTML. Nothing here needs the network, and the
 browser is not let onto it. Where there is no Chromium these tests say so.
 """
 
@@ -34,7 +34,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
     "--disable-sync --host-resolver-rules='MAP * ~NOTFOUND, EXCLUDE 127.0.0.1'"
 )
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP, TABLET, PHONE = ({"width": width, "height": 900} for width in (1400, 768, 390))
 LEFT = "net::ERR_ABORTED"  # a page was left before its icon had come
 CONTRAST = 4.5
 """What WCAG 2.2 asks of text at level AA."""
@@ -55,7 +55,12 @@ WIDE = """() => {
     const page = whole.some(element => element.scrollWidth > innerWidth) ? ['the page'] : [];
     return [...page, ...wide.map(element => element.outerHTML.slice(0, 120))];
 }"""
-# The lowest contrast of the coloured texts of code with what is painted behind them.
+# Blocks of code that scroll sideways; on a phone those set in columns may, in a box of their own.
+SCROLLED = """() => [...document.querySelectorAll('article .highlight pre')]
+    .filter(block => !(innerWidth < 500 && block.closest('.drawn')))
+    .filter(block => block.scrollWidth > block.clientWidth + 1)
+    .map(block => block.textContent.slice(0, 80))"""
+# The lowest contrast of the texts, those of code among them, with what is painted behind them.
 FAINTEST = """() => {
     const channels = color => color.match(/[\\d.]+/g).map(Number);
     const light = ([r, g, b]) => [r, g, b].map(value => value / 255)
@@ -65,8 +70,9 @@ FAINTEST = """() => {
         const painted = channels(getComputedStyle(element).backgroundColor);
         return painted.length === 4 && painted[3] === 0 ? behind(element.parentElement) : painted;
     };
-    return [...document.querySelectorAll('.highlight span, .highlight ins, .highlight del, .counts *')]
-        .filter(element => element.textContent.trim())
+    const code = '.highlight span, .highlight ins, .highlight del, .counts *';
+    return [...document.querySelectorAll(`${code}, article p, article a, figcaption, .sidebar-tree a, .planned span`)]
+        .filter(element => element.textContent.trim() && element.checkVisibility())
         .map(element => {
             const [a, b] = [light(channels(getComputedStyle(element).color)), light(behind(element))];
             return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), element.outerHTML.slice(0, 80)];
@@ -106,7 +112,7 @@ class Visitor:
     def crawl(self, folder: Path) -> dict[str, Visit]:
         """Every page that links lead to from ``index.html``, by its address without the origin.
 
-        Of the source files, which are hundreds of the same make, one of each language is opened.
+        Of the source files and lists of them, hundreds of the same make, one of each language is opened, and one list.
         """
         visits: dict[str, Visit] = {}
         languages: set[str] = set()
@@ -139,8 +145,8 @@ def read(url: str, html: str) -> Visit:
 
 
 def is_source_file(name: str) -> bool:
-    """Whether a page shows a source file, as opposed to a document or a list of files."""
-    return name.startswith("source/") and not name.endswith("/index.html")
+    """Whether a page shows a source file or a list of them, as opposed to a document."""
+    return name.startswith("source/")
 
 
 def targets(visit: Visit, origin: str) -> set[str]:
@@ -258,6 +264,17 @@ def teaching_page(site: Path, lesson: Lesson) -> str:
     return next(name for name in pages if (site / name).exists())
 
 
+def two_digits(number: str) -> str:
+    """A phase's number as its lesson has it: 08 for 8, 09.1 for 9.1."""
+    return number if number[1:2].isdigit() else f"0{number}"
+
+
+def printed_blocks(html: str) -> list[str]:
+    """The text of each block of code."""
+    blocks = re.findall(r'<div class="highlight"><pre>(.*?)</pre>', html, re.DOTALL)
+    return [unescape(re.sub(r"<[^>]*>", "", block)) for block in blocks]
+
+
 def test_the_browser_has_nothing_to_complain_of(visits: dict[str, Visit]) -> None:
     assert {name: visit.complaints for name, visit in visits.items() if visit.complaints} == {}
 
@@ -268,7 +285,7 @@ def test_every_link_and_anchor_leads_somewhere(pages: dict[str, Visit], site: Pa
 
 def test_every_page_can_be_reached(visits: dict[str, Visit], pages: dict[str, Visit], origin: str) -> None:
     assert {name for name in pages if not is_source_file(name)} - set(visits) == {"search.html"}
-    reached = {target for visit in visits.values() for target in targets(visit, origin)}
+    reached = {target for name, visit in pages.items() for target in targets(visit, origin) - {name}}
     assert set(pages) - reached - {"index.html"} == {"search.html"}
 
 
@@ -293,30 +310,93 @@ def test_the_crawl_notices_what_is_broken(browser: Any, tmp_path: Path) -> None:
     assert [element.partition(" ")[0] for element in wide] == ["the", "<p"]
 
 
-def test_pages_fit_a_phone(site: Path, origin: str, browser: Any) -> None:
-    page = browser.new_page(viewport=PHONE)
+def test_pages_and_code_fit_the_window(site: Path, origin: str, browser: Any) -> None:
+    page = browser.new_page()
     wide = {}
     for name in documents(site):
         page.goto(f"{origin}/{name}")
         page.evaluate("document.querySelectorAll('details').forEach(details => { details.open = true })")
-        if found := page.evaluate(WIDE):
-            wide[name] = found
+        for window in (DESKTOP, TABLET, PHONE):
+            page.set_viewport_size(window)
+            if found := [*page.evaluate(WIDE), *page.evaluate(SCROLLED)]:
+                wide[name, window["width"]] = found
     page.close()
     assert wide == {}
 
 
-def test_the_way_through_the_course(site: Path, origin: str, page: Any) -> None:
-    page.goto(f"{origin}/index.html")
-    sections = page.eval_on_selector_all(".sidebar-tree .caption", "all => all.map(one => one.innerText.toLowerCase())")
-    first = page.eval_on_selector(
-        ".sidebar-tree ul", "list => [...list.children].map(item => item.querySelector('a').getAttribute('href'))"
+def test_a_wrapped_line_is_indented_marked_and_copied_as_it_is(site: Path, origin: str, browser: Any) -> None:
+    page = browser.new_page(viewport=PHONE)
+    page.goto(f"{origin}/source/phases/phase_03/engine.py.html")
+    code = (ROOT / "phases/phase_03/engine.py").read_text(encoding="utf-8").splitlines()
+    longest = max(code, key=len)
+    line = page.locator(f"#L-{code.index(longest) + 1}")
+    assert line.bounding_box()["height"] > 2 * page.locator("#L-1").bounding_box()["height"] * 0.9
+    assert "↳" in line.evaluate("line => getComputedStyle(line, '::before').content")
+    copied = page.locator(".highlight.source pre").evaluate(
+        "block => { getSelection().selectAllChildren(block); return getSelection().toString() }"
     )
+    page.close()
+    assert longest.strip() in copied
+    assert "↳" not in copied
+    assert len(copied.rstrip().split("\n")) == len(code)
+
+
+def test_the_landing_page_has_one_promise_one_picture_and_one_button(origin: str, page: Any) -> None:
+    page.goto(f"{origin}/index.html")
+    assert page.locator("h1").count() == 1
+    pictures = page.locator("article img:visible")
+    assert pictures.count() == 1
+    assert "12 steps" in pictures.get_attribute("alt")
+    assert page.locator("article a:visible:not(:has(img))").all_inner_texts() == ["Begin"]
+    page.click("text=Begin")
+    assert page.locator("h1").inner_text().startswith("How to use this course")
+
+
+def test_every_picture_has_a_text_and_a_caption(site: Path) -> None:
+    for name in documents(site):
+        html = (site / name).read_text(encoding="utf-8")
+        figures = re.findall(r"<figure\b.*?</figure>", html, re.DOTALL)
+        assert html.count("<img ") == sum(figure.count("<img ") for figure in figures), name
+        for figure in figures:
+            assert all(re.findall(r'<img [^>]*\balt="([^"]+)"', figure)), figure
+            caption = re.search(r"<figcaption>(.*?)</figcaption>", figure, re.DOTALL)
+            assert caption is not None, figure
+            assert len(re.sub(r"<[^>]*>", "", caption[1]).strip()) > 20, figure
+
+
+def test_planned_phases_are_shown_and_lead_nowhere(origin: str, page: Any) -> None:
+    page.goto(f"{origin}/tutorial/start.html")
+    entries = page.locator(".sidebar-tree .planned")
+    shown = [text.split(" ")[0] for text in entries.all_text_contents()]
+    design = (ROOT / "docs" / "OVERALL_DESIGN.md").read_text(encoding="utf-8").partition("## Planned phases")[2]
+    rows = [two_digits(number) for number in re.findall(r"^\| (\d[\d.]*) ", design, re.MULTILINE)]
+    assert shown == [number for number in rows if number not in {lesson.number for lesson in lessons()}]
+    assert entries.locator("a").count() == 0
+    badge = "item => getComputedStyle(item, '::after').content"
+    assert "planned" in entries.locator("span").first.evaluate(badge)
+    diagram = (ROOT / "tutorial" / "images" / "start_phases.svg").read_text(encoding="utf-8")
+    dashed = re.findall(r'class="box \w dash"/>\n  <text [^>]*>([^<]+)<', diagram)
+    assert {two_digits(number) for number in dashed} == set(shown)
+
+
+def test_sessions_hold_no_pattern_of_the_checker(site: Path) -> None:
+    pattern = re.compile(r"(?<!\S)\.\.\.(?!\S)")
+    for name in documents(site):
+        html = (site / name).read_text(encoding="utf-8")
+        for block in re.findall(r'<div class="[^"]*highlight-(?:console|text)[^"]*".*?</pre>', html, re.DOTALL):
+            assert not pattern.search(unescape(re.sub(r"<[^>]*>", "", block))), f"{name}: {block}"
+
+
+def test_the_way_through_the_course(site: Path, origin: str, page: Any) -> None:
+    page.goto(f"{origin}/tutorial/start.html")
+    sections = page.eval_on_selector_all(".sidebar-tree .caption", "all => all.map(one => one.innerText.toLowerCase())")
+    first = page.eval_on_selector(".sidebar-tree ul", "list => [...list.querySelectorAll('a')].map(link => link.href)")
+    first = [unquote(link.removeprefix(f"{origin}/").removesuffix("#")) for link in first]
     chapters = [teaching_page(site, lesson) for lesson in lessons()]
-    assert sections == ["the course", "the design", "reference"]
+    assert sections == ["the course", "teaching", "the design", "reference"]
     assert [name for name in first if name in chapters] == chapters
     pages = [page for chapter in chapters for page in (chapter.replace(".html", "_from_empty.html"), chapter)]
-    around = ["tutorial/start.html", *pages, "tutorial/teachers.html"]
-    assert first == [name for name in around if (site / name).exists()]
+    assert first == [name for name in ("tutorial/start.html", *pages) if (site / name).exists()]
 
 
 @pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.number)
@@ -355,20 +435,21 @@ def test_quoted_source_leads_to_its_line(site: Path) -> None:
             assert link is not None
             shown = (site / Path(name).parent / link[1]).read_text(encoding="utf-8")
             assert f"<title>{path} - infer</title>" in shown
-            line = re.search(rf'<span id="{link[2]}">(.*)', shown) if definition else None
+            line = re.search(rf'<span class="line" id="{link[2]}"[^>]*>(.*)', shown) if definition else None
             assert not definition or (line and definition[0].rpartition(".")[2] in re.sub(r"<[^>]*>", "", line[1]))
 
 
-def test_fences_show_what_stands_in_the_chapter(site: Path, origin: str, page: Any) -> None:
+def test_fences_show_what_stands_in_the_chapter(site: Path) -> None:
     fence = re.compile(r"^( *)```\w+[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
     for chapter in (ROOT / "tutorial").glob("*.md"):
-        page.goto(f"{origin}/tutorial/{chapter.stem}.html")
-        shown = page.eval_on_selector_all("article .highlight pre", "all => all.map(block => block.textContent)")
+        shown = printed_blocks((site / "tutorial" / f"{chapter.stem}.html").read_text(encoding="utf-8"))
         blocks = iter([[line.rstrip() for line in text.strip("\n").rstrip().split("\n")] for text in shown])
         for indent, body in fence.findall(chapter.read_text(encoding="utf-8")):
             lines = [line.removeprefix(indent).rstrip() for line in body.strip("\n").rstrip().split("\n")]
             if lines[0].startswith("--- "):  # of whole files: the caption names them, and a hunk is called by its line
                 lines = [re.sub(r"^@@ -\d+(,\d+)? \+(\d+)(,\d+)? @@.*", r"line \2", line) for line in lines[2:]]
+            if not lines[0].startswith(("+", "-", "line ")):
+                lines = ["⋮" if line.strip() == "..." else re.sub(r"(?<!\S)\.{3}(?!\S)", "…", line) for line in lines]
             assert lines in blocks, f"{chapter.name}: {body}"
 
 
@@ -386,7 +467,7 @@ def test_each_measured_figure_leads_to_its_report(site: Path) -> None:
 def test_search_finds_a_word(over: str, site: Path, origin: str, page: Any) -> None:
     base = origin if over == "http" else site.as_uri()
     visitor = Visitor(page, base)
-    assert visitor.visit(f"{base}/index.html").complaints == []
+    assert visitor.visit(f"{base}/tutorial/start.html").complaints == []
     page.fill(".sidebar-search", "counter-based noise")
     page.press(".sidebar-search", "Enter")
     page.wait_for_selector("#search-results li a")
@@ -399,7 +480,7 @@ def test_search_finds_a_word(over: str, site: Path, origin: str, page: Any) -> N
 def test_dark_mode_switches_and_stays(site: Path, origin: str, page: Any) -> None:
     pictured = [name for name in documents(site) if "only-dark" in (site / name).read_text(encoding="utf-8")]
     assert bool(pictured) == bool(diagrams())
-    name = pictured[0] if pictured else "index.html"
+    name = pictured[0] if pictured else "tutorial/start.html"
     page.goto(f"{origin}/{name}")
     paper = "getComputedStyle(document.querySelector('.main')).getPropertyValue('--color-background-primary')"
     shown = "all => all.filter(image => image.offsetWidth > 0).length"
@@ -420,10 +501,11 @@ def test_dark_mode_switches_and_stays(site: Path, origin: str, page: Any) -> Non
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_code_and_differences_can_be_read(theme: str, site: Path, origin: str, page: Any) -> None:
+def test_text_code_and_differences_can_be_read(theme: str, site: Path, origin: str, page: Any) -> None:
     page.add_init_script(f"localStorage.setItem('theme', '{theme}')")
-    for lesson in lessons():
-        page.goto(f"{origin}/{teaching_page(site, lesson)}")
+    chapters = [teaching_page(site, find_lesson(number)) for number in ("03.1", "06")]
+    for name in ("index.html", "docs/API.html", *chapters):
+        page.goto(f"{origin}/{name}")
         contrast, where = page.evaluate(FAINTEST)
         assert contrast >= CONTRAST, where
 

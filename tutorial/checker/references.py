@@ -110,6 +110,7 @@ def command_error(line: str, infer: Any) -> str | None:
         words = shlex.split(line)
     except ValueError:  # cut inside quotes
         words = line.split()
+    words = words[: words.index("|")] if "|" in words else words  # what it is piped into is another's command
     command, is_root = infer, True
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         subcommands = words[0].split("|")  # `infer model pull|list|make`

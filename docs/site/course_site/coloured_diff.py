@@ -16,6 +16,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 from pygments.util import ClassNotFound
 
+from course_site.code_lines import hanging
 from course_site.repository import ROOT, enclosing, read
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
@@ -53,7 +54,8 @@ class FileDiff:
             old = before.next() if sign in " -" else ""
             new = after.next() if sign in " +" else ""
             tag = _TAGS.get(sign, "span")
-            rows.append(f'<{tag}><span class="sign">{escape(sign)}</span>{new or old}\n</{tag}>')
+            code = new or old
+            rows.append(f'<{tag} class="line"{hanging(code)}><span class="sign">{escape(sign)}</span>{code}\n</{tag}>')
         return f'<div class="highlight-diff notranslate"><div class="highlight"><pre>{"".join(rows)}</pre></div></div>'
 
 

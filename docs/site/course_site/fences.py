@@ -3,9 +3,11 @@
     python run, python source=PATH#NAME, diff phases=02..03 target=Engine.forward, output, console
 
 The checker of the chapters keeps their content true; here they get a caption that says where code stands, and a class
-for the style sheet. A fence without such words is left to Sphinx.
+for the style sheet. A fence without such words is left to Sphinx. Where the checker is told to skip something printed,
+a line or a word ``...``, the reader sees that something is left out.
 """
 
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -14,10 +16,13 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
+from course_site.code_lines import in_columns
 from course_site.coloured_diff import split_files
 from course_site.links import source_uri
 from course_site.repository import line_of
 from shared.lessons import find_lesson
+
+_LEFT_OUT = re.compile(r"(?<!\S)\.\.\.(?!\S)")
 
 
 class Fence(SphinxDirective):
@@ -81,16 +86,23 @@ class DiffFence(Fence):
         return [text, *quoted(self.env, path, values.get("target", ""), with_path="target" not in values)]
 
 
-class OutputFence(Fence):
-    language = "output"
+class PrintedFence(Fence):
+    """What a terminal showed; on a narrow screen its columns stay side by side."""
+
+    lexer: ClassVar[str]
 
     def code(self) -> nodes.Element:
-        text = "\n".join(self.content)
-        return nodes.literal_block(text, text, language="text", force=True)
+        text = "\n".join("⋮" if line.strip() == "..." else _LEFT_OUT.sub("…", line) for line in self.content)
+        classes = ["drawn"] if sum(map(in_columns, self.content)) > 1 else []
+        return nodes.literal_block(text, text, language=self.lexer, force=True, classes=classes)
 
 
-class ConsoleFence(Fence):
-    language = "console"
+class OutputFence(PrintedFence):
+    language, lexer = "output", "text"
+
+
+class ConsoleFence(PrintedFence):
+    language = lexer = "console"
 
 
 def quoted(env: BuildEnvironment, path: str, name: str, *, with_path: bool = True) -> list[nodes.Node]:

@@ -1,21 +1,25 @@
 """The way through the site: from the README to chapters, design pages and reports. Introduced in phase 3.
 
 The Markdown files hold no table of contents for Sphinx. It is added to them while they are read, made from the phases
-that exist and the files that stand there, so a new phase or page appears by itself. Invariant: every document has
-exactly one place.
+that exist and the files that stand there, so a new phase or page appears by itself. The planned phases are those of the
+design's table; they stand below the chapters, without links. Invariant: every document has exactly one place.
 """
 
-import shutil
+import re
 from collections.abc import Iterable
-from pathlib import Path
+from html import escape
+from typing import Any
 
 from sphinx.application import Sphinx
 
 from course_site import phase_sections, reports
+from course_site.repository import read
 from shared.lessons import Lesson, lessons
 
 HOME, REFERENCE, MEASURED = "README", ("docs/API", "docs/GLOSSARY", "docs/PERFORMANCE"), "docs/PERFORMANCE"
 BEGINNING, TEACHING = "tutorial/start", "tutorial/teachers"
+DESIGN, CODE_ENDS = "docs/OVERALL_DESIGN", "\n## Run it\n"
+_PLANNED = re.compile(r"^\| ([\d.]+) \| (?:\*side track:\* )?([^|]+?) \|", re.MULTILINE)
 
 
 def chapter(lesson: Lesson) -> str:
@@ -38,11 +42,18 @@ def phase_page(lesson: Lesson, documents: Iterable[str]) -> str | None:
 def sections(documents: set[str]) -> dict[str, list[str]]:
     """The documents by section, each in order."""
     pages = [page for lesson in lessons() for page in (from_empty(lesson), phase_page(lesson, documents))]
-    course = [BEGINNING, *(page for page in pages if page in documents), TEACHING]
-    course += sorted(name for name in documents if name.startswith("tutorial/") and name not in course)
+    course = [BEGINNING, *(page for page in pages if page in documents)]
+    others = sorted(name for name in documents if name.startswith("tutorial/") and name not in (*course, TEACHING))
     design = sorted(name for name in documents if name.startswith("docs/") and name not in (*course, *REFERENCE))
-    found = {"The course": course, "The design": design, "Reference": list(REFERENCE)}
+    found = {"The course": course, "Teaching": [TEACHING, *others], "The design": design, "Reference": list(REFERENCE)}
     return {title: [name for name in names if name in documents] for title, names in found.items()}
+
+
+def planned() -> list[tuple[str, str]]:
+    """Number and title of each phase that the design plans and the repository does not hold yet."""
+    table = read(f"{DESIGN}.md").partition("## Planned phases")[2]
+    found = [(number if number[1:2].isdigit() else f"0{number}", title) for number, title in _PLANNED.findall(table)]
+    return [phase for phase in found if phase[0] not in {lesson.number for lesson in lessons()}]
 
 
 def extend(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -56,7 +67,11 @@ def extend(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = reports.page(docname, source[0])
     for lesson in lessons():
         if docname == phase_page(lesson, documents):
-            source[0] += phase_sections.markdown(lesson)
+            # The difference stands where the text has explained it: before the engine is run.
+            before, heading, after = source[0].partition(CODE_ENDS)
+            source[0] = (
+                f"{before}\n\n{phase_sections.changes(lesson)}{heading}{after}\n\n{phase_sections.measured(lesson)}"
+            )
 
 
 def _toctree(names: list[str], title: str = "") -> str:
@@ -74,12 +89,35 @@ def _entry(name: str) -> str:
     return f"/{name}\n"
 
 
-def open_at_home(app: Sphinx, exception: Exception | None) -> None:
-    """Servers and people look for ``index.html``."""
-    if exception is None:
-        shutil.copyfile(Path(app.outdir) / f"{HOME}.html", Path(app.outdir) / "index.html")
+class SharedTree:
+    """One navigation tree for all pages of source files at one depth; none of them stands in it."""
+
+    def __init__(self) -> None:
+        self._trees: dict[int, str] = {}
+
+    def share(self, app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+        """Making the tree for each of hundreds of pages would be most of the time of a build."""
+        make, depth = context["toctree"], pagename.count("/")
+
+        def toctree(**options: Any) -> str:
+            if depth not in self._trees:
+                self._trees[depth] = make(**options)
+            return self._trees[depth]
+
+        if pagename.startswith("source/"):
+            context["toctree"] = toctree
+
+
+def show_planned(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+    """Add the planned phases to the end of the first list in the navigation."""
+    items = "".join(
+        f'<li class="toctree-l1 planned"><span>{number} {escape(title[0].upper() + title[1:])}</span></li>'
+        for number, title in planned()
+    )
+    context["furo_navigation_tree"] = context["furo_navigation_tree"].replace("</ul>", f"{items}</ul>", 1)
 
 
 def register(app: Sphinx) -> None:
     app.connect("source-read", extend)
-    app.connect("build-finished", open_at_home)
+    app.connect("html-page-context", SharedTree().share, priority=400)  # before the theme asks for the tree
+    app.connect("html-page-context", show_planned, priority=900)  # after the theme has made the tree

@@ -1,4 +1,4 @@
-"""What follows a phase's text: its difference from the phase before, and what was measured. Introduced in phase 3.
+"""What a phase's text is given: its difference from the phase before, and what was measured. Introduced in phase 3.
 
 The difference is that of ``infer diff``, made by the same code; the charts are those of the reports that measured this
 phase. Invariant: both are made while the site is built, from the phase folders and the reports that stand there.
@@ -19,13 +19,13 @@ from shared.lesson_source import added_modules, diff_lines, first_line
 from shared.lessons import Lesson, find_lesson
 
 
-def markdown(lesson: Lesson) -> str:
-    """The sections as they are appended to the phase's page."""
+def changes(lesson: Lesson) -> str:
+    """The section on what the phase changed."""
     heading = f"What changed since phase {lesson.previous}" if lesson.previous else "The code of this phase"
-    return f"\n\n## {heading}\n\n```{{phase-changes}} {lesson.number}\n```\n\n{_measured(lesson)}"
+    return f"## {heading}\n\n```{{phase-changes}} {lesson.number}\n```\n"
 
 
-def _measured(lesson: Lesson) -> str:
+def measured(lesson: Lesson) -> str:
     """The charts of the reports in which an engine of this phase was measured, then the reports without one."""
     found = [report for report in reports() if lesson.number in report.phases]
     charts = [f"{report.image()}\n\n{report.link()}\n" for report in found if report.chart]

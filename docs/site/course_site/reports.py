@@ -38,7 +38,8 @@ class Reported:
 
     def image(self) -> str:
         """The chart in Markdown; nothing if there is none."""
-        return f"![{self.title}](/{self.docname}.png)" if self.chart else ""
+        look = "Left, each phase's speed. Right, look at the slopes: the time of a token by the length of its context."
+        return f'![{self.title}](/{self.docname}.png "{look}")' if self.chart else ""
 
 
 def reports() -> list[Reported]:

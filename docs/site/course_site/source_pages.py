@@ -11,6 +11,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+from course_site.code_lines import hanging
 from course_site.coloured_diff import coloured_lines
 from course_site.repository import anchor, is_document, page_name, read, relative, source_files, source_folders, summary
 
@@ -42,10 +43,10 @@ def _heading(path: PurePosixPath) -> str:
 
 
 def _listed_lines(path: PurePosixPath) -> str:
-    rows = [
-        f'<span id="{anchor(number)}"><a class="linenos" href="#{anchor(number)}">{number}</a>{line}\n</span>'
-        for number, line in enumerate(coloured_lines(read(path).removesuffix("\n"), str(path)), start=1)
-    ]
+    rows = []
+    for number, line in enumerate(coloured_lines(read(path).removesuffix("\n"), str(path)), start=1):
+        place = f'<a class="linenos" href="#{anchor(number)}">{number}</a>'
+        rows.append(f'<span class="line" id="{anchor(number)}"{hanging(line)}>{place}{line}\n</span>')
     return f'<div class="highlight source notranslate"><pre>{"".join(rows)}</pre></div>'
 
 

@@ -2,3 +2,12 @@
 if (location.protocol === "file:") {
   DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
 }
+
+// On a small screen a picture is scaled to the page; a tap opens it alone, where it can be enlarged.
+addEventListener("DOMContentLoaded", () => {
+  for (const image of document.querySelectorAll("article .picture img")) {
+    const link = Object.assign(document.createElement("a"), { href: image.src });
+    image.replaceWith(link);
+    link.append(image);
+  }
+});
