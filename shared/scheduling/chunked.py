@@ -35,6 +35,8 @@ class ChunkedScheduler(PreemptiveScheduler):
 
     def _prompts(self) -> list[Request]:
         """The requests whose prompts, or recomputed tokens, are not scheduled to the end; in order of admission."""
+        if not self.is_chunked:
+            return super()._prompts()
         # exercise 07x2: find the prompts that are not computed to the end
         # hint: self.running holds the running requests by id, in order of admission
         # hint: see Request.is_prefilling; why is `num_computed_tokens < num_prompt_tokens` not enough?
@@ -44,6 +46,8 @@ class ChunkedScheduler(PreemptiveScheduler):
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """Schedule one token of each decoding request, then chunks of prompts within the token budget."""
+        if not self.is_chunked:
+            return super()._plan(decoding, prompts, preempted)
         # exercise 07x4: decoding requests first, then the chunks
         # hint: _grant makes an entry and counts its tokens; leave the entries, in the order of the batch, in `entries`
         # hint: a decoding request is granted its one unscheduled token
@@ -56,7 +60,7 @@ class ChunkedScheduler(PreemptiveScheduler):
         return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
 
     def _is_last(self, request: Request, num_tokens: int) -> bool:
-        """Whether the next ``num_tokens`` tokens leave none of the request's tokens to compute; only then it samples."""
+        """Whether the next ``num_tokens`` tokens leave none of the request's tokens to compute; then it samples."""
         # exercise 07x3: only the last chunk samples
         # hint: num_unscheduled_tokens counts the tokens that no step has computed or is computing
         # hint: the end of the prompt is not the measure: after a preemption outputs are recomputed too

@@ -182,10 +182,6 @@ class Scheduler(ABC):
         """Whether the next ``num_tokens`` tokens of a request are all that it has: always, if prompts are not cut."""
         return True
 
-    def _is_last(self, request: Request, num_tokens: int) -> bool:
-        """Whether the next ``num_tokens`` tokens of a request are all that it has: always, if prompts are not cut."""
-        return True
-
     def _is_complete(self, request: Request) -> bool:
         """Whether the request has reached its maximum length, tokens in flight included."""
         return request.num_tokens + request.num_pending_tokens >= self._longest(request)
