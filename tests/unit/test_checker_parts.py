@@ -268,9 +268,9 @@ def test_commands_are_found_and_read() -> None:
     found = [command for line in page.splitlines() for command in COMMAND.findall(line)]
     assert found == ["chat --fast", "diff 1 2  ", "phases", "chat"]
     good = ["diff 02 03 --all | less -r", "generate --prompt 'a -z --zero' --max-tokens=3", "phases sync forward", ""]
-    good += ["model pull|list|make", "generate --prompt 'open"]
+    good += ["model pull|list|make", "generate --prompt 'open", "phases | cut -c 1-74"]
     infer = typer.main.get_command(app)
-    assert [command_error(line, infer) for line in good] == [None] * 6
+    assert [command_error(line, infer) for line in good] == [None] * 7
     assert command_error("model push", infer) == "there is no command `infer model push`"
     assert command_error("dance", infer) == "there is no command `infer dance`"
     assert "uses --fast, which" in str(command_error("chat --fast", infer))
