@@ -108,13 +108,17 @@ class Server:
         engine = contender.engine(*arguments)
         self.config, self.max_batch_size = config, config.max_batch_size if contender.serves_many else 1
         self.engine = engine if contender.serves_many else OneAtATime(engine)
-        pool = getattr(engine, "pool", None)
-        capacity = pool.capacity_tokens if pool is not None else self.max_batch_size * engine.max_seq_len
+        self.pool = getattr(engine, "pool", None)
+        capacity = self.pool.capacity_tokens if self.pool is not None else self.max_batch_size * engine.max_seq_len
         sizes = self.max_batch_size, engine.max_seq_len
         serve_rounds(self.engine, rounds(*sizes, is_gpu=config.device.startswith("cuda"), capacity_tokens=capacity))
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
-        """Serve a trace: what the run says, the tokens that were computed, and the bytes of the KV cache."""
+        """Serve a trace, which finds nothing of an earlier one cached: what the run says, the tokens that were computed,
+        and the bytes of the KV cache.
+        """
+        if self.pool is not None:
+            self.pool.drop_cached()
         before = self.engine.stats()["tokens computed"]
         run, stats = drive(self.engine, trace, max_seconds), self.engine.stats()
         memory = {"memory_kv_bytes": stats.get("cache bytes", 0)}  # phase 2 and transformers have none of a fixed size

@@ -175,8 +175,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
 
     def drop_cached(self) -> None:
         """See ``CachePoolProtocol``."""
-        if self.tree.num_unused_blocks:
-            self.allocator.free(self.tree.evict(self.tree.num_unused_blocks))
+        self.allocator.free(self.tree.evict(self.tree.num_unused_blocks))
 
     def audit_blocks(self) -> list[str]:
         """See :class:`shared.cache.paged.PagedKVCachePool`; the tree too."""
