@@ -42,7 +42,7 @@ def test_a_student_finds_chapter_pictures_tests_and_skeleton_and_nothing_else(le
     tests = {test.partition("::")[0] for exercise in wanted for test in exercise.tests}
     modules = {exercise.path for exercise in wanted}
     text = (folder / chapter).read_text()
-    names = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+    names = re.findall(r"!\[[^\]]*\]\(([^)\s]+)", text)
     pictures = {(ROOT / "tutorial" / name).resolve().relative_to(ROOT).as_posix() for name in names}
     assert pictures
     own = {"README.md", "workspace/.progress.json"}
