@@ -114,7 +114,7 @@ class Server:
         serve_rounds(self.engine, rounds(*sizes, is_gpu=config.device.startswith("cuda"), capacity_tokens=capacity))
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
-        """Serve a trace, which finds nothing of an earlier one cached: what the run says, the tokens that were computed,
+        """Serve a trace, with nothing of an earlier one cached: what the run says, the tokens that were computed,
         and the bytes of the KV cache.
         """
         if self.pool is not None:
