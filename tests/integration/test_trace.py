@@ -731,3 +731,5 @@ def test_shared_and_cached_blocks_are_drawn_and_told(browser: Any, sharing: Path
         prefill = tab.locator("rect.prefill[data-request='2']").bounding_box()
         tab.mouse.move(prefill["x"] + 3, prefill["y"] + 3)
         assert ", 20 of which came from the cache" in tab.inner_text("#details")
+        bars = tab.locator(".step-tokens .track").nth(1).locator("i").all()
+        assert [bar.get_attribute("class") for bar in bars] == ["cached", "now"]

@@ -12,7 +12,8 @@ function chunksOf(trace, step) {
     const outputs = request.tokens.filter(([at]) => at < step).length;
     const total = Math.max(request.num_prompt_tokens + outputs, first + count);
     const text = `tokens ${first} to ${first + count - 1} of ${total}`;
-    return { request, first, count, total, text, before: request.chunks.slice(begun, place), isChunk: count < total };
+    const before = request.chunks.slice(begun, place);
+    return { request, first, count, total, text, cached: request.chunks[begun][1], before, isChunk: count < total };
   });
 }
 
@@ -30,9 +31,10 @@ class StepTokens {
     const track = this.row(decoded.length ? `decode ${decoded.join(", ")}: 1 token each` : "none decodes");
     for (const id of decoded) make("i", "", track, "decode").title = id;
     for (const part of chunksOf(this.trace, step)) {
-      const { request, first, count, total, text, before, isChunk } = part;
+      const { request, first, count, total, text, cached, before, isChunk } = part;
       const bar = this.row(`prompt of ${request.request_id}: ${isChunk ? text : some(count, "token")}`);
       const left = total - first - count;
+      if (cached) make("i", "", bar, "cached").style.flexGrow = cached;
       for (const [, , size] of before) make("i", "", bar, "before").style.flexGrow = size;
       make("i", "", bar, "now").style.flexGrow = count;
       if (left) make("i", "", bar, "left").style.flexGrow = left;
