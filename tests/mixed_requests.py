@@ -60,5 +60,5 @@ def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
 
 
 def seen(answers: Sequence[Sequence[StepOutput]]) -> list[list[StepOutput]]:
-    """All that clients receive, except for the request ids."""
-    return [[output._replace(request_id="") for output in answer] for answer in answers]
+    """All that clients receive, except for request ids and for what was cached."""
+    return [[output._replace(request_id="", num_cached_tokens=0) for output in answer] for answer in answers]
