@@ -42,10 +42,11 @@ QUICK = LadderSize(prompt_tokens=32, new_tokens=12, trials=1, context_lengths=()
 TOGETHER, TOGETHER_SECONDS = Workload("together", "16 at a time", 32, 16, (8, 24), (4, 48)), 8.0
 """Requests of 16 clients; after so many seconds a phase is judged by the tokens that it has given."""
 BESIDE = Workload(
-    "beside", "A prompt of 192 tokens", 1, 3 + 1, (192, 192), (2, 2), beside=replace(TOGETHER, num_requests=3)
+    "beside", "Prompts of 192 tokens", 3, 3 + 1, (192, 192), (2, 2), beside=replace(TOGETHER, num_requests=3)
 )
 TURNS = Workload("turns", "A second turn", 1, 1, (96, 96), (2, 2), turns=2, turn_tokens=(8, 8))
-CHUNK = 16  # tokens of a chunk, where a phase has them: the prompt beside three requests that decode takes twelve
+CHUNK = 64  # tokens of a chunk, where a phase has them: the prompt beside three requests that decode takes three
+ARRIVALS = 2.0  # a second, of such prompts; the first comes together with the others
 REGIONS, REGION_TOKENS = 4, 256
 """The KV cache of a phase that serves many requests: so many regions of at least so many tokens, or as many blocks."""
 POINT_TOKENS, POINT_BOUND = 16, (2, 0.5)
@@ -89,7 +90,8 @@ def measure_ladder(
         waits: dict[str, list[float]] = {lesson.number: [] for lesson in rungs if has_continuous(lesson)}
         for trial in range(trials):
             about = setup.shape.vocab_size, setup.seed + trial
-            trace, beside, talk = (make_trace(workload, *about) for workload in (TOGETHER, BESIDE, TURNS))
+            trace, talk = make_trace(TOGETHER, *about), make_trace(TURNS, *about)
+            beside = make_trace(BESIDE, *about, ARRIVALS)
             for name in rotated(tuple(queues), trial):
                 with steps.step(f"phase {name}: {TOGETHER.title}, trial {trial + 1} of {trials}"):
                     served[name].append(drive(queues[name], trace, TOGETHER_SECONDS))
@@ -197,7 +199,7 @@ def view(report: Report) -> View:
         [
             f"One request: {size}; {report.date[:10]}",
             f"{TOGETHER.title}: {flags['together']}; the same bytes of KV cache",
-            f"Waits: between two tokens of 3 requests while a prompt of {BESIDE.prompt_tokens[1]} tokens arrives, in "
+            f"Waits: between two tokens of 3 requests while prompts of {BESIDE.prompt_tokens[1]} tokens arrive, in "
             f"chunks of {CHUNK} where there are chunks; for the first token behind a conversation of 106 tokens",
         ],
         tables,
