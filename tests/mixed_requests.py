@@ -55,6 +55,29 @@ def serve(
     return [outputs[name] for name in names], records
 
 
+def serve_with_aborts(
+    engine: Any,
+    requests: Sequence[tuple[str | list[int], dict[str, Any]]],
+    arrivals: Sequence[int],
+    aborted: set[int],
+    abort_at: int,
+) -> tuple[dict[int, list[int | None]], set[int]]:
+    """Abort the requests with these numbers before the step ``abort_at``; the tokens of each, and the aborted ones."""
+    outputs: dict[int, list[int | None]] = {n: [] for n in range(len(requests))}
+    step = 0
+    while step <= max(abort_at, *arrivals) or engine.has_work():
+        for n, (prompt, params) in enumerate(requests):
+            if arrivals[n] == step:
+                engine.add_request(prompt, SamplingParams(**params), request_id=str(n))
+        if step == abort_at:
+            aborted = {n for n in aborted if engine.abort(str(n))}
+        for output in engine.step():
+            outputs[int(output.request_id)].append(output.token_id)
+        step += 1
+    assert engine.pool.audit() == []
+    return outputs, aborted
+
+
 def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
     return [output.token_id for output in outputs]
 

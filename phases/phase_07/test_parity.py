@@ -15,7 +15,18 @@ from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
-from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SENTENCE, SMALL, seen, serve, tokens
+from tests.mixed_requests import (
+    ARRIVALS,
+    GREEDY,
+    LONG,
+    MIXED,
+    SENTENCE,
+    SMALL,
+    seen,
+    serve,
+    serve_with_aborts,
+    tokens,
+)
 from tests.reference_tokens import ReferenceTokens
 
 CHUNKS: list[dict[str, Any]] = [
@@ -101,22 +112,9 @@ def test_whatever_the_sizes_arrivals_and_aborts(
         max_num_batched_tokens=budget,
         scheduler_policy=policy,
     )
-    outputs: dict[str, list[int | None]] = {}
-    step = 0
-    while step <= max(abort_at, *arrivals) or engine.has_work():
-        for n, (prompt, params) in enumerate(MIXED):
-            if arrivals[n] == step:
-                engine.add_request(prompt, SamplingParams(**params), request_id=str(n))
-        if step == abort_at:
-            aborted = {n for n in aborted if engine.abort(str(n))}
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output.token_id)
-        step += 1
-    assert {n: outputs[str(n)] for n in range(len(MIXED)) if n not in aborted} == {
-        n: ALONE[n] for n in range(len(MIXED)) if n not in aborted
-    }
-    assert all(outputs.get(str(n), []) == ALONE[n][: len(outputs.get(str(n), []))] for n in aborted)
-    assert engine.pool.audit() == []
+    outputs, aborted = serve_with_aborts(engine, MIXED, arrivals, aborted, abort_at)
+    for n, alone in enumerate(ALONE):
+        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
 
 
 ALONE: list[list[int | None]] = []  # the tokens of each request of MIXED, by phase 6.1

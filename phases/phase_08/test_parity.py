@@ -13,7 +13,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
-from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, serve_with_aborts, tokens
 from tests.reference_tokens import ReferenceTokens
 
 Requests = list[tuple[str | list[int], dict[str, Any]]]
@@ -126,21 +126,9 @@ def test_whatever_the_sizes_arrivals_and_aborts(
         num_gpu_blocks=(96 + spare) // block_size + 1,
         prefill_chunk_size=size,
     )
-    outputs: dict[str, list[int | None]] = {}
-    step = 0
-    while step <= max(abort_at, *arrivals) or engine.has_work():
-        for n, (prompt, params) in enumerate(ALIKE):
-            if arrivals[n] == step:
-                engine.add_request(prompt, SamplingParams(**params), request_id=str(n))
-        if step == abort_at:
-            aborted = {n for n in aborted if engine.abort(str(n))}
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output.token_id)
-        step += 1
-    whole = {n: outputs[str(n)] for n in range(len(ALIKE)) if n not in aborted}
-    assert whole == {n: ALONE[n] for n in whole}
-    assert all(outputs.get(str(n), []) == ALONE[n][: len(outputs.get(str(n), []))] for n in aborted)
-    assert engine.pool.audit() == []
+    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
+    for n, alone in enumerate(ALONE):
+        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
 
 
 ALONE: list[list[int | None]] = []  # the tokens of each request of ALIKE, by phase 7

@@ -2,9 +2,8 @@
 
 A memory map lists the blocks that each request holds, in the order of its block table, how many of their tokens are
 written, and which requests were preempted and are recomputed; and the blocks that no request holds and that are cached
-for requests with the same prefix (phase 8). It is made on demand from the scheduler's and the pool's
-host state and reads no tensor. A contiguous region is shown as one large block, so both kinds of pool are drawn the
-same way.
+for requests with the same prefix (phase 8). It is made on demand from the scheduler's and the pool's host state and
+reads no tensor. A contiguous region is shown as one large block, so both kinds of pool are drawn the same way.
 
 Invariants: a block that is in several block tables is at the same place in each, and written; a map keeps no reference
 to the scheduler or the pool, so it can be drawn while the engine runs.

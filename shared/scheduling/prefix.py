@@ -30,7 +30,7 @@ class PrefixScheduler(ChunkedScheduler):
         return (request for request in super()._candidates() if not self.pool.must_wait(request))
 
     def _start(self, request: Request, num_cached: int) -> None:
-        if self.is_sharing:
+        if self.is_sharing and not request.needs_prompt_logits:  # those look nothing up
             self.num_prefix_queries += request.num_tokens
             self.num_prefix_hits += num_cached
         if request.status is RequestStatus.WAITING:

@@ -4,8 +4,8 @@ Introduced in phase 6.
 
 A map for each step would be redundant: a block table grows until all its blocks are freed, and rarely changes otherwise
 (a full block may be exchanged for another request's with the same tokens). So each request keeps the steps at which its
-blocks were allocated and freed. Invariant: the blocks that a request holds after a step, in the
-order of this list, are its block table at that step.
+blocks were allocated and freed. Invariant: the blocks that a request holds after a step, in the order of this list,
+are its block table at that step.
 """
 
 from typing import Any
