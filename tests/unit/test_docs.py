@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import typer
 
+from benchmarks.serving.experiments import EXPERIMENTS
 from shared.cli import app
 from shared.lessons import lessons
 from tutorial.checker.chapter import read_chapter
@@ -66,6 +67,12 @@ def test_requests_are_not_spoken_of_as_people(folder: str) -> None:
     ]
     assert files, f"{folder} has no files"
     assert not found, "\n".join(found)
+
+
+def test_experiments_that_pages_and_lessons_name_exist() -> None:
+    pages = [*PAGES, *(ROOT / "tutorial").glob("*.md"), *(ROOT / "phases").glob("*/lesson.toml")]
+    named = {name for page in pages for name in re.findall(r"--experiment ([a-z][a-z-]*)", page.read_text("utf-8"))}
+    assert {"prefixes", "long-prompts"} <= named <= {experiment.name for experiment in EXPERIMENTS}
 
 
 def test_the_readme_shows_exactly_the_phases_that_exist() -> None:
