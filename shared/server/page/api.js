@@ -5,8 +5,8 @@ const givenKey = () => byId("key").value.trim().replace(/[^!-~]/g, "?"); // a he
 const RUNNING = "Check that infer serve is running";
 export const UNREACHABLE = `The server cannot be reached: it was stopped, or the network is down. ${RUNNING}.`;
 const CUT_SHORT = `The answer was cut short: the server was stopped, or the network failed. ${RUNNING}, then run it again.`;
-const KEYLESS = "This server needs the API key that infer serve was started with.";
-const WRONG_KEY = "The server refuses this key. Enter the one that infer serve was started with.";
+const KEYLESS = "The server needs the API key."; // short: the line beside the field never wraps
+const WRONG_KEY = "The server refuses this key.";
 
 let model = { key: null, answer: null }; // what /v1/models said to this key
 
