@@ -19,7 +19,8 @@ PENALISED: dict[str, Any] = {
     "logit_bias": {5: 2.0, 9: -100.0},
     "min_tokens": 9,
 }
-MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+Requests = list[tuple[str | list[int], dict[str, Any]]]
+MIXED: Requests = [
     ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
     ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
     (SENTENCE, PENALISED | {"max_new_tokens": 20, "ignore_eos": True}),
@@ -29,11 +30,24 @@ MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
 ]
 ARRIVALS = [0, 0, 2, 3, 3, 9]  # the step before which each request arrives
 SMALL: dict[str, Any] = {"max_seq_len": 128, "block_size": 3, "num_gpu_blocks": 43}  # for one long sequence at a time
-LONG: list[tuple[str | list[int], dict[str, Any]]] = [
+LONG: Requests = [
     ([(31 * n) % 500 for n in range(600)], GREEDY | {"max_new_tokens": 12}),
     *MIXED,
     ([(17 * n) % 500 for n in range(300)], GREEDY | {"max_new_tokens": 6}),
 ]
+
+STEM = [(11 * n) % 250 for n in range(60)]
+ALIKE: Requests = [  # requests that begin with more or less of one stem
+    (STEM, GREEDY | {"max_new_tokens": 20}),
+    (STEM, {"seed": 1, "max_new_tokens": 9, "temperature": 1.2}),
+    (STEM[:48], GREEDY | {"max_new_tokens": 7}),
+    ([*STEM[:30], 3, 4, 5], {"seed": 2, "repetition_penalty": 1.3, "max_new_tokens": 12}),
+    ([*STEM, *range(20)], GREEDY | {"max_new_tokens": 6}),
+    ([9, *STEM], GREEDY | {"max_new_tokens": 5}),
+    (STEM[:1], {"seed": 3, "max_new_tokens": 15}),
+    (STEM, {"seed": 4, "max_new_tokens": 3, "cache_salt": "tenant"}),
+]
+ARRIVE = [0, 0, 0, 2, 3, 3, 9, 9]
 
 
 def serve(

@@ -13,22 +13,22 @@ from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
-from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, serve_with_aborts, tokens
+from tests.mixed_requests import (
+    ALIKE,
+    ARRIVALS,
+    ARRIVE,
+    GREEDY,
+    LONG,
+    MIXED,
+    SMALL,
+    STEM,
+    Requests,
+    seen,
+    serve,
+    serve_with_aborts,
+    tokens,
+)
 from tests.reference_tokens import ReferenceTokens
-
-Requests = list[tuple[str | list[int], dict[str, Any]]]
-STEM = [(11 * n) % 250 for n in range(60)]
-ALIKE: Requests = [  # requests that begin with more or less of one stem
-    (STEM, GREEDY | {"max_new_tokens": 20}),
-    (STEM, {"seed": 1, "max_new_tokens": 9, "temperature": 1.2}),
-    (STEM[:48], GREEDY | {"max_new_tokens": 7}),
-    ([*STEM[:30], 3, 4, 5], {"seed": 2, "repetition_penalty": 1.3, "max_new_tokens": 12}),
-    ([*STEM, *range(20)], GREEDY | {"max_new_tokens": 6}),
-    ([9, *STEM], GREEDY | {"max_new_tokens": 5}),
-    (STEM[:1], {"seed": 3, "max_new_tokens": 15}),
-    (STEM, {"seed": 4, "max_new_tokens": 3, "cache_salt": "tenant"}),
-]
-ARRIVE = [0, 0, 0, 2, 3, 3, 9, 9]
 
 
 def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:

@@ -74,6 +74,7 @@ def plan_prefill(
     *,
     tokens_per_tile: int,
     window: int | None = None,
+    first_row: int = 0,
     num_rows: int | None = None,
     num_requests: int | None = None,
     capacity: int | None = None,
@@ -89,6 +90,7 @@ def plan_prefill(
         num_new_tokens: ``[B]``, possibly 0.
         lengths: ``[B]``, tokens of each sequence, the new ones included.
         tokens_per_tile: tokens of the kernel's query tile.
+        first_row: the row of the first new token, in a step whose first rows are of other sequences.
         num_rows, num_requests, capacity: rows, sequences and items of a captured graph's bucket; None: those of this
             batch.
 
@@ -96,16 +98,16 @@ def plan_prefill(
     """
     new = np.asarray(num_new_tokens, dtype=np.int64)
     past = np.asarray(lengths, dtype=np.int64) - new
-    B, T = len(new), int(np.add.reduce(new))
+    B, T = len(new), first_row + int(np.add.reduce(new))
     num_requests = B if num_requests is None else num_requests
     if num_requests < B:
         raise ValueError(f"there are {B} sequences in a bucket of {num_requests}")
     query_indptr = np.full(num_requests + 1, T, np.int32)
-    query_indptr[:1] = 0
-    query_indptr[1 : B + 1] = new.cumsum()
+    query_indptr[:1] = first_row
+    query_indptr[1 : B + 1] = first_row + new.cumsum()
     num_rows = T if num_rows is None else num_rows
     if num_rows < T:
-        raise ValueError(f"there are {T} new tokens in a bucket of {num_rows}")
+        raise ValueError(f"there are {T} rows in a bucket of {num_rows}")
     num_tiles = -(-new // tokens_per_tile)
     requests = np.repeat(np.arange(B), num_tiles)
     query_tiles = np.arange(len(requests)) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)
@@ -121,6 +123,7 @@ def plan_prefill(
         requests=requests,
         query_tiles=query_tiles,
         tokens=after - first,
+        first_row=first_row,
         tokens_per_tile=tokens_per_tile,
         num_rows=num_rows,
         capacity=grid.capacity(len(requests)) if capacity is None else capacity,
@@ -199,6 +202,7 @@ def _plan(
     requests: Int64s | None = None,
     query_tiles: Int64s | None = None,
     tokens: Int64s | None = None,
+    first_row: int = 0,
     tokens_per_tile: int,
     num_rows: int,
     capacity: int,
@@ -226,7 +230,8 @@ def _plan(
     indices[2, :num_items] = kv_tiles
     is_split = num_items > len(num_splits)
     if is_split:
-        output_indptr = state_offsets(num_splits if tokens is None else np.repeat(num_splits, tokens), num_rows)
+        of_rows = num_splits if tokens is None else np.repeat(num_splits, tokens)
+        output_indptr = state_offsets(np.append(np.ones(first_row, np.int64), of_rows), num_rows)
     else:
         output_indptr = np.zeros(num_rows + 1, np.int32)
     return AttentionPlan(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shared.cache.fused_contiguous import check_flash_head_size
-from shared.cache.view import step_arrays, step_places
+from shared.cache.view import StepInputs, step_arrays, step_places
 from shared.engine.batch import Batch
 from shared.engine.staging import Staging
 from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
@@ -25,7 +25,7 @@ from shared.kernels.kv_write import NormAndRotation, kv_write
 from shared.kernels.launch import launches
 from shared.loading.placement import check_room
 from shared.models.config import ModelConfig
-from shared.models.tokens import QueryKeyTransform, Tokens
+from shared.models.tokens import QueryKeyTransform
 from shared.ops.attention import ATTENTION_BACKENDS
 
 
@@ -91,7 +91,7 @@ class ContiguousPoolView:
             },
         )
 
-    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
+    def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
         layout, D = batch.layout, self.head_dim
         self.is_decode = batch.is_decode
@@ -108,7 +108,7 @@ class ContiguousPoolView:
         self.num_launched, self.decoding = n, (self.regions[:n], self.lengths[:n])
         self._cut(layout.rows[n:].tolist(), layout.num_cached[n:].tolist(), layout.lengths[n:].tolist())
         self.num_new = batch.num_new_tokens[n:].tolist()
-        return Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"]
+        return StepInputs.of(sent)
 
     def _cut(self, regions: list[int], num_cached: list[int], ends: list[int]) -> None:
         """Slice the keys and values that each sequence attends over, for all layers; views of the cache."""

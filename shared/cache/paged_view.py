@@ -25,7 +25,7 @@ from shared.cache.contiguous import kv_bytes
 from shared.cache.free_memory import free_bytes
 from shared.cache.fused_contiguous import check_flash_head_size
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.view import step_arrays, step_places
+from shared.cache.view import StepInputs, step_arrays, step_places
 from shared.engine.batch import Batch
 from shared.engine.staging import Staging
 from shared.errors import ConfigError
@@ -35,7 +35,7 @@ from shared.kernels.launch import launches
 from shared.kernels.paged_attention import paged_attention
 from shared.kernels.paged_prefill import paged_prefill
 from shared.models.config import ModelConfig
-from shared.models.tokens import QueryKeyTransform, Tokens
+from shared.models.tokens import QueryKeyTransform
 from shared.ops.attention import ATTENTION_BACKENDS
 
 
@@ -128,7 +128,7 @@ class PagedView:
             "tables": (B * -(-self.sizes.max_seq_len // self.block_size), np.int32),
         }
 
-    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
+    def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
         layout = cast(PagedLayout, batch.layout)
         self.num_decoding, self.is_decode = layout.num_decoding, batch.is_decode
@@ -141,7 +141,7 @@ class PagedView:
         else:
             self.layout, self.num_new = layout, batch.num_new_tokens.tolist()
             self.pieces: dict[int | None, list[Piece]] = {}  # by window
-        return Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"]
+        return StepInputs.of(sent)
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         """The arrays that a step uploads."""

@@ -63,8 +63,7 @@ def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_toke
     batch = Batch.of(schedule, pool)
 
     def run() -> torch.Tensor:
-        tokens, _ = view.load(batch)
-        return model(tokens, view)
+        return model(view.load(batch).tokens, view)
 
     try:
         with torch.inference_mode():

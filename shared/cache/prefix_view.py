@@ -7,18 +7,16 @@ copies of a step precede its writes.
 
 from typing import cast
 
-import torch
-
 from shared.cache.paged_layout import PagedLayout
 from shared.cache.planned_view import PlannedView
+from shared.cache.view import StepInputs
 from shared.engine.batch import Batch
-from shared.models.tokens import Tokens
 
 
 class PrefixView(PlannedView):
     """Keys and values in blocks, some of which are copied before a step; see ``BatchView``."""
 
-    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
+    def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
         for source, target in cast(PagedLayout, batch.layout).copies.tolist():
             self.keys[:, target] = self.keys[:, source]  # all layers

@@ -5,8 +5,8 @@ that a view needs to know about a step; a step writes only after the committed t
 again; the loaded arrays have fixed addresses.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -18,25 +18,57 @@ from shared.engine.config import EngineConfig
 from shared.models.causal_lm import CausalLM
 from shared.models.tokens import KVView, Tokens
 
+if TYPE_CHECKING:
+    from shared.engine.buckets import Bucket
+
+
+class StepInputs(NamedTuple):
+    """The arrays of a batch on the device."""
+
+    tokens: Tokens  # the id of a pending token is -1 - r: the last id sampled for the sequence in row r of the pool
+    logit_rows: torch.Tensor  # int64 [n]
+    sequence_rows: torch.Tensor  # int64 [n], the pool's row of the sequence of each logit row
+
+    @classmethod
+    def of(cls, sent: Mapping[str, torch.Tensor]) -> Self:
+        """From the uploaded arrays of ``step_arrays``."""
+        return cls(Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"], sent["sequence_rows"])
+
 
 class BatchView(KVView, Protocol):
     """The model's view of the KV cache during a step of many sequences."""
 
     num_bytes: int  # of keys and values
 
-    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
-        """Upload a batch in one copy; returns the model's tokens and the batch's logit rows, int64 ``[n]``."""
+    def load(self, batch: Batch) -> StepInputs:
+        """Upload a batch in one copy."""
         ...
+
+
+class BucketedView(BatchView, Protocol):
+    """A view that pads steps to buckets, so that they can be captured (phase 9)."""
+
+    bucket: "Bucket | None"  # of the loaded step; None: it is larger than all
+    paddings: Sequence[Batch]  # a full batch of padding for each bucket, the largest first
 
 
 def step_places(max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
     """Staging ranges for the arrays that every view uploads, for batches of up to ``max_tokens`` tokens."""
-    return dict.fromkeys(("logit_rows", "token_ids", "positions"), (max_tokens, np.int64))
+    return dict.fromkeys(("logit_rows", "sequence_rows", "token_ids", "positions"), (max_tokens, np.int64))
 
 
 def step_arrays(batch: Batch) -> dict[str, NDArray[np.int64]]:
     """The arrays of ``step_places``."""
-    return {"logit_rows": batch.logit_rows, "token_ids": batch.token_ids, "positions": batch.positions}
+    token_ids = batch.token_ids
+    if len(batch.pending):
+        token_ids = token_ids.copy()
+        token_ids[batch.pending] = -1 - batch.layout.rows[batch.pending_sequences]
+    return {
+        "logit_rows": batch.logit_rows,
+        "sequence_rows": batch.layout.rows[batch.logit_sequences],
+        "token_ids": token_ids,
+        "positions": batch.positions,
+    }
 
 
 MakeMemory = Callable[[EngineConfig, CausalLM, int], tuple[CachePoolProtocol, BatchView]]

@@ -104,6 +104,11 @@ class Batch:
         return len(self.token_ids)
 
     @property
+    def pending_sequences(self) -> Integers:
+        """The index of the sequence of each pending token, ``[p]``."""
+        return self.pending if self.is_decode else np.searchsorted(self.num_new_tokens.cumsum(), self.pending, "right")
+
+    @property
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one new token."""
         return self.num_tokens == len(self)

@@ -29,6 +29,11 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
     "use_chunked_prefill": (("batching_mode", "continuous"),),
     "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
+    "use_cuda_graphs": (
+        ("batching_mode", "continuous"),
+        ("kv_cache_backend", "paged"),
+        ("attention_backend", "planned"),
+    ),
     "draft_model": (("use_speculative_decoding", True),),
     "spec_length": (("use_speculative_decoding", True),),
 }
@@ -138,7 +143,10 @@ class EngineConfig:
         None, "08", "Share the blocks of common prompt prefixes; default: the phase's own."
     )
     use_cuda_graphs: bool | None = setting(
-        None, "09", "Replay a decode step as one CUDA graph; default: the phase's own."
+        None, "09", "Replay steps as CUDA graphs, captured at start; default: on with a GPU."
+    )
+    overlap_scheduling: bool | None = setting(
+        None, "09", "Plan and launch a step while the one before it runs; default: on with CUDA graphs."
     )
     quantization: str | None = setting(
         None, "10", "Quantized weights: fp8 or int8; default: as in the checkpoint.", choices=("fp8", "int8")

@@ -124,22 +124,24 @@ def kv_write_kernel(
             HALF,
         )
     elif part < Q_PARTS + KV_PARTS:
-        norm_and_rotate(
-            k + token * k_token_stride,
-            keys + tl.multiple_of(tl.load(offsets + token), ALIGNMENT),
-            k_head_stride,
-            memory_head_stride,
-            (part - Q_PARTS) * HEADS,
-            table + tl.load(positions + token) * (2 * D),
-            k_weight,
-            k_eps,
-            K_OFFSET,
-            HKV,
-            D,
-            HEADS,
-            HALF,
-        )
-    else:
+        start = tl.load(offsets + token)
+        if start >= 0:
+            norm_and_rotate(
+                k + token * k_token_stride,
+                keys + tl.multiple_of(start, ALIGNMENT),
+                k_head_stride,
+                memory_head_stride,
+                (part - Q_PARTS) * HEADS,
+                table + tl.load(positions + token) * (2 * D),
+                k_weight,
+                k_eps,
+                K_OFFSET,
+                HKV,
+                D,
+                HEADS,
+                HALF,
+            )
+    elif tl.load(offsets + token) >= 0:
         head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)[:, None]
         d = tl.arange(0, 2 * HALF)[None, :]
         inside = (head < HKV) & (d < D)
@@ -169,7 +171,7 @@ def kv_write(
         qk: the layer's transform.
         keys, values: the layer's KV cache, each contiguous and of the same layout.
         offsets: int64 ``[T]``, in elements, from the start of the cache to the row of the token's first head; like
-            ``head_stride``, multiples of D.
+            ``head_stride``, multiples of D. Negative: the token is not stored (padding of a captured step).
         head_stride: elements between the rows of adjacent heads.
         out: output buffer of the queries, ``[T, Hq, D]`` contiguous; None: allocated.
 

@@ -258,7 +258,7 @@ def test_the_first_run_uses_the_key_that_was_just_typed(locked: Any) -> None:
     assert not locked.is_visible("#complaint"), "the sentence stands beside the field alone"
     locked.fill("#key", KEY)
     locked.hover("#run")
-    locked.mouse.down()  # the field loses the focus, so that its key is tried: the complaint goes away under the pointer
+    locked.mouse.down()  # the field loses the focus and its key is tried: the complaint goes away
     expect(locked, "#model", "tiny-llama")
     locked.mouse.up()
     expect(locked, "#summary", "^[1-3] tokens? .*(length|stop)$")

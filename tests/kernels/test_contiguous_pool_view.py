@@ -58,7 +58,7 @@ def run(model, pool, view):
         for name in step:
             assert pool.reserve(requests[name], CAPACITY)
         schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, _ = view.load(Batch.of(schedule, pool))
+        tokens, *_ = view.load(Batch.of(schedule, pool))
         outputs.append(model(tokens, view))
         commit(pool, schedule)
         if number in LEAVES_AFTER:
@@ -108,7 +108,7 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints):
     for step in ({a: 1, b: 1}, {a: 1, b: 1}, {b: 1, c: 1, a: 1}, {b: 1}, {c: 20, a: 2}, {a: 1, b: 1}):
         before = [request.num_computed_tokens for request in step]
         schedule = step_of(step)
-        tokens, logit_rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
         assert view.lengths.tolist() == [n + new for n, new in zip(before, step.values(), strict=True)]
         assert view.regions.tolist() == [pool.regions[request] for request in step]
         places.append(view.places.tolist())

@@ -59,7 +59,7 @@ def run(model, pool, view):
         for name, new in step.items():
             assert pool.reserve(requests[name], requests[name].num_computed_tokens + new)
         schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, _ = view.load(Batch.of(schedule, pool))
+        tokens, *_ = view.load(Batch.of(schedule, pool))
         outputs.append(model(tokens, view).clone())
         commit(pool, schedule)
         if number in LEAVES_AFTER:
@@ -111,7 +111,7 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints):
         for request, new in step.items():
             assert pool.reserve(request, request.num_computed_tokens + new)
         schedule = step_of(step)
-        tokens, logit_rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
         lengths = [request.num_computed_tokens + new for request, new in step.items()]
         tables = [pool.table(request).tolist() for request in step]
         starts, n = [sum(map(len, tables[:n])) for n in range(len(tables))], view.num_decoding

@@ -211,7 +211,7 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, 
             assert pool.reserve(request, request.num_computed_tokens + count)
         schedule = step_of(step)
         batch = Batch.of(schedule, pool)
-        tokens, logit_rows = view.load(batch)
+        tokens, logit_rows, _ = view.load(batch)
         arrays = []
         for kind, plans in batch.layout.plans._asdict().items():
             for window, plan in plans.items():

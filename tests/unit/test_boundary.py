@@ -114,6 +114,7 @@ def test_what_engines_are_made_of_imports_no_pool(path: Path) -> None:
 
 CACHE = sorted(path for path in (ROOT / "shared/cache").glob("*.py") if path.stem != "__init__")
 HOST = {
+    "bucket_planner",
     "blocks",
     "contiguous_pool",
     "layout",
@@ -125,7 +126,8 @@ HOST = {
     "prefix",
     "prefix_tree",
 }
-MAKERS = {"contiguous_memory", "paged_memory", "planned_memory", "pool_size", "prefix_memory"}  # make both sides
+# They make both sides.
+MAKERS = {"bucket_memory", "contiguous_memory", "paged_memory", "planned_memory", "pool_size", "prefix_memory"}
 DEVICE = {path.stem for path in CACHE} - HOST - MAKERS
 VIEWS = {f"shared.cache.{name}" for name in DEVICE | MAKERS}
 HOST_FILES = [path for path in CACHE if path.stem in HOST] + sorted(
@@ -247,7 +249,7 @@ def test_there_are_files_to_read() -> None:
     assert {"scheduler.py", "preemption.py", "isolation.py", "llama.py", "batch.py"} <= names
     assert {path.parent.name for path in ENGINES} >= {"phase_04", "phase_05", "phase_06"}
     assert {path.stem for path in CACHE} >= HOST | MAKERS
-    assert {"view", "paged_view", "planned_view", "prefix_view", "contiguous_pool_view"} <= DEVICE
+    assert {"view", "paged_view", "planned_view", "prefix_view", "bucket_view", "contiguous_pool_view"} <= DEVICE
 
 
 @pytest.mark.parametrize(

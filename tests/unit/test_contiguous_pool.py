@@ -221,7 +221,7 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
         for name in step:
             assert pool.reserve(requests[name], 32), "a region of 32 tokens was refused"
         schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, logit_rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
         assert_equal(tokens.ids.tolist(), tokens.positions.tolist(), "positions", ("token",))
         assert_equal(
             logit_rows.tolist(),
@@ -321,7 +321,7 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
     found = set()
     for step in ({requests[0]: 6, requests[1]: 1}, dict.fromkeys(requests, 1), {requests[2]: 9}):
         schedule = step_of(step)
-        tokens, logit_rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
         assert tokens.positions.tolist() == tokens.ids.tolist()
         loaded = (tokens.ids, tokens.positions, logit_rows, view.places, view.regions, view.lengths)
         found.add(tuple(tensor.data_ptr() for tensor in loaded))

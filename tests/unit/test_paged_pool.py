@@ -348,7 +348,7 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
                 "blocks were refused with enough of them free"
             )
         schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, logit_rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
         assert_equal(tokens.ids.tolist(), tokens.positions.tolist(), "positions", ("token",))
         assert_equal(
             logit_rows.tolist(),
@@ -449,7 +449,7 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
     a, b, c = requests
     for step in ({a: 5, b: 1}, {a: 1}, {b: 2}, {a: 1, b: 1, c: 1}, {c: 7}, {b: 1}):
         schedule = step_of(step)
-        tokens, logit_rows = view.load(Batch.of(schedule, pool))
+        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
         assert tokens.positions.tolist() == tokens.ids.tolist()
         loaded = (tokens.ids, tokens.positions, logit_rows, view.places)
         found[view.is_decode].add(tuple(tensor.data_ptr() for tensor in loaded))

@@ -285,7 +285,7 @@ def test_a_plan_for_a_captured_graph_always_counts_as_split():
         (lambda: plan_decode([500], H100, split_size=100), "must be a multiple of 64"),
         (lambda: plan_decode([500], H100, split_size=0), "must be a multiple of 64"),
         (lambda: plan_decode([100_000], H100, split_size=64), "make 1563 items; the capacity is 133"),
-        (lambda: plan_prefill([9], [9], H100, tokens_per_tile=4, num_rows=8), "9 new tokens in a bucket of 8"),
+        (lambda: plan_prefill([9], [9], H100, tokens_per_tile=4, num_rows=8), "9 rows in a bucket of 8"),
         (lambda: plan_prefill([9], [9], H100, tokens_per_tile=4, capacity=2), "make 3 items; the capacity is 2"),
         (lambda: plan_prefill([1, 1], [9, 9], H100, tokens_per_tile=4, num_requests=1), "2 sequences in a bucket of 1"),
     ],

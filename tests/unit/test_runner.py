@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.view import StepInputs, step_arrays
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.engine.runner import Runner
@@ -24,7 +26,8 @@ VOCABULARY = 100
 class Successor:
     """A model whose likeliest token is the one behind its last: the logits of id i are highest at i + 1."""
 
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
+    config = SimpleNamespace(vocab_size=VOCABULARY)
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -45,9 +48,8 @@ class View:
 
     num_bytes = 0
 
-    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
-        ids, positions, logit_rows = map(torch.from_numpy, (batch.token_ids.copy(), batch.positions, batch.logit_rows))
-        return Tokens(ids, positions), logit_rows
+    def load(self, batch: Batch) -> StepInputs:
+        return StepInputs.of({name: torch.from_numpy(array.copy()) for name, array in step_arrays(batch).items()})
 
 
 class Step:

@@ -1,0 +1,360 @@
+"""Phase 9 gives the outputs of phase 8, although each token comes a step late."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phases.phase_08.engine import Engine as Waiting
+from phases.phase_09.engine import Engine
+from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.engine.runner import Launched, Runner
+from shared.engine.sampler import SampledTokens, SamplerOutput
+from shared.errors import ConfigError
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+from tests.mixed_requests import (
+    ALIKE,
+    ARRIVALS,
+    ARRIVE,
+    GREEDY,
+    LONG,
+    MIXED,
+    SMALL,
+    Requests,
+    seen,
+    serve,
+    serve_with_aborts,
+    tokens,
+)
+from tests.reference_tokens import ReferenceTokens
+
+
+class LateOutput:
+    """Tokens that cannot be had before the forward of the next step was launched."""
+
+    def __init__(self, output: SamplerOutput, runner: "LateRunner") -> None:
+        self.output, self.runner, self.launched = output, runner, runner.num_launched
+
+    def wait(self) -> SampledTokens:
+        assert self.runner.num_launched > self.launched or self.runner.is_last, "waited before the next step ran"
+        return self.output.wait()
+
+
+class LateRunner(Runner):
+    """Counts forwards, and how many batches began with an id that the host did not know."""
+
+    num_launched = num_pending = 0
+    is_last = False  # nothing is left to launch, or a request would be preempted
+
+    def forward(self, batch: Batch) -> Launched:
+        self.num_launched += 1
+        self.num_pending += len(batch.pending)
+        assert (batch.token_ids[batch.pending] == 0).all()
+        return super().forward(batch)
+
+    def sample(self, launched: Launched, rows: Any) -> Any:
+        return LateOutput(super().sample(launched, rows), self)
+
+
+class Late(Engine):
+    """Whose tokens come late, and where a step in flight cannot be waited for before the next one is launched."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.runner: LateRunner = LateRunner(self.model, self.view, self.pool.max_sequences)
+        schedule = self.scheduler.schedule
+
+        def scheduling() -> Any:
+            planned = schedule()
+            self.runner.is_last = not planned
+            return planned
+
+        self.scheduler.schedule = scheduling  # type: ignore[method-assign]
+
+
+def make(folder: Path, phase: Any = Late, **config: Any) -> Any:
+    if phase is not Waiting:
+        config = {"overlap_scheduling": True} | config
+    return phase(EngineConfig(model=str(folder), **config))
+
+
+@pytest.mark.parametrize("sizes", [(1, 129), (3, 43), (16, 9)], ids=str)
+def test_outputs_are_those_of_phase_8(model_folder: Path, sizes: tuple[int, int]) -> None:
+    """In a pool for little more than one long request: blocks are shared and evicted, requests preempted."""
+    about = SMALL | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
+    requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
+    expected = seen(serve(make(model_folder, Waiting, **about), requests, arrivals)[0])
+    engine = make(model_folder, **about)
+    for _ in range(2):
+        assert seen(serve(engine, requests, arrivals)[0]) == expected
+    assert engine.runner.num_pending > 200
+    assert engine.scheduler.num_prefix_hits > 0
+    assert engine.load().num_preemptions > 0 or sizes[0] == 16
+    assert engine.load().kv_usage == 0
+
+
+def crowd(seed: int) -> Requests:
+    """Greedy and drawn, short, long and empty, with penalties, stop strings and log-probabilities; many begin alike."""
+    chance = random.Random(seed)
+    stem = [chance.randrange(20, 500) for _ in range(16)]
+    lengths = [0 if n % 8 == 7 else chance.randrange(1, 14) for n in range(24)]
+    return [
+        (
+            stem[: chance.choice([0, 9, 16])] + [chance.randrange(20, 500) for _ in range(chance.randrange(1, 14))],
+            {
+                "seed": n,
+                "temperature": chance.choice([0.0, 0.8]),
+                "max_new_tokens": num_new,
+                "repetition_penalty": chance.choice([1.0, 1.3]),
+                "frequency_penalty": chance.choice([0.0, 0.8]),
+                "min_tokens": min(num_new, 2),
+                "prompt_logprobs": None if num_new > 3 else 2,
+                "logprobs": chance.choice([None, 2]),
+                "stop": chance.choice([(), ("a",)]),
+            },
+        )
+        for n, num_new in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("gemma3_text", 1)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_gpu_blocks": 14, "block_size": 4, "max_batch_size": 6},
+        {"num_gpu_blocks": 64, "scheduler_policy": "decode_round_robin", "max_batch_size": 4},
+        {"use_chunked_prefill": False, "max_batch_size": 5},
+        {"kv_cache_backend": "contiguous", "scheduler_policy": "prefill_first", "max_batch_size": 5},
+        {"batching_mode": "static", "max_batch_size": 4},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_every_memory_and_mode_gives_the_same_outputs(
+    tiny_checkpoints: dict[str, Path], config: dict[str, Any], family: str, seed: int
+) -> None:
+    folder, about = tiny_checkpoints[family], config | {"max_seq_len": 48}
+    arrivals = [n // 3 for n in range(24)]
+    expected = serve(make(folder, Waiting, **about), crowd(seed), arrivals)[0]
+    engine = make(folder, **about)
+    for mine, theirs in zip(serve(engine, crowd(seed), arrivals)[0], expected, strict=True):
+        assert [(o.token_id, o.text, o.finish_reason) for o in mine] == [
+            (o.token_id, o.text, o.finish_reason) for o in theirs
+        ]
+        assert [o.logprobs is None for o in mine] == [o.logprobs is None for o in theirs]
+        assert [len(o.prompt_logprobs or ()) for o in mine] == [len(o.prompt_logprobs or ()) for o in theirs]
+    assert engine.runner.num_pending > 50
+    if config.get("num_gpu_blocks") == 14:
+        assert engine.load().num_preemptions > 0
+        assert engine.scheduler.num_prefix_hits > 0
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    block_size=st.sampled_from([1, 2, 5, 16]),
+    size=st.integers(1, 40),
+    spare=st.integers(0, 80),
+    batch=st.integers(2, 8),
+    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
+    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
+    abort_at=st.integers(1, 20),
+)
+def test_whatever_the_sizes_arrivals_and_aborts(
+    tiny_checkpoints: dict[str, Path],
+    block_size: int,
+    size: int,
+    spare: int,
+    batch: int,
+    arrivals: list[int],
+    aborted: set[int],
+    abort_at: int,
+) -> None:
+    """Each request that is not aborted has the output that it has alone; nothing leaks."""
+    folder = tiny_checkpoints["gemma3_text"]
+    if not ALONE:
+        ALONE.extend(tokens(serve(make(folder, Waiting, max_seq_len=96), [request])[0][0]) for request in ALIKE)
+    engine = make(
+        folder,
+        max_seq_len=96,
+        max_batch_size=batch,
+        block_size=block_size,
+        num_gpu_blocks=(96 + spare) // block_size + 1,
+        prefill_chunk_size=size,
+    )
+    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
+    for n, alone in enumerate(ALONE):
+        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+
+
+ALONE: list[list[int | None]] = []  # the tokens of each request of ALIKE, by phase 8
+
+
+def test_the_loop_of_phase_8_is_one_setting_away(tiny_checkpoints: dict[str, Path]) -> None:
+    """And the default without a GPU."""
+    folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected, steps = serve(make(folder, Waiting, **about), ALIKE)
+    for overlap in (False, None):
+        engine = make(folder, Engine, **about, overlap_scheduling=overlap)
+        answers, records = serve(engine, ALIKE)
+        assert (answers, records) == (expected, steps)
+        assert engine.in_flight is None
+
+
+def test_what_was_computed_for_an_aborted_request_is_dropped_and_its_id_is_free_at_once(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    """Aborted with a token in flight, in a row of the pool that the next request takes."""
+    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 48, "num_gpu_blocks": 24, "block_size": 4}
+    params = [SamplingParams(seed=n, max_new_tokens=9, ignore_eos=True) for n in range(5)]
+    found = []
+    for phase in (Waiting, Late):
+        engine = make(folder, phase, **about)
+        outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(5)}
+        for name in outputs:
+            engine.add_request([7 + int(name)] * 6, params[int(name)], name)
+        while engine.has_work():
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+                if output.request_id == "1" and len(outputs["1"]) == 2:
+                    assert engine.abort("1")
+                    engine.add_request([9] * 5, SamplingParams(seed=99, max_new_tokens=3, ignore_eos=True), "1")
+        assert engine.pool.audit() == []
+        found.append([tokens(answer) for answer in outputs.values()])
+    assert found[0] == found[1]
+    assert [o.finish_reason for o in outputs["1"]] == [None, None, None, None, FinishReason.LENGTH]
+
+
+def test_a_request_that_ends_by_its_length_is_not_scheduled_again(tiny_checkpoints: dict[str, Path]) -> None:
+    """Lengths are counts, so the scheduler knows of that end while the last token is in flight."""
+    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 24, "num_gpu_blocks": 24, "block_size": 4}
+    requests: Requests = [([7] * 6, GREEDY | {"max_new_tokens": n}) for n in (1, 5, 3, 18)]
+    engines = make(folder, Waiting, **about), make(folder, **about)
+    for engine in engines:
+        serve(engine, requests)
+    assert engines[1].runner.num_tokens_computed == engines[0].runner.num_tokens_computed
+
+
+def test_a_row_too_many_preempts_no_request(tiny_checkpoints: dict[str, Path]) -> None:
+    """The pool is full when the first request ends by a stop string; its row too many would need a block."""
+    folder = tiny_checkpoints["llama"]
+    about: dict[str, Any] = {"max_seq_len": 32, "block_size": 4, "use_prefix_caching": False}
+    prompts, preempted = [[7] * 7, [8] * 7], []
+    (first, _), _ = serve(
+        make(folder, Waiting, **about), [(prompt, GREEDY | {"max_new_tokens": 6}) for prompt in prompts]
+    )
+    for length in range(1, 7):
+        stop = GREEDY | {"max_new_tokens": 20, "stop_token_ids": [first[length - 1].token_id], "ignore_eos": True}
+        requests: Requests = [(prompts[0], stop), (prompts[1], GREEDY | {"max_new_tokens": 20})]
+        for num_blocks in range(8, 12):
+            engines = [make(folder, phase, **about, num_gpu_blocks=num_blocks) for phase in (Waiting, Late)]
+            answers = [seen(serve(engine, requests)[0]) for engine in engines]
+            assert answers[0] == answers[1]
+            preempted.append([engine.load().num_preemptions for engine in engines])
+    assert all(late <= waiting for waiting, late in preempted), preempted
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which pytest would take as its own."""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "runner.forward",
+        "runner.sample",
+        "scheduler.schedule",
+        "scheduler.commit",
+        "scheduler.finish",
+        "output_processor.process",
+        "pool.layout",
+    ],
+)
+def test_an_interrupted_step_is_repeated_and_loses_nothing(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Before and after each call of the step, with a step in flight and another launched."""
+    folder, about = tiny_checkpoints["llama"], SMALL | {"max_batch_size": 4}
+    expected = seen(serve(make(folder, Waiting, **about), ALIKE, ARRIVE)[0])
+    engine = make(folder, Engine, **about)
+    owner, name = broken.split(".")
+    call, calls = getattr(getattr(engine, owner), name), []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) % 7 == 2:
+            raise Interrupt
+        result = call(*args)
+        if len(calls) % 7 == 5:
+            raise Interrupt
+        return result
+
+    monkeypatch.setattr(getattr(engine, owner), name, interrupted)
+    step, num_interrupts = engine.step, 0
+
+    def persistent() -> list[StepOutput]:
+        nonlocal num_interrupts
+        while True:
+            try:
+                return step()
+            except Interrupt:
+                num_interrupts += 1
+                assert engine.in_flight is None
+
+    monkeypatch.setattr(engine, "step", persistent)
+    assert seen(serve(engine, ALIKE, ARRIVE)[0]) == expected
+    assert num_interrupts > 5
+
+
+def test_graphs_need_blocks_plans_and_a_gpu(tiny_checkpoints: dict[str, Path]) -> None:
+    for other, says in (
+        ({"kv_cache_backend": "contiguous"}, "kv_cache_backend = 'paged'"),
+        ({"batching_mode": "static"}, "batching_mode = 'continuous'"),
+        ({"attention_backend": "flash"}, "attention_backend = 'planned'"),
+    ):
+        with pytest.raises(ConfigError, match=f"use_cuda_graphs is True and .* requires {says}"):
+            EngineConfig(use_cuda_graphs=True, **other)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"use_cuda_graphs is True and the device is cpu"):
+        make(tiny_checkpoints["llama"], Engine, use_cuda_graphs=True)
+    with pytest.raises(ConfigError, match=r"overlap_scheduling = True arrives in phase 09"):
+        make(tiny_checkpoints["llama"], lambda config: Waiting(EngineConfig(config.model, overlap_scheduling=True)))
+
+
+@pytest.mark.demo
+def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    prompts = ["The capital of France is", "Once upon a time"]
+    requests: Requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
+    engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
+    for prompt, answer in zip(prompts, serve(engine, requests)[0], strict=True):
+        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+
+
+# On a GPU.
+
+OVERLAP = {"overlap_scheduling": True}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"overlap_scheduling": False},
+        {"use_cuda_graphs": False},
+        {"use_cuda_graphs": False, "overlap_scheduling": True},
+    ],
+    ids=str,
+)
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, settings: dict[str, Any]) -> None:
+    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
+    requests, arrivals = [*ALIKE, *LONG], [*ARRIVE, 9, *ARRIVALS, 10]
+    expected = serve(make(model_folder, Waiting, dtype="float32", **about), requests, arrivals)[0]
+    engine = make(model_folder, Engine, device="cuda", dtype="float32", **about, **settings)
+    for _ in range(2):
+        answers = serve(engine, requests, arrivals)[0]
+        assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]
+    assert (engine.runner.num_replays > 50) == engine.config.is_on("use_cuda_graphs")

@@ -1,0 +1,35 @@
+"""Makes a pool and a view whose steps can be captured, from an engine's settings. Introduced in phase 9.
+
+Invariant: that of :mod:`shared.cache.planned_memory`.
+"""
+
+from shared.cache.bucket_view import BucketView
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_memory import sizes_for
+from shared.cache.planned import PlannedKVCachePool
+from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.prefix_memory import prefix_memory
+from shared.cache.view import BatchView
+from shared.engine.buckets import Buckets
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError
+from shared.kernels.launch import launches
+from shared.models.causal_lm import CausalLM
+
+
+def bucket_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
+    """See ``MakeMemory``."""
+    if config.use_cuda_graphs and not launches(model.norm.weight):
+        raise ConfigError("use_cuda_graphs is True and the device is cpu; CUDA graphs need a GPU: leave it out.")
+    if not config.is_on("use_cuda_graphs") or not launches(model.norm.weight):
+        return prefix_memory(config, model, max_seq_len)
+    most_tokens = min(config.max_batch_size + config.prefill_chunk_size, config.most_tokens_of_a_step(max_seq_len))
+    buckets = Buckets.of(config.max_batch_size, most_tokens)
+    make_pool = PrefixKVCachePool if config.is_on("use_prefix_caching") else PlannedKVCachePool
+
+    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
+        view = BucketView(model.config, sizes, model.dtype, model.device, config.attention_backend, buckets)
+        return make_pool(sizes, view.planner), view
+
+    return make(sizes_for(config, model, max_seq_len, make))

@@ -1,0 +1,93 @@
+"""Attention plans for captured steps. Introduced in phase 9.
+
+A captured launch has a fixed grid, tiling and number of rows; what a program computes it reads from the plan. So these
+plans are made for the step's bucket, not for the step: the tiling is the bucket's, the arrays are as long as the
+bucket's largest plan, padding has no items, and a merge is launched whether or not anything is split.
+
+In a mixed step the number of decoding sequences varies too, and a captured launch cannot begin at a row that varies.
+So both launches get all rows. The decoding sequences are the first, so a decode item's sequence is its row; the rows of
+the prompts begin after them, as their plan says.
+
+Invariant: a step that fits no bucket is planned as in phase 6.1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.attention.plan import plan_decode, plan_prefill
+from shared.cache.layout import Integers
+from shared.cache.paged_layout import PagedLayout
+from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
+from shared.engine.batch import Batch
+from shared.engine.buckets import Bucket, Buckets
+from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling
+
+
+@dataclass(frozen=True)
+class BucketPlanner(AttentionPlanner):
+    """Plans the attention of captured steps."""
+
+    buckets: Buckets
+
+    def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
+        """See :class:`AttentionPlanner`."""
+        bucket = self.buckets.smallest(len(lengths), int(num_new.sum()))
+        if bucket is None:
+            return super().plan(num_new, lengths, num_decoding)
+        decode = {
+            window: plan_decode(
+                lengths[:num_decoding],
+                self.bucket_decode_tiling(bucket).grid(self.config.num_kv_heads, self.device),
+                window=window,
+                num_rows=bucket.num_sequences,
+                is_captured=True,
+            )
+            for window in self.windows
+        }
+        if bucket.is_decode:
+            return StepPlans(decode, {})
+        tiling = self.bucket_prefill_tiling(bucket)
+        grid = tiling.grid(self.config.num_kv_heads, self.device)
+        tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
+        prefill = {
+            window: plan_prefill(
+                num_new[num_decoding:],
+                lengths[num_decoding:],
+                grid,
+                tokens_per_tile=tokens,
+                window=window,
+                first_row=num_decoding,
+                num_rows=bucket.num_tokens,
+                num_requests=bucket.num_sequences,
+                capacity=grid.capacity(bucket.num_tokens // tokens + bucket.num_sequences),
+                is_captured=True,
+            )
+            for window in self.windows
+        }
+        return StepPlans(decode, prefill)
+
+    def bucket_decode_tiling(self, bucket: Bucket) -> DecodeTiling:
+        """The tiling of the decoding sequences of a bucket."""
+        return self.decode_tiling(bucket.num_sequences)
+
+    def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
+        """The tiling of the prompts of a mixed bucket: for one chunk that fills it."""
+        return self.prefill_tiling(bucket.num_tokens, 1)
+
+    def padding(self, bucket: Bucket) -> Batch:
+        """A full batch for the capture of a bucket, which writes to no slot: new sequences, or a single prompt."""
+        B, T = (bucket.num_tokens, bucket.num_tokens) if bucket.is_decode else (1, bucket.num_tokens)
+        rows, num_new, nothing = np.arange(B), np.full(B, T // B), np.zeros(0, np.int64)
+        places = (rows, np.zeros(B, np.int64), num_new, np.full(T, -1))
+        layout = PagedLayout(*places, tables=np.zeros(T, np.int32), table_starts=np.append(0, num_new.cumsum()))
+        return Batch(
+            request_ids=("padding",) * B,
+            token_ids=np.zeros(T, np.int64),
+            pending=nothing,
+            positions=np.zeros(T, np.int64),
+            num_new_tokens=num_new,
+            logit_rows=nothing,
+            logit_sequences=nothing,
+            layout=PlannedLayout.planned(layout, self),
+        )

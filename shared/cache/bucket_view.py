@@ -1,0 +1,86 @@
+"""The model's view of a paged KV cache during a captured step. Introduced in phase 9.
+
+The arrays of a step are padded to its bucket, and the launches of a layer are those of the bucket, whatever the step.
+Invariants: those of :class:`shared.cache.prefix_view.PrefixView`; a padding token is written to no slot, and its
+queries, attended values and hidden states are never read by another token.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.cache.bucket_planner import BucketPlanner
+from shared.cache.paged_layout import PagedLayout, PagedSizes
+from shared.cache.prefix_view import PrefixView
+from shared.cache.view import StepInputs
+from shared.engine.batch import Batch
+from shared.engine.buckets import Bucket, Buckets
+from shared.models.config import ModelConfig
+
+PADDING = {"token_ids": 0, "positions": 0, "places": -1}
+"""What the arrays of the new tokens are padded with; a negative place is not written."""
+
+
+class BucketView(PrefixView):
+    """Keys and values in blocks, for steps that are padded to ``buckets``; see ``BucketedView``."""
+
+    bucket: Bucket | None = None
+    paddings: Sequence[Batch] = ()
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PagedSizes,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        backend: str | None,
+        buckets: Buckets,
+    ) -> None:
+        super().__init__(config, sizes, dtype, device, backend)
+        if self.planner is not None:
+            self.planner = BucketPlanner(**vars(self.planner), buckets=buckets)
+            self.paddings = [self.planner.padding(bucket) for bucket in reversed(buckets.decode + buckets.mixed)]
+
+    def load(self, batch: Batch) -> StepInputs:
+        """See ``BatchView``; the tokens are padded to the step's bucket, if there is one."""
+        self.bucket = None
+        if self.planner is not None:
+            self.bucket = cast(BucketPlanner, self.planner).buckets.smallest(len(batch), batch.num_tokens)
+        return super().load(batch)
+
+    def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
+        arrays = super()._arrays(batch, layout)
+        if self.bucket is not None:
+            for name, value in PADDING.items():
+                padding = np.full(self.bucket.num_tokens - batch.num_tokens, value)
+                arrays[name] = np.concatenate([arrays[name], padding])
+        return arrays
+
+    def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        super()._receive(layout, sent)
+        bucket, planner = self.bucket, cast(BucketPlanner, self.planner)
+        if bucket is None:
+            return
+        self.decode_tiling = planner.bucket_decode_tiling(bucket)
+        if bucket.is_decode:
+            self.step_queries, self.step_attended = (
+                rows[: bucket.num_tokens] for rows in (self.queries, self.attended)
+            )
+        else:
+            self.prefill_tiling = planner.bucket_prefill_tiling(bucket)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        if self.is_decode or self.bucket is None:
+            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
+        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        n = self.bucket.num_sequences
+        self._attend_decoding(layer, q[:n], out[:n], about)
+        self._attend_prompts(layer, q, out, about)
+        return out

@@ -1,0 +1,79 @@
+"""Runs batches by replaying captured steps. Introduced in phase 9.
+
+A decode step is one graph, from the ids to the logits. A mixed step's graph ends with the hidden states: which of them
+need logits differs from step to step, so those are computed by launches of their own, while the graph runs.
+
+Invariants: a step of a bucket that was not captured is run eagerly, with the same launches; nothing that is captured
+depends on the batch but through the view's buffers.
+"""
+
+import functools
+import logging
+import time
+from typing import cast
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from shared.cache.view import BatchView, BucketedView, StepInputs
+from shared.engine.batch import Batch
+from shared.engine.buckets import Bucket
+from shared.engine.graphs import Capture, CapturedStep, Computed, CudaGraphCapture
+from shared.engine.runner import Runner
+from shared.kernels.pending_ids import fill_pending
+from shared.models.causal_lm import CausalLM
+
+logger = logging.getLogger("infer.engine")
+
+
+class CapturedRunner(Runner):
+    """A runner that captures the steps of its view's buckets, and replays them.
+
+    If a capture fails, the log says why, and every step is run eagerly.
+
+    Args:
+        view: a :class:`BucketedView`.
+        capture: records a step; None: as a CUDA graph.
+    """
+
+    def __init__(self, model: CausalLM, view: BatchView, max_sequences: int, capture: Capture | None = None) -> None:
+        super().__init__(model, view, max_sequences)
+        self.buckets = cast(BucketedView, view)
+        self.graphs: dict[Bucket, CapturedStep] = {}
+        try:
+            self._capture(capture or CudaGraphCapture(model.device))
+        except Exception as error:
+            self.graphs.clear()
+            logger.warning("steps run eagerly, since CUDA graphs could not be captured: %s", error, exc_info=error)
+
+    @torch.inference_mode()
+    def _capture(self, capture: Capture) -> None:
+        started, paddings = time.perf_counter(), self.buckets.paddings
+        for batch in track(paddings, "Capturing CUDA graphs", console=Console(stderr=True), transient=True):
+            inputs, bucket = self.view.load(batch), self.buckets.bucket
+            assert bucket is not None
+            self.graphs[bucket] = capture(functools.partial(self._run, inputs, bucket))
+        logger.info("captured %d steps in %.1f s", len(paddings), time.perf_counter() - started)
+
+    def _run(self, inputs: StepInputs, bucket: Bucket) -> Computed:
+        """The launches of a bucket."""
+        fill_pending(inputs.tokens.ids, self.last_ids)
+        hidden = self.model(inputs.tokens, self.view)
+        return Computed(hidden, self.model.logits(hidden) if bucket.is_decode else None)
+
+    def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        bucket = self.buckets.bucket
+        if bucket is None:
+            return super()._compute(batch, inputs)
+        captured = self.graphs.get(bucket)
+        if captured is None:
+            hidden, logits = self._run(inputs, bucket)
+        else:
+            captured.replay()
+            hidden, logits = captured.results
+            self.num_replays += 1
+        if logits is None:
+            return hidden, self._logits(batch, inputs, hidden)
+        n = len(batch.logit_rows)
+        return hidden, logits[:n] if n == batch.num_tokens else logits[inputs.logit_rows]

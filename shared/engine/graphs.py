@@ -1,0 +1,76 @@
+"""CUDA graphs: the launches of a step, recorded once and repeated with one call. Introduced in phase 9.
+
+Launching a kernel costs the host several microseconds, and a small decode step has hundreds of kernels that run for a
+few microseconds each, so the GPU waits for the host. A CUDA graph is a recording of launches. It holds addresses and
+sizes, not values: everything that differs between steps must be read from device memory at a fixed address (the view's
+staging), and nothing may be read back to the host while it is recorded.
+
+All graphs share one memory pool, since only one runs at a time, and its results are used before the next one runs. For
+the same reason a result is kept as an address: a later recording may use its memory.
+
+Invariant: what is recorded has run once before, so that kernels are compiled and libraries have their workspaces.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Computed(NamedTuple):
+    """What a forward computes: hidden states, and the logits of all rows if the step only decodes in a bucket."""
+
+    hidden: torch.Tensor  # [T, H]
+    logits: torch.Tensor | None = None  # [T, V]
+
+
+class CapturedStep(NamedTuple):
+    """A recorded forward: ``replay`` repeats its launches, which write ``results`` until the next replay."""
+
+    replay: Callable[[], None]
+    results: Computed
+
+
+class Capture(Protocol):
+    """Records the launches of a forward."""
+
+    def __call__(self, run: Callable[[], Computed]) -> CapturedStep: ...
+
+
+class CudaGraphCapture:
+    """Records CUDA graphs on ``device``, all with one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Computed]) -> CapturedStep:
+        """See :class:`Capture`."""
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            run()
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                hidden, logits = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # ending an invalid capture raises again
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return CapturedStep(graph.replay, Computed(unowned(hidden), None if logits is None else unowned(logits)))
+
+
+class _Address:
+    """An address in the form in which libraries exchange them, which has no type for bfloat16: as bytes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        place = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
+        self.__cuda_array_interface__ = place
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as a tensor that does not keep it from being freed."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,167 @@
+"""Steps that are padded to buckets and replayed give what steps of their own size give."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phases.phase_09.engine import Engine
+from shared.engine.batch import Batch
+from shared.engine.buckets import Bucket
+from shared.engine.captured_runner import CapturedRunner
+from shared.engine.config import EngineConfig
+from shared.engine.graphs import CapturedStep, Computed, CudaGraphCapture
+from shared.kernels import gemv, rmsnorm, sampler
+from shared.kernels.kv_write import kv_write_kernel
+from shared.kernels.launch import INTERPRETED, LAUNCHES
+from shared.kernels.pending_ids import fill_pending
+from tests.mixed_requests import seen, serve
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SMALL: dict[str, Any] = {
+    "max_seq_len": 48,
+    "max_batch_size": 3,
+    "block_size": 4,
+    "num_gpu_blocks": 12,
+    "prefill_chunk_size": 9,
+    "dtype": "float32",
+    "device": DEVICE.type,
+}
+REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
+    ([5, 9] * 10, {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}),  # chunks of 9, 9 and 2
+    ([7], {"seed": 1, "max_new_tokens": 16, "logprobs": 2, "frequency_penalty": 0.7, "ignore_eos": True}),
+    ([5, 9] * 8, {"temperature": 0.0, "max_new_tokens": 12, "prompt_logprobs": 1, "ignore_eos": True}),
+    ([3] * 6, {"seed": 2, "top_p": 0.9, "max_new_tokens": 3, "ignore_eos": True}),
+]
+
+
+class Repeat:
+    """Stands in for a graph where there is no GPU: runs the same function on the same buffers again.
+
+    Like a graph it writes its results to the same memory each time, where nothing must be left of the time before.
+    """
+
+    def __call__(self, run: Callable[[], Computed]) -> CapturedStep:
+        results = run()
+
+        def replay() -> None:
+            for kept, tensor in zip(results, run(), strict=True):
+                if kept is not None and tensor is not None:
+                    kept.copy_(tensor)
+
+        return CapturedStep(replay, results)
+
+
+@pytest.fixture(autouse=True)
+def only_the_cache_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products, norms and draws take the interpreter seconds a step, and know nothing of buckets."""
+    if INTERPRETED:
+        for module in (gemv, rmsnorm, sampler):
+            monkeypatch.setattr(module, "launches", lambda tensor: False)
+
+
+def make_engine(folder: Path, **config: Any) -> Engine:
+    """An engine of a layer, or of two whose windows differ; its KV cache is poisoned."""
+    engine = Engine(EngineConfig(model=str(folder), **SMALL | config))
+    chosen = slice(4, 6) if engine.model.config.family == "gemma3_text" else slice(1)
+    engine.model.blocks = engine.model.blocks[chosen]
+    if engine.config.use_cuda_graphs is None:
+        capture = Repeat() if INTERPRETED else None
+        engine.runner = CapturedRunner(engine.model, engine.view, engine.pool.max_sequences, capture)
+    for memory in (engine.view.keys, engine.view.values):  # type: ignore[attr-defined]
+        memory.fill_(float("nan"))
+    return engine
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_replayed_steps_give_the_same_tokens(tiny_checkpoints: dict[str, Path], family: str) -> None:
+    """Chunks beside decoding, shared prefixes, preemption, penalties and log-probabilities; one step in flight."""
+    plain = make_engine(tiny_checkpoints[family], use_cuda_graphs=False)
+    expected, _ = serve(plain, REQUESTS)
+    engine = make_engine(tiny_checkpoints[family], overlap_scheduling=True)
+    got, _ = serve(engine, REQUESTS)
+    assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
+    assert {bucket.is_decode for bucket in engine.runner.graphs} == {True, False}
+    assert engine.runner.num_replays > 10
+    assert engine.runner.num_forwards - engine.runner.num_replays <= 2, "two prompts that begin together"
+    assert engine.scheduler.num_preemptions > 0
+    if not INTERPRETED:
+        eager = make_engine(tiny_checkpoints[family])
+        eager.runner.graphs.clear()
+        assert seen(serve(eager, REQUESTS)[0]) == seen(got), "the same launches in the same buckets, bit for bit"
+
+
+def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkpoints: dict[str, Path]) -> None:
+    """The launches of a layer do not depend on how many of the sequences decode, nor on the lengths."""
+    engine = make_engine(tiny_checkpoints["llama"])
+    view = engine.view
+    assert list(engine.runner.graphs) == [Bucket(12, 3, False), *(Bucket(n, n, True) for n in (3, 2, 1))]
+    counts = []
+    for new in ([1, 1, 9], [4], [1, 7]):
+        LAUNCHES.clear()
+        engine.model(view.load(batch_of(engine, new)).tokens, view)
+        counts.append(dict(LAUNCHES))
+        assert LAUNCHES[kv_write_kernel.__name__] == len(engine.model.blocks)
+    assert counts[0] == counts[1] == counts[2]
+
+
+def batch_of(engine: Engine, num_new: list[int]) -> Batch:
+    """New tokens of requests, in the first blocks of the pool; not a step that a scheduler would make."""
+    from tests.steps import make_request, step_of
+
+    requests = {make_request(str(n), [n + 1] * count): count for n, count in enumerate(num_new)}
+    for request, count in requests.items():
+        engine.pool.admit(request)
+        assert engine.pool.reserve(request, count)
+    batch = Batch.of(step_of(requests), engine.pool)
+    for request in requests:
+        engine.pool.release(request)
+    return batch
+
+
+@pytest.mark.parametrize("num_new", [[1], [1, 1, 1], [1, 1, 9], [9], [5, 4], [1, 2, 3]])
+def test_padding_changes_no_hidden_state(tiny_checkpoints: dict[str, Path], num_new: list[int]) -> None:
+    engine, plain = (
+        make_engine(tiny_checkpoints["qwen3"]),
+        make_engine(tiny_checkpoints["qwen3"], use_cuda_graphs=False),
+    )
+    with torch.inference_mode():
+        hidden, expected = (
+            each.model(each.view.load(batch_of(each, num_new)).tokens, each.view) for each in (engine, plain)
+        )
+    T = sum(num_new)
+    assert len(expected) == T
+    assert len(hidden) == (T if len(num_new) == T else 12)
+    torch.testing.assert_close(hidden[:T], expected, rtol=1e-5, atol=1e-5)
+    assert engine.view.keys.isnan().sum() == plain.view.keys.isnan().sum()  # type: ignore[attr-defined]
+
+
+def test_a_step_that_fits_no_bucket_runs_eagerly_and_is_counted(tiny_checkpoints: dict[str, Path]) -> None:
+    """Two chunks of 9 are more than the 12 tokens of the largest bucket."""
+    requests = [([2] * 9, {"temperature": 0.0, "max_new_tokens": 2}), ([3] * 9, {"max_new_tokens": 2, "seed": 1})]
+    engine = make_engine(tiny_checkpoints["llama"])
+    got, _ = serve(engine, requests)
+    expected, _ = serve(make_engine(tiny_checkpoints["llama"], use_cuda_graphs=False), requests)
+    assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
+    assert engine.runner.num_forwards - engine.runner.num_replays == 1
+
+
+def test_pending_ids_are_filled_in_and_others_kept(device: torch.device) -> None:
+    last_ids = torch.arange(100, 108, device=device)
+    ids = torch.tensor([5, -1, 7, -8, 0, -3] * 40, device=device)
+    fill_pending(ids, last_ids)
+    assert ids.tolist() == [5, 100, 7, 107, 0, 102] * 40
+
+
+@pytest.mark.gpu
+def test_graphs_share_memory_and_results_are_where_they_were(device: torch.device) -> None:
+    """Results are kept as addresses, so a later capture may use them; each is right after its own replay."""
+    capture, x = CudaGraphCapture(device), torch.ones(1 << 20, device=device)
+    steps = [capture(lambda n=n: Computed((x * n).bfloat16()[: 1 << (20 - n)])) for n in range(1, 6)]  # type: ignore[misc]
+    x.fill_(3.0)
+    for n, step in enumerate(steps, start=1):
+        step.replay()
+        assert (step.results.hidden == 3 * n).all()
+        assert step.results.hidden.shape == (1 << (20 - n),)

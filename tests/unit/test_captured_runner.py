@@ -1,0 +1,151 @@
+"""Steps that are replayed: what is captured, what a step reads from it, and what runs eagerly instead."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.view import StepInputs, step_arrays
+from shared.engine.batch import Batch
+from shared.engine.buckets import Bucket, Buckets
+from shared.engine.captured_runner import CapturedRunner
+from shared.engine.graphs import CapturedStep, Computed
+from shared.engine.request import Request
+from shared.kernels.pending_ids import fill_pending
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
+from tests.comparison import assert_equal
+from tests.unit.test_runner import Successor
+
+BUCKETS = Buckets.of(4, 12)
+
+
+class Fixed:
+    """Loads a batch into buffers of fixed addresses, padded to its bucket, and has no memory."""
+
+    num_bytes = 0
+
+    def __init__(self) -> None:
+        self.bucket: Bucket | None = None
+        self.paddings = [padding(bucket) for bucket in reversed(BUCKETS.decode + BUCKETS.mixed)]
+        self.buffers = {name: torch.zeros(32, dtype=torch.int64) for name in step_arrays(self.paddings[0])}
+
+    def load(self, batch: Batch) -> StepInputs:
+        self.bucket = BUCKETS.smallest(len(batch), batch.num_tokens)
+        arrays = {name: torch.from_numpy(array) for name, array in step_arrays(batch).items()}
+        if self.bucket is not None:
+            for name in ("token_ids", "positions"):
+                arrays[name] = torch.nn.functional.pad(arrays[name], (0, self.bucket.num_tokens - batch.num_tokens))
+        return StepInputs.of({name: self.buffers[name][: len(array)].copy_(array) for name, array in arrays.items()})
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def batch_of(tokens: dict[str, list[int]], pool: ContiguousKVCachePool | None = None, samples: bool = True) -> Batch:
+    """A batch of new requests, each with a logit row behind its last token; the last id may be None: in flight."""
+    pool = pool or ContiguousKVCachePool(4, 20)
+    entries = []
+    for name, ids in tokens.items():
+        request = Request(name, ids, SamplingParams(temperature=0.0), 0)
+        assert pool.reserve(request, 20)
+        entries.append(Scheduled(request, 0, len(ids), 0, int(samples)))
+    return Batch.of(Schedule(1, tuple(entries)), pool)
+
+
+def padding(bucket: Bucket) -> Batch:
+    if bucket.is_decode:
+        return batch_of({str(n): [0] for n in range(bucket.num_tokens)}, samples=False)
+    return batch_of({"0": [0] * bucket.num_tokens}, samples=False)
+
+
+class Recorded:
+    """A capture that repeats a function, and whose results are always in the same memory."""
+
+    def __init__(self, fails_after: int = 99) -> None:
+        self.num_captured, self.fails_after = 0, fails_after
+
+    def __call__(self, run: Callable[[], Computed]) -> CapturedStep:
+        if self.num_captured == self.fails_after:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.num_captured += 1
+        results = Computed(*(None if tensor is None else tensor.clone() for tensor in run()))  # type: ignore[arg-type]
+
+        def replay() -> None:
+            for kept, tensor in zip(results, run(), strict=True):
+                if kept is not None and tensor is not None:
+                    kept.copy_(tensor)
+
+        return CapturedStep(replay, results)
+
+
+def make(capture: Recorded | None = None) -> CapturedRunner:
+    return CapturedRunner(Successor(), Fixed(), 4, capture or Recorded())  # type: ignore[arg-type]
+
+
+def test_every_bucket_is_captured_the_largest_first() -> None:
+    runner = make()
+    assert list(runner.graphs) == [Bucket(12, 4, False), *(Bucket(n, n, True) for n in (4, 2, 1))]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 4])
+def test_a_decode_step_is_one_replay_and_its_logits_are_those_of_its_sequences(num_sequences: int) -> None:
+    runner = make()
+    batch = batch_of({str(n): [10 * (n + 1)] for n in range(num_sequences)})
+    launched = runner.forward(batch)
+    assert launched.logits.argmax(-1).tolist() == [10 * (n + 1) + 1 for n in range(num_sequences)]
+    assert (runner.num_replays, runner.num_forwards) == (1, 1)
+    assert len(runner.model.seen[-1]) == BUCKETS.smallest(num_sequences, num_sequences).num_tokens  # type: ignore
+
+
+def test_a_mixed_step_has_logits_for_its_last_tokens_alone() -> None:
+    runner = make()
+    launched = runner.forward(batch_of({"a": [10], "b": [20, 21, 22], "c": [30, 31]}))
+    assert launched.logits.argmax(-1).tolist() == [11, 23, 32]
+    assert runner.num_replays == 1
+    assert runner.forward(batch_of({"a": [1, 2, 3]}, samples=False)).logits.shape[0] == 0
+
+
+def test_a_decode_step_of_which_some_sequences_sample_nothing() -> None:
+    """A chunk of one token that is not its prompt's last."""
+    batch = batch_of({"a": [10], "b": [20], "c": [30]})
+    chosen = Batch(**{**vars(batch), "logit_rows": batch.logit_rows[1:], "logit_sequences": batch.logit_sequences[1:]})
+    assert make().forward(chosen).logits.argmax(-1).tolist() == [21, 31]
+
+
+def test_a_step_larger_than_every_bucket_runs_eagerly_and_is_counted() -> None:
+    runner = make()
+    assert runner.forward(batch_of({"a": [5] * 9, "b": [6] * 9})).logits.argmax(-1).tolist() == [6, 7]
+    assert (runner.num_replays, runner.num_forwards) == (0, 1)
+
+
+def test_a_capture_that_fails_leaves_a_runner_that_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    runner = make(Recorded(fails_after=2))
+    assert "steps run eagerly" in caplog.text
+    assert "operation not permitted when stream is capturing" in caplog.text
+    assert runner.graphs == {}
+    assert runner.forward(batch_of({"a": [10], "b": [20]})).logits.argmax(-1).tolist() == [11, 21]
+    assert runner.num_replays == 0
+
+
+def test_a_failing_part_leaves_the_results_of_the_others() -> None:
+    """The parts of a batch are replayed one after the other, and write to the same memory."""
+    runner = make()
+    runner.model.failing = {30}  # type: ignore[attr-defined]
+    launched = runner.forward(batch_of({"a": [10], "b": [20], "c": [30], "d": [40]}))
+    assert launched.logits.argmax(-1).tolist() == [11, 21, 41]
+    assert list(launched.errors) == [2]
+    assert launched.sequence_rows.tolist() == [0, 1, 3]
+
+
+def test_ids_in_flight_are_those_sampled_last_for_their_rows() -> None:
+    last_ids = torch.arange(100, 108)
+    ids = torch.tensor([5, -1, 7, -8, 0, -3])
+    address = ids.data_ptr()
+    fill_pending(ids, last_ids)
+    assert_equal(ids.tolist(), [5, 100, 7, 107, 0, 102], "ids; -1 is row 0, and the last id of row n is 100 + n")
+    assert ids.data_ptr() == address, "the ids are changed in place: a captured step reads this address"
