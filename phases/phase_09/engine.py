@@ -15,10 +15,10 @@ from shared.engine.captured_runner import CapturedRunner
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
+from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request
-from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
@@ -83,7 +83,7 @@ class Engine:
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedRunner if is_capturing else Runner
+        runner = CapturedRunner if is_capturing else OverlappedRunner
         self.runner = runner(self.model, self.view, self.pool.max_sequences)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None

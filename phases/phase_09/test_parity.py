@@ -13,7 +13,8 @@ from phases.phase_09.engine import Engine
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.runner import Launched, Runner
+from shared.engine.overlapped_runner import OverlappedRunner
+from shared.engine.runner import Launched
 from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
@@ -46,7 +47,7 @@ class LateOutput:
         return self.output.wait()
 
 
-class LateRunner(Runner):
+class LateRunner(OverlappedRunner):
     """Counts forwards, and how many batches began with an id that the host did not know."""
 
     num_launched = num_pending = 0

@@ -20,14 +20,14 @@ from shared.cache.view import BatchView, BucketedView, StepInputs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.graphs import Capture, CapturedStep, Computed, CudaGraphCapture
-from shared.engine.runner import Runner
+from shared.engine.overlapped_runner import OverlappedRunner
 from shared.kernels.pending_ids import fill_pending
 from shared.models.causal_lm import CausalLM
 
 logger = logging.getLogger("infer.engine")
 
 
-class CapturedRunner(Runner):
+class CapturedRunner(OverlappedRunner):
     """A runner that captures the steps of its view's buckets, and replays them.
 
     If a capture fails, the log says why, and every step is run eagerly.

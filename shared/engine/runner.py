@@ -1,8 +1,7 @@
 """Runs a batch on the device: the forward, then sampling. Introduced in phase 4.
 
 ``forward`` and ``sample`` are separate calls, so that the sampler's inputs (penalties, later grammar masks) are
-prepared while the forward runs. Neither waits for the device. Sampled ids stay on the device: the next batch can run
-before the host knows its input ids, because the runner keeps the last id of each sequence by its row in the pool.
+prepared while the forward runs. Neither waits for the device.
 
 Invariants: a request that raises fails alone (:mod:`shared.engine.isolation`); the runner changes no request's state,
 so a step can be run again.
@@ -15,11 +14,11 @@ from itertools import compress
 import numpy as np
 import torch
 
+from shared.cache.layout import Integers
 from shared.cache.view import BatchView, StepInputs
 from shared.engine.batch import Batch, PromptRows
 from shared.engine.isolation import run_isolated
 from shared.engine.sampler import Draws, PromptDraws, Sampler, SamplerOutput
-from shared.kernels.pending_ids import fill_pending
 from shared.models.causal_lm import CausalLM
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.sampler import SamplingRow
@@ -46,7 +45,6 @@ class Runner:
         self.model = model
         self.view = view
         self.sampler = Sampler(model.device, max_sequences)
-        self.last_ids = torch.zeros(max_sequences, dtype=torch.int64, device=model.device)  # sampled, by the pool's row
         self.num_tokens_computed = 0
         self.num_forwards = 0
         self.num_replays = 0  # forwards that were replayed as a CUDA graph (phase 9)
@@ -71,7 +69,7 @@ class Runner:
                 done.append((logits, rows))
                 prompts += [PromptDraws(part.start + piece.sequences, piece.draws) for piece in scored]
         if len(done) != 1:
-            done.append((self._no_logits(), self.last_ids[:0]))
+            done.append((self._no_logits(), torch.empty(0, dtype=torch.int64, device=self.model.device)))
             logits, rows = (torch.cat(tensors) for tensors in zip(*done, strict=True))
         return Launched(batch, logits, rows, errors, prompts)
 
@@ -89,10 +87,7 @@ class Runner:
 
         def run(part: range) -> Draws:
             chosen = slice(part.start, part.stop)
-            places = launched.batch.layout.rows[sequences[chosen]]
-            drawn = self.sampler.sample(launched.logits[chosen], rows[chosen], places.tolist())
-            self.last_ids[launched.sequence_rows[chosen]] = drawn.ids
-            return drawn
+            return self._draw(launched, chosen, rows[chosen], launched.batch.layout.rows[sequences[chosen]])
 
         for part, result in run_isolated(run, range(len(rows))):
             if isinstance(result, Exception):
@@ -100,6 +95,10 @@ class Runner:
             else:
                 draws.append(result)
         return SamplerOutput(draws, errors, launched.prompts)
+
+    def _draw(self, launched: Launched, chosen: slice, rows: Sequence[SamplingRow], places: Integers) -> Draws:
+        """Sample for the ``chosen`` logit rows; ``places`` are the rows of their sequences in the pool."""
+        return self.sampler.sample(launched.logits[chosen], rows, places.tolist())
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[PromptDraws]]:
         """Logits ``[n, V]`` of the batch's logit rows, their sequences' rows, and the prompts' log-probabilities."""
@@ -112,8 +111,6 @@ class Runner:
 
     def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states ``[T, H]`` or more, and logits ``[n, V]``, of a loaded batch."""
-        if len(batch.pending):
-            fill_pending(inputs.tokens.ids, self.last_ids)
         hidden = self.model(inputs.tokens, self.view)
         return hidden, self._logits(batch, inputs, hidden)
 

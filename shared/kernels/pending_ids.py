@@ -1,4 +1,4 @@
-"""Fills in the token ids that only the device knows. Introduced in phase 4.
+"""Fills in the token ids that only the device knows. Introduced in phase 9.
 
 A step that is planned while the one before still runs does not know the tokens that one samples. The host sends
 ``-1 - row`` in place of such an id, and the step's first launch replaces it by the last id sampled for the sequence in

@@ -21,7 +21,7 @@ def test_the_sizes_of_decode_steps() -> None:
 def test_a_full_batch_has_a_bucket_and_little_is_padded(most: int) -> None:
     found = sizes(most)
     assert_equal(found, sorted({*found}), f"sizes for {most} sequences: ascending, each once")
-    assert found[-1] == most, f"{most} of {most} sequences would run eagerly; the largest bucket is {found[-1]}"
+    assert found[-1:] == [most], f"{most} of {most} sequences would run eagerly; the largest bucket is {found[-1:]}"
     wide = [(before, after) for before, after in pairwise(found) if after - before > min(max(1, before), 32)]
     assert wide == [], f"between these sizes more than half, or more than 32, is padding: {wide}"
 

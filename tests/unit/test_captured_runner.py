@@ -12,10 +12,8 @@ from shared.engine.buckets import Bucket, Buckets
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.graphs import CapturedStep, Computed
 from shared.engine.request import Request
-from shared.kernels.pending_ids import fill_pending
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
-from tests.comparison import assert_equal
 from tests.unit.test_runner import Successor
 
 BUCKETS = Buckets.of(4, 12)
@@ -140,12 +138,3 @@ def test_a_failing_part_leaves_the_results_of_the_others() -> None:
     assert launched.logits.argmax(-1).tolist() == [11, 21, 41]
     assert list(launched.errors) == [2]
     assert launched.sequence_rows.tolist() == [0, 1, 3]
-
-
-def test_ids_in_flight_are_those_sampled_last_for_their_rows() -> None:
-    last_ids = torch.arange(100, 108)
-    ids = torch.tensor([5, -1, 7, -8, 0, -3])
-    address = ids.data_ptr()
-    fill_pending(ids, last_ids)
-    assert_equal(ids.tolist(), [5, 100, 7, 107, 0, 102], "ids; -1 is row 0, and the last id of row n is 100 + n")
-    assert ids.data_ptr() == address, "the ids are changed in place: a captured step reads this address"

@@ -51,7 +51,7 @@ def test_nothing_is_scheduled_that_would_preempt_before_the_ends_are_known(
     assert loop.scheduler.num_preemptions == (0 if ends else 1), "preemptions"
     assert_equal(a.output_ids, [LETTER + n for n in range(2 if ends else 5)], "tokens of a")
     assert_equal(b.output_ids, [LETTER + n for n in range(5)], "tokens of b")
-    assert loop.scheduler.pool.audit() == []
+    assert_equal(loop.scheduler.pool.audit(), [], "faults of the pool")
 
 
 def test_with_room_for_the_next_tokens_nothing_waits(tiny_checkpoints: dict[str, Path]) -> None:
