@@ -1,4 +1,4 @@
-"""Phase 9: CUDA graphs and overlapped scheduling.
+"""Phase 9: graphs and overlap.
 
 Problem: launching a small decode step takes the host longer than running it takes the GPU, and between two steps the
 GPU waits for planning and text. Idea: record the launches of a step once per size and replay them with one call; plan
