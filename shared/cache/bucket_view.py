@@ -25,7 +25,7 @@ PADDING = {"token_ids": 0, "positions": 0, "places": -1}
 
 
 class BucketView(PrefixView):
-    """Keys and values in blocks, for steps that are padded to ``buckets``; see ``BucketedView``."""
+    """Keys and values in blocks, for steps that are padded to ``buckets``; a ``BucketedView`` of the runner."""
 
     bucket: Bucket | None = None
     paddings: Sequence[Batch] = ()

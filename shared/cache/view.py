@@ -5,8 +5,8 @@ that a view needs to know about a step; a step writes only after the committed t
 again; the loaded arrays have fixed addresses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.models.causal_lm import CausalLM
 from shared.models.tokens import KVView, Tokens
-
-if TYPE_CHECKING:
-    from shared.engine.buckets import Bucket
 
 
 class StepInputs(NamedTuple):
@@ -43,13 +40,6 @@ class BatchView(KVView, Protocol):
     def load(self, batch: Batch) -> StepInputs:
         """Upload a batch in one copy."""
         ...
-
-
-class BucketedView(BatchView, Protocol):
-    """A view that pads steps to buckets, so that they can be captured (phase 9)."""
-
-    bucket: "Bucket | None"  # of the loaded step; None: it is larger than all
-    paddings: Sequence[Batch]  # a full batch of padding for each bucket, the largest first
 
 
 def step_places(max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:

@@ -10,13 +10,14 @@ depends on the batch but through the view's buffers.
 import functools
 import logging
 import time
-from typing import cast
+from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from shared.cache.view import BatchView, BucketedView, StepInputs
+from shared.cache.view import BatchView, StepInputs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.graphs import Capture, CapturedStep, Computed, CudaGraphCapture
@@ -25,6 +26,13 @@ from shared.kernels.pending_ids import fill_pending
 from shared.models.causal_lm import CausalLM
 
 logger = logging.getLogger("infer.engine")
+
+
+class BucketedView(BatchView, Protocol):
+    """A view that pads steps to buckets, so that they can be captured."""
+
+    bucket: Bucket | None  # of the loaded step; None: it is larger than all
+    paddings: Sequence[Batch]  # a full batch of padding for each bucket, the largest first
 
 
 class CapturedRunner(OverlappedRunner):
