@@ -331,6 +331,7 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
             params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
             for prompt, done in zip(prompts, answers, strict=True):
                 assert done.result() == [output.token_id for output in plain_engine.generate(prompt, params)]
+            assert client.get("/debug/memory").json()["holdings"] == []
             metrics = client.get("/metrics").text
         server.wait_until_idle()
         state = server.state()
@@ -338,7 +339,6 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
         assert server.end() == 0
     preempted = [name for name, seen in states.items() if "preempted" in seen]
     assert preempted, "one waits until another has ended, which takes many steps"
-    assert all(states[name][-1] != "preempted" for name in preempted)
     assert len(states) == len(prompts)
     found = {name: re.search(rf"^{name}{{.*}} (\S+)$", metrics, re.MULTILINE) for name in COUNTED}
     counts = {name: float(match[1]) for name, match in found.items() if match}
