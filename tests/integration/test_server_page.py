@@ -134,7 +134,7 @@ def serving(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen
 def opened(browser: Any, url: str, *expected: str) -> Iterator[Any]:
     """The page of a server; unexpected errors in the browser, or requests to other hosts, fail the test."""
     context = browser.new_context(viewport=DESKTOP, color_scheme="light")
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(1000 * PATIENCE)
     tab = context.new_page()
     complaints: list[str] = []
     tab.on("console", lambda m: complaints.append(m.text) if not any(part in m.text for part in expected) else None)
@@ -190,7 +190,7 @@ def wait_until(page: Any, is_so: Callable[[], bool]) -> None:
 
 
 def wait_until_quiet(page: Any, events: list[str]) -> None:
-    """Wait until nothing has been noted for longer than two of the page's periods."""
+    """Wait until nothing has been noted for three of the periods in which the page asks."""
 
     def is_quiet() -> bool:
         events.clear()
