@@ -21,8 +21,13 @@ OWN_FOLDERS = tuple(folder for folder in os.environ.get("INFER_TEST_MODELS", "")
 # measure time choose their own count.
 torch.set_num_threads(1)
 
-# How long an example takes says nothing here: the machine has other work, and a first call compiles.
-settings.register_profile("repository", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says nothing here: the machine has other work, and a first call compiles. Both checks are
+# named here because a test that names one of its own would have the other again.
+settings.register_profile(
+    "repository",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 # A check of an exercise finds the same example each time, soon, and by it a known mistake is recognised.
 settings.register_profile(
     "workshop",

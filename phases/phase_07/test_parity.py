@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phases.phase_06_1.engine import Engine as Planned
@@ -78,7 +78,7 @@ def test_static_batches_prefill_whole_prompts(tiny_checkpoints: dict[str, Path])
     assert (seen(answers), records) == (seen(expected), steps)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None)
 @given(
     size=st.integers(1, 20),
     most=st.none() | st.integers(1, 3),

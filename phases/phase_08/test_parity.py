@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phases.phase_07.engine import Engine as Chunked
@@ -94,7 +94,7 @@ def test_it_needs_blocks_and_chunks(other: dict[str, Any], says: str) -> None:
         EngineConfig(use_prefix_caching=True).check({"model"})
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None)
 @given(
     block_size=st.sampled_from([1, 2, 5, 16]),
     size=st.integers(1, 40),

@@ -56,16 +56,15 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
         Four int64 tensors of the broadcast shape, values 0 to 2^32 - 1; equal to Random123 and to ``tl.philox``.
     """
     c0, c1, c2, c3 = counter
-    shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))
     keys = list(zip(*(_round_keys(word, step) for word, step in zip(key, _KEY_STEPS, strict=True)), strict=True))
     # Only a product's operands need zero upper halves: c1 and c3 carry full products until the end. A product may wrap
     # around the sign of int64; its bits are those of the unsigned product, and the mask drops shifted-in sign bits.
     for k0, k1 in keys[:_BROADCAST_ROUNDS]:
         p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = ((p1 >> _HALF) ^ c1 ^ k0) & _MASK, p1, ((p0 >> _HALF) ^ c3 ^ k1) & _MASK, p0
-    c0, c1, c2, c3 = (
-        word.expand(shape).contiguous() for word in (c0, c1, c2, c3)
-    )  # copies: the arguments are not mutated
+    # By now each word is a tensor of its own, and together they have the shape of all arguments. torch.broadcast_shapes
+    # would import SymPy, which takes most of a second.
+    c0, c1, c2, c3 = (word.contiguous() for word in torch.broadcast_tensors(c0, c1, c2, c3))
     p0, p1 = torch.empty_like(c0), torch.empty_like(c0)
     for k0, k1 in keys[_BROADCAST_ROUNDS:]:  # the same round in six buffers, which fit in a processor's cache
         torch.mul(c0, _MULTIPLIER_0, out=p0)

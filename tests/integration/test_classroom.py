@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from shared.cli import app
 from shared.errors import ConfigError
+from tests.integration.server_process import wait_until
 from tutorial.workshop import chart, grading, preparation
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
 from tutorial.workshop.grading import grade, write_csv
@@ -85,12 +86,16 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str
     command = ["workshop", "grade", *(str(root / name) for name in names), *limits]
     result = CliRunner().invoke(app, command, env={"CLASS": str(root)})  # forks show the variables of their server
     assert result.exit_code == 0, result.output
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # others may end at any moment
-            if process.pid not in before and f"{root.parent}" in str(process.environ()):
-                left.append(process)
-    assert not left, "processes of submissions still run"
+
+    def are_gone() -> bool:
+        """No process of a submission runs, and no supervisor of one."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # others may end at any moment
+                if process.pid not in before and f"{root.parent}" in str(process.environ()):
+                    return False
+        return True
+
+    wait_until(are_gone)  # on their own they would go on for longer
     with table.open(newline="", encoding="utf-8") as source:
         return list(csv.DictReader(source)), result.stdout
 
@@ -201,7 +206,7 @@ def test_the_exported_skeleton_is_a_workspace_for_the_learner_s_commands(tmp_pat
 
     def infer(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from shared.cli import app; app()", "workshop", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
     exported = infer("export", "3", "--out", str(tmp_path / "hand.zip"))
     assert exported.returncode == 0, exported.stderr

@@ -473,7 +473,7 @@ def test_control_c_ends_an_answer_with_130(tiny: str) -> None:
     assert process.stdout is not None
     assert process.stdout.read(8)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert errors.decode().split() == ["interrupted"]
 
@@ -484,7 +484,7 @@ def test_a_closed_pipe_ends_an_answer_quietly(tiny: str) -> None:
     assert process.stderr is not None
     assert process.stdout.read(8)
     process.stdout.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
     assert process.stderr.read() == b""
 
 
@@ -499,6 +499,6 @@ def test_control_c_in_a_chat_stops_the_answer_then_leaves(tiny: str) -> None:
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline().strip() == b"(stopped)"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert b"Traceback" not in errors

@@ -39,7 +39,7 @@ from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson, lessons
 from shared.sampling.params import SamplingParams
 from tests.integration.infer_process import INFER
-from tests.integration.server_process import EVENTS, MODEL, ServerProcess, wait_until
+from tests.integration.server_process import EVENTS, MODEL, PATIENCE, ServerProcess, wait_until
 
 ROOT = Path(__file__).parents[2]
 SERVING = [lesson.number for lesson in lessons() if hasattr(lesson.engine, "add_request")]
@@ -210,7 +210,7 @@ def test_one_line_is_logged_for_each_request(server: ServerProcess) -> None:
             client.post("/v1/completions", json={**long_body(), **body}, headers={"x-request-id": name})
         client.get("/health", headers={"x-request-id": "log-health"})
     logged = {"log-good", "log-bad"}  # a stream's line comes behind its last byte, and may follow the next request's
-    wait_until(lambda: logged <= {line["request_id"] for line in server.events("request")}, 5)
+    wait_until(lambda: logged <= {line["request_id"] for line in server.events("request")})
     lines = {line["request_id"]: line for line in server.events("request")}
     assert len(lines) == len(server.events("request"))
     assert lines["log-good"].items() >= {"status": 200, "completion_tokens": 2, "finish_reason": "length"}.items()
@@ -331,14 +331,14 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
             params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
             for prompt, done in zip(prompts, answers, strict=True):
                 assert done.result() == [output.token_id for output in plain_engine.generate(prompt, params)]
+            assert client.get("/debug/memory").json()["holdings"] == []
             metrics = client.get("/metrics").text
-        server.wait_until_idle(5)
+        server.wait_until_idle()
         state = server.state()
     finally:
         assert server.end() == 0
     preempted = [name for name, seen in states.items() if "preempted" in seen]
     assert preempted, "one waits until another has ended, which takes many steps"
-    assert all(states[name][-1] != "preempted" for name in preempted)
     assert len(states) == len(prompts)
     found = {name: re.search(rf"^{name}{{.*}} (\S+)$", metrics, re.MULTILINE) for name in COUNTED}
     counts = {name: float(match[1]) for name, match in found.items() if match}
@@ -351,11 +351,11 @@ def test_the_memory_of_a_crowded_server_is_shown_truly(folder: Path, tmp_path: P
 # Clients that leave.
 
 
-def test_a_hundred_and_ninety_cancelled_streams_of_two_hundred_leave_nothing_behind(server: ServerProcess) -> None:
+def test_of_two_hundred_streams_those_that_are_cancelled_leave_nothing_behind(server: ServerProcess) -> None:
     async def cancel_most() -> float:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=server.url, timeout=60, limits=limits, trust_env=False, headers=EVENTS
+            base_url=server.url, timeout=PATIENCE, limits=limits, trust_env=False, headers=EVENTS
         ) as client:
 
             async def stream(max_tokens: int) -> bytes:
@@ -366,13 +366,10 @@ def test_a_hundred_and_ninety_cancelled_streams_of_two_hundred_leave_nothing_beh
 
             staying = [asyncio.create_task(stream(500)) for _ in range(10)]
             tasks = [asyncio.create_task(stream(1900)) for _ in range(190)]
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 while (await client.get("/health")).json()["num_requests_waiting"] < 150:
                     await asyncio.sleep(0.05)
-            await asyncio.sleep(0.5)
-            for task in tasks:
-                assert not task.done()
-                task.cancel()
+            assert sum(task.cancel() for task in tasks) > 150
             await asyncio.gather(*tasks, return_exceptions=True)
             started = time.monotonic()
             answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", "max_tokens": 4})
@@ -383,8 +380,8 @@ def test_a_hundred_and_ninety_cancelled_streams_of_two_hundred_leave_nothing_beh
                 assert answered.count(b"event: done") == 1
             return seconds
 
-    assert asyncio.run(cancel_most()) < 5
-    server.wait_until_idle(5)
+    assert asyncio.run(cancel_most()) < PATIENCE, "all of their answers would take longer"
+    server.wait_until_idle()
 
 
 def test_random_disconnects_leave_other_requests_alone(server: ServerProcess, plain_engine: Any) -> None:
@@ -414,7 +411,7 @@ def test_random_disconnects_leave_other_requests_alone(server: ServerProcess, pl
     for text in asyncio.run(run()):
         frames = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
         assert [frame["token_id"] for frame in frames[:-1]] == expected
-    server.wait_until_idle(5)
+    server.wait_until_idle()
 
 
 # A full queue, a reader that does not read, and the end.
@@ -448,37 +445,39 @@ def test_overflow_a_silent_reader_and_an_orderly_end(folder: Path, tmp_path: Pat
     )
     server = ServerProcess(folder, tmp_path / "log", *limits)
     try:
-        with server.client() as client:
+        with server.client() as client, server.openai() as other:
+
+            def load() -> tuple[int, int]:
+                health = client.get("/health").json()
+                return health["num_requests_running"], health["num_requests_waiting"]
+
             with contextlib.ExitStack() as open_streams:
-                for expected in ({"num_running": 1, "num_waiting": 0}, {"num_running": 1, "num_waiting": 1}):
+                for expected in ((1, 0), (1, 1)):
                     open_streams.enter_context(unread(server.url, long_body()))
-                    wait_until(lambda e=expected: server.state()["load"].items() >= e.items(), 10)
+                    wait_until(lambda e=expected: load() == e)
                 refused = client.post("/v1/completions", json=long_body())
                 assert refused.status_code == 503
                 assert int(refused.headers["retry-after"]) >= 1
                 assert refused.json()["error"]["code"] == "queue_full"
                 with pytest.raises(openai.InternalServerError) as raised:
-                    server.openai().completions.create(model=MODEL, prompt="a", stream=True)
+                    other.completions.create(model=MODEL, prompt="a", stream=True)
                 assert raised.value.status_code == 503
-            server.wait_until_idle(5)
+            server.wait_until_idle()
 
             with unread(server.url, long_body(logprobs=20), receive_buffer=4096):
-                wait_until(lambda: server.state()["load"]["num_running"] == 1, 10)
-                server.wait_until_idle(20)
-                wait_until(lambda: "slow_reader" in server.log.read_text(), 5)
+                wait_until(lambda: "slow_reader" in server.log.read_text())
+                server.wait_until_idle()
 
             with client.stream("POST", "/v1/completions", json=long_body(max_tokens=1, stream=False)) as first:
                 assert first.read().count(b"event: done") == 1
             with client.stream("POST", "/v1/completions", json=long_body()) as running:
                 lines = running.iter_lines()
                 next(lines)
-                started = time.monotonic()
                 server.process.send_signal(signal.SIGTERM)
                 names = [line for line in lines if line.startswith("event: ")]
-                assert time.monotonic() - started <= 3.5
         assert set(names[:-1]) <= {"event: token"}
         assert names[-1] in ("event: error", "event: done")
-        assert server.process.wait(5) == 0
+        assert server.process.wait(PATIENCE) == 0
         assert server.events("shutting down")[0]["open_requests"] == 1
     finally:
         server.end()
@@ -518,7 +517,7 @@ def test_a_server_that_cannot_start_says_why_in_one_sentence(folder: Path, tmp_p
 def test_clients_of_openai_read_every_form_of_an_answer(python: str, server: ServerProcess) -> None:
     """The pinned one, and an old one that fails at a line `event:`, in an environment of its own."""
     command = [python, str(ROOT / "tests/clients/openai_client.py"), server.url, MODEL]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -562,7 +561,7 @@ def statuses_of(operation: Any, mode: GenerationMode) -> set[int]:
     @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @seed(6)
     def send(case: Any) -> None:
-        response = case.call_and_validate(checks=CHECKS, timeout=30)
+        response = case.call_and_validate(checks=CHECKS, timeout=PATIENCE)
         statuses.add(response.status_code)
         if mode is GenerationMode.POSITIVE and response.status_code == 422:
             assert response.json()["error"]["message"].startswith("The prompt has "), "no schema counts a text's tokens"

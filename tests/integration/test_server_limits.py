@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.server_process import MODEL, ServerProcess
+from tests.integration.server_process import MODEL, PATIENCE, ServerProcess
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 MEGABYTE = 10**6
@@ -24,21 +24,21 @@ DELAY_SECONDS, ROUNDS = 0.3, 5
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with few descriptors; a body that never ends does not delay its end."""
+    """A server with few descriptors; at its end, two clients have not sent all of their requests."""
     log = tmp_path_factory.mktemp("limits") / "log"
     running = ServerProcess(folder, log, "--engine-thread", descriptors=256)
     assert "there is no API key" not in log.read_text()
     yield running
     with connected(running, HEAD + b"Content-Length: 1000\r\n\r\n{"), connected(running, b"GET /heal"):
         time.sleep(0.3)
-        assert running.end(seconds=5) == 0
+        assert running.end() == 0
     assert "Traceback" not in running.log.read_text()
 
 
 @contextlib.contextmanager
 def connected(server: ServerProcess, *parts: bytes) -> Iterator[socket.socket]:
     """A connection that has sent ``parts``."""
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE) as connection:
         for part in parts:
             connection.sendall(part)
         yield connection
@@ -82,7 +82,7 @@ def test_connections_without_a_request_leave_room_for_others(server: ServerProce
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert server.events("connection refused")[-1]["error"] == "too_many_connections"
         ends = [connection.recv(4096) for connection in opened]
-        assert 8 < time.monotonic() - started < 15
+        assert time.monotonic() - started > 8
     assert [end[9:12] for end in ends] == [b"", b"408", b"408"] * (most // 3) + [b"", b"408", b"408"][: most % 3]
     with server.client() as client:
         assert client.get("/health").status_code == 200
@@ -93,6 +93,8 @@ def test_when_the_engine_is_killed_its_requests_have_failed_and_nothing_runs(fol
     assert "there is no API key" in server.log.read_text()
     body = {"model": MODEL, "prompt": "once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     try:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        (engine,) = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
         with server.client() as client, contextlib.ExitStack() as streams:
             opened = [
                 streams.enter_context(client.stream("POST", "/v1/completions", json=body)).iter_lines()
@@ -101,8 +103,6 @@ def test_when_the_engine_is_killed_its_requests_have_failed_and_nothing_runs(fol
             for lines in opened:
                 next(lines)
             assert client.get("/health").json()["num_requests_running"] == 2
-            children = psutil.Process(server.process.pid).children(recursive=True)
-            (engine,) = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
             engine.send_signal(signal.SIGKILL)
             for lines in opened:
                 assert '"code":"engine_error"' in "\n".join(lines)

@@ -188,7 +188,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("furo", reason="the site needs the extra 'docs': pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("built")
     command = build_command(folder / "site", folder / "doctrees")
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "site"
 
@@ -348,7 +348,8 @@ def test_the_landing_page_has_one_promise_one_picture_and_one_button(origin: str
     assert pictures.count() == 1
     assert "12 steps" in pictures.get_attribute("alt")
     assert page.locator("article a:visible:not(:has(img))").all_inner_texts() == ["Begin"]
-    page.click("text=Begin")
+    with page.expect_navigation():
+        page.click("text=Begin")
     assert page.locator("h1").inner_text().startswith("How to use this course")
 
 

@@ -309,14 +309,14 @@ def test_by_time_a_cell_is_as_wide_as_it_took(tab: Any, traces: list[dict[str, A
     tab.check("[name=scale][value=time]")
     for place, trace in enumerate(traces):
         steps = trace["steps"]
-        scales = []
+        drawn = []
         for name, kind, first, after, width in shapes(tab, place):
             request = next(r for r in trace["requests"] if r["request_id"] == name)
             start = request["arrived_ns"] if kind == "queue" else steps[first]["started_ns"]
-            if width > 20:
-                scales.append((steps[after - 1]["ended_ns"] - start) / width)
-        assert len(scales) > 3
-        assert max(scales) / min(scales) < 1.02
+            drawn.append((steps[after - 1]["ended_ns"] - start, width))
+        longest, widest = max(drawn)
+        expected = [max(1, time * widest / longest) for time, _ in drawn]
+        assert [width for _, width in drawn] == pytest.approx(expected, rel=0.02, abs=0.3)
     tab.check("[name=scale][value=step]")
     widths = [shape[4] / (shape[3] - shape[2]) for place in (0, 1) for shape in shapes(tab, place)]
     assert max(widths) - min(widths) < 0.02, "by step again, and both traces on one scale"

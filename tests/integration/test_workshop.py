@@ -49,14 +49,14 @@ class Learner:
         variables |= {"INFER_WORKSHOP": "1", "INFER_WORKSPACE": str(self.workspace)}
         with tempfile.TemporaryFile() as printed:
             process = self.server._start([*options, str(file)], variables, is_interpreted, printed.fileno(), None)
-            process.wait(120)
+            process.wait(300)
             printed.seek(0)
             return printed.read().decode()
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "INFER_WORKSPACE": str(self.workspace), "NO_COLOR": "1", **variables}
         return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
         )
 
     def infer(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -289,15 +289,15 @@ def test_wrong_numbers_are_refused_with_those_that_exist(
     assert not learner.workspace.exists()
 
 
-def test_skeletons_of_a_phase_take_less_than_a_second(tmp_path: Path) -> None:
+def test_skeletons_of_a_phase_take_less_than_a_second_of_the_processor(tmp_path: Path) -> None:
     code = (
-        "import time, sys; start = time.perf_counter()\n"
+        "import time, sys; start = time.process_time()\n"
         "from pathlib import Path\n"
         "from tutorial.workshop.exercises import exercises\n"
         "from tutorial.workshop.workspace import Workspace\n"
         "Workspace(Path(sys.argv[1])).start([e for e in exercises() if e.phase == '03'])\n"
         "assert 'torch' not in sys.modules\n"
-        "print(time.perf_counter() - start)\n"
+        "print(time.process_time() - start)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "ws")], cwd=ROOT, capture_output=True, text=True, check=True
@@ -388,7 +388,7 @@ def test_watch_checks_each_save_and_goes_on_to_the_next(learner: Learner) -> Non
         until("2 of 4: 03x2 slice the cache")
         watch.send_signal(signal.SIGINT)
         until("1 of 4 passed")
-        assert watch.wait(20) == 0
+        assert watch.wait(60) == 0
     finally:
         watch.kill()
         watch.communicate()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shared.kernels.decode_attention as module
@@ -124,7 +124,7 @@ def test_lengths_around_the_borders_of_tiles_and_splits(randn, assert_near, leng
     check(randn, assert_near, [length], Hkv=1, splits=3)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 400), min_size=1, max_size=2),
     window=st.none() | st.integers(1, 300),

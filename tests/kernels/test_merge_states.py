@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shared.kernels.merge_states as module
@@ -60,7 +60,7 @@ def test_states_of_no_keys_change_nothing_and_alone_give_zeros(randn, assert_nea
     assert (out[1:] == 0).all()
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None)
 @given(counts=st.lists(st.integers(0, 40), max_size=4), spread=st.sampled_from([0.1, 1000.0]))
 def test_any_states(randn, assert_near, counts, spread):
     check(randn, assert_near, counts, spread=spread)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shared.kernels.paged_attention as module
@@ -144,7 +144,7 @@ def test_head_sizes(randn, assert_near, dtype, D):
     check(randn, assert_near, [TILINGS[D].tile + 3], 16, Hq=4, Hkv=2, D=D, dtype=dtype, splits=2)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 300), min_size=1, max_size=2),
     block_size=st.sampled_from([1, 2, 3, 7, 16, 31, 64, 100]),

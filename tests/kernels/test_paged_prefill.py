@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shared.kernels.paged_prefill as module
@@ -137,7 +137,7 @@ def test_every_tiling(randn, assert_near, monkeypatch, tiling, window):
     check(randn, assert_near, MIXED, Hq=2, window=window)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 40)), min_size=1, max_size=3),
     block_size=st.sampled_from([1, 2, 3, 7, 16, 31, 64, 100]),

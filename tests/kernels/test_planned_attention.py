@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shared.kernels.merge_states as merge_module
@@ -40,7 +40,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 ROOT = Path(__file__).parents[2]
 SMALL = DecodeTiling(tile=16, least_split=16)
 SMALL_PREFILL = PrefillTiling(rows=16, tile=16, num_warps=4, num_stages=2, least_split=16)
-ANY = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY = settings(max_examples=8, deadline=None)
 
 
 class PagedMemory:

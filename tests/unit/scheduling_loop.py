@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
@@ -35,6 +36,17 @@ def index_of(entry: Scheduled) -> int:
 
 def names(schedule: Schedule) -> str:
     return "".join(entry.request.request_id for entry in schedule)
+
+
+def run_machine(
+    machine: type[RuleBasedStateMachine], has_met: Callable[[], bool], max_examples: int, stateful_step_count: int
+) -> None:
+    """Run a state machine, which does random things, and up to four times more until it ``has_met`` what it is for."""
+    chosen = settings(max_examples=max_examples, stateful_step_count=stateful_step_count, deadline=None)
+    for _ in range(5):
+        run_state_machine_as_test(machine, settings=chosen)
+        if has_met():
+            return
 
 
 class Loop:

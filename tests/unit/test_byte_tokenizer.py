@@ -111,7 +111,7 @@ def test_real_vocabularies_have_the_real_special_ids(shape, expected):
     config = SHAPES[shape]
     begin = time.perf_counter()
     vocabulary = byte_vocabulary(config["model_type"], config["vocab_size"])
-    assert time.perf_counter() - begin < 10
+    assert time.perf_counter() - begin < 60
     assert len(vocabulary) == len(set(vocabulary)) == config["vocab_size"]
     assert {token: vocabulary.index(token) for token in expected} == expected
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
@@ -219,7 +219,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None)
 @given(
     name=st.sampled_from(["tiny-llama", "tiny-qwen3", "tiny-gemma3"]),
     changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=4),

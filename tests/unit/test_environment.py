@@ -23,7 +23,7 @@ def prepare(checkout: Path, folder: str = ".venv") -> subprocess.CompletedProces
     """What ``make env`` runs."""
     python = checkout / folder / "bin" / "python"
     command = [str(python) if python.exists() else sys.executable, MAKE, folder]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, env=outside())
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300, env=outside())
 
 
 def outside() -> dict[str, str]:
@@ -32,7 +32,7 @@ def outside() -> dict[str, str]:
 
 
 def said(*command: str | Path, cwd: Path = Path("/")) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=outside())
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=outside())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -136,7 +136,7 @@ def test_an_old_python_is_refused_with_the_remedy(checkout: Path, version: str) 
     shutil.rmtree(checkout / ".venv")
     code = f"import sys; sys.version_info = {version}; sys.argv[1:] = ['.venv']; exec(open('{MAKE}').read())"
     code = f"__file__ = {str(checkout / MAKE)!r}; {code}"
-    refused = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 1
     found = ".".join(version.strip("()").split(", "))
     assert f"error: Python {found} (" in refused.stderr

@@ -76,8 +76,8 @@ def text_of(printed: IO[bytes]) -> str:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, within some seconds."""
-    for _ in range(200):
+    """Whether a process has ended, within a minute."""
+    for _ in range(1200):
         if not psutil.pid_exists(pid):
             return True
         time.sleep(0.05)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -205,7 +205,7 @@ def test_a_device_that_is_not_there_and_positions_out_of_range_are_refused(tiny_
             load_model(tiny_checkpoints["llama"], max_positions=positions)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_mutated_folders_load_or_are_refused_in_words(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, seed: int

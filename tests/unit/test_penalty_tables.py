@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import shared.engine.sampler as sampler_module
 from shared.cache.paged import PagedKVCachePool
@@ -24,6 +23,7 @@ from shared.sampling.sampler import SamplingBatch, SamplingRow
 from shared.sampling.token_counts import TokenCounts
 from shared.scheduling.preemption import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
+from tests.unit.scheduling_loop import run_machine
 
 VOCABULARY = 7
 MAX_SEQ_LEN = 24
@@ -47,7 +47,7 @@ def counts_of(counts: TokenCounts, row: int) -> tuple[set[int], Counter[int]]:
 class Model:
     """Logits that depend on the last token alone; ``View`` has no memory."""
 
-    device = torch.device("cpu")
+    device, dtype, config = torch.device("cpu"), torch.float32, SimpleNamespace(vocab_size=VOCABULARY)
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
 
     def __call__(self, tokens: Tokens, kv: Any) -> torch.Tensor:
@@ -180,8 +180,12 @@ class Machine(RuleBasedStateMachine):
 def test_tables_are_counted_from_the_ids_of_their_requests(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
     Machine.num_checked = Counter()
-    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
-    assert min(Machine.num_checked[name] for name in ("rows read", "rows kept", "preempted")) > 0, Machine.num_checked
+
+    def has_met() -> bool:
+        return all(Machine.num_checked[name] for name in ("rows read", "rows kept", "preempted"))
+
+    run_machine(Machine, has_met, max_examples=60, stateful_step_count=25)
+    assert has_met(), Machine.num_checked
 
 
 def row(serial: int, prompt_ids: list[int], output_ids: list[int], **penalties: float) -> SamplingRow:

@@ -121,12 +121,10 @@ def test_ids_are_those_of_the_tokenizer_that_holds_the_lock(
 def test_a_long_text_does_not_hold_pythons_lock(bounds: dict[str, tuple[Tokenizer, TextBound]]) -> None:
     tokenizer, _ = bounds["llama3"]
     text = "The quick brown fox. " * 40_000
-    started = time.perf_counter()
     thread = threading.Thread(target=tokenizer.encode, args=(text,))
     thread.start()
-    longest, before = 0.0, started
+    num_turns = 0
     while thread.is_alive():
         time.sleep(0.001)
-        now = time.perf_counter()
-        longest, before = max(longest, now - before), now
-    assert longest < 0.5 * (time.perf_counter() - started)
+        num_turns += 1
+    assert num_turns > 10, "with the lock held, one or two"

@@ -1,11 +1,13 @@
 """An engine that echoes, and a server around it that is spoken to over a socket: HTTP, threads, failures, and no model.
 
 The engine is a stand-in for the protocol of phases from 4 on, with the real tokenizer and the real stop conditions; it
-can be made slow, made to fail at one request, and made to die.
+can be made slow, held in a step, made to fail at one request, and made to die.
 """
 
 import asyncio
 import contextlib
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +73,9 @@ class EchoEngine:
         self.pool = EchoPool()
         self.last_step: StepRecord | None = None
         self.step_seconds = 0.0
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self.is_held = False
         self.num_steps = 0
         self.bug: Exception | None = None
         self.waiting: dict[str, Request] = {}
@@ -97,6 +102,9 @@ class EchoEngine:
     def step(self) -> list[StepOutput]:
         if self.bug is not None:
             raise self.bug
+        self.is_held = not self.may_step.is_set()
+        self.may_step.wait()
+        self.is_held = False
         time.sleep(self.step_seconds)
         admitted = list(self.waiting)[: self.config.max_batch_size - len(self.running)]
         self.running |= {request_id: self.waiting.pop(request_id) for request_id in admitted}
@@ -113,6 +121,16 @@ class EchoEngine:
         self.preempted = ()
         self.num_steps += 1
         return outputs
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The next step begins and does nothing until this ends; if there is work, it has begun."""
+        self.may_step.clear()
+        try:
+            wait_until(lambda: self.is_held or not self.has_work())
+            yield
+        finally:
+            self.may_step.set()
 
     def abort(self, request_id: str) -> bool:
         if self.waiting.pop(request_id, None) is not None:
@@ -171,7 +189,8 @@ class Running:
 
     def client(self, accept: str = "text/event-stream") -> httpx.Client:
         """A client that asks completions for named events, unless it accepts something else."""
-        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, headers={"Accept": accept})
+        # Without verify=False, each client reads the certificates of the system: 20 ms.
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False, headers={"Accept": accept})
 
     def call(self, function: Callable[[], None]) -> None:
         self.loop.call_soon_threadsafe(function)
@@ -194,15 +213,30 @@ def serving(engine: EchoEngine, handle: EngineHandle | None = None, **settings: 
         yield Running(url, engine, app, server, server._event_loop)
     finally:
         engine.step_seconds = 0.0
+        engine.may_step.set()
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 10) -> float:
-    """Wait for it, fail if it does not come; how long it took."""
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for it, fail if it does not come."""
     started = time.perf_counter()
     while not is_so():
         assert time.perf_counter() - started < seconds, "it did not come in time"
         time.sleep(0.005)
-    return time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def unread(running: Running, path: str, body: dict[str, Any], *, receive_buffer: int = 2**16) -> Iterator[Any]:
+    """A connection on which this request was sent, and from which nothing has been read."""
+    host, port = running.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect((host, int(port)))
+        connection.sendall(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (path.encode(), len(content), content)
+        )
+        yield connection

@@ -1,6 +1,5 @@
 """Several choices of one answer: `n`, lists of prompts, and prompts that are given back."""
 
-import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from shared.errors import QueueFullError
 from shared.server.intake import derived_seed
-from tests.unit.server.echo import LIMIT, POISON, EchoEngine, serving, wait_until
+from tests.unit.server.echo import LIMIT, POISON, EchoEngine, serving, unread, wait_until
 from tests.unit.server.exchange import chat, completion, error_of, events
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -105,7 +104,6 @@ def test_choices_are_admitted_together_or_refused_together(folder: Path) -> None
         refused = client.post("/v1/completions", json=completion(["a", "b"], n=3))
         assert refused.status_code == 422, "which could never be"
         assert "6 requests come together and max_waiting_requests is 4" in error_of(refused)["message"]
-        engine.step_seconds = 0.3
         codes: list[int] = []
         threads = [
             threading.Thread(
@@ -113,12 +111,11 @@ def test_choices_are_admitted_together_or_refused_together(folder: Path) -> None
             )
             for _ in range(3)
         ]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: len(codes) == 2)
-        assert codes == [503, 503]
-        assert len(engine.waiting) + len(engine.running) == 3
-        engine.step_seconds = 0.0
+        with engine.held():
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: len(codes) == 2)
+            assert len(engine.waiting) == 3
         for thread in threads:
             thread.join()
         assert codes == [503, 503, 200]
@@ -162,9 +159,9 @@ def test_a_client_that_leaves_ends_all_its_choices(path: str, stream: bool, fold
     engine.step_seconds = 0.02
     with serving(engine) as running, running.client() as client:
         body = {**(completion if "chat" not in path else chat)("ab"), "max_tokens": 4000, "n": 4, "stream": stream}
-        with contextlib.suppress(httpx.ReadTimeout), client.stream("POST", path, json=body, timeout=0.4) as response:
-            next(response.iter_raw())
-        wait_until(lambda: not engine.has_work(), seconds=5)
+        with unread(running, path, body):
+            wait_until(lambda: len(engine.running) == 2)
+        wait_until(lambda: not engine.has_work())
         assert client.get("/debug/engine").json()["num_open_requests"] == 0
         assert engine.pool.audit() == []
 

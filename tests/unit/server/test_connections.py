@@ -16,6 +16,7 @@ from tests.unit.server.echo import EchoEngine, Running, serving, wait_until
 from tests.unit.server.exchange import completion, error_of, events, samples
 
 SECONDS = 0.4
+PATIENT = 600.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 LIVE = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 LIMITS = {"head_timeout": SECONDS, "max_head_bytes": 4096, "max_url_bytes": 1024, "max_connections": 6}
@@ -28,11 +29,18 @@ def small(folder: Path) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def patient(folder: Path) -> Iterator[Running]:
+    """The same that waits for its clients, however slow they are."""
+    with serving(EchoEngine(folder), **LIMITS | {"head_timeout": PATIENT}) as running:
+        yield running
+
+
 @contextlib.contextmanager
 def connected(running: Running, *parts: bytes) -> Iterator[socket.socket]:
     """A connection that has sent ``parts``."""
     host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         for part in parts:
             connection.sendall(part)
         yield connection
@@ -70,7 +78,7 @@ def test_half_a_request_is_refused_after_a_while(sent: bytes, small: Running) ->
     started = time.perf_counter()
     with connected(small, sent) as connection:
         answer = everything(connection)
-    assert SECONDS * 0.9 < time.perf_counter() - started < SECONDS + 2
+    assert time.perf_counter() - started > SECONDS * 0.9
     assert refusal(answer[answer.rindex(b"HTTP/1.1 ") :]) == (408, "headers_timeout")
 
 
@@ -80,18 +88,19 @@ def test_silence_closes_a_connection(sent: bytes, folder: Path) -> None:
         started = time.perf_counter()
         with connected(running, sent) as connection:
             answer = everything(connection)
-        assert SECONDS * 0.9 < time.perf_counter() - started < SECONDS + 2
+        assert time.perf_counter() - started > SECONDS * 0.9
         assert answer.count(b"HTTP/1.1 ") == int(sent not in (b"", b"\r\n"))
 
 
 def test_a_head_that_drips_has_no_more_time(small: Running) -> None:
-    started = time.perf_counter()
-    with connected(small, LIVE[:4]) as connection:
-        with contextlib.suppress(OSError):
-            for byte in HEAD + b"x" * 1000:
-                connection.sendall(bytes([byte]))
-                time.sleep(0.02)
-        assert time.perf_counter() - started < SECONDS + 2
+    def drip(connection: socket.socket) -> None:
+        """20 seconds long, unless the connection is closed."""
+        for byte in HEAD + b"x" * 1000:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+    with connected(small, LIVE[:4]) as connection, pytest.raises(OSError):
+        drip(connection)
 
 
 MORE_THAN_A_READ = 600_000  # uvloop reads 256 KiB at most, and the limit counts from the second read on
@@ -117,12 +126,12 @@ REFUSED = TOO_LONG | {repr(sent): (sent, (400, "invalid_http")) for sent in MALF
 
 @pytest.mark.parametrize(("sent", "expected"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_request_is_refused_like_any_other(
-    sent: bytes, expected: tuple[int, str], small: Running, caplog: pytest.LogCaptureFixture
+    sent: bytes, expected: tuple[int, str], patient: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = f"infer:http_requests_total{{handler=other,status={expected[0]}}}"
-    with caplog.at_level(logging.INFO, "infer"), small.client() as client:
+    with caplog.at_level(logging.INFO, "infer"), patient.client() as client:
         before = samples(client).get(name, 0)
-        with connected(small) as connection:
+        with connected(patient) as connection:
             with contextlib.suppress(ConnectionError):  # the rest is not read
                 for start in range(0, len(sent), 1000):
                     connection.sendall(sent[start : start + 1000])
@@ -133,18 +142,19 @@ def test_what_is_no_request_is_refused_like_any_other(
         assert client.get("/debug/engine").json()["num_open_requests"] == 0
 
 
-def test_a_connection_too_many_is_told_so(small: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_too_many_is_told_so(patient: Running, caplog: pytest.LogCaptureFixture) -> None:
+    wait_until(lambda: not patient.server.server_state.connections)  # of the tests before
     with caplog.at_level(logging.INFO, "infer"), contextlib.ExitStack() as open_connections:
-        first, *_ = [open_connections.enter_context(connected(small, LIVE)) for _ in range(LIMITS["max_connections"])]
+        first, *_ = [open_connections.enter_context(connected(patient, LIVE)) for _ in range(LIMITS["max_connections"])]
         assert b"200 OK" in first.recv(4096)
-        with connected(small) as another:
+        with connected(patient) as another:
             answer = everything(another)
         assert refusal(answer) == (503, "too_many_connections")
         assert b"\r\nretry-after: 1\r\n" in answer
         assert "connection refused" in caplog.messages
         first.close()
-        wait_until(lambda: len(small.server.server_state.connections) < LIMITS["max_connections"])
-        with small.client() as client:
+        wait_until(lambda: len(patient.server.server_state.connections) < LIMITS["max_connections"])
+        with patient.client() as client:
             assert client.get("/health/live").status_code == 200
 
 
@@ -165,8 +175,8 @@ def test_rubbish_behind_a_request_does_not_enter_its_answer(folder: Path) -> Non
 def test_a_connection_whose_answers_are_not_read_is_closed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(EchoEngine(folder), send_timeout=SECONDS) as running:
         schema = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
-        with connected(running, schema * 300):
-            wait_until(lambda: bool(running.server.server_state.connections))
+        with connected(running, schema * 300) as connection:
+            assert connection.recv(9) == b"HTTP/1.1 "
             wait_until(lambda: not running.server.server_state.connections)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -234,13 +244,11 @@ def test_a_text_that_fits_into_no_sequence_is_not_tokenized(client: httpx.Client
 
 
 def test_a_body_without_end_does_not_delay_the_end(folder: Path) -> None:
-    with serving(EchoEngine(folder), grace=10.0) as running:
+    with serving(EchoEngine(folder), grace=PATIENT, body_timeout=PATIENT, head_timeout=PATIENT) as running:
         with connected(running, HEAD + b"Content-Length: 1000\r\n\r\n{") as connection, connected(running, LIVE[:9]):
             wait_until(lambda: bool(running.server.server_state.tasks))
-            started = time.perf_counter()
             running.call(lambda: running.server.handle_exit(15, None))
             answer = everything(connection)
-        assert time.perf_counter() - started < 2
         assert refusal(answer) == (503, "shutting_down")
 
 

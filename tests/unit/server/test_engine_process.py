@@ -98,16 +98,19 @@ def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess)
 def test_commands_are_answered_between_two_steps_and_in_their_order(handle: EngineProcess) -> None:
     events: list[Event] = []
     counts: list[int] = []
+    has_asked = threading.Event()  # until then no event is acknowledged, so that the first answer does not end
 
     def tell(event: Event, _: object, num_added: int) -> None:
         events.append(event)
         counts.append(num_added)
+        has_asked.wait()
         handle.delivered()
 
     handle.start(tell)
-    for _ in range(2):  # a long answer, so that the first is there when the second comes
+    for _ in range(2):
         handle.send(Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),)))
     handle.send(Ask(7, Question.DESCRIPTION))
+    has_asked.set()
     wait_until(lambda: any(isinstance(event, Answered) for event in events) and isinstance(events[-1], Stepped))
     (refused,) = (event for event in events if isinstance(event, Refused))
     assert (refused.request_id, str(refused.refusal)) == ("a", "The id a is in use.")
@@ -120,7 +123,7 @@ def test_commands_are_answered_between_two_steps_and_in_their_order(handle: Engi
     assert all(before.ended <= after.started for before, after in pairwise(steps))
     assert steps[-1].ended < time.perf_counter()  # one clock for both processes
     handle.send(Stop())
-    handle.join(5)
+    handle.join(60)
     assert not handle.is_alive
 
 
@@ -145,7 +148,7 @@ def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, han
 @pytest.mark.usefixtures("forked")
 def test_it_ends_when_the_server_is_gone(handle: EngineProcess) -> None:
     handle._pipe.close()
-    handle.join(10)
+    handle.join(60)
     assert not handle.is_alive
 
 
@@ -161,10 +164,10 @@ def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last
     handle.start(tell)
     handle.send(Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),)))
     for _ in range(MAX_UNDELIVERED):
-        assert told.acquire(timeout=10)
+        assert told.acquire(timeout=60)
     assert not told.acquire(timeout=0.3)
     handle.delivered()
-    assert told.acquire(timeout=10)
+    assert told.acquire(timeout=60)
     handle._process.kill()
     while told.acquire(timeout=0.3) or not isinstance(events[-1], Crashed):
         handle.delivered()

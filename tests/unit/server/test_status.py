@@ -1,6 +1,7 @@
 """What the server says of itself: ids of requests, models, health, metrics, memory."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -74,7 +75,7 @@ def test_gauges_show_who_runs_and_who_waits(folder: Path) -> None:
         engine.step_seconds = 0.05
         for _ in range(5):
             open_streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=1000)))
-        wait_until(lambda: len(engine.running) == 2)
+        wait_until(lambda: running.app.state.client.load.num_running == 2)
         found = samples(client)
         assert found["infer:num_requests_running{}"] == 2
         assert found["infer:num_requests_waiting{}"] == 3
@@ -128,11 +129,11 @@ def test_a_step_that_takes_too_long_ends_a_question_with_503(folder: Path, monke
     monkeypatch.setattr("shared.server.status.DESCRIBE_TIMEOUT", 0.1)
     engine = EchoEngine(folder)
     with serving(engine) as running, running.client() as client, running.client() as other:
-        engine.step_seconds = 1.0
-        with client.stream("POST", "/v1/completions", json=completion(max_tokens=2)) as response:
+        with ThreadPoolExecutor(1) as aside, engine.held():
+            answer = aside.submit(client.post, "/v1/completions", json=completion())
+            wait_until(lambda: engine.is_held)
             refused = [other.get(f"/debug/{name}") for name in ("memory", "engine")]
-            engine.step_seconds = 0.0
-            response.read()
+        assert answer.result().status_code == 200
         assert [error_of(answer)["code"] for answer in refused] == ["engine_busy"] * 2
         monkeypatch.undo()
         assert client.get("/debug/memory").status_code == 200, "the thread lives on"
