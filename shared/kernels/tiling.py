@@ -39,16 +39,19 @@ def tiling(rows: int, N: int, K: int, is_gated: bool, itemsize: int, shared_byte
     """
     if rows == 1:
         return gated_vector_tiling(K) if is_gated else vector_tiling(N, K)
-    return dot_tiling(K, is_gated, itemsize, shared_bytes)
+    return dot_tiling(N, K, is_gated, itemsize, shared_bytes)
 
 
-def dot_tiling(K: int, is_gated: bool, itemsize: int, shared_bytes: int) -> Tiling:
+def dot_tiling(N: int, K: int, is_gated: bool, itemsize: int, shared_bytes: int) -> Tiling:
     """The tiling for 2 to 16 rows of x: as many stages as fit.
 
-    Long rows take wide tiles of few rows. A gated product reads two rows of W for a column, so on a GPU with little
-    shared memory it takes half as many columns.
+    Few or long rows of W take wide tiles of few rows, so that there are enough programs. A gated product reads two rows
+    of W for a column, so on a GPU with little shared memory it takes half as many columns.
     """
-    block_n, block_bytes = (32, 1024) if K > 4096 and not is_gated else (64, 256)
+    if is_gated or (2048 <= N and K <= 4096):
+        block_n, block_bytes = 64, 256
+    else:
+        block_n, block_bytes = 32, 1024 if K > 4096 else 512
     if is_gated and shared_bytes < 4 * (2 * block_n + DOT_ROWS) * block_bytes:
         block_n //= 2
     stage_bytes = ((2 if is_gated else 1) * block_n + DOT_ROWS) * block_bytes
