@@ -48,7 +48,7 @@ def dot_tiling(N: int, K: int, is_gated: bool, itemsize: int, shared_bytes: int)
     Few or long rows of W take wide tiles of few rows, so that there are enough programs. A gated product reads two rows
     of W for a column, so on a GPU with little shared memory it takes half as many columns.
     """
-    if is_gated or (2048 <= N and K <= 4096):
+    if is_gated or (N >= 2048 and K <= 4096):
         block_n, block_bytes = 64, 256
     else:
         block_n, block_bytes = 32, 1024 if K > 4096 else 512
