@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phases.phase_08.engine import Engine as Waiting
@@ -155,7 +155,7 @@ def test_every_memory_and_mode_gives_the_same_outputs(
         assert engine.scheduler.num_prefix_hits > 0
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None)
 @given(
     block_size=st.sampled_from([1, 2, 5, 16]),
     size=st.integers(1, 40),

@@ -20,8 +20,10 @@ from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.models.config import ModelConfig
 
-PADDING = {"token_ids": 0, "positions": 0, "places": -1}
+OF_TOKENS = {"token_ids": 0, "positions": 0, "places": -1}
 """What the arrays of the new tokens are padded with; a negative place is not written."""
+OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_starts")
+"""Padded with zeros: an empty array would have no address, which a capture would record."""
 
 
 class BucketView(PrefixView):
@@ -54,9 +56,10 @@ class BucketView(PrefixView):
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         arrays = super()._arrays(batch, layout)
         if self.bucket is not None:
-            for name, value in PADDING.items():
-                padding = np.full(self.bucket.num_tokens - batch.num_tokens, value)
-                arrays[name] = np.concatenate([arrays[name], padding])
+            for name, value in OF_TOKENS.items():
+                arrays[name] = padded(arrays[name], self.bucket.num_tokens, value)
+            for name in arrays.keys() & OF_SEQUENCES:
+                arrays[name] = padded(arrays[name], self.bucket.num_sequences)
         return arrays
 
     def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
@@ -84,3 +87,10 @@ class BucketView(PrefixView):
         self._attend_decoding(layer, q[:n], out[:n], about)
         self._attend_prompts(layer, q, out, about)
         return out
+
+
+def padded(array: NDArray[Any], length: int, value: int = 0) -> NDArray[Any]:
+    """The array with ``value`` behind its end, up to ``length``."""
+    result = np.full(length, value, array.dtype)
+    result[: len(array)] = array
+    return result

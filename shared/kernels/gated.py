@@ -7,7 +7,7 @@ the activation is the epilogue of the product that computes gate and up (``share
 
 import torch
 
-from shared.kernels.launch import launch, launches, tl, triton
+from shared.kernels.launch import launch, launch_dependents, launches, tl, triton, wait_for_previous
 from shared.ops import gated as op
 
 BLOCK = 256
@@ -33,7 +33,11 @@ def gated_activation(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated_kernel(gate, up, out, n, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(
+    gate, up, out, n, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate + row * gate_stride + i, mask=i < n, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Products of 1 to 16 rows with a weight matrix, fused with the operations before and after, in one launch.
+"""Products of 1 to 16 rows with a weight matrix, fused with the operations before and after.
 
 Introduced in phase 3.1.
 
@@ -7,26 +7,40 @@ overhead is in the vectors that go through memory between launches. So one launc
 
     out = epilogue(prologue(x) Wᵀ + b)      prologue: RMSNorm;  epilogue: a gated activation, or + residual
 
-and every program recomputes the prologue: x is a few kilobytes and stays in the cache. There are two kernels. In
-:func:`gemv_kernel` a program loads one or a few rows of W, 16 bytes per thread, and multiplies them by one row of x
-after the other. In :func:`skinny_kernel` it loads more rows of W, in tiles that the tensor cores multiply by all rows
-of x together: beyond a few rows, multiplying takes longer than reading. Above ``MAX_ROWS`` PyTorch computes the
-product, with separate kernels before and after it.
+There are two kernels. In :func:`gemv_kernel` a program loads one or a few rows of W, 16 bytes per thread, and
+multiplies them by one row of x after the other; every program recomputes the prologue, since x is a few kilobytes and
+stays in the cache. In :func:`skinny_kernel` it loads more rows of W, in tiles that the tensor cores multiply by all
+rows of x together: beyond a few rows, multiplying takes longer than reading. There the norm is a launch of its own:
+repeated by every program, the norm of several rows takes longer. Above ``MAX_ROWS`` PyTorch computes the product, with
+separate kernels before and after it.
+
+Both kernels request weights before they wait for the kernel that writes x (:mod:`shared.kernels.launch`), so that the
+memory is not idle between two products: the first loads a tile of W into registers, the second requests its first tiles
+into the L2 cache, since its registers are for the product.
 
 Invariants: with a tiling that keeps its rules, W is read once, whatever the number of rows; sums are fp32; the normed x
-is rounded to its dtype, as if it had been written and read back; nothing else is rounded before the result.
+is rounded to its dtype, as if it had been written and read back; nothing else is rounded before the result; from two
+rows on, a row's result depends on the tiling, not on the other rows.
 """
 
 import torch
 import torch.nn.functional as F
 
 from shared.kernels import gated
-from shared.kernels.launch import launch, launches, tl, triton
+from shared.kernels.launch import (
+    generation,
+    launch,
+    launch_dependents,
+    launches,
+    prefetch,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from shared.kernels.rmsnorm import Norm, rms_norm
-from shared.kernels.tiling import MAX_ROWS, Tiling, tiling
+from shared.kernels.tiling import DOT_ROWS, MAX_ROWS, Tiling, tiling
 from shared.ops import gated as gated_ops
 
-DOT_ROWS = 16  # rows of a tensor core's tile; fewer are padded
 ACTIVATIONS: dict[gated_ops.GatedOp, tuple[str, gated_ops.GatedOp]] = {  # op: its name in a kernel, its own launcher
     gated_ops.swiglu: ("silu", gated.swiglu),
     gated_ops.geglu: ("gelu_tanh", gated.geglu),
@@ -38,6 +52,16 @@ def load_weights(rows, is_row, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns k of rows of W: ``[BLOCK_N, BLOCK_K]``. They are read once, so they are evicted from the cache first."""
     inside = is_row[:, None] if K % BLOCK_K == 0 else is_row[:, None] & (k < K)[None, :]
     return tl.load(rows + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def prefetch_weights(weight, n, K: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):
+    """Request the first tiles of rows n of W into the L2 cache."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements of a cache line of 128 bytes
+    LINES: tl.constexpr = (BLOCK_K + LINE - 1) // LINE
+    for start in tl.static_range(0, TILES * BLOCK_K, BLOCK_K):
+        k = tl.minimum(start + tl.arange(0, LINES) * LINE, K - 1)
+        prefetch(weight + n.to(tl.int64)[:, None] * K + k[None, :], PDL)
 
 
 @triton.jit
@@ -77,24 +101,27 @@ def gemv_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program i computes columns i · BLOCK_N … of all rows of ``out [num_rows, N]``; the grid is ceil(N / BLOCK_N).
 
     With an activation W is ``[2N, K]``: row n gives the gate of column n, row N + n its up value.
     """
+    launch_dependents(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = n < N
     k = tl.arange(0, BLOCK_K)
     rows = weight + n.to(tl.int64)[:, None] * K
     up_rows = rows if ACTIVATION is None else weight + (N + n).to(tl.int64)[:, None] * K
-    # The first tile stays in registers for all rows of x. The barrier keeps its loads above the norm, so that they do
-    # not wait for the norm's sum.
+    # The first tile stays in registers for all rows of x. The barrier keeps its loads above the wait and the norm, so
+    # that they do not wait for the kernel that writes x, nor for the norm's sum.
     first = load_weights(rows, is_row, k, K, BLOCK_K)
     if ACTIVATION is not None:
         first_up = load_weights(up_rows, is_row, k, K, BLOCK_K)
     if norm_weight is not None:
-        tl.debug_barrier()
         first_scale = load_vector(norm_weight, k, K) + OFFSET
+    tl.debug_barrier()
+    wait_for_previous(PDL)
     for m in range(num_rows):
         row = x + m * x_stride
         h = load_vector(row, k, K)
@@ -139,41 +166,36 @@ def skinny_kernel(
     x,
     weight,
     bias,
-    norm_weight,
     residual,
     out,
     num_rows,
     N,
     x_stride,
     residual_stride,
-    eps,
     K: tl.constexpr,
-    OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them)."""
+    """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them), no norm."""
+    launch_dependents(PDL)
     m = tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = n < N
     rows = weight + n.to(tl.int64)[:, None] * K
     up_rows = rows if ACTIVATION is None else weight + (N + n).to(tl.int64)[:, None] * K
-    if norm_weight is not None:
-        squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            tile = load_x(x, m, start + tl.arange(0, BLOCK_K), num_rows, x_stride, K).to(tl.float32)
-            squares += tile * tile
-        inverse_rms = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+    prefetch_weights(weight, tl.minimum(n, N - 1), K, BLOCK_K, PREFETCHED, PDL)
+    if ACTIVATION is not None:
+        prefetch_weights(weight, N + tl.minimum(n, N - 1), K, BLOCK_K, PREFETCHED, PDL)
+    wait_for_previous(PDL)
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     up = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         h = load_x(x, m, k, num_rows, x_stride, K)
-        if norm_weight is not None:
-            scale = load_vector(norm_weight, k, K) + OFFSET
-            h = (h.to(tl.float32) * inverse_rms[:, None] * scale[None, :]).to(x.dtype.element_ty)
         y = tl.dot(h, load_weights(rows, is_row, k, K, BLOCK_K).T, y, input_precision="ieee")
         if ACTIVATION is not None:
             up = tl.dot(h, load_weights(up_rows, is_row, k, K, BLOCK_K).T, up, input_precision="ieee")
@@ -242,32 +264,41 @@ def _launch(
     out = x.new_empty(T, N)
     if T == 0:
         return out
-    x = x if x.stride(1) == 1 else x.contiguous()
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    cut = cut or tiling(T, N, K, activation is not None, x.element_size())
-    dot = {"ROWS": DOT_ROWS} if cut.dot else {}
-    launch(
-        skinny_kernel if cut.dot else gemv_kernel,
-        (-(-N // cut.block_n),),
-        x,
-        weight,
-        bias,
-        None if norm is None else norm.weight,
-        residual,
-        out,
-        T,
-        N,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        0.0 if norm is None else norm.eps,
-        K=K,
-        OFFSET=0.0 if norm is None else norm.offset,
-        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-        BLOCK_N=cut.block_n,
-        BLOCK_K=cut.block_k,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-        **dot,
-    )
+    cut = cut or tiling(T, N, K, activation is not None, x.element_size(), generation(x.device).shared_bytes)
+    if cut.dot and norm is not None:
+        x, norm = rms_norm(x, norm.weight, norm.eps, norm.offset), None
+    x = x if x.stride(1) == 1 else x.contiguous()
+    grid = (-(-N // cut.block_n),)
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    options = {
+        "K": K,
+        "ACTIVATION": None if activation is None else ACTIVATIONS[activation][0],
+        "BLOCK_N": cut.block_n,
+        "BLOCK_K": cut.block_k,
+        "num_warps": cut.num_warps,
+        "num_stages": cut.num_stages,
+    }
+    if cut.dot:
+        about = {"ROWS": DOT_ROWS, "PREFETCHED": cut.prefetched}
+        launch(skinny_kernel, grid, x, weight, bias, residual, out, T, N, *strides, **options, **about)
+    else:
+        norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
+        launch(
+            gemv_kernel,
+            grid,
+            x,
+            weight,
+            bias,
+            norm_weight,
+            residual,
+            out,
+            T,
+            N,
+            *strides,
+            eps,
+            **options,
+            OFFSET=offset,
+        )
     return out

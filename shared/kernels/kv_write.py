@@ -6,15 +6,16 @@ program loads a few heads of one token, keeps them in registers, and stores keys
 the fused RoPE and cache kernels of vLLM (``reshape_and_cache``) and FlashInfer with the norm.
 
 A token's slot is an element offset from the start of the layer's KV cache to the row of its first head, plus a stride
-between heads. Contiguous caches, regions and blocks differ in these numbers alone. Invariant: all arithmetic is fp32
-and each result is rounded once; unlike between two ops, the normed head is not rounded before it is rotated.
+between heads. Contiguous caches, regions and blocks differ in these numbers alone. Invariants: all arithmetic is fp32
+and each result is rounded once; unlike between two ops, the normed head is not rounded before it is rotated; positions
+and offsets are uploaded before the step's first kernel, so they are read above the wait (``launch.py``).
 """
 
 from typing import Protocol
 
 import torch
 
-from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.rmsnorm import Norm
 
 NUMBERS_PER_PROGRAM = 128
@@ -47,26 +48,31 @@ def norm_and_rotate(
     weight,
     eps,
     OFFSET: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
+    num_heads,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Norm (if there is a weight) and rotate HEADS heads, starting at ``first_head``; ``turn`` is the table's row."""
     head = first_head + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     d = tl.arange(0, HALF)[None, :]  # [1, HALF], over half a head
     in_half = d < D // 2
-    inside = (head < NUM_HEADS) & in_half
-    x += head * x_head_stride + d
-    low = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(x + D // 2, mask=inside, other=0.0).to(tl.float32)
+    inside = (head < num_heads) & in_half
     # The table's second half holds the cosine and the sine with a positive sign.
     cos = tl.load(turn + D // 2 + d, mask=in_half, other=0.0)
     sin = tl.load(turn + D + D // 2 + d, mask=in_half, other=0.0)
     if weight is not None:
+        low_scale = tl.load(weight + d, mask=in_half, other=0.0).to(tl.float32) + OFFSET
+        high_scale = tl.load(weight + D // 2 + d, mask=in_half, other=0.0).to(tl.float32) + OFFSET
+    wait_for_previous(PDL)
+    x += head * x_head_stride + d
+    low = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + D // 2, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
         inverse_rms = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
-        low *= inverse_rms * (tl.load(weight + d, mask=in_half, other=0.0).to(tl.float32) + OFFSET)
-        high *= inverse_rms * (tl.load(weight + D // 2 + d, mask=in_half, other=0.0).to(tl.float32) + OFFSET)
+        low *= inverse_rms * low_scale
+        high *= inverse_rms * high_scale
     out += head * out_head_stride + d
     tl.store(out, low * cos - high * sin, mask=inside)
     tl.store(out + D // 2, high * cos + low * sin, mask=inside)
@@ -101,7 +107,9 @@ def kv_write_kernel(
     D: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # first come the queries' programs, then the keys', then the values'
     ALIGNMENT: tl.constexpr = D & -D  # the largest power of two in D, and so in every offset
@@ -122,31 +130,34 @@ def kv_write_kernel(
             D,
             HEADS,
             HALF,
+            PDL,
         )
     elif part < Q_PARTS + KV_PARTS:
         start = tl.load(offsets + token)
-        if start >= 0:
-            norm_and_rotate(
-                k + token * k_token_stride,
-                keys + tl.multiple_of(start, ALIGNMENT),
-                k_head_stride,
-                memory_head_stride,
-                (part - Q_PARTS) * HEADS,
-                table + tl.load(positions + token) * (2 * D),
-                k_weight,
-                k_eps,
-                K_OFFSET,
-                HKV,
-                D,
-                HEADS,
-                HALF,
-            )
-    elif tl.load(offsets + token) >= 0:
+        norm_and_rotate(
+            k + token * k_token_stride,
+            keys + tl.multiple_of(start, ALIGNMENT),
+            k_head_stride,
+            memory_head_stride,
+            (part - Q_PARTS) * HEADS,
+            table + tl.load(positions + token) * (2 * D),
+            k_weight,
+            k_eps,
+            K_OFFSET,
+            tl.where(start >= 0, HKV, 0),
+            D,
+            HEADS,
+            HALF,
+            PDL,
+        )
+    else:
         head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)[:, None]
         d = tl.arange(0, 2 * HALF)[None, :]
-        inside = (head < HKV) & (d < D)
+        start = tl.load(offsets + token)
+        inside = (head < HKV) & (d < D) & (start >= 0)
+        start = tl.multiple_of(start, ALIGNMENT)
+        wait_for_previous(PDL)
         row = tl.load(v + token * v_token_stride + head * v_head_stride + d, mask=inside)
-        start = tl.multiple_of(tl.load(offsets + token), ALIGNMENT)
         tl.store(values + start + head * memory_head_stride + d, row, mask=inside)
 
 

@@ -5,6 +5,22 @@ Introduced in phase 3.1.
 A kernel file imports ``tl`` and ``triton`` from here, because Triton has no packages for some systems on which the ops
 run well (macOS): there a stub makes the file importable, and no kernel is launched. Invariant: whether a launcher
 launches depends on its tensors' device and on ``TRITON_INTERPRET`` alone, which is read once, at import.
+
+**Launches that overlap** (phase 9). A stream runs one kernel after another, and between two of them the memory is idle
+for a microsecond: the last programs of the first end, the second starts, its first loads travel. CUDA's *programmatic
+dependent launch* (PDL) starts programs of the second kernel on multiprocessors that the first leaves free. They load
+what no kernel of the chain writes, and then wait. A kernel takes part if it has a parameter ``PDL``, which
+:func:`launch` sets, and keeps three rules:
+
+- at its start it calls ``launch_dependents(PDL)``, the permission to start the next kernel;
+- every program calls ``wait_for_previous(PDL)``, even one that has nothing to do. The wait is for the end of one
+  kernel, the previous one, with all its writes. That this kernel waited itself is all that orders earlier ones;
+- before the wait it writes nothing, and loads only constants: weights, RoPE tables, the index arrays of the step, which
+  a copy has uploaded before the step's first kernel. All else may be written by a kernel that still runs; a write may
+  hit memory that such a kernel still reads, since the allocator gives a freed block to the next launch.
+
+With these rules a chain of overlapping launches computes what the same launches in a row do. The kernels of PyTorch do
+not take part: they start when everything before them has ended.
 """
 
 import functools
@@ -13,6 +29,7 @@ import shutil
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +47,30 @@ except ImportError:
     tl = SimpleNamespace(constexpr=lambda value: value)
 
 OLDEST_TRITON = (3, 6)
-OLDEST_CAPABILITY = (8, 0)  # the first GPUs with bf16
 HEAD_SIZES = (16, 32, 64, 128, 256)
 INTERPRETED = triton.__version__ is not None and bool(triton.knobs.runtime.interpret)
 INTERPRETED_MULTIPROCESSORS = 4  # gives a grid sized by multiprocessors several programs
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the GPUs of a generation have and others have not."""
+
+    name: str
+    has_pdl: bool  # programmatic dependent launch
+    shared_bytes: int  # the most shared memory of a program
+
+
+GENERATIONS = {  # by the compute capability from which on a GPU has this; Ampere is the first with bf16
+    (8, 0): Generation("Ampere", has_pdl=False, shared_bytes=163 * 1024),
+    (8, 6): Generation("Ampere", has_pdl=False, shared_bytes=99 * 1024),
+    (8, 7): Generation("Ampere", has_pdl=False, shared_bytes=163 * 1024),
+    (8, 9): Generation("Ada", has_pdl=False, shared_bytes=99 * 1024),
+    (9, 0): Generation("Hopper", has_pdl=True, shared_bytes=227 * 1024),
+    (10, 0): Generation("Blackwell", has_pdl=True, shared_bytes=227 * 1024),
+    (12, 0): Generation("Blackwell", has_pdl=True, shared_bytes=99 * 1024),
+}
+OLDEST_CAPABILITY = min(GENERATIONS)
 
 if INTERPRETED:
     # Triton 3.6 makes a loop bound of a scalar by int() of an array with one element, which NumPy 2.4 refuses.
@@ -64,16 +101,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Args:
         args: the kernel's arguments in order, a tensor first.
-        options: its constexpr arguments by name, and ``num_warps``, ``num_stages``, ``launch_pdl``.
+        options: its constexpr arguments by name, except PDL, and ``num_warps`` and ``num_stages``.
     """
     LAUNCHES[kernel.__name__] += 1
     if INTERPRETED:
-        kernel[grid](*args, **options)
+        kernel[grid](*args, **options, **overlap(kernel, generation(args[0].device)))
         return
     device = args[0].get_device()
     kind = (id(kernel), device, *options.values(), *specializations(args))
     known = _COMPILED.get(kind)
     if known is None:
+        options |= overlap(kernel, generation(args[0].device))
         compiled = kernel[grid](*args, **options)
         constexprs = [options[name] for name in kernel.arg_names[len(args) :]]
         current_stream = triton.runtime.driver.active.get_current_stream
@@ -113,6 +151,49 @@ def specializations(args: Iterable[Any]) -> list[Any]:
             offset = arg.data_ptr() % 16
             found.append((arg.dtype, offset) if offset else arg.dtype)
     return found
+
+
+def overlap(kernel: Any, gpu: Generation) -> dict[str, bool]:
+    """The options with which a launch of ``kernel`` overlaps the one before it, if the kernel and the GPU can."""
+    if "PDL" not in kernel.arg_names:
+        return {}
+    return {"PDL": True, "launch_pdl": True} if gpu.has_pdl else {"PDL": False}
+
+
+@triton.jit
+def launch_dependents(PDL: tl.constexpr):
+    """Permit the next kernel to start; it does when all programs of this one have called this or ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for the end of the previous kernel; what it wrote can then be loaded."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers, PDL: tl.constexpr):
+    """Request the cache lines of ``pointers`` into the L2 cache, above the wait. All threads of the GPU share this
+    cache and it is coherent, so a line that is written later does no harm."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // dummy $0",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@functools.cache
+def generation(device: torch.device) -> Generation:
+    """The newest generation that is not above the GPU's compute capability; the oldest for the interpreter."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST_CAPABILITY
+    return GENERATIONS[max(oldest for oldest in GENERATIONS if oldest <= capability)]
 
 
 def next_power_of_two(n: int) -> int:

@@ -13,7 +13,7 @@ since its program has stored the output.
 import torch
 
 from shared.attention.states import merge_rows
-from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
 MERGED_NUMBERS = 4096  # fp32 numbers of states that a program holds at a time
 HEADS_PER_PROGRAM = 1
@@ -77,11 +77,14 @@ def merge_states_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (i, j) merges heads j · ROWS … of row i; the grid is (rows, ceil(HQ / ROWS))."""
+    launch_dependents(PDL)
     row = tl.program_id(0)
     begin = tl.load(output_indptr + row)
     end = tl.load(output_indptr + row + 1)
+    wait_for_previous(PDL)
     if begin < end:
         heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         is_head = heads < HQ

@@ -10,14 +10,15 @@ queries of several KV heads instead was tried and was not faster (docs/PERFORMAN
 
 Invariants: only a sequence's visible keys are read, so other slots of the pool may hold anything; an item past the
 plan's valid count returns at once; a result does not depend on which program arrives last; a sequence of length 0 gives
-zeros; the counters are zero between launches.
+zeros; the counters are zero between launches; the plan, lengths and tables are uploaded before the step's first kernel,
+so they are read above the wait (:mod:`shared.kernels.launch`).
 """
 
 import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.kernels.arrival import is_last_arrival
-from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.merge_states import merge_states, merged_state
 from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.kernels.paged_attention import NO_WINDOW, gathered, token_rows
@@ -60,17 +61,21 @@ def planned_decode_kernel(
     IS_ARRIVAL: tl.constexpr,
     MERGED: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity)."""
+    launch_dependents(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)
-    if item < tl.load(num_items):
-        request = tl.load(request_indices + item)
-        kv_tile = tl.load(kv_tile_indices + item)
-        size = tl.load(split_size)
-        length = tl.load(lengths + request)
-        first_state = tl.load(output_indptr + request)
-        num_states = tl.load(output_indptr + request + 1) - first_state
-
+    is_item = item < tl.load(num_items)
+    request = tl.load(request_indices + item)  # past the items request 0: every program looks up some item, and waits
+    kv_tile = tl.load(kv_tile_indices + item)
+    size = tl.load(split_size)
+    length = tl.load(lengths + request)
+    first_state = tl.load(output_indptr + request)
+    num_states = tl.load(output_indptr + request + 1) - first_state
+    tables += tl.load(table_starts + request)
+    wait_for_previous(PDL)
+    if is_item:
         g, d = tl.arange(0, ROWS), tl.arange(0, D)
         is_head = g < GROUP
         first_head = kv_head * GROUP  # query head
@@ -84,7 +89,6 @@ def planned_decode_kernel(
         heads = request.to(tl.int64) * q_row_stride + (first_head + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
         # end exercise
-        tables += tl.load(table_starts + request)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)

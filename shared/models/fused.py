@@ -3,7 +3,7 @@
 On a GPU a decode step is a sequence of launches, each with its overhead, most of them for vectors of a few kilobytes.
 In the fused block each line is one launch: matrices that read the same input are merged (queries, keys and values; gate
 and up), a norm is the prologue of the next product, an activation or the residual addition the epilogue of the previous
-one.
+one. (In steps of several tokens the product launches the norm before it: see :mod:`shared.kernels.gemv`.)
 
 A Gemma block norms the outputs of attention and MLP before adding them. That norm needs the whole row, which no single
 program of a product has, so it cannot be an epilogue; it is a kernel between two products, together with the addition,

@@ -1,10 +1,11 @@
-"""The kernels compile for an H100 on a machine without a GPU.
+"""The kernels compile for GPUs of several generations on a machine without a GPU.
 
 The interpreter runs a kernel as Python, so it accepts what the compiler refuses: a name whose type changes inside a
 branch, a branch that is dead for some arguments. Triton carries its own assembler, so a process of its own, without
 ``TRITON_INTERPRET``, can compile every variant of a launch that an engine makes.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -30,6 +31,10 @@ def test_every_variant_compiles(tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     compiled = set(process.stdout.split())
     assert compiled == {
+        "gemv_kernel",
+        "skinny_kernel",
+        "rms_norm_kernel",
+        "gated_kernel",
         "kv_write_kernel",
         "decode_attention_kernel",
         "paged_attention_kernel",
@@ -41,12 +46,18 @@ def test_every_variant_compiles(tmp_path):
     }
 
 
-def compile_launch(kernel, grid, *args, num_warps=4, num_stages=3, **constants):
-    """What :func:`shared.kernels.launch.launch` would compile on an H100 for these arguments."""
+def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stages=3, **constants):
+    """What :func:`shared.kernels.launch.launch` would compile on an H100, or another GPU, for these arguments."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.runtime.jit import mangle_type
 
+    from shared.kernels.launch import GENERATIONS, overlap
+
+    gpu = GENERATIONS[capability]
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    for name, value in overlap(kernel, gpu).items():
+        (options if name == "launch_pdl" else constants)[name] = value
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
     signature, constexprs, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -58,9 +69,37 @@ def compile_launch(kernel, grid, *args, num_warps=4, num_stages=3, **constants):
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
         if isinstance(number, int) and number % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    compile(ASTSource(kernel, signature, constexprs, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    compiled = compile(ASTSource(kernel, signature, constexprs, attributes), target=target, options=options)
+    assert compiled.metadata.shared <= gpu.shared_bytes
+    assert compiled.metadata.launch_pdl == constants.get("PDL", False), "what Triton's launcher reads"
+    ptx = compiled.asm["ptx"]
+    for instruction in ("griddepcontrol.launch_dependents", "griddepcontrol.wait"):
+        assert (instruction in ptx) == compiled.metadata.launch_pdl, instruction
     print(kernel.__name__)
+
+
+def compile_products():
+    from shared.kernels import gated, gemv, rmsnorm
+    from shared.kernels.launch import GENERATIONS
+    from shared.ops.gated import geglu, swiglu
+
+    for module in (gated, gemv, rmsnorm):
+        module.launches = lambda tensor: True
+    for capability in ((8, 0), (8, 6), (9, 0)):
+        gemv.generation = lambda device, capability=capability: GENERATIONS[capability]
+        for module in (gated, gemv, rmsnorm):
+            module.launch = functools.partial(compile_launch, capability=capability)
+        for dtype, N, K in [(torch.bfloat16, 3072, 2048), (torch.float32, 1152, 6912)]:
+            norm = SimpleNamespace(weight=torch.ones(K, dtype=dtype), eps=1e-6, offset=1.0)
+            for T in (1, 8):
+                x, weight = torch.zeros(T, K, dtype=dtype), torch.zeros(N, K, dtype=dtype)
+                residual, bias = torch.zeros(T, N, dtype=dtype), torch.zeros(N, dtype=dtype)
+                gemv.linear(x, weight, None, norm)
+                gemv.linear(x, weight, bias, None, residual)
+                gemv.linear(x, weight, bias, norm, None, swiglu if T == 1 else geglu)
+            rmsnorm.add_rms_norm(x, x, norm.weight, norm.eps, norm.offset, norm)
+            gated.swiglu(residual, residual)
 
 
 def compile_kv_write():
@@ -133,6 +172,7 @@ def compile_sampler():
 
 
 if __name__ == "__main__":
+    compile_products()
     compile_kv_write()
     compile_decode_attention()
     compile_paged_attention()

@@ -96,12 +96,21 @@ def test_the_launches_of_a_step(model_folder: Path, device: torch.device, num_la
         "launches of a step with one token",
     )
 
+    steps(model, [16])
+    several = {kind: count - few[kind] for kind, count in made().items()}
+    # Before QKV, before gate and up (Gemma: with the addition), behind down with the addition; and before the head.
+    norms = (2 + has_post_norms) * layers + 1
+    assert_equal(
+        several,
+        {"products": 4 * layers + 1, "norms": norms, "activations": 0},
+        "launches of a step with 16 tokens",
+    )
+
     steps(model, [17])
-    many = {kind: count - few[kind] for kind, count in made().items()}
-    # Before QKV, before gate and up with the addition, behind down with the addition; and before the head.
+    many = {kind: count - few[kind] - several[kind] for kind, count in made().items()}
     assert_equal(
         many,
-        {"products": 0, "norms": (2 + has_post_norms) * layers + 1, "activations": layers},
+        {"products": 0, "norms": norms, "activations": layers},
         "launches of a step with 17 tokens",
     )
 

@@ -2,6 +2,7 @@
 and aborting, with a step in flight or none."""
 
 from collections import Counter, deque
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
