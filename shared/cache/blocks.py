@@ -90,12 +90,12 @@ class BlockAllocator:
         return found
 
     def _check_held(self, blocks: Blocks) -> None:
-        is_block = (blocks >= 0) & (blocks < self.num_blocks)
-        if not is_block.all():
-            raise BlockError(f"There is no block {blocks[~is_block][0]}; blocks are 0 to {self.num_blocks - 1}.")
-        if not (self.ref_counts[blocks] > 0).all():
-            block = blocks[self.ref_counts[blocks] == 0][0]
-            raise BlockError(f"Block {block} is free already; each holder frees a block once.")
-        in_order = np.sort(blocks)
-        if (in_order[1:] == in_order[:-1]).any():
-            raise BlockError(f"Blocks {blocks.tolist()} contain a duplicate; a holder holds a block once.")
+        numbers = blocks.tolist()  # mostly one or a few, for which lists are faster than arrays
+        for block in numbers:
+            if not 0 <= block < self.num_blocks:
+                raise BlockError(f"There is no block {block}; blocks are 0 to {self.num_blocks - 1}.")
+        for block, count in zip(numbers, self.ref_counts[blocks].tolist(), strict=True):
+            if count == 0:
+                raise BlockError(f"Block {block} is free already; each holder frees a block once.")
+        if len(set(numbers)) < len(numbers):
+            raise BlockError(f"Blocks {numbers} contain a duplicate; a holder holds a block once.")

@@ -99,15 +99,12 @@ class PrefixKVCachePool(PlannedKVCachePool):
         self.leaders[request] = leader, self.tree.num_common(self._tokens(leader), tokens)
         return True
 
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``; evicts cached blocks if too few are free."""
-        row = self.rows.get(request)
-        held = 0 if row is None else self.num_held[row]
-        missing = self.blocks_for(num_tokens) - held - self.allocator.num_free
-        can_evict = 0 < missing <= self.tree.num_unused_blocks and num_tokens <= self.request_capacity
-        if can_evict and (row is not None or self.free_rows):
+    def _allocate(self, count: int) -> Blocks | None:
+        """See :class:`shared.cache.paged.PagedKVCachePool`; evicts cached blocks if too few are free."""
+        missing = count - self.allocator.num_free
+        if 0 < missing <= self.tree.num_unused_blocks:
             self.allocator.free(self.tree.evict(missing))
-        return super().reserve(request, num_tokens)
+        return super()._allocate(count)
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; the blocks that are full now enter the tree."""
@@ -124,8 +121,10 @@ class PrefixKVCachePool(PlannedKVCachePool):
             prefix.node, found = self.tree.extend(prefix.node, self._tokens(request)[start:end], new, _salt(request))
             of_tree = np.concatenate([of_tree, found])
         self.allocator.share(of_tree)  # for the tree where the block is new, else for this table
-        self.allocator.free(own[own != of_tree])
-        self.tables[row, prefix.num_shared : num_full] = of_tree
+        is_replaced = own != of_tree
+        if is_replaced.any():
+            self.allocator.free(own[is_replaced])
+            self.tables[row, prefix.num_shared : num_full] = of_tree
         prefix.num_blocks = prefix.num_shared = num_full
         self._note_computing(request)
 
