@@ -66,12 +66,10 @@ class Request:
     serial: int = field(default_factory=lambda: next(_serials))  # its number in this process, never reused
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # prompt and output tokens whose ids are known
-    last_token_id: int = field(init=False)  # of these tokens
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_ids)
         self.num_tokens = self.num_prompt_tokens + len(self.output_ids)
-        self.last_token_id = (self.output_ids or self.prompt_ids)[-1]
 
     @property
     def num_unscheduled_tokens(self) -> int:
@@ -108,9 +106,12 @@ class Request:
         n = self.num_prompt_tokens
         return self.prompt_ids[start:stop] + self.output_ids[max(0, start - n) : max(0, stop - n)]
 
+    @property
+    def last_token_id(self) -> int:
+        return (self.output_ids or self.prompt_ids)[-1]
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         self.output_ids.append(token_id)
-        self.last_token_id = token_id
         self.num_tokens += 1
         if self.params.logprobs is not None:
             self.output_logprobs.append(logprobs)

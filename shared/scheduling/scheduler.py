@@ -16,7 +16,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -69,11 +68,12 @@ class Scheduler(ABC):
 
         Results for a request that has finished or was preempted meanwhile are dropped.
         """
-        tokens = iter(sampled)
+        tokens, first, running = list(sampled), 0, RequestStatus.RUNNING
         for number, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
             error = sampled.errors.get(number)
-            drawn = list(islice(tokens, num_logit_rows)) if error is None else []
-            if request.status is RequestStatus.RUNNING and request.num_computed_tokens == start:
+            drawn = tokens[first : first + num_logit_rows] if error is None else []
+            first += len(drawn)
+            if request.status is running and request.num_computed_tokens == start:
                 if error is not None:
                     self._fail(request, error)
                 else:
