@@ -120,7 +120,8 @@ class PrefixKVCachePool(PlannedKVCachePool):
         num_copied = prefix.num_blocks - prefix.num_shared
         of_tree = prefix.node.blocks[len(prefix.node.blocks) - num_copied :]
         if num_full > prefix.num_blocks:
-            tokens = _packed(request.ids(prefix.num_blocks * self.block_size, num_full * self.block_size))
+            start, end = prefix.num_blocks * self.tree.block_bytes, num_full * self.tree.block_bytes
+            tokens = self._tokens(request)[start:end]
             prefix.node, found = self.tree.extend(prefix.node, tokens, own[num_copied:], _salt(request))
             of_tree = np.concatenate([of_tree, found]) if num_copied else found
         self.allocator.share(of_tree)  # for the tree where the block is new, else for this table
@@ -158,7 +159,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
     @property
     def used_tokens(self) -> int:
         """See ``CachePoolProtocol``; a token of a shared block counts once."""
-        num_shared = sum(prefix.num_shared for prefix in self.prefixes.values())
+        num_shared = sum([prefix.num_shared for prefix in self.prefixes.values()])
         num_in_use = self.tree.num_blocks - self.tree.num_unused_blocks - num_shared
         return super().used_tokens + num_in_use * self.block_size
 
@@ -212,13 +213,10 @@ class PrefixKVCachePool(PlannedKVCachePool):
         num_tokens = request.num_tokens // self.block_size * self.block_size
         packed = self.packed.get(request, b"")
         if len(packed) != num_tokens * ID_BYTES:
-            packed += _packed(request.ids(len(packed) // ID_BYTES, num_tokens))
+            ids = request.ids(len(packed) // ID_BYTES, num_tokens)
+            packed += struct.pack(f"{len(ids)}i", *ids)  # faster than array and numpy
             self.packed[request] = packed
         return packed
-
-
-def _packed(ids: list[int]) -> bytes:
-    return struct.pack(f"{len(ids)}i", *ids)  # faster than array and numpy
 
 
 def _salt(request: Request) -> bytes:

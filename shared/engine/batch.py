@@ -87,7 +87,7 @@ class Batch:
         # end exercise
         num_logit_rows = schedule.num_logit_rows
         return cls(
-            tuple(request.request_id for request in requests),
+            tuple([request.request_id for request in requests]),
             ids,
             pending,
             positions,

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
@@ -25,8 +26,7 @@ class RequestStatus(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities of a token and of the most likely alternatives, from raw logits, before any logits processor.
 
     ``top`` holds (token id, log-probability) in descending order: as many as the parameters ask for, and as one more

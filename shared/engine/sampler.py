@@ -128,11 +128,11 @@ def _logprobs(draws: Draws) -> list[TokenLogprobs | None]:
         return logprobs
     ids = draws.ids.tolist()
     chosen, top, top_ids = (tensor.tolist() for tensor in draws.logprobs)
-    for place, (row, count) in enumerate(draws.asking.items()):
-        likeliest = list(zip(top_ids[place][:count], top[place][:count], strict=True))
-        if count > 0 and ids[row] not in top_ids[place][:count]:
-            likeliest.append((ids[row], chosen[place]))
-        logprobs[row] = TokenLogprobs(chosen[place], tuple(likeliest))
+    for (row, count), logprob, values, likeliest in zip(draws.asking.items(), chosen, top, top_ids, strict=True):
+        shown = tuple(zip(likeliest[:count], values[:count], strict=True))
+        if count > 0 and ids[row] not in likeliest[:count]:
+            shown += ((ids[row], logprob),)
+        logprobs[row] = TokenLogprobs(logprob, shown)
     return logprobs
 
 

@@ -81,7 +81,10 @@ class Schedule:
 
     def sampling_rows(self) -> list[SamplingRow]:
         """The sampling parameters of each logit row. Reads token ids, so all earlier steps must be committed."""
-        return [entry.request.sampling_row() for entry in self.entries for _ in range(entry.num_logit_rows)]
+        rows: list[SamplingRow] = []
+        for request, _, _, _, num_logit_rows, _ in self.entries:
+            rows += [request.sampling_row()] * num_logit_rows
+        return rows
 
     def __iter__(self) -> Iterator[Scheduled]:
         return iter(self.entries)
