@@ -53,8 +53,7 @@ class BlockAllocator:
 
     def share(self, blocks: Blocks) -> None:
         """Add a reference to each block; raises BlockError, and changes nothing, if one is free."""
-        self._check_held(blocks)
-        self.ref_counts[blocks] += 1
+        self.ref_counts[blocks] = self._counts(blocks) + 1
 
     def free(self, blocks: Blocks) -> None:
         """Drop a reference to each block; blocks without references become free.
@@ -62,9 +61,9 @@ class BlockAllocator:
         Blocks are pushed in reverse, so the next allocation of the same size gets them in the same order. Raises
         BlockError, and changes nothing, if a block is free already.
         """
-        self._check_held(blocks)
-        self.ref_counts[blocks] -= 1
-        freed = blocks[self.ref_counts[blocks] == 0][::-1]
+        counts = self._counts(blocks) - 1
+        self.ref_counts[blocks] = counts
+        freed = blocks[counts == 0][::-1]
         self.stack[self.num_free : self.num_free + len(freed)] = freed
         self.num_free += len(freed)
 
@@ -89,13 +88,18 @@ class BlockAllocator:
             )
         return found
 
-    def _check_held(self, blocks: Blocks) -> None:
-        is_block = (blocks >= 0) & (blocks < self.num_blocks)
-        if not is_block.all():
-            raise BlockError(f"There is no block {blocks[~is_block][0]}; blocks are 0 to {self.num_blocks - 1}.")
-        if not (self.ref_counts[blocks] > 0).all():
-            block = blocks[self.ref_counts[blocks] == 0][0]
-            raise BlockError(f"Block {block} is free already; each holder frees a block once.")
-        in_order = np.sort(blocks)
-        if (in_order[1:] == in_order[:-1]).any():
-            raise BlockError(f"Blocks {blocks.tolist()} contain a duplicate; a holder holds a block once.")
+    def _counts(self, blocks: Blocks) -> Blocks:
+        """The reference counts of held blocks; raises BlockError for any other block, and for a duplicate."""
+        if not len(blocks):
+            return blocks
+        for block in (int(blocks.min()), int(blocks.max())):
+            if not 0 <= block < self.num_blocks:
+                raise BlockError(f"There is no block {block}; blocks are 0 to {self.num_blocks - 1}.")
+        counts: Blocks = self.ref_counts[blocks]
+        if counts.min() == 0:
+            raise BlockError(f"Block {blocks[counts == 0][0]} is free already; each holder frees a block once.")
+        if len(blocks) > 1:
+            in_order = np.sort(blocks)
+            if (in_order[1:] == in_order[:-1]).any():
+                raise BlockError(f"Blocks {blocks.tolist()} contain a duplicate; a holder holds a block once.")
+        return counts

@@ -7,6 +7,7 @@ derived from the other. Invariant: the sequences are in the order of the schedul
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -24,12 +25,12 @@ class Layout:
     lengths: Integers  # [B], num_cached plus the new tokens
     slot_mapping: Integers  # [T], the slot of each new token: its index among all slots of a layer
 
-    @property
+    @cached_property
     def num_new(self) -> Integers:
         """The new tokens of each sequence, ``[B]``."""
         return self.lengths - self.num_cached
 
-    @property
+    @cached_property
     def num_decoding(self) -> int:
         """The number of leading sequences with one new token each, whose attention has a kernel of its own."""
         is_one = self.num_new == 1

@@ -78,14 +78,14 @@ class PagedKVCachePool:
         # hint: a request that holds blocks has a row of the tables; num_held counts the valid entries of the row
         # hint: a new request needs a row from free_rows; if none is free, return False and change nothing
         # hint: blocks_for returns how many blocks it needs in all: allocate those that are missing
-        # hint: allocate returns None if it cannot provide all of them; take a row only after it has succeeded
+        # hint: _allocate returns None if it cannot provide all of them; take a row only after it has succeeded
         # hint: append the new blocks to the table; granted never shrinks: a smaller num_tokens frees nothing
         row = self.rows.get(request)
         held = 0 if row is None else self.num_held[row]
         if row is None or num_tokens > held * self.block_size:
             if row is None and not self.free_rows:
                 return False
-            blocks = self.allocator.allocate(self.blocks_for(num_tokens) - held)
+            blocks = self._allocate(self.blocks_for(num_tokens) - held)
             if blocks is None:
                 return False
             if row is None:
@@ -96,15 +96,20 @@ class PagedKVCachePool:
         return True
         # end exercise
 
+    def _allocate(self, count: int) -> Blocks | None:
+        """``count`` blocks, each with one reference; None if there are fewer."""
+        return self.allocator.allocate(count)
+
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""
         row = self._row(request)
-        if num_tokens < 0 or self.lengths[row] + num_tokens > self.granted[row]:
+        length = self.lengths[row] + num_tokens
+        if num_tokens < 0 or length > self.granted[row]:
             raise CapacityError(
                 f"Request {request.request_id} has {self.lengths[row]} of {self.granted[row]} reserved tokens and "
                 f"cannot have {num_tokens} more; reserve them first."
             )
-        self.lengths[row] += num_tokens
+        self.lengths[row] = length
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""

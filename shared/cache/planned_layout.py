@@ -8,7 +8,7 @@ Invariant: plans are made for the lengths of the layout, which the kernels read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
@@ -36,6 +36,8 @@ class AttentionPlanner:
     windows: tuple[int | None, ...]  # the distinct windows of the layers
     itemsize: int
     device: torch.device
+    last_decode: dict[bytes, dict[int | None, AttentionPlan]] = field(default_factory=dict, compare=False)
+    """The plans of the last decoding sequences, by their lengths in whole tiles."""
 
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """The tiling of a decode step of ``num_sequences`` sequences."""
@@ -69,7 +71,13 @@ class AttentionPlanner:
         if not len(lengths):
             return {}
         grid = self.decode_tiling(len(lengths)).grid(self.config.num_kv_heads, self.device)
-        return {window: plan_decode(lengths, grid, window=window) for window in self.windows}
+        tiles = -(-lengths // grid.unit) * grid.unit  # a plan cuts no finer, so it serves until a sequence needs a tile
+        plans = self.last_decode.get(tiles.tobytes())
+        if plans is None:
+            plans = {window: plan_decode(tiles, grid, window=window) for window in self.windows}
+            self.last_decode.clear()
+            self.last_decode[tiles.tobytes()] = plans
+        return plans
 
     def _plan_prefill(self, num_new: Integers, lengths: Integers) -> dict[int | None, AttentionPlan]:
         if not len(lengths):

@@ -50,6 +50,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
         super().__init__(sizes, planner)
         self.tree = PrefixTree(sizes.block_size)
         self.prefixes: dict[Request, Prefix] = {}  # of the admitted requests
+        self.copying: set[Request] = set()  # those whose next step copies a block
         self.computing: dict[tuple[Node, bytes], Request] = {}  # which request computes the block behind a node
         self.leaders: WeakKeyDictionary[Request, tuple[Request, int]] = WeakKeyDictionary()
         self.packed: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()
@@ -78,6 +79,8 @@ class PrefixKVCachePool(PlannedKVCachePool):
             self.lengths[row] = num_cached
         # end exercise
         self.prefixes[request] = Prefix(node, len(blocks), num_shared)
+        if num_shared < len(blocks):
+            self.copying.add(request)
         self._note_computing(request)
         return num_cached
 
@@ -99,15 +102,12 @@ class PrefixKVCachePool(PlannedKVCachePool):
         self.leaders[request] = leader, self.tree.num_common(self._tokens(leader), tokens)
         return True
 
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``; evicts cached blocks if too few are free."""
-        row = self.rows.get(request)
-        held = 0 if row is None else self.num_held[row]
-        missing = self.blocks_for(num_tokens) - held - self.allocator.num_free
-        can_evict = 0 < missing <= self.tree.num_unused_blocks and num_tokens <= self.request_capacity
-        if can_evict and (row is not None or self.free_rows):
+    def _allocate(self, count: int) -> Blocks | None:
+        """See :class:`shared.cache.paged.PagedKVCachePool`; evicts cached blocks if too few are free."""
+        missing = count - self.allocator.num_free
+        if 0 < missing <= self.tree.num_unused_blocks:
             self.allocator.free(self.tree.evict(missing))
-        return super().reserve(request, num_tokens)
+        return super()._allocate(count)
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; the blocks that are full now enter the tree."""
@@ -117,16 +117,19 @@ class PrefixKVCachePool(PlannedKVCachePool):
         if num_full == prefix.num_shared:
             return
         own = self.tables[row, prefix.num_shared : num_full].copy()
-        of_tree = prefix.node.blocks[len(prefix.node.blocks) - (prefix.num_blocks - prefix.num_shared) :]  # copied ones
+        num_copied = prefix.num_blocks - prefix.num_shared
+        of_tree = prefix.node.blocks[len(prefix.node.blocks) - num_copied :]
         if num_full > prefix.num_blocks:
             start, end = prefix.num_blocks * self.tree.block_bytes, num_full * self.tree.block_bytes
-            new = own[prefix.num_blocks - prefix.num_shared :]
-            prefix.node, found = self.tree.extend(prefix.node, self._tokens(request)[start:end], new, _salt(request))
-            of_tree = np.concatenate([of_tree, found])
+            tokens = self._tokens(request)[start:end]
+            prefix.node, found = self.tree.extend(prefix.node, tokens, own[num_copied:], _salt(request))
+            of_tree = np.concatenate([of_tree, found]) if num_copied else found
         self.allocator.share(of_tree)  # for the tree where the block is new, else for this table
-        self.allocator.free(own[own != of_tree])
-        self.tables[row, prefix.num_shared : num_full] = of_tree
+        if own.tolist() != of_tree.tolist():
+            self.allocator.free(own[own != of_tree])
+            self.tables[row, prefix.num_shared : num_full] = of_tree
         prefix.num_blocks = prefix.num_shared = num_full
+        self.copying.discard(request)
         self._note_computing(request)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
@@ -145,6 +148,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
         if prefix is not None:
             self.tree.release(prefix.node)
             self._forget_computing(request, prefix)
+            self.copying.discard(request)
         super().release(request)
 
     @property
@@ -155,7 +159,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
     @property
     def used_tokens(self) -> int:
         """See ``CachePoolProtocol``; a token of a shared block counts once."""
-        num_shared = sum(prefix.num_shared for prefix in self.prefixes.values())
+        num_shared = sum([prefix.num_shared for prefix in self.prefixes.values()])
         num_in_use = self.tree.num_blocks - self.tree.num_unused_blocks - num_shared
         return super().used_tokens + num_in_use * self.block_size
 
@@ -163,11 +167,12 @@ class PrefixKVCachePool(PlannedKVCachePool):
         """See ``CachePoolProtocol``. Raises BlockError if the step would write a shared block."""
         layout = super().layout(schedule)
         written = layout.slot_mapping // self.block_size
-        if (self.allocator.ref_counts[written] > 1).any():
-            block = written[self.allocator.ref_counts[written] > 1][0]
+        is_shared = self.allocator.ref_counts[written] > 1
+        if is_shared.any():
+            block = written[is_shared][0]
             raise BlockError(f"The step would write block {block}, which is shared; only a copy may be written.")
-        copies = [pair for request in schedule.requests for pair in self._copies(request)]
-        return replace(layout, copies=np.array(copies, np.int32).reshape(-1, 2))
+        copies = [self._copy(request) for request in schedule.requests if request in self.copying]
+        return replace(layout, copies=np.array(copies, np.int32)) if copies else layout
 
     def cached_blocks(self) -> list[int]:
         """See ``CachePoolProtocol``."""
@@ -184,19 +189,17 @@ class PrefixKVCachePool(PlannedKVCachePool):
     def _block_lists(self) -> list[Blocks]:
         return [*super()._block_lists(), self.tree.blocks()]
 
-    def _copies(self, request: Request) -> list[tuple[int, int]]:
+    def _copy(self, request: Request) -> tuple[int, int]:
         """The block that a request's next step copies, and where to."""
         prefix = self.prefixes[request]
-        if prefix.num_blocks == prefix.num_shared:
-            return []
-        return [(int(prefix.node.blocks[-1]), int(self.tables[self._row(request), prefix.num_shared]))]
+        return int(prefix.node.blocks[-1]), int(self.tables[self._row(request), prefix.num_shared])
 
     def _note_computing(self, request: Request) -> None:
         """Keep ``computing`` in step with the end of the request's prefix."""
-        prefix, tokens = self.prefixes[request], self._tokens(request)
+        prefix = self.prefixes[request]
         self._forget_computing(request, prefix)
-        start = prefix.num_blocks * self.tree.block_bytes
-        if start < len(tokens):
+        if prefix.num_blocks < request.num_tokens // self.block_size:
+            tokens, start = self._tokens(request), prefix.num_blocks * self.tree.block_bytes
             prefix.computes = prefix.node, self.tree.child_name(prefix.node, tokens, start, _salt(request))
             self.computing.setdefault(prefix.computes, request)
 

@@ -85,9 +85,9 @@ class Batch:
         pending = end_rows[ends > known] - 1
         ids[pending] = 0
         # end exercise
-        num_logit_rows = np.array([entry.num_logit_rows for entry in schedule], np.int64)
+        num_logit_rows = schedule.num_logit_rows
         return cls(
-            tuple(request.request_id for request in requests),
+            tuple([request.request_id for request in requests]),
             ids,
             pending,
             positions,

@@ -48,7 +48,7 @@ class OutputStream:
         self.has_stops = bool(request.params.stop)
         self.stops = StopChecker(request.params.stop)
         self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids
-        self.stop_ids = frozenset(request.params.stop_token_ids)
+        self.end_ids = self.eos_ids | set(request.params.stop_token_ids)
         self.min_tokens = request.params.min_tokens
         self.limit = min(request.params.max_new_tokens, max_seq_len - len(request.prompt_ids))
 
@@ -60,20 +60,19 @@ class OutputStream:
         self.num_tokens += 1
         reason = None
         may_stop = self.num_tokens > self.min_tokens
-        if may_stop and token_id in self.eos_ids:
-            text, reason = self._rest(), FinishReason.EOS
-        elif may_stop and token_id in self.stop_ids:
-            text, reason = self._rest(), FinishReason.STOP
+        if may_stop and token_id in self.end_ids:
+            text, reason = self._rest(), FinishReason.EOS if token_id in self.eos_ids else FinishReason.STOP
         else:
             text = self.decoder.push(token_id)
             if self.has_stops and may_stop:
                 text = self.stops.push(text)
-            if self.stops.matched is None and self.num_tokens >= self.limit:
+            if self.num_tokens >= self.limit and self.stops.matched is None:
                 text, reason = text + self._rest(), FinishReason.LENGTH
-        if self.stops.matched is not None:
+        stop = self.stops.matched
+        if stop is not None:
             reason = FinishReason.STOP
         self.has_ended = reason is not None
-        return StepOutput(self.request_id, token_id, text, reason, self.stops.matched, logprobs)
+        return StepOutput(self.request_id, token_id, text, reason, stop, logprobs)
 
     def end(self) -> StepOutput:
         """The output of a request that generates nothing, once its prompt is computed."""

@@ -32,14 +32,15 @@ class StepRecord:
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
         """The record of the step that ran ``schedule`` and returned ``outputs``."""
-        failed = tuple(output.request_id for output in outputs if output.error is not None)
+        last = [output for output in outputs if output.finish_reason is not None]
+        failed = tuple([output.request_id for output in last if output.error is not None])
         prefilled = [entry for entry in schedule.prompts if entry.request.request_id not in failed]
-        decoded = [request.request_id for request in schedule.decoding.requests]
+        decoded = [request.request_id for request in schedule.requests[: schedule.num_decoding]]
         return cls(
             step=schedule.step - 1,
             prefilled=tuple((entry.request.request_id, entry.num_tokens) for entry in prefilled),
-            decoded=tuple(request_id for request_id in decoded if request_id not in failed),
-            finished=tuple(o.request_id for o in outputs if o.finish_reason is not None and o.error is None),
+            decoded=tuple([request_id for request_id in decoded if request_id not in failed]),
+            finished=tuple([output.request_id for output in last if output.error is None]),
             failed=failed,
             preempted=schedule.preempted,
             prefill_starts=tuple(entry.start for entry in prefilled),

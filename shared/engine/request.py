@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
@@ -25,8 +26,7 @@ class RequestStatus(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities of a token and of the most likely alternatives, from raw logits, before any logits processor.
 
     ``top`` holds (token id, log-probability) in descending order: as many as the parameters ask for, and as one more
@@ -81,6 +81,12 @@ class Request:
         """Whether the next step computes the prompt, or recomputes prompt and outputs after a preemption."""
         num_scheduled = self.num_scheduled_tokens
         return num_scheduled < self.num_prompt_tokens or num_scheduled + 1 < self.num_tokens + self.num_pending_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its newest output token, known or pending, is unscheduled."""
+        start = self.num_scheduled_tokens
+        return start >= self.num_prompt_tokens and start + 1 == self.num_tokens + self.num_pending_tokens
 
     @property
     def needs_prompt_logits(self) -> bool:

@@ -1,8 +1,9 @@
 """Samples token ids on the device and copies them to the host. Introduced in phase 4.
 
-Sampling never synchronizes: the parameters of all rows are uploaded in one copy, or in none if every row is greedy. Ids
-and log-probabilities are copied to pinned memory asynchronously, and an event marks the end of the copy; ``wait`` is a
-separate call. Invariant: a row's token does not depend on its batch.
+Sampling never synchronizes: the parameters of all rows are uploaded in one copy, or in none if every row is greedy.
+While the same rows decode on, only their indices are. Ids and log-probabilities are copied to pinned memory
+asynchronously, and an event marks the end of the copy; ``wait`` is a separate call. Invariant: a row's token does not
+depend on its batch.
 """
 
 import dataclasses
@@ -18,13 +19,14 @@ from shared.engine.request import TokenLogprobs
 from shared.engine.staging import Staging
 from shared.kernels.sampler import make_counters, sample
 from shared.sampling.logprobs import top_logprobs
+from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 
 _PLACES = {
+    "indices": np.int64,  # first: they are also sent alone
     "temperature": np.float32,
     "drawing_rows": np.int64,
     "seeds": np.int64,
-    "indices": np.int64,
     "log_min_p": np.float32,
     "top_k": np.int64,
     "top_p": np.float64,
@@ -34,6 +36,10 @@ _PLACES = {
     "frequency_penalty": np.float32,
     "presence_penalty": np.float32,
 }
+
+
+_Constant = tuple[SamplingParams, int, Sequence[int]]
+"""What the arrays of a row are made of, apart from its index and its tokens: parameters, seed and masked ids."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,11 @@ def _logprobs(draws: Draws) -> list[TokenLogprobs | None]:
         return logprobs
     ids = draws.ids.tolist()
     chosen, top, top_ids = (tensor.tolist() for tensor in draws.logprobs)
-    for place, (row, count) in enumerate(draws.asking.items()):
-        likeliest = list(zip(top_ids[place][:count], top[place][:count], strict=True))
-        if count > 0 and ids[row] not in top_ids[place][:count]:
-            likeliest.append((ids[row], chosen[place]))
-        logprobs[row] = TokenLogprobs(chosen[place], tuple(likeliest))
+    for (row, count), logprob, values, likeliest in zip(draws.asking.items(), chosen, top, top_ids, strict=True):
+        shown = tuple(zip(likeliest[:count], values[:count], strict=True))
+        if count > 0 and ids[row] not in likeliest[:count]:
+            shown += ((ids[row], logprob),)
+        logprobs[row] = TokenLogprobs(logprob, shown)
     return logprobs
 
 
@@ -138,6 +144,8 @@ class Sampler:
         self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _PLACES.items()})
         self.counters = make_counters(max_rows, device)
         self.penalties = PenaltyTables(max_rows, device, self.upload)
+        self.last_rows: list[_Constant] = []
+        self.last: tuple[SamplingBatch, dict[int, int]] | None = None  # their parameters; None: these change by token
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Draws:
         """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait.
@@ -145,11 +153,9 @@ class Sampler:
         Args:
             places: the row of each request in the KV cache pool, below ``max_rows``.
         """
-        self.penalties.enter(rows, places, logits.shape[-1])
-        batch = self._send(SamplingBatch.of(rows, counts=self.penalties.counts, count_rows=places))
+        batch, asking = self._parameters(rows, places, logits.shape[-1])
         ids = sample(logits, batch, counters=self.counters)
         self.penalties.add(rows, places, batch, ids)
-        asking = {n: row.params.logprobs for n, row in enumerate(rows) if row.params.logprobs is not None}
         if not asking:
             return Draws(ids)
         chosen = ids
@@ -157,6 +163,24 @@ class Sampler:
             numbers = self.upload(torch.tensor(list(asking)))
             logits, chosen = logits[numbers], ids[numbers]
         return Draws(ids, top_logprobs(logits, chosen, max(asking.values())), asking)
+
+    def _parameters(
+        self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int
+    ) -> tuple[SamplingBatch, dict[int, int]]:
+        """The parameters of the rows on the device, and ``Draws.asking``."""
+        constant = [(row.params, row.seed, row.masked_ids) for row in rows]
+        if self.last is not None and constant == self.last_rows:
+            batch, asking = self.last
+            if batch.indices is not None:
+                self.staging.send({"indices": np.array([row.index for row in rows], np.int64)})  # at the same address
+            return batch, asking
+        self.last = None  # whose arrays are overwritten now
+        self.penalties.enter(rows, places, vocab_size)
+        batch = self._send(SamplingBatch.of(rows, counts=self.penalties.counts, count_rows=places))
+        asking = {n: row.params.logprobs for n, row in enumerate(rows) if row.params.logprobs is not None}
+        if batch.counts is None:
+            self.last_rows, self.last = constant, (batch, asking)
+        return batch, asking
 
     def _send(self, batch: SamplingBatch) -> SamplingBatch:
         """The batch with its arrays on the device."""

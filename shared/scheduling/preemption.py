@@ -29,10 +29,13 @@ class PreemptiveScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
         self.num_steps += 1
-        preempted = self._grow(self._decoding())
+        decoding = self._decoding()
+        preempted = self._grow(decoding)
+        num_running = len(self.running)
         if not preempted:
             self._admit(lambda request: request.num_tokens, num_kept_free=self.pool.watermark_tokens)
-        decoding = self._decoding()
+        if preempted or len(self.running) > num_running:
+            decoding = self._decoding()
         policy = POLICIES[self.config.scheduler_policy]
         steps_since = [self.num_steps - request.last_step for request in decoding]
         shared = policy.share(self._prompts(), decoding, steps_since, self.config.max_decode_interval)

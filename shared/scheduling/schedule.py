@@ -8,6 +8,7 @@ not mistaken for it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -58,24 +59,32 @@ class Schedule:
         """The prefill part."""
         return Schedule(self.step, self.entries[self.num_decoding :], 0, self.preempted)
 
-    @property
+    @cached_property
     def requests(self) -> list[Request]:
         """The requests of the entries, in their order."""
         return [entry.request for entry in self.entries]
 
-    @property
+    @cached_property
     def starts(self) -> Integers:
         """``start`` of each entry, ``[B]``."""
         return np.array([entry.start for entry in self.entries], np.int64)
 
-    @property
+    @cached_property
     def num_tokens(self) -> Integers:
         """``num_tokens`` of each entry, ``[B]``."""
         return np.array([entry.num_tokens for entry in self.entries], np.int64)
 
+    @cached_property
+    def num_logit_rows(self) -> Integers:
+        """``num_logit_rows`` of each entry, ``[B]``."""
+        return np.array([entry.num_logit_rows for entry in self.entries], np.int64)
+
     def sampling_rows(self) -> list[SamplingRow]:
         """The sampling parameters of each logit row. Reads token ids, so all earlier steps must be committed."""
-        return [entry.request.sampling_row() for entry in self.entries for _ in range(entry.num_logit_rows)]
+        rows: list[SamplingRow] = []
+        for request, _, _, _, num_logit_rows, _ in self.entries:
+            rows += [request.sampling_row()] * num_logit_rows
+        return rows
 
     def __iter__(self) -> Iterator[Scheduled]:
         return iter(self.entries)

@@ -16,7 +16,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -69,11 +68,12 @@ class Scheduler(ABC):
 
         Results for a request that has finished or was preempted meanwhile are dropped.
         """
-        tokens = iter(sampled)
+        tokens, first, running = list(sampled), 0, RequestStatus.RUNNING
         for number, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
             error = sampled.errors.get(number)
-            drawn = list(islice(tokens, num_logit_rows)) if error is None else []
-            if request.status is RequestStatus.RUNNING and request.num_computed_tokens == start:
+            drawn = tokens[first : first + num_logit_rows] if error is None else []
+            first += len(drawn)
+            if request.status is running and request.num_computed_tokens == start:
                 if error is not None:
                     self._fail(request, error)
                 else:
@@ -169,9 +169,7 @@ class Scheduler(ABC):
         return [
             request
             for request in self.running.values()
-            if not request.is_prefilling
-            and request.num_unscheduled_tokens > 0
-            and (request.num_pending_tokens == 0 or not self._is_complete(request))
+            if request.is_decoding and not (request.num_pending_tokens and self._is_complete(request))
         ]
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
@@ -181,12 +179,14 @@ class Scheduler(ABC):
 
     def _grant(self, request: Request, num_tokens: int) -> Scheduled:
         """Schedule a request's next ``num_tokens`` tokens; a token is sampled if none is left and it generates any."""
-        start, is_last = request.num_scheduled_tokens, self._is_last(request, num_tokens)
-        num_sampled = int(is_last and request.params.max_new_tokens > 0)
-        num_left = max(0, request.num_prompt_tokens - 1 - start) if request.needs_prompt_logits else 0
+        start, params = request.num_scheduled_tokens, request.params
+        num_sampled = int(params.max_new_tokens > 0 and self._is_last(request, num_tokens))
+        num_prompt_logprobs = 0
+        if params.prompt_logprobs is not None and request.needs_prompt_logits:
+            num_prompt_logprobs = min(num_tokens, max(0, request.num_prompt_tokens - 1 - start))
         request.num_scheduled_tokens += num_tokens
         request.num_pending_tokens += num_sampled
-        return Scheduled(request, start, num_tokens, 0, num_sampled, min(num_tokens, num_left))
+        return Scheduled(request, start, num_tokens, 0, num_sampled, num_prompt_logprobs)
 
     def _is_last(self, request: Request, num_tokens: int) -> bool:
         """Whether the next ``num_tokens`` tokens of a request are all that it has: always, if prompts are not cut."""
@@ -194,7 +194,8 @@ class Scheduler(ABC):
 
     def _is_complete(self, request: Request) -> bool:
         """Whether the request has reached its maximum length, tokens in flight included."""
-        return request.num_tokens + request.num_pending_tokens >= self._longest(request)
+        num_tokens = request.num_tokens + request.num_pending_tokens
+        return num_tokens >= self.max_seq_len or num_tokens - request.num_prompt_tokens >= request.params.max_new_tokens
 
     def _longest(self, request: Request) -> int:
         """The request's maximum length in tokens, prompt included."""

@@ -40,6 +40,7 @@ class StopChecker:
             raise RequestError(f"The stop strings are {stops!r}; pass a list of strings, each of at least 1 character.")
         self._stops = tuple(stops)
         self._max_length = max(map(len, self._stops), default=0)
+        self._first_characters = frozenset(stop[0] for stop in self._stops)
         self._held = ""
         self.matched: str | None = None
 
@@ -48,6 +49,8 @@ class StopChecker:
         if self.matched is not None:
             return ""
         self._held += piece
+        if self._first_characters.isdisjoint(self._held):
+            return self._release(len(self._held))  # no stop string begins here
         complete = self._earliest_complete()
         partial = self._earliest_partial()
         if complete is not None and (partial is None or complete < partial):

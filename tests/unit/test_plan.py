@@ -1,6 +1,7 @@
 """A plan covers every key that is seen exactly once, within its capacity, whatever the batch."""
 
 import timeit
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -20,6 +21,7 @@ from shared.attention.plan import (
     smallest_split,
     state_offsets,
 )
+from shared.cache.planned_layout import AttentionPlanner
 from shared.engine.staging import Staging
 from tests.comparison import assert_equal
 
@@ -312,3 +314,22 @@ def test_prefill_plans_of_a_bucket_are_of_one_size():
     second = plan_prefill([8] * 4, [8] * 4, H100, **bucket)
     assert [array.shape for array in first.arrays()] == [array.shape for array in second.arrays()]
     assert first.query_indptr.tolist() == [0, 9, 10, 10, 10]
+
+
+def test_a_plan_serves_until_a_sequence_needs_another_tile():
+    """A step's plan is that of its own lengths, and made anew only when they need it."""
+    config = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=64)
+    planner = AttentionPlanner(config, (None, 100), 2, torch.device("cpu"))
+    lengths, num_made, last = np.array([60, 130, 710]), 0, None
+    with mock.patch.object(tilings, "num_multiprocessors", return_value=132):
+        grid = planner.decode_tiling(3).grid(8, planner.device)
+        for _ in range(100):
+            plans = planner.plan(np.ones(3, np.int64), lengths, 3).decode
+            for window in planner.windows:
+                whole = plan_decode(lengths, grid, window=window).arrays()
+                for ours, theirs in zip(plans[window].arrays(), whole, strict=True):
+                    assert_equal(ours.tolist(), theirs.tolist(), f"plan of {lengths.tolist()}, window {window}")
+            num_made, last = num_made + (plans is not last), plans
+            lengths = lengths + 1
+    tiles = [{(n + step - 1) // grid.unit for step in range(100)} for n in (60, 130, 710)]
+    assert num_made == 1 + sum(len(one) - 1 for one in tiles)

@@ -138,3 +138,33 @@ def test_parameters_of_one_call_do_not_reach_into_the_next() -> None:
         chosen = slice(part.start, part.stop)
         output = SamplerOutput([sampler.sample(logits[chosen], rows[chosen], part)])
         assert output.wait().token_ids == alone[chosen]
+
+
+def test_rows_that_decode_on_upload_their_indices_alone_and_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose rows are those of the one before keeps the rest on the device, unless that changes by token."""
+    plain, filtered = SamplingParams(temperature=0.9), SamplingParams(temperature=0.7, top_p=0.8, logprobs=2)
+    masked = SamplingParams(temperature=0.8, min_tokens=3)
+    penalised = SamplingParams(temperature=0.8, presence_penalty=1.5)
+
+    def rows(index: int, *about: tuple[SamplingParams, int]) -> list[SamplingRow]:
+        return [
+            SamplingRow(params, seed, index, (1, 2), (), (0, 7) * (index < params.min_tokens), serial=seed)
+            for params, seed in about
+        ]
+
+    some = (plain, 1), (filtered, 2), (SamplingParams(temperature=0), 3)
+    others = (filtered, 1), (plain, 2)
+    calls = [(n, some) for n in range(3)] + [(5, others), (3, some), (6, others), (7, others)]
+    calls += [(n, ((masked, 4), *some)) for n in range(6)] + [(0, ((masked, 4), *some))]
+    calls += [(0, ((plain, 1), (penalised, 5)))] * 3 + [(4, some), (5, some)]
+    sampler, sent = Sampler(CPU, 8), []
+    send = sampler.staging.send
+    monkeypatch.setattr(sampler.staging, "send", lambda arrays: [sent.append(set(arrays)), send(arrays)][1])
+    for number, (index, about) in enumerate(calls):
+        logits = torch.randn(len(about), 40, generator=torch.Generator().manual_seed(number))
+        step = rows(index, *about)
+        ours = SamplerOutput([sampler.sample(logits, step, range(len(step)))]).wait()
+        fresh = sample(logits, step)
+        assert (ours.token_ids, ours.logprobs) == (fresh.token_ids, fresh.logprobs), f"call {number}"
+    alone = [number for number, names in enumerate(sent) if names == {"indices"}]
+    assert alone == [1, 2, 6, 8, 9, 11, 12, 18]
