@@ -92,8 +92,9 @@ class Setup:
         needed = num_engines * self.work.resident_bytes + kv_bytes
         free = torch.cuda.mem_get_info(self.target)[0] if self.is_gpu else psutil.virtual_memory().available
         if needed > free:
+            what = "The engine needs" if num_engines == 1 else f"{num_engines} engines with their own weights need"
             raise CapacityError(
-                f"{num_engines} engines with their own weights need {needed / 2**30:.1f} GiB and {free / 2**30:.1f} "
+                f"{what} {needed / 2**30:.1f} GiB and {free / 2**30:.1f} "
                 f"GiB are free; {hint}, or take a smaller model or dtype."
             )
 
