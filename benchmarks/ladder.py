@@ -4,7 +4,6 @@ The phases take turns in one process: a trial loads each, measures it with the t
 memory holds one engine. Medians count. Invariant: phases that serve many requests have equally large KV caches.
 """
 
-import gc
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +11,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from benchmarks.contenders import generating_lessons, speeds
 from benchmarks.report import Report, rounded
 from benchmarks.serving.contenders import has_continuous
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import ServedRun
-from benchmarks.setup import Setup, check_least
+from benchmarks.setup import Setup, check_least, free_memory
 from benchmarks.timing import Run, SyntheticPrompts, answer_with, rotated, run, timed
 from benchmarks.view import Bar, Bars, Column, Lines, Row, Table, View, count, number, text, times
 from benchmarks.workloads.serving import Workload, make_trace
@@ -115,8 +112,7 @@ def measure_ladder(
                     found["second_turn_ms"] = 1e3 * (second.token_times[0] - second.arrived)
                     many[name].append(found)
                 del engine, queue
-                gc.collect()
-                torch.cuda.empty_cache()  # which does nothing where no GPU was used
+                free_memory()
         results: dict[str, Any] = {}
         for lesson in rungs:
             name, first = lesson.number, rungs[0].number
@@ -133,14 +129,12 @@ def measure_ladder(
                 "ms_per_token": curves[name],
             }
         flags = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials, "contexts": list(contexts)}
-        flags["together"] = TOGETHER.describe()
-        return setup.report("ladder", engines, flags, results)
+        return setup.report("ladder", engines, flags | {"together": TOGETHER.describe()}, results)
 
 
 def longest_wait(run: ServedRun) -> float:
     """Seconds between two tokens of a request that decodes beside a prompt, at most."""
-    times = [request.token_times for request in run.requests if request.is_background]
-    return max(after - before for own in times for before, after in pairwise(own))
+    return max(b - a for each in run.requests if each.is_background for a, b in pairwise(each.token_times))
 
 
 def load_rung(lesson: Lesson, config: EngineConfig) -> tuple[Any, Any]:

@@ -1,5 +1,7 @@
 """What every benchmark of a model begins and ends with: checked options, and the report. Introduced in phase 3."""
 
+import ctypes
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +36,13 @@ def check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}; it must be positive.")
+
+
+def free_memory() -> None:
+    """Return the memory of unreferenced objects to the system, also where the C library keeps it for later."""
+    gc.collect()
+    torch.cuda.empty_cache()  # which does nothing where no GPU was used
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
 @dataclass(frozen=True)

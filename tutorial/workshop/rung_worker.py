@@ -5,7 +5,6 @@ on standard input is an order, ``[method of Side, arguments...]`` as JSON; the a
 standard output. What the learner's code prints goes to standard error. Invariant: at most one engine is loaded.
 """
 
-import gc
 import json
 import os
 import sys
@@ -107,8 +106,10 @@ class Side:
 
     def drop(self) -> None:
         """Free the engine."""
+        from benchmarks.setup import free_memory
+
         self.engine = self.queue = None
-        gc.collect()
+        free_memory()
 
 
 def main() -> None:
