@@ -24,7 +24,6 @@ from shared.lessons import Lesson, find_lesson, lessons
 from shared.parity.reference import load_reference
 
 MIN_DECODED = 8  # tokens that an answer has before a bound of seconds may break it off
-Bound = tuple[int, float | None]  # as `timed` takes it: least tokens, most seconds
 PEERS = {
     "transformers_eager": "transformers, eager",
     "transformers_compiled": "transformers, static cache, compiled",
@@ -48,8 +47,7 @@ class Turns:
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
-        self.steps, self.num_rounds = steps, 0
-        self.bound: Bound = MIN_DECODED, max_seconds
+        self.steps, self.num_rounds, self.max_seconds = steps, 0, max_seconds
         self.prompts = SyntheticPrompts(setup.shape.vocab_size, setup.seed)
         self.contenders: dict[str, Contender] = {}
 
@@ -64,13 +62,13 @@ class Turns:
                 for _ in range(contender.num_warm_ups):
                     timed(contender.answer, self.prompts.draw(prompt_tokens), new_tokens)
 
-    def round(self, what: str, prompt_tokens: int, new_tokens: int, bound: Bound | None = None) -> dict[str, Run]:
-        """Each contender's answer to one new prompt, by name; ``bound``: another least number of tokens and time."""
+    def round(self, what: str, prompt_tokens: int, new_tokens: int) -> dict[str, Run]:
+        """Each contender's answer to one new prompt, by name."""
         prompt = self.prompts.draw(prompt_tokens)
         found: dict[str, Run] = {}
         for name in rotated(tuple(self.contenders), self.num_rounds):
             with self.steps.step(f"{label(name)}: {what}"):
-                found[name] = timed(self.contenders[name].answer, prompt, new_tokens, *(bound or self.bound))
+                found[name] = timed(self.contenders[name].answer, prompt, new_tokens, MIN_DECODED, self.max_seconds)
         self.num_rounds += 1
         return found
 

@@ -1,7 +1,7 @@
 """The ladder: each phase's speed with one request and with 16, and a token's cost by context. Introduced in phase 3.
 
-Phases answer the same prompts in one process and take turns; medians count. Invariant: phases that serve many requests
-have equally large KV caches.
+The phases take turns in one process: a trial loads each, measures it with the trial's prompts, and frees it, so that
+memory holds one engine. Medians count. Invariant: phases that serve many requests have equally large KV caches.
 """
 
 import statistics
@@ -11,19 +11,19 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.contenders import Contender, Turns, generating_lessons, speeds
+from benchmarks.contenders import generating_lessons, speeds
 from benchmarks.report import Report, rounded
 from benchmarks.serving.contenders import has_continuous
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import ServedRun
-from benchmarks.setup import Setup, check_least
-from benchmarks.timing import answer_with, rotated
+from benchmarks.setup import Setup, check_least, free_memory
+from benchmarks.timing import Run, SyntheticPrompts, answer_with, rotated, run, timed
 from benchmarks.view import Bar, Bars, Column, Lines, Row, Table, View, count, number, text, times
 from benchmarks.workloads.serving import Workload, make_trace
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import warm_up
 from shared.errors import ConfigError
-from shared.lessons import Lesson
+from shared.lessons import Lesson, find_lesson
 
 
 @dataclass(frozen=True)
@@ -77,72 +77,75 @@ def measure_ladder(
     rungs = generating_lessons(phases)
     longest = max(prompt_tokens + new_tokens, REGION_TOKENS, *(length + POINT_TOKENS + 1 for length in contexts))
     config = setup.config(max_seq_len=min(longest, limit))
-    setup.check_memory(len(rungs), "name fewer phases with --phase")
+    setup.check_memory(1, "close other programs")
 
-    with setup.running(len(rungs) * (2 + 2 * trials + len(contexts))) as steps:
-        turns, queues = Turns(setup, steps), dict[str, Any]()
-        for lesson in rungs:
-            turns.load(lesson.number, partial(load_rung, lesson, config, queues))
-        turns.warm_up(prompt_tokens, 2)
-        runs = turns.trials(trials, prompt_tokens, new_tokens)
-        served: dict[str, list[ServedRun]] = {name: [] for name in queues}
-        firsts: dict[str, list[float]] = {name: [] for name in queues}
-        waits: dict[str, list[float]] = {lesson.number: [] for lesson in rungs if has_continuous(lesson)}
+    vocab_size, seed = setup.shape.vocab_size, setup.seed
+    prompts = SyntheticPrompts(vocab_size, seed)
+    points = {str(length): prompts.draw(length) for length in contexts}
+    engines: dict[str, EngineConfig] = {}
+    runs: dict[str, list[Run]] = {lesson.number: [] for lesson in rungs}
+    curves: dict[str, dict[str, float]] = {name: {} for name in runs}
+    many: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    with setup.running(3 * len(rungs) * trials) as steps:
         for trial in range(trials):
-            about = setup.shape.vocab_size, setup.seed + trial
-            trace, talk = make_trace(TOGETHER, *about), make_trace(TURNS, *about)
-            beside = make_trace(BESIDE, *about, ARRIVALS)
-            for name in rotated(tuple(queues), trial):
-                with steps.step(f"phase {name}: {TOGETHER.title}, trial {trial + 1} of {trials}"):
-                    served[name].append(drive(queues[name], trace, TOGETHER_SECONDS))
-                    if name in waits:
-                        waits[name].append(longest_wait(drive(queues[name], beside)))
-                    second = drive(queues[name], talk).requests[1]
-                    firsts[name].append(second.token_times[0] - second.arrived)
-        many = {name: statistics.median(run.num_tokens / run.seconds for run in own) for name, own in served.items()}
-        curve = {
-            str(length): turns.round(f"{length} tokens of context", length, POINT_TOKENS + 1, POINT_BOUND)
-            for length in contexts
-        }
-        first = rungs[0].number
+            prompt = prompts.draw(prompt_tokens)
+            loads = (TOGETHER, None), (BESIDE, ARRIVALS), (TURNS, None)
+            together, beside, turns = (make_trace(load, vocab_size, seed + trial, rate) for load, rate in loads)
+            for name in rotated(tuple(runs), trial):
+                what = f"phase {name}, trial {trial + 1} of {trials}"
+                with steps.step(f"{what}: load"):
+                    engine, queue = load_rung(find_lesson(name), config)
+                    engines[name] = engine.config
+                    run(engine, [1] * prompt_tokens, 2)  # warms up
+                with steps.step(f"{what}: one request"):
+                    runs[name].append(run(engine, prompt, new_tokens))
+                    for length, ids in points.items() if trial == 0 else ():
+                        point = timed(partial(answer_with, engine), ids, POINT_TOKENS + 1, *POINT_BOUND)
+                        curves[name][length] = rounded(1e3 * statistics.median(point.intervals))
+                with steps.step(f"{what}: {TOGETHER.title}"):
+                    served = drive(queue, together, TOGETHER_SECONDS)
+                    found = {"together_tokens_per_second": served.num_tokens / served.seconds}
+                    found["tokens_per_forward"] = served.num_tokens / (served.num_forwards or 1)
+                    if has_continuous(find_lesson(name)):
+                        found["longest_wait_ms"] = 1e3 * longest_wait(drive(queue, beside))
+                    second = drive(queue, turns).requests[1]
+                    found["second_turn_ms"] = 1e3 * (second.token_times[0] - second.arrived)
+                    many[name].append(found)
+                del engine, queue
+                free_memory()
         results: dict[str, Any] = {}
         for lesson in rungs:
-            own, told, last = runs[lesson.number], speeds(runs[lesson.number]), served[lesson.number][-1]
-            gaps = {length: point[lesson.number].intervals for length, point in curve.items()}
-            results[lesson.number] = {
+            name, first = lesson.number, rungs[0].number
+            told = speeds(runs[name])
+            told |= {key: rounded(statistics.median(each[key] for each in many[name])) for key in many[name][0]}
+            lowest = results.get(first, told)
+            results[name] = told | {
                 "title": lesson.title,
                 "bought": lesson.bought,
-                **told,
-                "speedup": rounded(told["decode_tokens_per_second"] / speeds(runs[first])["decode_tokens_per_second"]),
-                "together_tokens_per_second": rounded(many[lesson.number]),
-                "together_speedup": rounded(many[lesson.number] / many[first]),
-                "longest_wait_ms": 1e3 * statistics.median(waits[lesson.number]) if lesson.number in waits else None,
-                "second_turn_ms": rounded(1e3 * statistics.median(firsts[lesson.number])),
-                "tokens_per_forward": rounded(last.num_tokens / (last.num_forwards or 1)),
-                "equal_output": [run.token_ids for run in own] == [run.token_ids for run in runs[first]],
-                "ms_per_token": {length: rounded(1e3 * statistics.median(found)) for length, found in gaps.items()},
+                "longest_wait_ms": told.get("longest_wait_ms"),
+                "speedup": rounded(told["decode_tokens_per_second"] / lowest["decode_tokens_per_second"]),
+                "together_speedup": rounded(told["together_tokens_per_second"] / lowest["together_tokens_per_second"]),
+                "equal_output": [each.token_ids for each in runs[name]] == [each.token_ids for each in runs[first]],
+                "ms_per_token": curves[name],
             }
         flags = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials, "contexts": list(contexts)}
-        flags["together"] = TOGETHER.describe()
-        engines = {name: contender.settings for name, contender in turns.contenders.items()}
-        return setup.report("ladder", engines, flags, results)
+        return setup.report("ladder", engines, flags | {"together": TOGETHER.describe()}, results)
 
 
 def longest_wait(run: ServedRun) -> float:
     """Seconds between two tokens of a request that decodes beside a prompt, at most."""
-    times = [request.token_times for request in run.requests if request.is_background]
-    return max(after - before for own in times for before, after in pairwise(own))
+    return max(b - a for each in run.requests if each.is_background for a, b in pairwise(each.token_times))
 
 
-def load_rung(lesson: Lesson, config: EngineConfig, queues: dict[str, Any]) -> dict[str, Contender]:
-    """A phase's engine; its queue, which many requests join, goes into ``queues``."""
+def load_rung(lesson: Lesson, config: EngineConfig) -> tuple[Any, Any]:
+    """A phase's engine, and the queue in front of it that many requests join: the engine itself if it has one."""
     if "prefill_chunk_size" in lesson.load("engine").SUPPORTED:
         config = replace(config, prefill_chunk_size=CHUNK)
     engine = lesson.engine_within(config, REGIONS, TOGETHER.concurrency)
-    queues[lesson.number] = engine if hasattr(engine, "step") else OneAtATime(engine)
-    if hasattr(engine, "step"):
-        warm_up(engine)
-    return {lesson.number: Contender(lesson.title, partial(answer_with, engine), engine.config)}
+    if not hasattr(engine, "step"):
+        return engine, OneAtATime(engine)
+    warm_up(engine)
+    return engine, engine
 
 
 def _contexts(lengths: Sequence[int] | None, limit: int) -> tuple[int, ...]:
@@ -175,7 +178,7 @@ def view(report: Report) -> View:
         "One request": ("decode_tokens_per_second", "speedup", computed),
         TOGETHER.title: ("together_tokens_per_second", "together_speedup", passes),
     }
-    tables, panels = [], []
+    tables, panels = list[Table](), list[Bars | Lines]()
     for heading, (speed, speedup, more) in shown.items():
         columns = [phase, Column("", speed, is_bar=True), Column("tok/s", speed), Column("speedup", speedup, times)]
         tables.append(Table(heading, [*columns, *more], rows, style))
@@ -189,8 +192,8 @@ def view(report: Report) -> View:
     if contexts:
         points = [Column(length, length) for length in contexts]
         tables.append(Table("Milliseconds a token, by tokens of context before it", [phase, *points], rows, style))
-    lines = [(row["name"], [row[length] for length in contexts]) for row in rows]
-    curve = Lines("Milliseconds a token, by tokens of context", flags["contexts"], lines)
+        lines = [(row["name"], [row[length] for length in contexts]) for row in rows]
+        panels.append(Lines("Milliseconds a token, by tokens of context", flags["contexts"], lines))
     different = [row["name"] for row in rows if not row["equal_output"]]
     trials = f"median of {flags['trials']}" if flags["trials"] > 1 else "one trial"
     size = f"{flags['prompt_tokens']} tokens in, {flags['new_tokens']} out, greedy, {trials}, phases taking turns"
@@ -204,5 +207,5 @@ def view(report: Report) -> View:
         ],
         tables,
         warnings=[f"Phase {', '.join(different)}: other tokens than the first phase's."] if different else [],
-        panels=[*panels, *([curve] if contexts else [])],
+        panels=panels,
     )

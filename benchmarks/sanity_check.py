@@ -5,7 +5,6 @@ in bf16 and fp16 one within the bound of `shared.parity.thresholds`. Invariant: 
 the check begins; whatever is wrong with one model becomes a row, and the others are still checked.
 """
 
-import gc
 import os
 import re
 import tempfile
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 
 from benchmarks.contenders import generating_lessons
 from benchmarks.report import Report, engine_settings, rounded
-from benchmarks.setup import Setup, check_least
+from benchmarks.setup import Setup, check_least, free_memory
 from benchmarks.timing import Steps, run, torch_threads
 from benchmarks.view import Column, Table, View, count, text
 from shared.checkpoints.demo import KNOWN_MODELS, local_model_folder
@@ -119,10 +118,10 @@ def check_model(
             with _noting([row]):
                 answers.append((row, _answer(row, lesson, setup, prompt_ids, new_tokens)))
                 row["text"] = tokenizer.decode(answers[-1][1])
-            _free()
+            free_memory()
         with _noting([row for row, _ in answers], "transformers cannot judge it: "):
             _judge(answers, setup, prompt_ids)
-        _free()
+        free_memory()
     return rows
 
 
@@ -167,11 +166,6 @@ def _judge(answers: Sequence[tuple[Row, list[int]]], setup: Setup, prompt_ids: l
         row["flips"], row["shortfall"] = int((shortfall > 0).sum()), rounded(worst := shortfall.max().item())
         if worst > bound and row["problem"] is None:
             row["problem"] = f"a token lies {worst:.2g} below transformers' likeliest, and {bound:.2g} is allowed"
-
-
-def _free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()  # which does nothing where no GPU was used
 
 
 def view(report: Report) -> View:

@@ -1,5 +1,7 @@
 """What every benchmark of a model begins and ends with: checked options, and the report. Introduced in phase 3."""
 
+import ctypes
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +36,13 @@ def check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}; it must be positive.")
+
+
+def free_memory() -> None:
+    """Return the memory of unreferenced objects to the system, also where the C library keeps it for later."""
+    gc.collect()
+    torch.cuda.empty_cache()  # which does nothing where no GPU was used
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,9 @@ class Setup:
         needed = num_engines * self.work.resident_bytes + kv_bytes
         free = torch.cuda.mem_get_info(self.target)[0] if self.is_gpu else psutil.virtual_memory().available
         if needed > free:
+            what = "The engine needs" if num_engines == 1 else f"{num_engines} engines with their own weights need"
             raise CapacityError(
-                f"{num_engines} engines with their own weights need {needed / 2**30:.1f} GiB and {free / 2**30:.1f} "
+                f"{what} {needed / 2**30:.1f} GiB and {free / 2**30:.1f} "
                 f"GiB are free; {hint}, or take a smaller model or dtype."
             )
 

@@ -3,17 +3,15 @@ each is warmed up when it is loaded, at every size of batch that it can have on 
 compilation.
 """
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import figures
 from benchmarks.serving.transformers_engine import TransformersEngine
 from benchmarks.serving.vllm_peer import VllmEngine, is_installed
+from benchmarks.setup import free_memory
 from benchmarks.workloads.serving import Trace
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import rounds, serve_rounds
@@ -153,5 +151,4 @@ class Servers:
         for server in self.made.values():
             getattr(server.engine, "close", lambda: None)()
         self.made.clear()
-        gc.collect()
-        torch.cuda.empty_cache()  # which does nothing where no GPU was used
+        free_memory()

@@ -4,7 +4,6 @@ Its engine runs in a process of its own. Prompts and outputs are ids, prefixes a
 many tokens as ours; scheduling, graphs and kernels are its own choice.
 """
 
-import gc
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.setup import free_memory
 from shared.cache.contiguous import kv_bytes
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
@@ -109,5 +109,4 @@ class VllmEngine:
     def close(self) -> None:
         self.engine.engine_core.shutdown()
         del self.engine
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()

@@ -33,11 +33,11 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gemv, "tiling", lambda rows, *_: Tiling(256, 128, 4, dot=rows > 1))
 
 
-def load(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """The model, under the interpreter its first two layers: the others are like them."""
+def load(folder: Path, dtype: torch.dtype, device: torch.device, num_layers: int = 2) -> CausalLM:
+    """The model, under the interpreter its first layers alone: the others are like them."""
     model = load_model(folder, dtype=dtype, device=device, max_positions=64)
     if INTERPRETED:
-        model.blocks = model.blocks[:2]
+        model.blocks = model.blocks[:num_layers]
     return model
 
 
@@ -77,7 +77,7 @@ def test_a_fused_model_is_as_near_to_fp32_as_the_plain_one(
 
 
 def test_the_launches_of_a_step(model_folder: Path, device: torch.device, num_launches: Callable) -> None:
-    model = fuse(load(model_folder, torch.float32, device))
+    model = fuse(load(model_folder, torch.float32, device, num_layers=1))
     layers, has_post_norms = len(model.blocks), model.blocks[0].post_mlp_norm is not None
 
     def made() -> dict[str, int]:
@@ -143,7 +143,7 @@ def test_between_the_launches_nothing_is_computed(
     model_folder: Path, rows: int, device: torch.device, randn: Callable
 ) -> None:
     """Norms, activations and additions are in kernels; a prompt's last addition is in PyTorch's product."""
-    model = load(model_folder, torch.float32, device)
+    model = load(model_folder, torch.float32, device, num_layers=1)
     x, ids = randn(rows, model.config.hidden_size), torch.arange(rows, device=device)
     made = []
     for block in (model.blocks[0], fuse(model).blocks[0]):

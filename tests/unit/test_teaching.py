@@ -43,7 +43,7 @@ def test_the_slots_of_a_timetable_follow_one_another_and_hold_their_exercises(ro
 
 
 def test_every_timetable_is_found_and_every_exercise_in_one_is_bold() -> None:
-    assert len(TIMETABLES) == 8
+    assert len(TIMETABLES) == 9
     cells = [row[2] for table in TIMETABLES for row in table]
     assert not [cell for cell in cells if re.search(rf"(?<!\*\*)\b{NUMBER}", cell)]
 

@@ -5,10 +5,10 @@ on standard input is an order, ``[method of Side, arguments...]`` as JSON; the a
 standard output. What the learner's code prints goes to standard error. Invariant: at most one engine is loaded.
 """
 
-import gc
 import json
 import os
 import sys
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -59,7 +59,6 @@ class Side:
     def load(self, phase: str) -> list[str]:
         """Load a phase's engine and warm it up; the exercises whose functions ran."""
         from benchmarks.ladder import REGION_TOKENS, load_rung
-        from benchmarks.serving.engine_load import OneAtATime
         from shared.lessons import find_lesson
         from shared.sampling.params import SamplingParams
 
@@ -73,16 +72,13 @@ class Side:
             if number is not None:
                 called.add(number)
 
-        queues: dict[str, Any] = {}
         limit = self.setup.shape.max_position_embeddings
         longest = max(REGION_TOKENS, self.prompt_tokens + self.new_tokens)
         sys.setprofile(note)
         try:
             config = self.setup.config(max_seq_len=min(limit, longest))
-            self.engine = load_rung(find_lesson(phase), config, queues)[phase]
-            self.queue = queues[phase]
-            engine = self.queue.engine if isinstance(self.queue, OneAtATime) else self.queue
-            for _ in engine.generate([1] * self.prompt_tokens, sampled):
+            self.engine, self.queue = load_rung(find_lesson(phase), config)
+            for _ in self.engine.generate([1] * self.prompt_tokens, sampled):
                 pass
             self.trial(-1, WARM_UP_SECONDS)
         finally:
@@ -93,13 +89,13 @@ class Side:
         """Tokens a second with one request and with 16, and the one request's tokens; a number has its own prompts."""
         from benchmarks.ladder import TOGETHER
         from benchmarks.serving.engine_load import drive
-        from benchmarks.timing import SyntheticPrompts, timed
+        from benchmarks.timing import SyntheticPrompts, answer_with, timed
         from benchmarks.workloads.serving import make_trace
 
         max_seconds = max_seconds or self.max_seconds
         vocab_size = self.setup.shape.vocab_size
         prompt = SyntheticPrompts(vocab_size, number + 1).draw(self.prompt_tokens)
-        alone = timed(self.engine.answer, prompt, self.new_tokens, MIN_DECODED, max_seconds)
+        alone = timed(partial(answer_with, self.engine), prompt, self.new_tokens, MIN_DECODED, max_seconds)
         trace = make_trace(TOGETHER, vocab_size, number + 1)
         served = drive(self.queue, trace, max_seconds)
         return {
@@ -110,8 +106,10 @@ class Side:
 
     def drop(self) -> None:
         """Free the engine."""
+        from benchmarks.setup import free_memory
+
         self.engine = self.queue = None
-        gc.collect()
+        free_memory()
 
 
 def main() -> None:
