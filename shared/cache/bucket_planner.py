@@ -11,40 +11,31 @@ the prompts begin after them, as their plan says.
 Invariant: a step that fits no bucket is planned as in phase 6.1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from shared.attention.plan import plan_decode, plan_prefill
+from shared.attention.plan import plan_prefill
 from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout
 from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
-from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling
+from shared.kernels.planned_tiling import PrefillTiling
 
 
 @dataclass(frozen=True)
 class BucketPlanner(AttentionPlanner):
     """Plans the attention of captured steps."""
 
-    buckets: Buckets
+    buckets: Buckets = field(kw_only=True)
 
     def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
         """See :class:`AttentionPlanner`."""
         bucket = self.buckets.smallest(len(lengths), int(num_new.sum()))
         if bucket is None:
             return super().plan(num_new, lengths, num_decoding)
-        decode = {
-            window: plan_decode(
-                lengths[:num_decoding],
-                self.bucket_decode_tiling(bucket).grid(self.config.num_kv_heads, self.device),
-                window=window,
-                num_rows=bucket.num_sequences,
-                is_captured=True,
-            )
-            for window in self.windows
-        }
+        decode = self._plan_decode(lengths[:num_decoding], bucket.num_sequences)
         if bucket.is_decode:
             return StepPlans(decode, {})
         tiling = self.bucket_prefill_tiling(bucket)
@@ -66,10 +57,6 @@ class BucketPlanner(AttentionPlanner):
             for window in self.windows
         }
         return StepPlans(decode, prefill)
-
-    def bucket_decode_tiling(self, bucket: Bucket) -> DecodeTiling:
-        """The tiling of the decoding sequences of a bucket."""
-        return self.decode_tiling(bucket.num_sequences)
 
     def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
         """The tiling of the prompts of a mixed bucket: for one chunk that fills it."""

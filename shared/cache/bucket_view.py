@@ -67,7 +67,7 @@ class BucketView(PrefixView):
         bucket, planner = self.bucket, cast(BucketPlanner, self.planner)
         if bucket is None:
             return
-        self.decode_tiling = planner.bucket_decode_tiling(bucket)
+        self.decode_tiling = planner.decode_tiling(bucket.num_sequences)
         if bucket.is_decode:
             self.step_queries, self.step_attended = (
                 rows[: bucket.num_tokens] for rows in (self.queries, self.attended)

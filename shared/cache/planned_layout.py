@@ -9,7 +9,7 @@ Invariant: plans are made for the lengths of the layout, which the kernels read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -36,8 +36,10 @@ class AttentionPlanner:
     windows: tuple[int | None, ...]  # the distinct windows of the layers
     itemsize: int
     device: torch.device
-    last_decode: dict[bytes, dict[int | None, AttentionPlan]] = field(default_factory=dict, compare=False)
-    """The plans of the last decoding sequences, by their lengths in whole tiles."""
+    last_decode: dict[tuple[bytes, int | None], dict[int | None, AttentionPlan]] = field(
+        default_factory=dict, compare=False
+    )
+    """The plans of the last decoding sequences, by their lengths in whole tiles and the rows of the launch."""
 
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """The tiling of a decode step of ``num_sequences`` sequences."""
@@ -67,16 +69,20 @@ class AttentionPlanner:
             self._plan_prefill(num_new[num_decoding:], lengths[num_decoding:]),
         )
 
-    def _plan_decode(self, lengths: Integers) -> dict[int | None, AttentionPlan]:
-        if not len(lengths):
+    def _plan_decode(self, lengths: Integers, num_rows: int | None = None) -> dict[int | None, AttentionPlan]:
+        """``num_rows``: of a captured launch, which needs a plan even if nothing decodes."""
+        is_captured = num_rows is not None
+        if not len(lengths) and not is_captured:
             return {}
-        grid = self.decode_tiling(len(lengths)).grid(self.config.num_kv_heads, self.device)
+        grid = self.decode_tiling(num_rows or len(lengths)).grid(self.config.num_kv_heads, self.device)
         tiles = -(-lengths // grid.unit) * grid.unit  # a plan cuts no finer, so it serves until a sequence needs a tile
-        plans = self.last_decode.get(tiles.tobytes())
+        key = tiles.tobytes(), num_rows
+        plans = self.last_decode.get(key)
         if plans is None:
-            plans = {window: plan_decode(tiles, grid, window=window) for window in self.windows}
+            about: dict[str, Any] = {"num_rows": num_rows, "is_captured": is_captured}
+            plans = {window: plan_decode(tiles, grid, window=window, **about) for window in self.windows}
             self.last_decode.clear()
-            self.last_decode[tiles.tobytes()] = plans
+            self.last_decode[key] = plans
         return plans
 
     def _plan_prefill(self, num_new: Integers, lengths: Integers) -> dict[int | None, AttentionPlan]:

@@ -18,7 +18,8 @@ class OverlappedScheduler(PrefixScheduler):
 
     def schedule(self) -> Schedule:
         """See :class:`shared.scheduling.scheduler.Scheduler`; empty if the step in flight must be finished first."""
-        return Schedule(self.num_steps, ()) if self._must_know_ends() else super().schedule()
+        has_room = self.pool.free_tokens >= len(self.running) * self.config.block_size  # for a block for each
+        return super().schedule() if has_room or not self._must_know_ends() else Schedule(self.num_steps)
 
     def _must_know_ends(self) -> bool:
         """Whether a request would be preempted although one may have ended in the step in flight."""
