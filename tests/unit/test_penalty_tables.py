@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import shared.engine.sampler as sampler_module
 from shared.cache.paged import PagedKVCachePool
+from shared.cache.view import StepInputs, step_arrays
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.penalty_tables import PenaltyTables
@@ -61,9 +62,8 @@ class Model:
 class View:
     num_bytes = 0
 
-    def load(self, batch: Batch) -> tuple[Tokens, torch.Tensor]:
-        ids, positions, logit_rows = map(torch.from_numpy, (batch.token_ids.copy(), batch.positions, batch.logit_rows))
-        return Tokens(ids, positions), logit_rows
+    def load(self, batch: Batch) -> StepInputs:
+        return StepInputs.of({name: torch.from_numpy(array.copy()) for name, array in step_arrays(batch).items()})
 
 
 class Machine(RuleBasedStateMachine):
