@@ -10,6 +10,9 @@ rows, with one program for each block of a row:
     collect  append the few keys between those pivots to a list; the row's last program to arrive finds the cuts by
              bisection over integers, which ends at the exact key whatever the data
 
+Most blocks of a peaked row lie beyond all pivots of the second narrowing, and hold no key between the bounds: their
+programs end after the loads.
+
 This is radix select (Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012) with pivots where
 logits are dense instead of digits. FlashInfer's sorting-free sampling (arXiv 2501.01005) uses rejection instead: it
 draws, rejects tokens that the cuts would remove, and draws again, which does not work with counter-based noise.
@@ -168,12 +171,13 @@ def narrow_kernel(
         ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         farthest = load_farthest(log_min_p, row)
         keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature, farthest)
-        is_within = keys[None, :] <= pivots[:, None]  # [PIVOTS, BLOCK]
-        counts = tl.sum(is_within.to(tl.int32), 1)
-        masses = tl.sum(tl.where(is_within, mass_of(keys)[None, :], 0), 1)
         at = sums + NARROWING * PER_NARROWING + tl.arange(0, PIVOTS)
-        tl.atomic_add(at, counts.to(tl.int64), sem="relaxed")
-        tl.atomic_add(at + PIVOTS, masses, sem="relaxed")
+        if tl.min(keys, 0) <= tl.max(pivots, 0):  # otherwise the block adds nothing to any sum
+            is_within = keys[None, :] <= pivots[:, None]  # [PIVOTS, BLOCK]
+            counts = tl.sum(is_within.to(tl.int32), 1)
+            masses = tl.sum(tl.where(is_within, mass_of(keys)[None, :], 0), 1)
+            tl.atomic_add(at, counts.to(tl.int64), sem="relaxed")
+            tl.atomic_add(at + PIVOTS, masses, sem="relaxed")
         if tl.program_id(0) == 0:
             tl.store(at + 2 * PIVOTS, pivots.to(tl.int64))
 
@@ -260,9 +264,11 @@ def collect_kernel(
         farthest = load_farthest(log_min_p, row)
         keys = load_keys(logits + row * row_stride, ids, vocabulary, tl.load(peaks + row), temperature, farthest)
         is_open = ((keys > k_low) & (keys <= k_high)) | ((keys > p_low) & (keys <= p_high))
-        places = tl.cumsum(is_open.to(tl.int32), 0)
-        first = tl.atomic_add(sums + LISTED, tl.sum(is_open.to(tl.int64)), sem="relaxed")
-        tl.store(lists + first + places - 1, keys, mask=is_open)
+        num_open = tl.sum(is_open.to(tl.int64))
+        if num_open > 0:
+            places = tl.cumsum(is_open.to(tl.int32), 0)
+            first = tl.atomic_add(sums + LISTED, num_open, sem="relaxed")
+            tl.store(lists + first + places - 1, keys, mask=is_open)
         if is_last_arrival(sums + ARRIVALS + 1, tl.num_programs(0)):
             num_listed = tl.load(sums + LISTED, cache_modifier=".cg").to(tl.int32)
             top_k_cut = k_high

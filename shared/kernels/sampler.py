@@ -7,6 +7,10 @@ is divided into blocks of logits, one program each, and the launches run in orde
     narrow, narrow, collect: the top-k and top-p cutoffs of rows that have them, see :mod:`shared.kernels.cuts`
     draw     Gumbel noise for the remaining tokens, and the arg-max
 
+The draw computes noise only for blocks that can win. The noise is made of 23 random bits, so it lies between -2.82 and
+16.64, and a token further than their difference below the maximum loses to the token at the maximum, which is never
+removed: without top-k and top-p too, a block of unlikely tokens needs no noise.
+
 Min-p needs no launch: its cutoff is a distance from the maximum, which is known before. Logit biases and penalties are
 applied before the launches, by PyTorch, to a copy of the logits in a batch that has any.
 
@@ -38,6 +42,7 @@ from shared.sampling.sampler import SamplingBatch, adjust_logits
 
 BLOCK = 1024  # logits per program
 NUM_WARPS = 4
+REACH = tl.constexpr(0x41A00000)  # the key of a distance of 20: no noise makes up for more
 LIST_TILE = 2048  # collected keys that the searching program holds in registers
 
 
@@ -129,8 +134,10 @@ def draw_kernel(
             top_k_cut, top_p_cut = tl.load(cuts + 2 * row), tl.load(cuts + 2 * row + 1)
             # Tokens tie in top-p if their weights are equal, even if the distances differ in the last bit.
             is_kept = (keys <= top_p_cut) | ((keys <= top_k_cut) & (weight_of(keys) == weight_of(top_p_cut)))
-        noise = load_gumbel(tl.load(seeds + row), tl.load(indices + row), first_id, STREAM, BLOCK)
-        scores = tl.where(is_kept, noise - keys.to(tl.float32, bitcast=True), float("-inf"))
+        scores = tl.full([BLOCK], float("-inf"), tl.float32)
+        if tl.max((is_kept & (keys <= REACH)).to(tl.int32), 0) > 0:
+            noise = load_gumbel(tl.load(seeds + row), tl.load(indices + row), first_id, STREAM, BLOCK)
+            scores = tl.where(is_kept, noise - keys.to(tl.float32, bitcast=True), float("-inf"))
         store_best(scores, ids, block_values, block_ids, ids_out, sums + row * ROW_SUMS + ARRIVALS + 2, BLOCKS)
 
 

@@ -271,6 +271,23 @@ def test_the_noise_is_that_of_the_cpu(stream):
         torch.testing.assert_close(out.cpu(), expected, rtol=4e-7, atol=4e-7)
 
 
+def test_no_noise_reaches_further_than_the_draw_looks():
+    words = torch.tensor([0, 2**23 - 1]).float()
+    least, most = (-(-((words + 0.5) * 2**-23).log()).log()).tolist()
+    reach = torch.tensor(module.REACH.value, dtype=torch.int32).view(torch.float32).item()
+    assert most - least < reach < most - least + 1
+
+
+def test_blocks_that_cannot_win_and_blocks_that_can(randn):
+    """The second and fourth block lie just within the noise's reach or beyond it, at various temperatures."""
+    logits = randn(5, 4500)
+    logits[:, 1024:2048] -= 14
+    logits[:, 3072:4096] -= 30
+    logits[4, 3072:4096] = -INF
+    tops = [{}, {"top_p": 0.9}, {"top_k": 1500}, {"top_p": 1 - 1e-9, "temperature": 5.0}, {"min_p": 1e-9}]
+    assert check(logits, [row(seed=seed, **top) for seed, top in enumerate(tops)]) <= 1
+
+
 def test_other_streams_draw_other_tokens(randn):
     logits, rows = randn(3, 1100), [row(seed=seed) for seed in range(3)]
     drawn = []
