@@ -49,7 +49,7 @@ class StopChecker:
         if self.matched is not None:
             return ""
         self._held += piece
-        if self._first_characters.isdisjoint(self._held):
+        if self._stops and self._first_characters.isdisjoint(self._held):
             return self._release(len(self._held))  # no stop string begins here
         complete = self._earliest_complete()
         partial = self._earliest_partial()
