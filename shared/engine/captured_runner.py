@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from rich.console import Console
@@ -58,7 +58,9 @@ class CapturedRunner(OverlappedRunner):
     @torch.inference_mode()
     def _capture(self, capture: Capture) -> None:
         started, paddings = time.perf_counter(), self.buckets.paddings
-        for batch in track(paddings, "Capturing CUDA graphs", console=Console(stderr=True), transient=True):
+        console = Console(stderr=True)
+        about: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        for batch in track(paddings, "Capturing CUDA graphs", **about):
             inputs, bucket = self.view.load(batch), self.buckets.bucket
             assert bucket is not None
             self.graphs[bucket] = capture(functools.partial(self._run, inputs, bucket))
