@@ -59,7 +59,7 @@ def measure_kernels(
 ) -> Report:
     """Measure kernel by kernel, by default all. Raises ConfigError before anything is measured.
 
-    ``rows`` are tokens or sequences a call, 1 to 16; ``compiles``: whether ``torch.compile`` is measured too. On a CPU
+    ``rows`` are tokens or sequences a call, 1 to 64; ``compiles``: whether ``torch.compile`` is measured too. On a CPU
     the tiny shape of the model's family stands in.
     """
     check_options(seed, model=([model], MODELS), kernel=(kernels or (), KERNELS))

@@ -44,7 +44,7 @@ def kernels(
     ] = None,
     rows: Annotated[
         list[int] | None,
-        typer.Option("--rows", help="Rows of a call, 1 to 16; repeat it. Default: 1, 4, 8 and 16."),
+        typer.Option("--rows", help="Rows of a call, 1 to 64; repeat it. Default: 1, 4, 8 and 16."),
     ] = None,
     compile: Annotated[
         bool | None,
