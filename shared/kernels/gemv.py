@@ -235,7 +235,8 @@ def linear(
         ``[T, N]`` in the dtype of x.
     """
     T, N = x.shape[0], weight.shape[0]
-    if launches(x) and T <= (MAX_FP32_ROWS if x.dtype == torch.float32 else MAX_ROWS):
+    max_rows = MAX_FP32_ROWS if x.dtype == torch.float32 else MAX_ROWS
+    if launches(x) and max_rows >= T:
         return _launch(x, weight, bias, norm, residual, activation, cut)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, norm.offset)
