@@ -91,7 +91,9 @@ class BucketView(PrefixView):
 
 
 def padded(array: NDArray[Any], length: int, value: int = 0) -> NDArray[Any]:
-    """The array with ``value`` behind its end, up to ``length``."""
+    """The array with ``value`` behind its end, up to ``length``; itself if it is that long."""
+    if len(array) == length:
+        return array
     result = np.full(length, value, array.dtype)
     result[: len(array)] = array
     return result

@@ -7,6 +7,7 @@ fit in ``PIPELINE_BYTES``; if the table's entry exceeds that, the pipeline is sh
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -75,6 +76,7 @@ def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize
     return fitted(tiling, head_dim, itemsize)
 
 
+@cache  # asked for in every step
 def fitted(tiling: DecodeTiling, head_dim: int, itemsize: int) -> DecodeTiling:
     """The tiling with its pipeline, and then its tile, reduced to fit in ``PIPELINE_BYTES``."""
     tile, stages = tiling.tile, tiling.num_stages
