@@ -11,7 +11,7 @@ from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import figures
 from benchmarks.serving.transformers_engine import TransformersEngine
 from benchmarks.serving.vllm_peer import VllmEngine, is_installed
-from benchmarks.setup import free_memory
+from benchmarks.setup import free_memory, freeze_memory
 from benchmarks.workloads.serving import Trace
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import rounds, serve_rounds
@@ -110,6 +110,7 @@ class Server:
         capacity = self.pool.capacity_tokens if self.pool is not None else self.max_batch_size * engine.max_seq_len
         sizes = self.max_batch_size, engine.max_seq_len
         serve_rounds(self.engine, rounds(*sizes, is_gpu=config.device.startswith("cuda"), capacity_tokens=capacity))
+        freeze_memory()
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
         """Serve a trace, with nothing of an earlier one cached: what the run says, the tokens that were computed,

@@ -29,7 +29,7 @@ from shared.sampling.sampler import SamplingBatch, adjust_logits
 
 FEW_ROWS = 16  # up to so many, small blocks give every multiprocessor work; above, large ones start fewer programs
 FEW_BLOCK, FEW_WARPS = 1024, 4  # logits per program
-MANY_BLOCK, MANY_WARPS = 4096, 8
+MANY_BLOCK, MANY_WARPS = 2048, 4
 ROW_WARPS = 16  # of the programs that have a row to themselves
 LIST_TILE = 8192  # collected logits that the searching program holds in registers
 ARRIVALS = 2  # counters of a row: the programs of the peak and of the draw that have arrived
