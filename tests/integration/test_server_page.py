@@ -7,8 +7,6 @@ read off the page.
 import json
 import os
 import re
-import shlex
-import shutil
 import subprocess
 import threading
 import time
@@ -25,11 +23,6 @@ import pytest
 from tests.integration.infer_process import INFER
 
 ROOT = Path(__file__).parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync --host-resolver-rules='MAP * ~NOTFOUND, EXCLUDE 127.0.0.1'"
-)
 DESKTOP, TABLET, PHONE = ({"width": width, "height": 900} for width in (1280, 768, 360))
 KEY = "a-key"
 BLOCKS = 12
@@ -86,18 +79,6 @@ STOPS_AFTER_TEN = """() => {
     document.querySelector("#stop").click();
   }).observe(summary, { childList: true, characterData: true, subtree: true });
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if executable is None:
-        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="the browser is driven by the package playwright")
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=executable, args=shlex.split(FLAGS))
-        yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")

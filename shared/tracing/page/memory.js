@@ -34,7 +34,7 @@ class MemoryHistory {
       if (!mine.length && kind !== "preempted") continue;
       found.push({
         request_id: request.request_id,
-        state: { stall: "decode", queue: "prefill" }[kind] ?? kind,
+        state: { stall: "decode", pending: "decode", queue: "prefill" }[kind] ?? kind,
         num_prompt_tokens: request.num_prompt_tokens,
         num_tokens: request.num_prompt_tokens + request.tokens.filter(([at]) => at <= step).length,
         num_written: mine.length ? written[step - request.arrival_step] : 0,
