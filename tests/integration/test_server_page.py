@@ -465,7 +465,7 @@ def test_a_large_memory_is_drawn_in_squares_of_several_blocks(crowded: Any) -> N
     drawn = crowded.evaluate("""() => {
         const parent = document.body.appendChild(document.createElement('div'));
         const picture = new PoolPicture(parent);
-        const cast = new PoolPicture.Cast();
+        const cast = new PoolCast();
         const holding = (id, blocks, written) => ({
             request_id: id, state: 'decode', num_prompt_tokens: 1, num_tokens: written, num_written: written, blocks });
         const memory = { unit: 'block', block_tokens: 16, num_blocks: 3000, num_waiting: 0, num_preemptions: 0,
