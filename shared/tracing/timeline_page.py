@@ -22,7 +22,8 @@ from shared.tracing.lanes import LANES, activity_lanes
 from shared.tracing.trace import CellKind, Span, Trace, TracedRequest
 
 FOLDER = Path(__file__).parent / "page"
-SCRIPTS = ("timeline.js", "activity.js", "tokens.js", "pool.js", "memory.js", "controls.js")
+POOL = ("pool_cast.js", "pool_blocks.js", "pool_words.js", "pool.js")
+SCRIPTS = ("timeline.js", "activity.js", "tokens.js", *POOL, "memory.js", "controls.js")
 COUNTED = [kind for kind in CellKind if kind not in (CellKind.PENDING, CellKind.FAILED)]
 """Kinds of cells that the table of requests counts, in the order of its columns."""
 REGION = re.compile(r"\{\{(\w+)\}\}")

@@ -287,6 +287,27 @@ def test_a_lost_connection_is_told_in_a_sentence_and_does_not_last(page: Any) ->
     assert not page.is_visible("#trouble")
 
 
+@pytest.mark.parametrize("size", [DESKTOP, TABLET, PHONE], ids=lambda size: str(size["width"]))
+def test_no_trouble_moves_the_button_that_is_pressed(page: Any, size: dict[str, int]) -> None:
+    page.set_viewport_size(size)
+    page.evaluate(TWO_FRAMES)
+    expect(page, "#health", "^ready$")
+    place, room = page.locator("#run").bounding_box(), page.locator("header").bounding_box()
+    long = json.dumps({"ready": False, "status": "the engine has stopped", "message": "The engine has stopped. " * 20})
+    page.route("**/health", lambda route: route.fulfill(body=long))
+    expect(page, "#trouble", "engine has stopped")
+    assert page.locator("header").bounding_box() == room
+    assert page.locator("#run").bounding_box() == place
+    page.unroute_all()
+    page.route("**/health", lambda route: route.abort())
+    expect(page, "#trouble", "^The server cannot be reached")
+    assert page.locator("#trouble").evaluate("line => line.scrollHeight <= line.clientHeight"), "it is read at once"
+    assert page.locator("#run").bounding_box() == place
+    page.unroute_all()
+    expect(page, "#health", "^ready$")
+    assert page.locator("#run").bounding_box() == place
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -444,7 +465,7 @@ def test_a_large_memory_is_drawn_in_squares_of_several_blocks(crowded: Any) -> N
     drawn = crowded.evaluate("""() => {
         const parent = document.body.appendChild(document.createElement('div'));
         const picture = new PoolPicture(parent);
-        const cast = new PoolPicture.Cast();
+        const cast = new PoolCast();
         const holding = (id, blocks, written) => ({
             request_id: id, state: 'decode', num_prompt_tokens: 1, num_tokens: written, num_written: written, blocks });
         const memory = { unit: 'block', block_tokens: 16, num_blocks: 3000, num_waiting: 0, num_preemptions: 0,

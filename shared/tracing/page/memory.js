@@ -19,7 +19,7 @@ class MemoryHistory {
       height: () => Math.min(300, innerHeight / 3),
       label: `${this.trace.title}: KV cache`,
     });
-    this.cast = new PoolPicture.Cast((id) => id);
+    this.cast = new PoolCast((id) => id);
     this.colours = this.trace.steps.map((_, step) => new Map(this.cast.meet(this.held(step).map(({ request_id: id }) => id))));
     if (this.trace.steps.length) this.show(this.trace.focus.step);
   }

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from shared.tracing.chrome import chrome_text
 from shared.tracing.recorder import Recorder
@@ -99,7 +98,6 @@ def test_both_files_have_a_lane_of_the_host_and_one_of_the_gpu(overlapped: Trace
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the lane of the GPU needs one")
 def test_the_gpu_runs_a_step_between_its_launch_and_the_wait_for_it(folder: Path) -> None:
     engine = make_engine(folder, "09", device="cuda", max_batch_size=2)
     run(Recorder(engine), arrivals(3, 3))  # compiles
