@@ -88,6 +88,11 @@ class ContiguousKVCachePool:
         self.used_tokens -= self.lengths[region] - num_tokens
         self.lengths[region] = num_tokens
 
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``; the region stays whole."""
+        region = self._region(request)
+        self.granted[region] = max(self.lengths[region], min(num_tokens, self.granted[region]))
+
     def release(self, request: Request) -> None:
         """See ``CachePoolProtocol``."""
         region = self.regions.pop(request, None)

@@ -121,6 +121,15 @@ class PagedKVCachePool:
             )
         self.lengths[row] = num_tokens
 
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``; frees the blocks that are no longer needed."""
+        row = self._row(request)
+        self.granted[row] = max(self.lengths[row], min(num_tokens, self.granted[row]))
+        needed = self.blocks_for(self.granted[row])
+        if needed < self.num_held[row]:
+            self.allocator.free(self.tables[row, needed : self.num_held[row]])
+            self.num_held[row] = needed
+
     def release(self, request: Request) -> None:
         """See ``CachePoolProtocol``."""
         row = self.rows.get(request)

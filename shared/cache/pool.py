@@ -51,6 +51,12 @@ class CachePoolProtocol(Protocol):
         """Drop all but a request's first tokens, and keep the reservation; raises CapacityError if there are fewer."""
         ...
 
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Give back what is reserved beyond a request's first ``num_tokens`` tokens, and was not written; drafts that
+        were not accepted had reserved it (phase 11).
+        """
+        ...
+
     def release(self, request: Request) -> None:
         """Free all space that a request holds; a request that holds none is ignored."""
         ...

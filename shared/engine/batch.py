@@ -85,6 +85,12 @@ class Batch:
         pending = end_rows[ends > known] - 1
         ids[pending] = 0
         # end exercise
+        if schedule.has_drafts:
+            num_drafts = schedule.num_drafts
+            ids[ranges(end_rows - num_drafts, num_drafts)] = [
+                token_id for request, *_, count, _, _ in schedule for token_id in request.draft_ids[:count]
+            ]
+            pending = end_rows[ends > known + num_drafts] - 1
         num_logit_rows = schedule.num_logit_rows
         return cls(
             tuple([request.request_id for request in requests]),

@@ -45,8 +45,16 @@ class CapturedRunner(OverlappedRunner):
         capture: records a step; None: as a CUDA graph.
     """
 
-    def __init__(self, model: CausalLM, view: BatchView, max_sequences: int, capture: Capture | None = None) -> None:
-        super().__init__(model, view, max_sequences)
+    def __init__(
+        self,
+        model: CausalLM,
+        view: BatchView,
+        max_sequences: int,
+        capture: Capture | None = None,
+        *,
+        most_logit_rows: int = 1,
+    ) -> None:
+        super().__init__(model, view, max_sequences, most_logit_rows=most_logit_rows)
         self.buckets = cast(BucketedView, view)
         self.graphs: dict[Bucket, CapturedStep] = {}
         try:

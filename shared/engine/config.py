@@ -34,8 +34,11 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
         ("kv_cache_backend", "paged"),
         ("attention_backend", "planned"),
     ),
-    "draft_model": (("use_speculative_decoding", True),),
+    "use_speculative_decoding": (("batching_mode", "continuous"),),
+    "drafter": (("use_speculative_decoding", True),),
+    "draft_model": (("use_speculative_decoding", True), ("drafter", "model")),
     "spec_length": (("use_speculative_decoding", True),),
+    "adapt_spec_length": (("use_speculative_decoding", True),),
 }
 """Fields that depend on others: if changed, they require the named fields to have the given values. An optimization
 left to the phase (None) is off without its requirements; one set to True is refused."""
@@ -151,11 +154,20 @@ class EngineConfig:
     quantization: str | None = setting(
         None, "10", "Quantized weights: fp8 or int8; default: as in the checkpoint.", choices=("fp8", "int8")
     )
-    use_speculative_decoding: bool = setting(False, "11", "A draft model proposes tokens, and the model verifies them.")
+    use_speculative_decoding: bool = setting(False, "11", "A drafter proposes tokens, and the model verifies them.")
+    drafter: str | None = setting(
+        None,
+        "11",
+        "ngram (tokens that followed the same words before); default: model, the draft model.",
+        choices=("model", "ngram"),
+    )
     draft_model: str | None = setting(
         None, "11", "The draft model: a folder, a known name, or a hub name; default: none."
     )
-    spec_length: int = setting(4, "11", "Draft tokens per step.", at_least=1)
+    spec_length: int = setting(5, "11", "Maximum draft tokens of a request in a step.", at_least=1)
+    adapt_spec_length: bool | None = setting(
+        None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -198,10 +210,10 @@ class EngineConfig:
                 "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; planned attention works on "
                 "blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
             )
-        if self.use_speculative_decoding and self.draft_model is None:
+        if self.use_speculative_decoding and self.drafter != "ngram" and self.draft_model is None:
             raise ConfigError(
-                "use_speculative_decoding is True and draft_model is None; set draft_model to the model that proposes "
-                "tokens."
+                f"use_speculative_decoding is True, drafter is {self.drafter!r} and draft_model is None; set "
+                "draft_model to the model that proposes tokens, or choose drafter 'ngram', which needs none."
             )
 
     def check(self, supported: Collection[str]) -> None:
@@ -241,6 +253,11 @@ class EngineConfig:
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
         """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""
         return max(self.max_num_batched_tokens, max_seq_len) + self.max_batch_size  # prompts, and decoding requests
+
+    @property
+    def most_logit_rows(self) -> int:
+        """The maximum number of tokens sampled for a request in a step."""
+        return 1 + self.spec_length if self.use_speculative_decoding else 1
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":

@@ -5,6 +5,9 @@ preempted. Nothing tells the tables so. Instead a row remembers the request and 
 these are not those of the request that samples next, its tokens are entered anew. So a new request, a preempted one, a
 draw that raised, and a step that was interrupted after its draw and is repeated, need no case of their own.
 
+A request with drafts has a row for each number of them: a copy of the row before, with one draft more. Those rows are
+never remembered, since their drafts may be wrong; of accepted drafts the first row learns in the next step.
+
 Invariant: a row that is remembered counts exactly the prompt and the first outputs of its request; while a draw changes
 a row, the row is forgotten.
 """
@@ -36,19 +39,34 @@ class PenaltyTables:
 
     def enter(self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int) -> None:
         """Make the counts of the rows with a penalty complete; ``places`` are the table rows of all rows."""
+        before: tuple[int, int, int] | None = None  # of the row before: its request, its number of drafts, its place
         for row, place in zip(rows, places, strict=True):
             if not row.params.has_penalties:
                 continue
             if self.counts is None:
                 self.counts = TokenCounts(self.num_rows, vocab_size, self.device)
                 logger.info("allocated %d bytes to count tokens for penalties", self.counts.num_bytes)
-            if self.entered.pop(place, None) != (row.serial, row.index):
+            serial, num_counted = self.entered.pop(place, (None, 0))
+            if before is not None and before[:2] == (row.serial, row.num_drafts - 1):
+                self.counts.copy(before[2], place)
+                self._count(place, row.output_ids[-1:])
+            elif serial == row.serial and num_counted <= row.index and not row.num_drafts:
+                if num_counted < row.index:
+                    self._count(place, row.output_ids[num_counted:])
+            else:
                 # Forget the request's older rows: they may count as many outputs, some of them from a dropped step.
                 self.entered = {other: state for other, state in self.entered.items() if state[0] != row.serial}
                 prompt_ids, output_ids = (
                     self.upload(torch.tensor(ids, dtype=torch.int64)) for ids in (row.prompt_ids, row.output_ids)
                 )
                 self.counts.enter(place, prompt_ids, output_ids)
+            before = row.serial, row.num_drafts, place
+
+    def _count(self, place: int, output_ids: Sequence[int]) -> None:
+        """Count further outputs in a row."""
+        assert self.counts is not None
+        rows, ids = self.upload(torch.tensor([[place] * len(output_ids), output_ids])).unbind()
+        self.counts.add(rows, ids)
 
     def add(self, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch, ids: torch.Tensor) -> None:
         """Count the tokens ``ids`` drawn for ``rows`` with ``batch``; the rows were entered."""
@@ -57,5 +75,5 @@ class PenaltyTables:
         assert batch.count_rows is not None
         batch.counts.add(batch.count_rows, ids[batch.penalised_rows])
         for row, place in zip(rows, places, strict=True):
-            if row.params.has_penalties:
+            if row.params.has_penalties and not row.num_drafts:
                 self.entered[place] = row.serial, row.index + 1

@@ -60,6 +60,9 @@ class Request:
     num_scheduled_tokens: int = 0  # computed tokens and those that steps in flight compute; set by the scheduler
     num_cached_tokens: int = 0  # found in the KV cache when it was first admitted; set by the scheduler
     num_pending_tokens: int = 0  # output tokens that steps in flight will sample; set by the scheduler
+    draft_ids: list[int] = field(default_factory=list)  # the drafts of the step in flight; set by the drafter
+    num_accepted_drafts: int = 0  # of all steps; set by the scheduler, as is the next
+    num_rejected_drafts: int = 0
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
     last_step: int = 0  # the step that computed its last token; set by the scheduler
     error: str | None = None  # why it failed, as a message for the client
@@ -120,8 +123,14 @@ class Request:
         """Keep the log-probabilities of the prompt tokens after ``start``, computed with the token at ``start``."""
         self.prompt_logprobs = [*(self.prompt_logprobs[: start + 1] or [None]), *logprobs]
 
-    def sampling_row(self) -> SamplingRow:
-        """The sampler's inputs for the next token. Its ids are the request's own lists, which ``append`` changes."""
-        index = len(self.output_ids)
+    def sampling_row(self, num_drafts: int = 0) -> SamplingRow:
+        """The sampler's inputs for the token that follows the first ``num_drafts`` drafts, as if they were outputs.
+
+        Without drafts its ids are the request's own lists, which ``append`` changes.
+        """
+        index, output_ids = len(self.output_ids) + num_drafts, self.output_ids
         masked_ids = self.end_ids if index < self.params.min_tokens else ()
-        return SamplingRow(self.params, self.seed, index, self.prompt_ids, self.output_ids, masked_ids, self.serial)
+        if num_drafts and self.params.has_penalties:
+            output_ids = output_ids + self.draft_ids[:num_drafts]
+        about = (self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts)
+        return SamplingRow(self.params, self.seed, index, *about)

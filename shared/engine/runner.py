@@ -39,12 +39,17 @@ class Launched:
 
 
 class Runner:
-    """Runs ``model`` on the KV cache behind ``view``, for up to ``max_sequences`` sequences at a time."""
+    """Runs ``model`` on the KV cache behind ``view``, for up to ``max_sequences`` sequences at a time.
 
-    def __init__(self, model: CausalLM, view: BatchView, max_sequences: int) -> None:
+    Args:
+        most_logit_rows: maximum logit rows of a sequence; more than one with drafts (phase 11).
+    """
+
+    def __init__(self, model: CausalLM, view: BatchView, max_sequences: int, *, most_logit_rows: int = 1) -> None:
         self.model = model
         self.view = view
-        self.sampler = Sampler(model.device, max_sequences)
+        self.most_logit_rows = most_logit_rows
+        self.sampler = Sampler(model.device, max_sequences * most_logit_rows)
         self.num_tokens_computed = 0
         self.num_forwards = 0
         self.num_replays = 0  # forwards that were replayed as a CUDA graph (phase 9)
@@ -85,19 +90,24 @@ class Runner:
             is_left = ~np.isin(sequences, list(errors))
             rows, sequences = list(compress(rows, is_left)), sequences[is_left]
 
-        def run(part: range) -> Draws:
-            chosen = slice(part.start, part.stop)
-            return self._draw(launched, chosen, rows[chosen], launched.batch.layout.rows[sequences[chosen]])
+        first_rows = np.flatnonzero(np.diff(sequences, prepend=-1))  # of each sequence, which succeeds or fails
+        ends = np.append(first_rows, len(sequences))
+        numbers = np.arange(len(sequences)) - first_rows.repeat(np.diff(ends))  # of the rows within their sequences
+        places = launched.batch.layout.rows[sequences] * self.most_logit_rows + numbers
 
-        for part, result in run_isolated(run, range(len(rows))):
+        def run(part: range) -> Draws:
+            chosen = slice(ends[part.start], ends[part.stop])
+            return self._draw(launched, chosen, rows[chosen], places[chosen])
+
+        for part, result in run_isolated(run, range(len(first_rows))):
             if isinstance(result, Exception):
-                errors[int(sequences[part.start])] = result
+                errors[int(sequences[ends[part.start]])] = result
             else:
                 draws.append(result)
         return SamplerOutput(draws, errors, launched.prompts)
 
     def _draw(self, launched: Launched, chosen: slice, rows: Sequence[SamplingRow], places: Integers) -> Draws:
-        """Sample for the ``chosen`` logit rows; ``places`` are the rows of their sequences in the pool."""
+        """Sample for the ``chosen`` logit rows; ``places`` are their rows in the sampler's tables."""
         return self.sampler.sample(launched.logits[chosen], rows, places.tolist())
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[PromptDraws]]:

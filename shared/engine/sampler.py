@@ -151,7 +151,7 @@ class Sampler:
         """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait.
 
         Args:
-            places: the row of each request in the KV cache pool, below ``max_rows``.
+            places: a row of the tables below ``max_rows`` for each, which stays a request's while it runs.
         """
         batch, asking = self._parameters(rows, places, logits.shape[-1])
         ids = sample(logits, batch, counters=self.counters)

@@ -41,6 +41,7 @@ class SamplingRow(NamedTuple):
     output_ids: Sequence[int] = ()
     masked_ids: Sequence[int] = ()  # must not be drawn: what ends the output before min_tokens
     serial: int = 0  # of the request
+    num_drafts: int = 0  # the last of output_ids, which may turn out wrong (phase 11); the row before has one fewer
 
 
 @dataclass(frozen=True)

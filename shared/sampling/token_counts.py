@@ -40,6 +40,11 @@ class TokenCounts:
         self.in_output[row].zero_()
         self.add(torch.full_like(output_ids, row), output_ids)
 
+    def copy(self, source: int, row: int) -> None:
+        """Make the counts of a row those of another."""
+        self.in_prompt[row] = self.in_prompt[source]
+        self.in_output[row] = self.in_output[source]
+
     def add(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
         """Count output token ``ids[n]`` in row ``rows[n]``, both int64 ``[n]``; a pair counts as often as it occurs."""
         flat = self.in_output.view(-1)

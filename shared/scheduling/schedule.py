@@ -86,13 +86,23 @@ class Schedule:
         """``num_logit_rows`` of each entry, ``[B]``."""
         return np.array(self.columns["num_logit_rows"], np.int64)
 
+    @cached_property
+    def num_drafts(self) -> Integers:
+        """``num_drafts`` of each entry, ``[B]``."""
+        return np.array(self.columns["num_drafts"], np.int64)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether an entry has drafts."""
+        return any(self.columns["num_drafts"])
+
     def sampling_rows(self) -> list[SamplingRow]:
         """The sampling parameters of each logit row. Reads token ids, so all earlier steps must be committed."""
         if (self.num_logit_rows == 1).all():
             return [request.sampling_row() for request in self.requests]
         rows: list[SamplingRow] = []
         for request, _, _, _, num_logit_rows, _ in self.entries:
-            rows += [request.sampling_row()] * num_logit_rows
+            rows += [request.sampling_row(number) for number in range(num_logit_rows)]
         return rows
 
     def __iter__(self) -> Iterator[Scheduled]:

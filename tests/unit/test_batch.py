@@ -97,13 +97,19 @@ def test_a_token_in_flight_is_pending_in_its_place() -> None:
 
 
 def test_several_logit_rows_of_a_sequence_are_those_of_its_last_tokens() -> None:
-    pool, a, b = POOLS["contiguous"](), make_request("a"), make_request("b")
-    for request in (a, b):
-        pool.reserve(request, 9)
-    entries = (Scheduled(a, 0, 4, num_drafts=2, num_logit_rows=3), Scheduled(b, 0, 2, num_logit_rows=0))
+    pool, a, b = POOLS["contiguous"](), make_request("a", [7, 8, 9]), make_request("b", [5, 6, 5])
+    a.draft_ids, size = [77, 78], a.num_tokens
+    pool.reserve(a, size + 2)
+    pool.reserve(b, 9)
+    entries = (Scheduled(a, size - 1, 3, num_drafts=2, num_logit_rows=3), Scheduled(b, 0, 2, num_logit_rows=0))
+    commit(pool, step_of({a: size - 1}))
+    a.num_computed_tokens = size - 1
     batch = Batch.of(Schedule(1, entries), pool)
-    assert batch.logit_rows.tolist() == [1, 2, 3]
+    assert batch.logit_rows.tolist() == [0, 1, 2]
     assert batch.logit_sequences.tolist() == [0, 0, 0]
+    assert batch.token_ids.tolist() == [a.last_token_id, 77, 78, *b.prompt_ids[:2]]
+    assert batch.positions.tolist() == [size - 1, size, size + 1, 0, 1]
+    assert batch.pending.tolist() == []
 
 
 Sequence = st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(1, 9))  # committed, in flight, new tokens

@@ -240,3 +240,35 @@ def test_an_older_row_of_a_request_that_moved_is_not_believed() -> None:
     draw(0, [2, 4], 5)
     assert tables.counts is not None
     assert counts_of(tables.counts, 0) == ({1}, Counter([2, 4, 5]))
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2])
+def test_rows_with_drafts_count_them_and_are_not_believed(num_accepted: int) -> None:
+    """Of the accepted drafts the first row learns without another look at the whole text."""
+    uploads: list[list[int]] = []
+
+    def upload(ids: torch.Tensor) -> torch.Tensor:
+        uploads.append(ids.tolist())
+        return ids
+
+    def draw(outputs: list[int], drafts: list[int], token_ids: list[int]) -> list[tuple[set[int], Counter[int]]]:
+        params = SamplingParams(frequency_penalty=1.0)
+        rows = [
+            SamplingRow(params, 0, len(outputs) + n, [1], outputs + drafts[:n], serial=4, num_drafts=n)
+            for n in range(len(drafts) + 1)
+        ]
+        places = [3 + n for n in range(len(rows))]
+        tables.enter(rows, places, VOCABULARY)
+        assert tables.counts is not None
+        seen = [counts_of(tables.counts, place) for place in places]
+        batch = SamplingBatch.of(rows, counts=tables.counts, count_rows=places)
+        tables.add(rows, places, batch, torch.tensor(token_ids))
+        return seen
+
+    tables = PenaltyTables(6, torch.device("cpu"), upload)
+    drawn = [3] * num_accepted + [6] * (3 - num_accepted)
+    assert draw([2], [3, 3], drawn) == [({1}, Counter([2, *[3] * n])) for n in range(3)]
+    outputs = [2, *drawn[: num_accepted + 1]]
+    uploads.clear()
+    assert draw(outputs, [6, 2], [0, 0, 0]) == [({1}, Counter([*outputs, *[6, 2][:n]])) for n in range(3)]
+    assert [1] not in uploads, "the prompt is entered once"

@@ -1,0 +1,123 @@
+"""Scheduling with drafts: tokens that are computed before it is known whether they are right. Introduced in phase 11.
+
+A decoding request computes its newest token and, behind it, drafts; each of these tokens has a logit row. The token
+sampled from row j is the output that follows the first j drafts, so the rows are valid up to the first whose token is
+not the next draft: that token replaces the draft. A step thus gives a request one token more than it accepts drafts.
+
+Drafts are granted last, from the token budget and the KV cache that the step leaves: they preempt no request, delay no
+prompt, and never pass a request's maximum length.
+
+Invariants: a step with drafts is committed before the next one is scheduled; after the commit, counts, block tables and
+prefix tree are those of a run that never had the rejected drafts.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from shared.cache.pool import CachePoolProtocol
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request, RequestStatus
+from shared.engine.sampler import SampledTokens
+from shared.scheduling.overlapped import OverlappedScheduler
+from shared.scheduling.schedule import Schedule, Scheduled
+
+
+class SpeculativeScheduler(OverlappedScheduler):
+    """As :class:`OverlappedScheduler`, with drafts behind the tokens of decoding requests."""
+
+    def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
+        super().__init__(config, pool, max_seq_len)
+        self.num_drafts = config.spec_length if config.use_speculative_decoding else 0
+
+    def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
+        """As :class:`shared.scheduling.chunked.ChunkedScheduler` does, and drafts within the rest of the budget."""
+        schedule = super()._plan(decoding, prompts, preempted)
+        if not self.num_drafts:
+            return schedule
+        budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
+        entries = []
+        for entry in schedule.decoding:
+            entry = self._grant_drafts(entry, min(self.num_drafts, budget))
+            budget -= entry.num_drafts
+            entries.append(entry)
+        return _ordered(schedule, entries)
+
+    def _grant_drafts(self, entry: Scheduled, most: int) -> Scheduled:
+        """The entry of a decoding request with up to ``most`` drafts, for which KV cache is reserved."""
+        request, end = entry.request, entry.start + entry.num_tokens
+        count = min(most, self._longest(request) - end - 1)  # a token is sampled behind the last draft
+        while count > 0 and not self.pool.reserve(request, end + count):
+            count -= 1
+        return _resized(entry, max(count, 0))
+
+    def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
+        """See :class:`shared.scheduling.scheduler.Scheduler`; of the drafts only the accepted ones are counted."""
+        if not schedule.has_drafts:
+            super().commit(schedule, sampled)
+            return
+        entries, kept, tokens = [], [], list(sampled)
+        for number, entry in enumerate(schedule):
+            drawn = tokens[: entry.num_logit_rows] if number not in sampled.errors else []
+            del tokens[: len(drawn)]
+            request = entry.request
+            is_awaited = request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start
+            if entry.num_drafts and drawn and is_awaited:
+                num_accepted = num_equal([token_id for token_id, _ in drawn], request.draft_ids, request.end_ids)
+                request.num_accepted_drafts += num_accepted
+                request.num_rejected_drafts += entry.num_drafts - num_accepted
+                entry = _resized(entry, num_accepted)
+                for token_id, logprobs in drawn[:num_accepted]:  # the KV cache has them already
+                    request.append(token_id, logprobs)
+                request.num_pending_tokens -= num_accepted
+                entry, drawn = entry._replace(num_logit_rows=1), drawn[num_accepted : num_accepted + 1]
+            entries.append(entry)
+            kept += drawn
+        ids, all_logprobs = [token_id for token_id, _ in kept], [logprobs for _, logprobs in kept]
+        sampled = replace(sampled, token_ids=ids, logprobs=all_logprobs)
+        super().commit(replace(schedule, entries=tuple(entries)), sampled)
+        for request, *_, num_drafts, _, _ in schedule:
+            if num_drafts and request.status is RequestStatus.RUNNING:
+                self.pool.shrink(request, request.num_computed_tokens)
+
+
+def settle(schedule: Schedule, pool: CachePoolProtocol) -> Schedule:
+    """The schedule with the drafts that were proposed; gives back what was granted for more."""
+    entries = []
+    for entry in schedule.decoding:
+        if len(entry.request.draft_ids) < entry.num_drafts:
+            entry = _resized(entry, len(entry.request.draft_ids))
+            pool.shrink(entry.request, entry.start + entry.num_tokens)
+        entries.append(entry)
+    return _ordered(schedule, entries)
+
+
+def num_equal(drawn: Sequence[int], drafts: Sequence[int], end_ids: Collection[int] = ()) -> int:
+    """The number of drafts, from the first, that equal the tokens drawn in their place.
+
+    A draft in ``end_ids``, which may end the output, is not counted, nor are those behind it: the token is drawn, and
+    has no successor.
+    """
+    count = 0
+    while count < len(drafts) and drawn[count] == drafts[count] and drawn[count] not in end_ids:
+        count += 1
+    return count
+
+
+def _resized(entry: Scheduled, num_drafts: int) -> Scheduled:
+    """The entry with another number of drafts; the request's counts follow."""
+    change = num_drafts - entry.num_drafts
+    if change == 0:
+        return entry
+    entry.request.num_scheduled_tokens += change
+    entry.request.num_pending_tokens += change
+    return entry._replace(
+        num_tokens=entry.num_tokens + change,
+        num_drafts=num_drafts,
+        num_logit_rows=entry.num_logit_rows + change,
+    )
+
+
+def _ordered(schedule: Schedule, decoding: Iterable[Scheduled]) -> Schedule:
+    """The schedule with these decoding entries, those of one token first: their attention has its own kernel."""
+    entries = sorted(decoding, key=lambda entry: entry.num_drafts > 0)
+    return replace(schedule, entries=(*entries, *schedule.prompts))

@@ -1,0 +1,89 @@
+"""Drafts without a model: what followed the same tokens before. Introduced in phase 11.
+
+An answer often repeats parts of its prompt, or of itself: names, quotations, code. So the last tokens are looked up in
+the text before them, and the tokens that followed there are proposed (prompt lookup decoding: Saxena 2023; LLMA: Yang
+et al., arXiv 2304.04487). The place is the one with the longest common suffix, the latest of equals.
+
+The search is that of LZ77 in zlib: a table has the last place of each pair of tokens, and a link leads from each place
+to the one before with the same pair. A new token costs one entry, and a search visits at most ``MOST_VISITED`` places,
+so neither grows with the text.
+
+Invariant: the index has every pair of known tokens but the newest, which is looked up.
+"""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from shared.engine.request import Request, RequestStatus
+from shared.scheduling.schedule import Schedule
+
+MOST_VISITED = 32
+"""Places that a search compares, from the latest."""
+LONGEST = 32
+"""Tokens of a suffix that are compared; no longer one is looked for."""
+
+
+class NGramIndex:
+    """The tokens of one request, and where each pair of them occurs."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.last: dict[tuple[int, int], int] = {}  # the end of the latest indexed occurrence of a pair
+        self.before = [0, 0]  # by the end of an occurrence: the end of the one before it, or 0; no pair ends at 0 or 1
+
+    def extend(self, new_ids: Sequence[int]) -> None:
+        """Append tokens; the pairs that are no longer the newest enter the index."""
+        self.ids += new_ids
+        ids, last = self.ids, self.last
+        for end in range(len(self.before), len(ids)):
+            pair = ids[end - 2], ids[end - 1]
+            self.before.append(last.get(pair, 0))
+            last[pair] = end
+
+    def following(self, count: int) -> list[int]:
+        """Up to ``count`` tokens that followed the longest suffix found again; empty if no pair is.
+
+        A suffix that overlaps its own repetition is continued periodically.
+        """
+        ids, size = self.ids, len(self.ids)
+        if size < 3:
+            return []
+        best, best_length = 0, 1
+        end = self.last.get((ids[-2], ids[-1]), 0)
+        for _ in range(MOST_VISITED):
+            if end == 0:
+                break
+            length = 2
+            while length < min(end, LONGEST) and ids[end - 1 - length] == ids[size - 1 - length]:
+                length += 1
+            if length > best_length:
+                best, best_length = end, length
+                if length == LONGEST:
+                    break
+            end = self.before[end]
+        if best == 0:
+            return []
+        period = size - best
+        return [ids[best + n % period] for n in range(count)]
+
+
+class NGramDrafter:
+    """Looks up the newest tokens of each request in its own text; a :class:`Drafter`."""
+
+    def __init__(self) -> None:
+        self.indices: WeakKeyDictionary[Request, NGramIndex] = WeakKeyDictionary()
+
+    def propose(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        for request, *_, num_drafts, _, _ in schedule:
+            if num_drafts:
+                is_running = request.status is RequestStatus.RUNNING
+                request.draft_ids = self._index(request).following(num_drafts) if is_running else []
+
+    def _index(self, request: Request) -> NGramIndex:
+        """The index of all known tokens of a request."""
+        index = self.indices.get(request)
+        if index is None:
+            index = self.indices[request] = NGramIndex()
+        index.extend(request.ids(len(index.ids), request.num_tokens))
+        return index

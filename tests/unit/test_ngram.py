@@ -1,0 +1,102 @@
+"""Lookup of the newest tokens in the text before them."""
+
+from time import perf_counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shared.speculation.ngram as ngram
+from shared.engine.request import Request, RequestStatus
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
+from shared.speculation.ngram import NGramDrafter, NGramIndex
+
+
+def longest_suffix(ids: list[int], longest: int) -> tuple[int, int]:
+    """The length of the longest suffix of at least two ids that occurs before, and the end of its last occurrence."""
+    for length in range(min(longest, len(ids) - 1), 1, -1):
+        for end in range(len(ids) - 1, length - 1, -1):
+            if ids[end - length : end] == ids[-length:]:
+                return length, end
+    return 0, 0
+
+
+@given(
+    pieces=st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=9),
+    longest=st.sampled_from([2, 3, 32]),
+    count=st.integers(1, 8),
+)
+def test_the_longest_suffix_is_continued_from_its_last_occurrence(
+    pieces: list[list[int]], longest: int, count: int
+) -> None:
+    """However the tokens arrived."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram, "LONGEST", longest)
+        patch.setattr(ngram, "MOST_VISITED", 1000)
+        index, ids = NGramIndex(), []
+        for piece in pieces:
+            index.extend(piece)
+            ids += piece
+            length, end = longest_suffix(ids, longest)
+            found = index.following(count)
+            if not length:
+                assert found == []
+                continue
+            continued = list(ids)
+            for n in range(count):
+                continued.append(continued[end + n])  # what is proposed may be read again
+            assert found == continued[len(ids) :]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ""),
+        ("abc", ""),
+        ("abcab", "cabca"),
+        ("abXabYab", "Yab"),  # the later of equals
+        ("cabXabYcab", "Xab"),  # the longer, although earlier
+        ("aaaa", "aaaaa"),
+    ],
+)
+def test_examples(text: str, expected: str) -> None:
+    index = NGramIndex()
+    index.extend([ord(letter) for letter in text])
+    assert "".join(map(chr, index.following(5))).startswith(expected)
+    assert bool(index.following(5)) == bool(expected)
+
+
+def test_a_step_costs_the_same_in_a_long_text() -> None:
+    """A text in which the newest pair occurs everywhere."""
+
+    def seconds(size: int) -> float:
+        index = NGramIndex()
+        index.extend([n % 2 for n in range(size)] + [5, 0, 1])
+        times = []
+        for _ in range(200):
+            started = perf_counter()
+            index.extend([0, 1])
+            index.following(5)
+            times.append(perf_counter() - started)
+        return sorted(times)[100]
+
+    assert seconds(200_000) < 5 * seconds(2_000)
+
+
+def test_only_what_was_granted_is_proposed_and_nothing_for_a_request_that_has_ended() -> None:
+    requests = [Request(str(n), [1, 2, 3, 1, 2], SamplingParams(), 0, status=RequestStatus.RUNNING) for n in range(3)]
+    requests[2].status = RequestStatus.FINISHED
+    for request in requests:
+        request.draft_ids = [9]
+    drafter = NGramDrafter()
+    schedule = Schedule(
+        1, (Scheduled(requests[0], 4, 3, 2, 3), Scheduled(requests[1], 4, 1), Scheduled(requests[2], 4, 3, 2, 3))
+    )
+    drafter.propose(schedule)
+    assert [request.draft_ids for request in requests] == [[3, 1], [9], []]
+    requests[0].append(3)
+    requests[0].append(4)
+    drafter.propose(schedule)
+    assert requests[0].draft_ids == []
+    assert drafter.indices[requests[0]].ids == [1, 2, 3, 1, 2, 3, 4]
