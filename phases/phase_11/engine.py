@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -18,8 +19,9 @@ from shared.engine.output_processor import OutputProcessor
 from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
+from shared.engine.rejection_sampler import RejectionSampler
 from shared.engine.request import Request
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model
@@ -64,9 +66,11 @@ SUPPORTED = {
     "use_speculative_decoding",
     "drafter",
     "spec_length",
+    "acceptance_method",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": bucket_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
+SAMPLERS = {"coupled": Sampler, "rejection": RejectionSampler}
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NGramDrafter}
 
 
@@ -89,8 +93,12 @@ class Engine:
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
+        sampling: dict[str, Any] = {
+            "most_logit_rows": config.most_logit_rows,
+            "make_sampler": SAMPLERS[config.acceptance_method],
+        }
         runner = CapturedRunner if is_capturing else OverlappedRunner
-        self.runner = runner(self.model, self.view, self.pool.max_sequences, most_logit_rows=config.most_logit_rows)
+        self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
         self.drafter = DRAFTERS[config.drafter or "model"]() if config.use_speculative_decoding else None
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None

@@ -334,3 +334,20 @@ def test_speculation_needs_a_drafter_and_continuous_batching() -> None:
         EngineConfig(**NGRAM, draft_model="small")
     with pytest.raises(ConfigError, match=r"drafter is 'ngram' and use_speculative_decoding is False"):
         EngineConfig(drafter="ngram")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repeatable(
+    tiny_checkpoints: dict[str, Path], family: str
+) -> None:
+    folder, about = tiny_checkpoints[family], {"max_seq_len": 128, "acceptance_method": "rejection"}
+    requests: Requests = [*ALIKE, *MIXED]
+    answers = serve(make(folder, Plain, max_seq_len=128), requests)[0]
+    engines = [make(folder, answers=answers, **about) for _ in range(2)]
+    found = [serve(engine, requests)[0] for engine in engines]
+    assert seen(found[0]) == seen(found[1])
+    assert has_guessed(engines[0])
+    is_greedy = [params.get("temperature") == 0 for _, params in requests]
+    same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found[0], answers, strict=True)]
+    assert all(is_same for is_same, is_certain in zip(same, is_greedy, strict=True) if is_certain)
+    assert not all(same), "drawn tokens differ"

@@ -43,6 +43,7 @@ class CapturedRunner(OverlappedRunner):
     Args:
         view: a :class:`BucketedView`.
         capture: records a step; None: as a CUDA graph.
+        sampling: the keyword arguments of :class:`shared.engine.runner.Runner`.
     """
 
     def __init__(
@@ -51,10 +52,9 @@ class CapturedRunner(OverlappedRunner):
         view: BatchView,
         max_sequences: int,
         capture: Capture | None = None,
-        *,
-        most_logit_rows: int = 1,
+        **sampling: Any,
     ) -> None:
-        super().__init__(model, view, max_sequences, most_logit_rows=most_logit_rows)
+        super().__init__(model, view, max_sequences, **sampling)
         self.buckets = cast(BucketedView, view)
         self.graphs: dict[Bucket, CapturedStep] = {}
         try:

@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 BATCHING_MODES = ("static", "continuous")
 KV_CACHE_BACKENDS = ("contiguous", "paged")
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
+ACCEPTANCE_METHODS = ("coupled", "rejection")
 DEFAULT_MAX_SEQ_LEN = 4096
 
 NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -38,6 +39,7 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "drafter": (("use_speculative_decoding", True),),
     "draft_model": (("use_speculative_decoding", True), ("drafter", "model")),
     "spec_length": (("use_speculative_decoding", True),),
+    "acceptance_method": (("use_speculative_decoding", True),),
     "adapt_spec_length": (("use_speculative_decoding", True),),
 }
 """Fields that depend on others: if changed, they require the named fields to have the given values. An optimization
@@ -165,6 +167,13 @@ class EngineConfig:
         None, "11", "The draft model: a folder, a known name, or a hub name; default: none."
     )
     spec_length: int = setting(5, "11", "Maximum draft tokens of a request in a step.", at_least=1)
+    acceptance_method: str = setting(
+        "coupled",
+        "11",
+        "coupled (drafts are kept while they equal the model's own draws: no token changes) or rejection (more drafts "
+        "are kept, and only the distribution of the tokens stays).",
+        choices=ACCEPTANCE_METHODS,
+    )
     adapt_spec_length: bool | None = setting(
         None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
     )

@@ -8,6 +8,7 @@ Invariant: one stream runs everything in the order in which it was launched, so 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,8 +25,9 @@ from shared.sampling.sampler import SamplingRow
 class OverlappedRunner(Runner):
     """A runner for steps of which the one before is in flight."""
 
-    def __init__(self, model: CausalLM, view: BatchView, max_sequences: int, *, most_logit_rows: int = 1) -> None:
-        super().__init__(model, view, max_sequences, most_logit_rows=most_logit_rows)
+    def __init__(self, model: CausalLM, view: BatchView, max_sequences: int, **sampling: Any) -> None:
+        """``sampling``: the keyword arguments of :class:`Runner`."""
+        super().__init__(model, view, max_sequences, **sampling)
         self.last_ids = torch.zeros(max_sequences, dtype=torch.int64, device=model.device)  # by the pool's row
 
     def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:

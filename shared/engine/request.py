@@ -123,14 +123,15 @@ class Request:
         """Keep the log-probabilities of the prompt tokens after ``start``, computed with the token at ``start``."""
         self.prompt_logprobs = [*(self.prompt_logprobs[: start + 1] or [None]), *logprobs]
 
-    def sampling_row(self, num_drafts: int = 0) -> SamplingRow:
+    def sampling_row(self, num_drafts: int = 0, draft_id: int | None = None) -> SamplingRow:
         """The sampler's inputs for the token that follows the first ``num_drafts`` drafts, as if they were outputs.
 
-        Without drafts its ids are the request's own lists, which ``append`` changes.
+        ``draft_id`` is the next draft, if there is one. Without drafts the row's ids are the request's own lists, which
+        ``append`` changes.
         """
         index, output_ids = len(self.output_ids) + num_drafts, self.output_ids
         masked_ids = self.end_ids if index < self.params.min_tokens else ()
         if num_drafts and self.params.has_penalties:
             output_ids = output_ids + self.draft_ids[:num_drafts]
         about = (self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts)
-        return SamplingRow(self.params, self.seed, index, *about)
+        return SamplingRow(self.params, self.seed, index, *about, draft_id)

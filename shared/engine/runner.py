@@ -43,13 +43,22 @@ class Runner:
 
     Args:
         most_logit_rows: maximum logit rows of a sequence; more than one with drafts (phase 11).
+        make_sampler: the class of the sampler.
     """
 
-    def __init__(self, model: CausalLM, view: BatchView, max_sequences: int, *, most_logit_rows: int = 1) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        view: BatchView,
+        max_sequences: int,
+        *,
+        most_logit_rows: int = 1,
+        make_sampler: type[Sampler] = Sampler,
+    ) -> None:
         self.model = model
         self.view = view
         self.most_logit_rows = most_logit_rows
-        self.sampler = Sampler(model.device, max_sequences * most_logit_rows)
+        self.sampler = make_sampler(model.device, max_sequences * most_logit_rows)
         self.num_tokens_computed = 0
         self.num_forwards = 0
         self.num_replays = 0  # forwards that were replayed as a CUDA graph (phase 9)

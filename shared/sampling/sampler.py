@@ -42,6 +42,7 @@ class SamplingRow(NamedTuple):
     masked_ids: Sequence[int] = ()  # must not be drawn: what ends the output before min_tokens
     serial: int = 0  # of the request
     num_drafts: int = 0  # the last of output_ids, which may turn out wrong (phase 11); the row before has one fewer
+    draft_id: int | None = None  # the draft for this row's token
 
 
 @dataclass(frozen=True)
@@ -216,9 +217,24 @@ def adjust_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice, stream: Stream) -> torch.Tensor:
-    assert batch.temperature is not None
     assert batch.seeds is not None
     assert batch.indices is not None
+    scores = filter_logits(logits, batch, rows)
+    scores += gumbel(batch.seeds[rows], batch.indices[rows], stream, scores.shape[-1])  # in place: scores is a copy
+    return scores.argmax(-1)
+
+
+def filter_logits(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice) -> torch.Tensor:
+    """The logits whose softmax the rows draw from: scaled by the temperature, -inf where a limit excludes the token.
+
+    Args:
+        logits: [n, V], as ``adjust_logits`` returns them, of ``rows`` alone; not mutated.
+        rows: of the batch; each draws.
+
+    Returns:
+        float32 [n, V], a copy.
+    """
+    assert batch.temperature is not None
     scores = apply_temperature(logits.float(), batch.temperature[rows])
     if batch.log_min_p is not None:
         scores = apply_min_p(scores, batch.log_min_p[rows])
@@ -226,8 +242,7 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice
         scores = apply_top_k(scores, batch.top_k[rows], batch.max_top_k)
     if batch.top_p is not None:
         scores = apply_top_p(scores, batch.top_p[rows])
-    scores += gumbel(batch.seeds[rows], batch.indices[rows], stream, scores.shape[-1])  # in place: scores is a copy
-    return scores.argmax(-1)
+    return scores
 
 
 def log_probabilities(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -101,8 +101,9 @@ class Schedule:
         if (self.num_logit_rows == 1).all():
             return [request.sampling_row() for request in self.requests]
         rows: list[SamplingRow] = []
-        for request, _, _, _, num_logit_rows, _ in self.entries:
-            rows += [request.sampling_row(number) for number in range(num_logit_rows)]
+        for request, _, _, num_drafts, num_logit_rows, _ in self.entries:
+            draft_ids = [*request.draft_ids[:num_drafts], None]
+            rows += [request.sampling_row(number, draft_ids[number]) for number in range(num_logit_rows)]
         return rows
 
     def __iter__(self) -> Iterator[Scheduled]:

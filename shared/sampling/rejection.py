@@ -1,0 +1,53 @@
+"""Rejection sampling of drafts: the target's distribution, with more drafts accepted. Introduced in phase 11.
+
+A draft x was drawn from a distribution q, and the target's distribution in its place is p. The draft is accepted with
+probability min(1, p(x) / q(x)), and replaced by a draw from the normalised max(p - q, 0) otherwise; the result is
+distributed as p (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). A draft found by lookup has
+q(x) = 1, so it is accepted with probability p(x), and the residual is p without x.
+
+A replacement never equals its draft, since the residual is 0 where p < q. So the number of accepted drafts is found by
+comparing the tokens with the drafts, as with coupled sampling.
+
+Invariants: the draws of drafts, acceptances and residuals come from streams of noise of their own, so they are
+independent; noise of rows behind the first rejection decides nothing, so it may be used again.
+"""
+
+import torch
+
+from shared.sampling.noise import Stream, gumbel, uniform
+from shared.sampling.sampler import SamplingBatch, adjust_logits, filter_logits
+
+
+def accept_or_replace(
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    rows: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probabilities: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tokens of all rows: those of the rows that draw and have a draft are the draft or its replacement.
+
+    Args:
+        ids: int64 [B], the tokens of the other rows, as ``sample`` returns them.
+        logits: [B, V] in any float dtype; not mutated.
+        batch: the parameters of the B rows, on the same device.
+        rows: int64 [n], the rows with a draft; each of them draws.
+        drafts: int64 [n].
+        draft_probabilities: float32 [n, V], q of each draft; None: every draft was certain.
+
+    Returns:
+        int64 [B].
+    """
+    assert batch.seeds is not None
+    assert batch.indices is not None
+    p = filter_logits(adjust_logits(logits, batch)[rows], batch, rows).softmax(-1)
+    q = torch.zeros_like(p).scatter_(1, drafts[:, None], 1.0) if draft_probabilities is None else draft_probabilities
+    seeds, indices = batch.seeds[rows], batch.indices[rows]
+    chance = uniform(seeds, indices, Stream.ACCEPT, 1).squeeze(1)
+    p_draft, q_draft = (probabilities.gather(1, drafts[:, None]).squeeze(1) for probabilities in (p, q))
+    residual = (p - q).clamp(min=0)
+    # Where rounding leaves no residual, p and q are equal; a draft that rounding rejects is replaced by a draw from p.
+    residual = torch.where(residual.amax(-1, keepdim=True) > 0, residual, p)
+    replacements = (residual.log() + gumbel(seeds, indices, Stream.RESIDUAL, p.shape[1])).argmax(-1)
+    return ids.index_copy(0, rows, torch.where(chance * q_draft < p_draft, drafts, replacements))

@@ -1,0 +1,94 @@
+"""Rejection sampling of drafts gives the target's distribution, whatever the drafts' distribution."""
+
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from shared.sampling.noise import Stream
+from shared.sampling.params import SamplingParams
+from shared.sampling.rejection import accept_or_replace
+from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits, filter_logits, sample
+from shared.scheduling.speculative import num_equal
+
+VOCABULARY = 7
+NUM_DRAWS = 6000
+LEAST_P = 1e-4  # of a test that fails; some eighty positions are tested
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"logit_bias": {1: 2.0, 2: -100.0}},
+]
+
+
+def logits_of(seed: int, count: int) -> torch.Tensor:
+    """Of ``count`` positions."""
+    return 1.5 * torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def answers(params: SamplingParams, target: torch.Tensor, draft: torch.Tensor | None) -> list[list[int]]:
+    """The tokens that each of many seeds keeps of one step whose rows have the logits ``target [K + 1, V]``.
+
+    The drafts are drawn from the softmax of ``draft [K, V]`` with the same options; None: always the most likely token.
+    """
+    K = len(target) - 1
+    seeds = range(NUM_DRAWS)
+    if draft is None:
+        batch = SamplingBatch.of([SamplingRow(params, 0, 0, [0], [3])] * K)
+        drafts, q = adjust_logits(target[:K], batch).argmax(-1).expand(NUM_DRAWS, K), None
+    else:
+        rows = [SamplingRow(params, seed, j, [0], [3]) for seed in seeds for j in range(K)]
+        batch = SamplingBatch.of(rows)
+        drafts = sample(draft.repeat(NUM_DRAWS, 1), batch, stream=Stream.DRAFT).view(NUM_DRAWS, K)
+        q = filter_logits(adjust_logits(draft.repeat(NUM_DRAWS, 1), batch), batch, slice(None)).softmax(-1)
+    batch = SamplingBatch.of([SamplingRow(params, seed, j, [0], [3]) for seed in seeds for j in range(K + 1)])
+    logits = target.repeat(NUM_DRAWS, 1)
+    with_draft = torch.arange(NUM_DRAWS * (K + 1)).view(NUM_DRAWS, K + 1)[:, :K].flatten()
+    ids = accept_or_replace(sample(logits, batch), logits, batch, with_draft, drafts.flatten(), q).view(
+        NUM_DRAWS, K + 1
+    )
+    return [row[: num_equal(row, proposed) + 1] for row, proposed in zip(ids.tolist(), drafts.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+@pytest.mark.parametrize(("K", "options"), [*((k, {}) for k in (2, 3, 8)), *((1, o) for o in OPTIONS), (4, OPTIONS[2])])
+def test_the_tokens_of_every_position_are_distributed_as_without_drafts(
+    K: int, options: dict[str, Any], is_certain: bool
+) -> None:
+    """The logits of a position do not depend on the tokens before it here, so each position can be counted alone."""
+    params = SamplingParams(**options)
+    target, draft = logits_of(K, K + 1), None if is_certain else logits_of(K, K + 1)[:K] + logits_of(99, K)
+    kept = answers(params, target, draft)
+    batch = SamplingBatch.of([SamplingRow(params, 0, 0, [0], [3])] * (K + 1))
+    expected = filter_logits(adjust_logits(target, batch), batch, slice(None)).softmax(-1).double()
+    for position in range(K + 1):
+        drawn = [tokens[position] for tokens in kept if len(tokens) > position]
+        if len(drawn) < 500:  # few reach the last positions
+            continue
+        counts = torch.bincount(torch.tensor(drawn), minlength=VOCABULARY)
+        possible = expected[position] > 0
+        assert not counts[~possible].any()
+        shares = expected[position][possible] / expected[position].sum()
+        assert chisquare(counts[possible].numpy(), (shares * len(drawn)).numpy()).pvalue > LEAST_P, position
+    num_accepted = sum(len(tokens) - 1 for tokens in kept)
+    assert 0 < num_accepted < K * NUM_DRAWS
+
+
+def test_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:
+    """1 - TV, and of certain drafts p(x): no scheme that keeps the distribution accepts more."""
+    target, draft = logits_of(5, 2), logits_of(6, 1)
+    p, q = target.softmax(-1)[0], draft.softmax(-1)[0]
+    for proposed, chance in ((draft, torch.minimum(p, q).sum()), (None, p.max())):
+        kept = answers(SamplingParams(), target, proposed)
+        share = sum(len(tokens) == 2 for tokens in kept) / NUM_DRAWS
+        assert share == pytest.approx(float(chance), abs=4 * (0.25 / NUM_DRAWS) ** 0.5)
+
+
+def test_equal_distributions_accept_every_draft() -> None:
+    target = logits_of(7, 4)
+    assert all(len(tokens) == 4 for tokens in answers(SamplingParams(), target, target[:3]))
