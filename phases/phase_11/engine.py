@@ -67,6 +67,7 @@ SUPPORTED = {
     "drafter",
     "spec_length",
     "acceptance_method",
+    "adapt_spec_length",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": bucket_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}

@@ -18,6 +18,7 @@ from shared.engine.request import RequestStatus
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
+from shared.speculation.adaptive import DRAFT_COST
 from shared.text.stopping import FinishReason
 from tests.mixed_requests import (
     ALIKE,
@@ -34,7 +35,7 @@ from tests.mixed_requests import (
     tokens,
 )
 
-NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram"}
+NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
 
 
 class Foresight:
@@ -50,7 +51,7 @@ class Foresight:
                 done = len(request.output_ids)
                 drafts = [*self.answers[int(request.request_id)][done : done + num_drafts]]
                 if drafts and self.chance.random() < self.error_rate:
-                    drafts[self.chance.randrange(len(drafts))] += 1
+                    drafts[self.chance.randrange(len(drafts))] ^= 1
                 request.draft_ids = drafts
 
 
@@ -351,3 +352,16 @@ def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repea
     same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found[0], answers, strict=True)]
     assert all(is_same for is_same, is_certain in zip(same, is_greedy, strict=True) if is_certain)
     assert not all(same), "drawn tokens differ"
+
+
+def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_checkpoints: dict[str, Path]) -> None:
+    folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "adapt_spec_length": None}
+    requests: Requests = [([n, *range(9)], {"seed": n, "max_new_tokens": 100, "ignore_eos": True}) for n in range(4)]
+    answers = serve(plain := make(folder, Plain, max_seq_len=128), requests)[0]
+    good, useless = (make(folder, answers=answers, error_rate=rate, **about) for rate in (0.1, 0.0))
+    useless.drafter.answers = [[token_id ^ 1 for token_id in answer] for answer in useless.drafter.answers]
+    for engine in (good, useless):
+        assert seen(serve(engine, requests)[0]) == seen(answers)
+    assert good.runner.num_forwards < plain.runner.num_forwards / 2
+    assert useless.num_accepted == 0
+    assert useless.num_rejected * DRAFT_COST < 0.03 * 400, "of the time of 400 plain steps"

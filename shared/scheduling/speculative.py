@@ -20,6 +20,7 @@ from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.scheduling.overlapped import OverlappedScheduler
 from shared.scheduling.schedule import Schedule, Scheduled
+from shared.speculation.adaptive import DraftLengths
 
 
 class SpeculativeScheduler(OverlappedScheduler):
@@ -27,17 +28,18 @@ class SpeculativeScheduler(OverlappedScheduler):
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
-        self.num_drafts = config.spec_length if config.use_speculative_decoding else 0
+        self.is_speculating = config.use_speculative_decoding
+        self.lengths = DraftLengths(config.spec_length, is_adaptive=config.is_on("adapt_spec_length"))
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """As :class:`shared.scheduling.chunked.ChunkedScheduler` does, and drafts within the rest of the budget."""
         schedule = super()._plan(decoding, prompts, preempted)
-        if not self.num_drafts:
+        if not self.is_speculating:
             return schedule
         budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
         entries = []
         for entry in schedule.decoding:
-            entry = self._grant_drafts(entry, min(self.num_drafts, budget))
+            entry = self._grant_drafts(entry, min(self.lengths.next_length(entry.request), budget))
             budget -= entry.num_drafts
             entries.append(entry)
         return _ordered(schedule, entries)
@@ -65,6 +67,7 @@ class SpeculativeScheduler(OverlappedScheduler):
                 num_accepted = num_equal([token_id for token_id, _ in drawn], request.draft_ids, request.end_ids)
                 request.num_accepted_drafts += num_accepted
                 request.num_rejected_drafts += entry.num_drafts - num_accepted
+                self.lengths.count(request, entry.num_drafts, num_accepted)
                 entry = _resized(entry, num_accepted)
                 for token_id, logprobs in drawn[:num_accepted]:  # the KV cache has them already
                     request.append(token_id, logprobs)
