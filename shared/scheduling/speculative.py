@@ -82,6 +82,13 @@ class SpeculativeScheduler(OverlappedScheduler):
             if num_drafts and request.status is RequestStatus.RUNNING:
                 self.pool.shrink(request, request.num_computed_tokens)
 
+    def drop_in_flight(self) -> None:
+        """See :class:`shared.scheduling.scheduler.Scheduler`; what was reserved for drafts is given back."""
+        super().drop_in_flight()
+        if self.is_speculating:
+            for request in self.running.values():
+                self.pool.shrink(request, request.num_tokens)
+
 
 def settle(schedule: Schedule, pool: CachePoolProtocol) -> Schedule:
     """The schedule with the drafts that were proposed; gives back what was granted for more."""
