@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from phases.phase_09.engine import Engine
+from phases.phase_11.engine import Engine as Speculative
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.captured_runner import CapturedRunner
@@ -17,6 +18,7 @@ from shared.kernels import gemv, rmsnorm, sampler
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED, LAUNCHES
 from shared.kernels.pending_ids import fill_pending
+from shared.scheduling.schedule import Schedule
 from tests.mixed_requests import seen, serve
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -62,14 +64,15 @@ def only_the_cache_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "launches", lambda tensor: False)
 
 
-def make_engine(folder: Path, **config: Any) -> Engine:
+def make_engine(folder: Path, phase: Any = Engine, **config: Any) -> Any:
     """An engine of a layer, or of two whose windows differ; its KV cache is poisoned."""
-    engine = Engine(EngineConfig(model=str(folder), **SMALL | config))
+    engine = phase(EngineConfig(model=str(folder), **SMALL | config))
     chosen = slice(4, 6) if engine.model.config.family == "gemma3_text" else slice(1)
     engine.model.blocks = engine.model.blocks[chosen]
     if engine.config.use_cuda_graphs is None:
         capture = Repeat() if INTERPRETED else None
-        engine.runner = CapturedRunner(engine.model, engine.view, engine.pool.max_sequences, capture)
+        about = {"most_logit_rows": engine.config.most_logit_rows}
+        engine.runner = CapturedRunner(engine.model, engine.view, engine.pool.max_sequences, capture, **about)
     for memory in (engine.view.keys, engine.view.values):  # type: ignore[attr-defined]
         memory.fill_(float("nan"))
     return engine
@@ -91,6 +94,30 @@ def test_replayed_steps_give_the_same_tokens(tiny_checkpoints: dict[str, Path], 
         eager = make_engine(tiny_checkpoints[family])
         eager.runner.graphs.clear()
         assert seen(serve(eager, REQUESTS)[0]) == seen(got), "the same launches in the same buckets, bit for bit"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_replayed_steps_verify_drafts(tiny_checkpoints: dict[str, Path], family: str) -> None:
+    """A step with drafts is one of a mixed bucket, with several logit rows a request; others beside it have none."""
+    plain = make_engine(tiny_checkpoints[family], use_cuda_graphs=False)
+    expected, _ = serve(plain, REQUESTS)
+    lookup: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
+    engine = make_engine(tiny_checkpoints[family], Speculative, overlap_scheduling=True, **lookup)
+    commit, steps = engine.scheduler.commit, []
+
+    def watched(schedule: Schedule, sampled: Any) -> None:
+        steps.append((schedule.has_drafts, engine.view.bucket in engine.runner.graphs))
+        before = sum(request.num_accepted_drafts for request in schedule.requests)
+        commit(schedule, sampled)
+        num_accepted.append(sum(request.num_accepted_drafts for request in schedule.requests) - before)
+
+    num_accepted: list[int] = []
+    engine.scheduler.commit = watched
+    got, _ = serve(engine, REQUESTS)
+    assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
+    assert steps.count((True, True)) > 1
+    assert sum(num_accepted) > 1
+    assert engine.runner.num_forwards < plain.runner.num_forwards
 
 
 def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkpoints: dict[str, Path]) -> None:
