@@ -205,6 +205,8 @@ class Engine:
             "cache bytes": self.view.num_bytes,
             "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
             "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            "drafts accepted (tokens)": self.scheduler.num_accepted_drafts,
+            "drafts rejected (tokens)": self.scheduler.num_rejected_drafts,
             "kernels launched": LAUNCHES.total(),
         }
 

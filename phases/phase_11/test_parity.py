@@ -56,25 +56,28 @@ class Foresight:
 
 
 class Speculative(Engine):
-    """Counts the drafts that were accepted and rejected, and checks what a step with drafts leaves behind."""
-
-    num_accepted = num_rejected = 0
+    """Checks what each step leaves behind."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         commit = self.scheduler.commit
 
-        def counting(schedule: Schedule, sampled: Any) -> None:
-            before = [(r.num_accepted_drafts, r.num_rejected_drafts) for r in schedule.requests]
+        def checking(schedule: Schedule, sampled: Any) -> None:
             commit(schedule, sampled)
-            for request, (accepted, rejected) in zip(schedule.requests, before, strict=True):
-                self.num_accepted += request.num_accepted_drafts - accepted
-                self.num_rejected += request.num_rejected_drafts - rejected
+            for request in schedule.requests:
                 if request.status is RequestStatus.RUNNING:
                     assert self.pool.length(request) == request.num_computed_tokens
             assert len(self.pool.audit()) == len(self.pool.holdings()[1])
 
-        self.scheduler.commit = counting  # type: ignore[method-assign]
+        self.scheduler.commit = checking  # type: ignore[method-assign]
+
+    @property
+    def num_accepted(self) -> int:
+        return self.stats()["drafts accepted (tokens)"]
+
+    @property
+    def num_rejected(self) -> int:
+        return self.stats()["drafts rejected (tokens)"]
 
 
 def make(folder: Path, phase: Any = Speculative, answers: Any = None, error_rate: float = 0.5, **config: Any) -> Any:

@@ -65,8 +65,9 @@ class SpeculativeScheduler(OverlappedScheduler):
             is_awaited = request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start
             if entry.num_drafts and drawn and is_awaited:
                 num_accepted = num_equal([token_id for token_id, _ in drawn], request.draft_ids, request.end_ids)
-                request.num_accepted_drafts += num_accepted
-                request.num_rejected_drafts += entry.num_drafts - num_accepted
+                for counts in (self, request):
+                    counts.num_accepted_drafts += num_accepted
+                    counts.num_rejected_drafts += entry.num_drafts - num_accepted
                 self.lengths.count(request, entry.num_drafts, num_accepted)
                 entry = _resized(entry, num_accepted)
                 for token_id, logprobs in drawn[:num_accepted]:  # the KV cache has them already
