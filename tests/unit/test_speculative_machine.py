@@ -48,6 +48,7 @@ class SpeculativeMachine(SchedulingMachine):
     num_accepted: ClassVar[int] = 0
     num_rejected: ClassVar[int] = 0
     num_short: ClassVar[int] = 0  # entries for which fewer drafts were proposed than granted
+    num_preemptions: ClassVar[int] = 0
 
     @initialize(
         num_blocks=st.integers(1, 12),
@@ -104,6 +105,12 @@ class SpeculativeMachine(SchedulingMachine):
             request.end_ids = (min(self.tokenizer.eos_ids),)
             if self.chance.random() < 0.5:
                 self.ends[request] = self.chance.randrange(max_new_tokens)
+
+    @rule(prompts=st.lists(st.integers(1, 4), min_size=2, max_size=5))
+    def add_a_crowd(self, prompts: list[int]) -> None:
+        """Short prompts and long answers: all are admitted, and not all can stay."""
+        for prompt in prompts:
+            self.add_request(str(len(self.requests)), prompt, max(1, self.pool.request_capacity - prompt))
 
     def plan(self) -> Schedule:
         """With the drafts that are proposed; as in the engine, the steps in flight are finished first."""
@@ -164,15 +171,23 @@ class SpeculativeMachine(SchedulingMachine):
             assert granted <= request.num_tokens + request.num_pending_tokens + flying
             assert NO_TOKEN not in request.token_ids
 
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "loop"):
+            SpeculativeMachine.num_preemptions += self.num_preempted
+
 
 def test_drafts_leave_no_trace(tiny_checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
     machine = SpeculativeMachine
     machine.tokenizer = Tokenizer.load(tiny_checkpoints["llama"])
-    machine.num_accepted = machine.num_rejected = machine.num_short = 0
+    machine.num_accepted = machine.num_rejected = machine.num_short = machine.num_preemptions = 0
+
+    def met() -> tuple[int, ...]:
+        return machine.num_accepted, machine.num_rejected, machine.num_short, machine.num_preemptions
 
     def has_met() -> bool:
-        return min(machine.num_accepted, machine.num_rejected, machine.num_short) >= 5
+        return min(met()) >= 5
 
     run_machine(machine, has_met, max_examples=50, stateful_step_count=30)
-    assert has_met(), vars(machine)
+    assert has_met(), met()
