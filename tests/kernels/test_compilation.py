@@ -6,6 +6,7 @@ branch, a branch that is dead for some arguments. Triton carries its own assembl
 """
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -33,6 +34,9 @@ def test_every_variant_compiles(tmp_path):
     assert compiled == {
         "gemv_kernel",
         "skinny_kernel",
+        "quantized_gemv_kernel",
+        "quantized_gemm_kernel",
+        "quantize_rows_kernel",
         "rms_norm_kernel",
         "gated_kernel",
         "kv_write_kernel",
@@ -100,6 +104,38 @@ def compile_products():
                 gemv.linear(x, weight, bias, norm, None, swiglu if T == 1 else geglu)
             rmsnorm.add_rms_norm(x, x, norm.weight, norm.eps, norm.offset, norm)
             gated.swiglu(residual, residual)
+
+
+def compile_quantized_products():
+    from shared.kernels import gated, quantized_gemm, quantized_gemv, rmsnorm
+    from shared.kernels.launch import GENERATIONS
+    from shared.ops.gated import swiglu
+    from shared.quantization.weight import QuantizedWeight
+
+    modules = (gated, quantized_gemm, quantized_gemv, rmsnorm)
+    for module in (gated, quantized_gemv, rmsnorm):
+        module.launches = lambda tensor: True
+    N, K = 6144, 4096
+    fp8 = torch.zeros(N, K, dtype=torch.float8_e4m3fn), torch.ones(N // 128, K // 128), None, 128, 128
+    int8 = torch.zeros(N, K, dtype=torch.int8), torch.ones(N, 1), None, K
+    four, groups = torch.zeros(N, K // 2, dtype=torch.uint8), torch.ones(N, K // 128, dtype=torch.bfloat16)
+    int4 = four, groups, torch.zeros(N, K // 128, dtype=torch.uint8), 128
+    every_format = [QuantizedWeight(*parts) for parts in (fp8, int8, int4)]
+    norm = SimpleNamespace(weight=torch.ones(K, dtype=torch.bfloat16), eps=1e-6, offset=0.0)
+    for capability, weights in (
+        ((8, 0), every_format[:1]),
+        ((8, 6), every_format[2:]),
+        ((8, 9), every_format[:1]),
+        ((9, 0), every_format),
+    ):
+        quantized_gemv.generation = lambda device, capability=capability: GENERATIONS[capability]
+        for module in modules:
+            module.launch = functools.partial(compile_launch, capability=capability)
+        for T, weight in itertools.product((1, 8, 40) if capability == (9, 0) else (1, 40), weights):
+            x, residual = torch.zeros(T, K, dtype=torch.bfloat16), torch.zeros(T, N, dtype=torch.bfloat16)
+            quantized_gemv.linear(x, weight, None, None, residual)
+            if T <= 8 and capability == (9, 0):
+                quantized_gemv.linear(x, weight, None, norm, None, swiglu)
 
 
 def compile_kv_write():
@@ -173,6 +209,7 @@ def compile_sampler():
 
 if __name__ == "__main__":
     compile_products()
+    compile_quantized_products()
     compile_kv_write()
     compile_decode_attention()
     compile_paged_attention()
