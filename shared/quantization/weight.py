@@ -1,7 +1,7 @@
 """A weight matrix in 8 or 4 bits. Introduced in phase 10."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,10 @@ class QuantizedWeight:
     columns_per_scale: int
     rows_per_scale: int = 1
 
+    def __len__(self) -> int:
+        """N, as of a tensor."""
+        return len(self.values)
+
     @property
     def bits(self) -> int:
         return 4 if self.values.dtype == torch.uint8 else 8
@@ -36,6 +40,25 @@ class QuantizedWeight:
     def run(self) -> int:
         """Columns that are packed together."""
         return min(self.columns_per_scale, RUN)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the matrix takes, scales and zeros included."""
+        return sum(part.nbytes for part in (self.values, self.scales, self.zeros) if part is not None)
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """The same matrix on a device, in memory aligned for the products: a mapped file is not."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        values = self.values.to(device)
+        if values.data_ptr() % 16:
+            values = values.clone()
+        return replace(self, values=values, scales=self.scales.to(device), zeros=zeros)
+
+    def tile(self, start: int, stop: int) -> "QuantizedWeight":
+        """Rows start to stop, as a view; ``start`` must be a multiple of ``rows_per_scale``."""
+        of_groups = slice(start // self.rows_per_scale, -(-stop // self.rows_per_scale))
+        zeros = None if self.zeros is None else self.zeros[of_groups]
+        return replace(self, values=self.values[start:stop], scales=self.scales[of_groups], zeros=zeros)
 
 
 def pack_nibbles(numbers: torch.Tensor, run: int) -> torch.Tensor:
@@ -64,18 +87,32 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     return (unpack_nibbles(weight.values, weight.run).float() - zeros) * spread(weight.scales)
 
 
+def mergeable(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether the matrices are of one format, so that :func:`concatenate` may take them."""
+    return len({(weight.values.dtype, weight.columns_per_scale, weight.scales.dtype) for weight in weights}) == 1
+
+
 def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Matrices of one format, one below the other."""
+    """Matrices of one format, one below the other; a single one is not copied.
+
+    Scales of blocks that do not meet become scales of rows.
+    """
+    if len(weights) == 1:
+        return weights[0]
     first, rows_per_scale = weights[0], weights[0].rows_per_scale
     scales = [weight.scales for weight in weights]
-    if any(weight.shape[0] % rows_per_scale for weight in weights[:-1]):
-        scales = [weight.scales.repeat_interleave(rows_per_scale, 0)[: weight.shape[0]] for weight in weights]
+    if any(weight.rows_per_scale != rows_per_scale or len(weight) % rows_per_scale for weight in weights):
+        scales = [weight.scales.repeat_interleave(weight.rows_per_scale, 0)[: len(weight)] for weight in weights]
         rows_per_scale = 1
-    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    zeros = None
+    if any(weight.zeros is not None for weight in weights):
+        zeros = torch.cat(
+            [w.scales.new_full(w.scales.shape, 8, dtype=torch.uint8) if w.zeros is None else w.zeros for w in weights]
+        )
     return QuantizedWeight(
         torch.cat([weight.values for weight in weights]),
         torch.cat(scales),
-        torch.cat(zeros) if zeros else None,
+        zeros,
         first.columns_per_scale,
         rows_per_scale,
     )
