@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.hardware import device_of
-from benchmarks.kernels import paged_cases
+from benchmarks.kernels import graph_cases, paged_cases
 from benchmarks.kernels.case import Case, check_options, dtype_of, is_gpu, measure_cases, report_of
 from benchmarks.kernels.cases import (
     PEERS,
@@ -22,7 +22,7 @@ from benchmarks.kernels.cases import (
     projection_cases,
     sampler_cases,
 )
-from benchmarks.kernels.paged_cases import PagedSequences, paged_case
+from benchmarks.kernels.paged_cases import PagedSequences
 from benchmarks.report import Report, ratio, rounded
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode
@@ -59,7 +59,7 @@ def measure_kernels(
 ) -> Report:
     """Measure kernel by kernel, by default all. Raises ConfigError before anything is measured.
 
-    ``rows`` are tokens or sequences a call, 1 to 16; ``compiles``: whether ``torch.compile`` is measured too. On a CPU
+    ``rows`` are tokens or sequences a call, 1 to 64; ``compiles``: whether ``torch.compile`` is measured too. On a CPU
     the tiny shape of the model's family stands in.
     """
     check_options(seed, model=([model], MODELS), kernel=(kernels or (), KERNELS))
@@ -109,29 +109,34 @@ def measure_attention(
     *,
     device: str,
     peers: Sequence[str] | None = None,
+    mistakes: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure shape by shape, beside peers, by default all. Raises ConfigError before anything is measured."""
-    known = {shape.name: shape for shape in (paged_cases.SHAPES if is_gpu(device) else paged_cases.DEMO_SHAPES)}
+    """Measure shape by shape, beside peers, by default all. Raises ConfigError before anything is measured.
+
+    ``mistakes``: what makes captured attention slow, at shapes of its own, instead of our variants and peers.
+    """
+    kind: Any = graph_cases if mistakes else paged_cases
+    known = {shape.name: shape for shape in (kind.SHAPES if is_gpu(device) else kind.DEMO_SHAPES)}
     check_options(seed, shape=(shapes or (), known), peer=(peers or (), paged_cases.PEERS))
-    peers = paged_cases.PEERS if peers is None else tuple(peers)
+    peers = () if mistakes else paged_cases.PEERS if peers is None else tuple(peers)
     chosen = [known[name] for name in dict.fromkeys(shapes or known)]
     where = device_of(device)
-    cases = [paged_case(PagedSequences(shape, where, seed), dtype_of(where)) for shape in chosen]
+    cases = [kind.paged_case(PagedSequences(shape, where, seed), dtype_of(where)) for shape in chosen]
     ceilings, rows = measure_cases(cases, peers, device, seed, progress)
     results: dict[str, Any] = {"ceilings": ceilings}
     results["planning_us"] = {str(count): planning_us(count) for count in PLANNED_SEQUENCES}
-    results["shapes"] = {shape.name: split_row(row) for shape, row in zip(chosen, rows, strict=True)}
+    results["shapes"] = {shape.name: compared_row(row) for shape, row in zip(chosen, rows, strict=True)}
     flags = {"shapes": list(results["shapes"]), "peers": list(peers), "block_size": paged_cases.BLOCK_SIZE}
-    return report_of("attention", results, flags, device, seed, model={})
+    return report_of("graph-mistakes" if mistakes else "attention", results, flags, device, seed, model={})
 
 
-def split_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A shape's row of the report: what was measured, and what splitting gains."""
-    ours, unsplit = row["variants"]["planned"], row["variants"]["unsplit"]
-    # Without launches both are the same op.
-    return row | {"times_unsplit": ratio(unsplit["time_us"], ours["time_us"]) if ours["launches"] else None}
+def compared_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A shape's row of the report: what was measured, and how many times as long as our first call each other takes."""
+    (_, ours), *others = row["variants"].items()
+    us = ours["time_us"] if ours["launches"] else None  # without launches all are the same op
+    return row | {f"times_{name}": ratio(other["time_us"], us) for name, other in others}
 
 
 def planning_us(num_sequences: int) -> float:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.report import rounded
 from benchmarks.serving import vllm_peer
-from benchmarks.setup import Setup
+from benchmarks.setup import Setup, freeze_memory
 from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Answer, OnToken, Run, Steps, SyntheticPrompts, answer_with, rotated, timed
 from shared.engine.config import EngineConfig
@@ -61,6 +61,7 @@ class Turns:
             with self.steps.step(f"{label(name)}: warm up"):
                 for _ in range(contender.num_warm_ups):
                     timed(contender.answer, self.prompts.draw(prompt_tokens), new_tokens)
+        freeze_memory()
 
     def round(self, what: str, prompt_tokens: int, new_tokens: int) -> dict[str, Run]:
         """Each contender's answer to one new prompt, by name."""

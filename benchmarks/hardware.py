@@ -4,8 +4,6 @@ For a GPU that is not at hand there are the rates of its data sheet, those of de
 90 % of its bandwidth and 80 % of its arithmetic. Invariant: ceilings hold for one run; a benchmark measures them again.
 """
 
-import statistics
-import timeit
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -125,14 +123,8 @@ def _launch_seconds(device: torch.device) -> tuple[float, float]:
     def touch(x: torch.Tensor) -> None:
         touch_kernel[(1,)](x, num_warps=1)
 
-    in_graph = time_calls(touch, [(x,)] * LAUNCHES)
-
-    def launch_all() -> None:
-        for _ in range(LAUNCHES):
-            touch(x)
-        torch.cuda.synchronize(device)
-
-    return statistics.median(timeit.repeat(launch_all, number=1, repeat=5)) / LAUNCHES, in_graph
+    calls = [(x,)] * LAUNCHES
+    return time_calls(touch, calls, is_eager=True), time_calls(touch, calls)
 
 
 def hardware_report(device: str) -> Report:

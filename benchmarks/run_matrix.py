@@ -45,11 +45,7 @@ def configurations(found: Sequence[Lesson], is_gpu: bool) -> list[tuple[Lesson, 
 
 
 def run_matrix(
-    setup: Setup,
-    *,
-    phases: Sequence[str] | None = None,
-    size: ServingSize | None = None,
-    max_seconds: float = 20.0,
+    setup: Setup, *, phases: Sequence[str] | None = None, size: ServingSize | None = None, max_seconds: float = 20.0
 ) -> Report:
     """Measure the configurations of phases, by default of the main line, one engine after another; a cell breaks off
     after ``max_seconds``. Raises ConfigError, RequestError or ModelFolderError before anything is computed.

@@ -153,18 +153,20 @@ def rotated_tensors(
     return [row.view(shape) for row in rows.unbind(0)]
 
 
-def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs]) -> float:
+def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs], *, is_eager: bool = False) -> float:
     """Seconds of ``call(*inputs)``, the median of trials over all sets in turn, on the device of the first tensor; all
-    sets are called before the first trial.
+    sets are called before the first trial. ``is_eager``: launched by Python on a GPU too, host and stream together.
     """
     device = next(value.device for value in input_sets[0] if isinstance(value, torch.Tensor))
 
     def all_sets() -> None:
         for inputs in input_sets:
             call(*inputs)
+        if is_eager and device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     with torch.no_grad():
-        if device.type == "cuda":
+        if device.type == "cuda" and not is_eager:
             from triton.testing import do_bench_cudagraph
 
             torch.cuda.synchronize(device)  # the inputs were drawn on another stream than the one that is captured

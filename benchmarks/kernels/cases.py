@@ -232,7 +232,4 @@ def sampler_cases(shapes: ModelShapes, rows: int, device: torch.device) -> list[
         return shapes.case(kernel, rows, f"{V}, {described}", moved, ours, op, logits)
 
     drawn = f"temperature {DRAWING.temperature}, top-k {DRAWING.top_k}, top-p {DRAWING.top_p}"
-    return [
-        case("sampler_greedy", "arg-max", SamplingParams(temperature=0.0)),
-        case("sampler_drawn", drawn, DRAWING),
-    ]
+    return [case("sampler_greedy", "arg-max", SamplingParams(temperature=0.0)), case("sampler_drawn", drawn, DRAWING)]

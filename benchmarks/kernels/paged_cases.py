@@ -5,7 +5,7 @@ blocks gathered first, and over keys that lie in one piece. Invariant: that of :
 tables, plans and partial states are no bytes that must move.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -77,7 +77,7 @@ class PagedSequences:
         if seed is not None:
             np.random.default_rng(seed).shuffle(order)
         starts = counts.cumsum() - counts
-        self.shape = shape
+        self.shape, self.num_used = shape, int(np.count_nonzero(shape.lengths))  # those of length 0, at the end, pad
         self.tables = torch.from_numpy(order).to(device)
         self.table_starts = torch.from_numpy(starts.astype(np.int32)).to(device)
         self.lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
@@ -88,24 +88,28 @@ class PagedSequences:
         """The op, over each sequence's gathered blocks."""
         paged = (keys, values, self.tables, self.table_starts.tolist(), list(self.shape.lengths))
         counts = [1] * self.shape.num_sequences
-        return attend_by_sequence(q, *paged, counts, self.shape.scale, None, None, torch.empty_like(q))
+        return attend_by_sequence(q, *paged, counts, self.shape.scale, None, None, torch.empty_like(q))[: self.num_used]
 
 
 def planned_call(
-    sequences: PagedSequences, tiling: DecodeTiling, *, is_split: bool = True
+    sequences: PagedSequences, tiling: DecodeTiling, *, is_split: bool = True, decode: Call | None = None
 ) -> tuple[Call, dict[str, Any]]:
-    """The planned kernel under this tiling, and its settings; unsplit: one program a sequence and key head."""
+    """The planned kernel, or one called as it is, under this tiling, and its settings; unsplit: one program a sequence
+    and key head. The plan has no items for sequences of length 0, which pad a captured batch.
+    """
     shape, device = sequences.shape, sequences.lengths.device
     grid = tiling.grid(shape.heads[1], device)
-    whole = -(-max(shape.lengths) // grid.unit) * grid.unit
-    plan = plan_decode(shape.lengths, grid, split_size=None if is_split else whole)
+    whole, used = -(-max(shape.lengths) // grid.unit) * grid.unit, sequences.num_used
+    about: dict[str, Any] = {"num_rows": shape.num_sequences, "is_captured": used < shape.num_sequences}
+    plan = plan_decode(shape.lengths[:used], grid, split_size=None if is_split else whole, **about)
     arrays = {str(n): array for n, array in enumerate(plan.arrays())}
     sent = DevicePlan.of(plan, list(Staging.for_arrays(device, arrays).send(arrays).values()))
     workspace = PlannedWorkspace.of(plan.num_states, shape.num_sequences, *shape.heads, device)
 
     def call(q: Any, keys: Any, values: Any) -> torch.Tensor:
         about: dict[str, Any] = {"scale": shape.scale, "tiling": tiling, "workspace": workspace}
-        return planned_decode(q, keys, values, *sequences.arrays, sent, **about)
+        result: torch.Tensor = (decode or planned_decode)(q, keys, values, *sequences.arrays, sent, **about)
+        return result[:used]
 
     return call, asdict(tiling) | {"chunk_tokens": int(plan.split_size[0]), "num_items": int(plan.num_items[0])}
 
@@ -128,9 +132,9 @@ def variant_calls(sequences: PagedSequences, dtype: torch.dtype) -> dict[str, tu
     }
 
 
-def paged_case(sequences: PagedSequences, dtype: torch.dtype) -> Case:
-    """Our kernels and their peers over these sequences."""
-    shape, calls = sequences.shape, variant_calls(sequences, dtype)
+def paged_case(sequences: PagedSequences, dtype: torch.dtype, ours: Mapping[str, Any] | None = None) -> Case:
+    """Our calls, by default ``variant_calls``, and their peers over these sequences."""
+    shape, calls = sequences.shape, variant_calls(sequences, dtype) if ours is None else ours
     Hq, Hkv, D = shape.heads
     memory = Drawn((len(sequences.tables), BLOCK_SIZE, Hkv, D))
     return Case(

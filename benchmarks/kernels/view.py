@@ -6,11 +6,7 @@ from benchmarks.report import Report
 from benchmarks.view import Column, Row, Table, View, number, percent, text, times
 
 DEMO = "demo size: tiny shapes on a CPU, where our launchers call the ops; the figures show the way, not a GPU's speed"
-FIGURES = (
-    Column("µs", "time_us"),
-    Column("GB/s", "gb_per_second"),
-    Column("of ceiling", "share_of_ceiling", percent),
-)
+FIGURES = (Column("µs", "time_us"), Column("GB/s", "gb_per_second"), Column("of ceiling", "share_of_ceiling", percent))
 
 
 def view(report: Report) -> View:
@@ -22,10 +18,12 @@ def view(report: Report) -> View:
         reached += f", a launch in a graph {ceilings['launch_graph_us']} µs"
     about = [f"{flags['dtype']}; ceilings of this run: {reached}"]
     if "shapes" in report.results:
-        title = f"Decode attention: paged KV cache on {report.machine_title}"
+        what = "mistakes under a CUDA graph" if report.name == "graph-mistakes" else "paged KV cache"
+        title = f"Decode attention: {what} on {report.machine_title}"
         plans = ", ".join(f"{us} µs for {count}" for count, us in report.results["planning_us"].items())
         about.append(f"blocks of {flags['block_size']} tokens; a plan of sequences: {plans}")
-        columns = [text("shape", "label"), text("", "call"), *FIGURES, Column("ours / peer", "ours_over_peer", times)]
+        columns = [text("shape", "label"), text("", "call"), *FIGURES, Column("/ the first", "over_first", times)]
+        columns.append(Column("ours / peer", "ours_over_peer", times))
         rows = [call for call in calls if call["is_ours"] or call["time_us"]]
     else:
         title = f"Kernels: {report.model['name']} on {report.machine_title}"
@@ -51,6 +49,7 @@ def calls_of(report: Report) -> Iterator[Row]:
         for calls, is_ours in ((row["variants"], True), (row["peers"], False)):
             for call, figures in calls.items():
                 about = row | {"case": name, "label": label, "call": call.replace("_", " "), "is_ours": is_ours}
+                about["over_first"] = row.get(f"times_{call}")
                 yield about | figures
                 label = ""
 

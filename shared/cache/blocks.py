@@ -92,6 +92,8 @@ class BlockAllocator:
         """The reference counts of held blocks; raises BlockError for any other block, and for a duplicate."""
         if not len(blocks):
             return blocks
+        if len(blocks) == 1 and 0 <= (block := blocks.item()) < self.num_blocks and self.ref_counts.item(block):
+            return self.ref_counts[blocks]  # a block that has just been filled, as in most steps
         for block in (int(blocks.min()), int(blocks.max())):
             if not 0 <= block < self.num_blocks:
                 raise BlockError(f"There is no block {block}; blocks are 0 to {self.num_blocks - 1}.")

@@ -62,12 +62,14 @@ class BucketPlanner(AttentionPlanner):
         """The tiling of the prompts of a mixed bucket: for one chunk that fills it."""
         return self.prefill_tiling(bucket.num_tokens, 1)
 
-    def padding(self, bucket: Bucket) -> Batch:
+    def padding(self, bucket: Bucket, block_size: int) -> Batch:
         """A full batch for the capture of a bucket, which writes to no slot: new sequences, or a single prompt."""
         B, T = (bucket.num_tokens, bucket.num_tokens) if bucket.is_decode else (1, bucket.num_tokens)
         rows, num_new, nothing = np.arange(B), np.full(B, T // B), np.zeros(0, np.int64)
         places = (rows, np.zeros(B, np.int64), num_new, np.full(T, -1))
-        layout = PagedLayout(*places, tables=np.zeros(T, np.int32), table_starts=np.append(0, num_new.cumsum()))
+        blocks = np.full(B, -(-T // B // block_size))  # of each sequence: block 0, whose content does not matter
+        starts = np.append(0, blocks.cumsum())
+        layout = PagedLayout(*places, tables=np.zeros(starts[-1], np.int32), table_starts=starts)
         return Batch(
             request_ids=("padding",) * B,
             token_ids=np.zeros(T, np.int64),

@@ -44,7 +44,8 @@ class BucketView(PrefixView):
         super().__init__(config, sizes, dtype, device, backend)
         if self.planner is not None:
             self.planner = BucketPlanner(**vars(self.planner), buckets=buckets)
-            self.paddings = [self.planner.padding(bucket) for bucket in reversed(buckets.decode + buckets.mixed)]
+            sizes_of_steps = reversed(buckets.decode + buckets.mixed)
+            self.paddings = [self.planner.padding(bucket, sizes.block_size) for bucket in sizes_of_steps]
 
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``; the tokens are padded to the step's bucket, if there is one."""
@@ -90,7 +91,9 @@ class BucketView(PrefixView):
 
 
 def padded(array: NDArray[Any], length: int, value: int = 0) -> NDArray[Any]:
-    """The array with ``value`` behind its end, up to ``length``."""
+    """The array with ``value`` behind its end, up to ``length``; itself if it is that long."""
+    if len(array) == length:
+        return array
     result = np.full(length, value, array.dtype)
     result[: len(array)] = array
     return result

@@ -64,13 +64,9 @@ def before_and_after(
 
     Raises CapacityError if the step would write tokens that were not reserved.
     """
-    before = np.array(  # committed tokens, and those in flight
-        [
-            lengths[row] + entry.start - entry.request.num_computed_tokens
-            for row, entry in zip(rows, schedule, strict=True)
-        ],
-        np.int64,
-    )
+    committed = np.array([lengths[row] for row in rows], np.int64)
+    num_computed = np.array([request.num_computed_tokens for request in schedule.requests], np.int64)
+    before = committed + schedule.starts - num_computed  # with the tokens in flight
     after = before + schedule.num_tokens
     room = np.array([granted[row] for row in rows], np.int64)
     if (after > room).any():

@@ -148,7 +148,10 @@ class PagedKVCachePool:
 
     def layout(self, schedule: Schedule) -> PagedLayout:
         """See ``CachePoolProtocol``."""
-        rows = [self._row(request) for request in schedule.requests]
+        try:
+            rows = [self.rows[request] for request in schedule.requests]
+        except KeyError as error:
+            raise self._no_row(error.args[0]) from None
         num_cached, lengths = before_and_after(schedule, rows, self.lengths, self.granted)
         return PagedLayout.of(np.array(rows, np.int64), num_cached, lengths, self.tables, self.block_size)
 
@@ -208,5 +211,8 @@ class PagedKVCachePool:
     def _row(self, request: Request) -> int:
         row = self.rows.get(request)
         if row is None:
-            raise CapacityError(f"Request {request.request_id} holds no blocks; reserve some first.")
+            raise self._no_row(request)
         return row
+
+    def _no_row(self, request: Request) -> CapacityError:
+        return CapacityError(f"Request {request.request_id} holds no blocks; reserve some first.")

@@ -171,6 +171,8 @@ class PrefixKVCachePool(PlannedKVCachePool):
         if is_shared.any():
             block = written[is_shared][0]
             raise BlockError(f"The step would write block {block}, which is shared; only a copy may be written.")
+        if not self.copying:
+            return layout
         copies = [self._copy(request) for request in schedule.requests if request in self.copying]
         return replace(layout, copies=np.array(copies, np.int32)) if copies else layout
 

@@ -44,7 +44,7 @@ def kernels(
     ] = None,
     rows: Annotated[
         list[int] | None,
-        typer.Option("--rows", help="Rows of a call, 1 to 16; repeat it. Default: 1, 4, 8 and 16."),
+        typer.Option("--rows", help="Rows of a call, 1 to 64; repeat it. Default: 1, 4, 8 and 16."),
     ] = None,
     compile: Annotated[
         bool | None,
@@ -77,6 +77,9 @@ def attention(
         list[str] | None, typer.Option("--peer", "-p", help="A peer to time; repeat it. Default: all that there are.")
     ] = None,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to time peers.")] = True,
+    mistakes: Annotated[
+        bool, typer.Option("--mistakes", help="Instead, time three mistakes that make a captured kernel slow.")
+    ] = False,
     seed: Seed = 0,
     device: Device = "auto",
     out: Out = None,
@@ -90,7 +93,9 @@ def attention(
 
     where = computing_device(device)
     with step_progress() as progress:
-        report = measure_attention(shape, device=where, peers=peer if peers else (), seed=seed, progress=progress)
+        report = measure_attention(
+            shape, device=where, peers=peer if peers else (), mistakes=mistakes, seed=seed, progress=progress
+        )
     _present_kernels(report, out)
 
 
@@ -115,6 +120,10 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     ),
     "attention": (
         attention,
-        examples("infer bench attention", "infer bench attention --shape 32x4096 --shape mixed --no-peers"),
+        examples(
+            "infer bench attention",
+            "infer bench attention --shape 32x4096 --shape mixed --no-peers",
+            "infer bench attention --mistakes --device cuda --out reports",
+        ),
     ),
 }

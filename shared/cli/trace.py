@@ -28,11 +28,14 @@ EPILOG = examples(
     "infer trace --prefill-chunk-size 16 --max-prefill-chunks-per-step 1 --every 2",
     "infer trace --compare contiguous,paged --max-seq-len 256",
     "infer trace --shared-prefix 128",
+    "infer trace --compare waiting,overlapped",
     "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",
 )
 DEFAULT_REQUESTS = 12
 COMPARED = "Times are those of the median of three trials: after a round to warm up, the runs took turns."
 FILES = ("trace.html", "trace.json")
+LOOPS = ("waiting", "overlapped")
+"""Of phase 9: each step launched and finished before the next, or planned while the one before runs, with graphs."""
 _WORK = "Workload"
 
 
@@ -64,8 +67,8 @@ def trace(
         str | None,
         _work(
             "--compare",
-            text="Run the workload, in turns, under several batching modes, policies or KV caches of equally many "
-            "bytes, such as static,continuous.",
+            text="Run the workload, in turns, under several batching modes, policies, KV caches of equally many bytes "
+            "or loops, such as static,continuous or waiting,overlapped.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="The folder for trace.html and trace.json.")] = Path("trace"),
@@ -131,14 +134,16 @@ def _variants(compare: str | None, settings: dict[str, Any], number: int) -> lis
     """The title and the settings of each run of ``number`` requests; one run alone has the title None."""
     if compare is None:
         return [(None, settings)]
-    chosen = ("batching_mode", "scheduler_policy", "kv_cache_backend")
-    if any(settings[name] != options.FIELDS[name].default for name in chosen):
-        raise ConfigError(
-            f"--compare is {compare!r} and --batching-mode, --scheduler-policy or --kv-cache-backend is given too; "
-            "--compare names every run: leave the others out."
-        )
     names = [name.strip() for name in compare.split(",")]
-    known = (*BATCHING_MODES, *SCHEDULER_POLICIES, *KV_CACHE_BACKENDS)
+    chosen = ["batching_mode", "scheduler_policy", "kv_cache_backend"]
+    chosen += ["overlap_scheduling"] if set(names) & set(LOOPS) else []
+    if any(settings[name] != options.FIELDS[name].default for name in chosen):
+        *others, last = (f"--{name.replace('_', '-')}" for name in chosen)
+        raise ConfigError(
+            f"--compare is {compare!r} and {', '.join(others)} or {last} is given too; --compare names every run: "
+            "leave the others out."
+        )
+    known = (*BATCHING_MODES, *SCHEDULER_POLICIES, *KV_CACHE_BACKENDS, *LOOPS)
     if len(set(names)) != len(names) or len(names) < 2 or not set(names) <= set(known):
         raise ConfigError(
             f"--compare is {compare!r}; it must be two or more different ones of {', '.join(known)}, with commas, such "
@@ -154,6 +159,8 @@ def _variants(compare: str | None, settings: dict[str, Any], number: int) -> lis
         **{name: settings | {"batching_mode": "continuous", "scheduler_policy": name} for name in SCHEDULER_POLICIES},
         "contiguous": without("block_size", "num_gpu_blocks") | {"kv_cache_backend": "contiguous"},
         "paged": settings | {"kv_cache_backend": "paged"},
+        "waiting": settings | {"overlap_scheduling": False, "use_cuda_graphs": False},
+        "overlapped": settings | {"overlap_scheduling": True},
     }
     if {"contiguous", "paged"} <= set(names):  # the same bytes; blocks may then hold more requests
         longest, size, blocks = settings["max_seq_len"], settings["block_size"], settings["num_gpu_blocks"]

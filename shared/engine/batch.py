@@ -28,9 +28,9 @@ class PromptRows:
     @classmethod
     def of(cls, schedule: Schedule, begins: Integers) -> Self | None:
         """The rows of a schedule, whose sequences begin at the tokens ``begins``; None if no request asks for any."""
-        if not any(entry.num_prompt_logprobs for entry in schedule):
+        if not any(schedule.columns["num_prompt_logprobs"]):
             return None
-        counts = np.array([entry.num_prompt_logprobs for entry in schedule], np.int64)
+        counts = np.array(schedule.columns["num_prompt_logprobs"], np.int64)
         next_ids = [
             token_id
             for request, start, *_, count in schedule

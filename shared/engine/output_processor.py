@@ -35,7 +35,7 @@ class OutputProcessor:
 
     def process(self, schedule: Schedule) -> list[Request]:
         """Make the outputs of the schedule's new tokens; return the requests that have finished."""
-        return self._follow([entry.request for entry in schedule])
+        return self._follow(schedule.requests)
 
     def catch_up(self) -> list[Request]:
         """The same for all requests, after a step that was interrupted between commit and the end of ``process``."""
@@ -56,11 +56,9 @@ class OutputProcessor:
                 self.ready.append(StepOutput(request.request_id, None, "", FinishReason.ERROR, error=request.error))
                 del self.streams[request]
                 continue
-            for number in range(stream.num_tokens, len(request.output_ids)):
-                if stream.has_ended:
-                    break
-                logprobs = request.output_logprobs[number] if request.output_logprobs else None
-                output = stream.push(request.output_ids[number], logprobs)
+            ids, all_logprobs = request.output_ids, request.output_logprobs
+            while (number := stream.num_tokens) < len(ids) and not stream.has_ended:
+                output = stream.push(ids[number], all_logprobs[number] if all_logprobs else None)
                 self.ready.append(_first(output, request) if number == 0 else output)
             if stream.limit == 0 and request.num_computed_tokens == request.num_prompt_tokens:
                 self.ready.append(_first(stream.end(), request))

@@ -7,10 +7,11 @@ the activation is the epilogue of the product that computes gate and up (``share
 
 import torch
 
-from shared.kernels.launch import launch, launch_dependents, launches, tl, triton, wait_for_previous
+from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.ops import gated as op
 
-BLOCK = 256
+MOST_PROGRAMS = 1024  # starting a program takes the GPU about a nanosecond, so larger results take larger blocks
+MAX_BLOCK = 2048
 
 
 @triton.jit
@@ -62,6 +63,9 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
         return out
     gate = gate if gate.stride(1) == 1 else gate.contiguous()
     up = up if up.stride(1) == 1 else up.contiguous()
-    grid = (T, -(-I // BLOCK))
-    launch(gated_kernel, grid, gate, up, out, I, gate.stride(0), up.stride(0), ACTIVATION=activation, BLOCK=BLOCK)
+    block = min(MAX_BLOCK, max(256, next_power_of_two(T * I // MOST_PROGRAMS)))
+    grid = (T, -(-I // block))
+    strides = (gate.stride(0), up.stride(0))
+    num_warps = max(4, block // 256)
+    launch(gated_kernel, grid, gate, up, out, I, *strides, ACTIVATION=activation, BLOCK=block, num_warps=num_warps)
     return out

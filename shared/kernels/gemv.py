@@ -1,4 +1,4 @@
-"""Products of 1 to 16 rows with a weight matrix, fused with the operations before and after.
+"""Products of 1 to 64 rows with a weight matrix, fused with the operations before and after.
 
 Introduced in phase 3.1.
 
@@ -38,7 +38,7 @@ from shared.kernels.launch import (
     wait_for_previous,
 )
 from shared.kernels.rmsnorm import Norm, rms_norm
-from shared.kernels.tiling import DOT_ROWS, MAX_ROWS, Tiling, tiling
+from shared.kernels.tiling import MAX_FP32_ROWS, MAX_ROWS, Tiling, dot_rows, tiling
 from shared.ops import gated as gated_ops
 
 ACTIVATIONS: dict[gated_ops.GatedOp, tuple[str, gated_ops.GatedOp]] = {  # op: its name in a kernel, its own launcher
@@ -78,7 +78,7 @@ def normalized(h, inverse_rms, scale, dtype: tl.constexpr):
 
 @triton.jit
 def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr):
-    """Columns k of rows m of x, with zero padding: ``[DOT_ROWS, BLOCK_K]``."""
+    """Columns k of rows m of x, with zero padding: ``[ROWS, BLOCK_K]``."""
     inside = (m < num_rows)[:, None] & (k < K)[None, :]
     return tl.load(x + m[:, None] * x_stride + k[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
 
@@ -235,7 +235,8 @@ def linear(
         ``[T, N]`` in the dtype of x.
     """
     T, N = x.shape[0], weight.shape[0]
-    if launches(x) and T <= MAX_ROWS:
+    max_rows = MAX_FP32_ROWS if x.dtype == torch.float32 else MAX_ROWS
+    if launches(x) and max_rows >= T:
         return _launch(x, weight, bias, norm, residual, activation, cut)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, norm.offset)
@@ -281,7 +282,7 @@ def _launch(
         "num_stages": cut.num_stages,
     }
     if cut.dot:
-        about = {"ROWS": DOT_ROWS, "PREFETCHED": cut.prefetched}
+        about = {"ROWS": dot_rows(T), "PREFETCHED": cut.prefetched}
         launch(skinny_kernel, grid, x, weight, bias, residual, out, T, N, *strides, **options, **about)
     else:
         norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)

@@ -18,8 +18,10 @@ import torch
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.rmsnorm import Norm
 
-NUMBERS_PER_PROGRAM = 128
-NUM_WARPS = 1
+NUMBERS_PER_PROGRAM = ((128, 512), (2**62, 2048))
+"""Numbers of a program in steps of up to so many tokens. Starting a program takes the GPU about a nanosecond, so the
+more tokens there are, the more a program has to do."""
+NUM_WARPS = 4
 
 
 class NormAndRotation(Protocol):
@@ -202,7 +204,8 @@ def kv_write(
     if T == 0:
         return out
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    heads = max(1, NUMBERS_PER_PROGRAM // next_power_of_two(D))
+    numbers = next(numbers for most_tokens, numbers in NUMBERS_PER_PROGRAM if most_tokens >= T)
+    heads = max(1, numbers // next_power_of_two(D))
     launch(
         kv_write_kernel,
         (T, -(-Hq // heads) + 2 * -(-Hkv // heads)),

@@ -5,7 +5,7 @@ of weights (FlashInfer, arXiv 2501.01005; :mod:`shared.attention.states` has the
 ways: :func:`merge_states` is a second launch, with a program for every row of several splits; or the last program to
 arrive calls :func:`merged_state`, which saves the launch but reads all states of its heads through one multiprocessor.
 
-Invariants: the order of merging depends on the number of states alone, so a result does not depend on timing; a state
+Invariants: the order of merging depends on the number of states and the launch's size, never on timing; a state
 without keys (logarithm -inf) changes nothing, and only such states give zeros; a row without states is not written,
 since its program has stored the output.
 """
@@ -15,8 +15,8 @@ import torch
 from shared.attention.states import merge_rows
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
-MERGED_NUMBERS = 4096  # fp32 numbers of states that a program holds at a time
-HEADS_PER_PROGRAM = 1
+MERGED_NUMBERS = 4096  # fp32 numbers of states that a program of one head holds at a time
+MOST_ROWS = 16  # that have a program for each head; of more rows, most of which have few states, each has one program
 NUM_WARPS = 4
 
 
@@ -113,7 +113,8 @@ def merge_states(
     if not launches(out):
         return merge_rows(partial, partial_log, output_indptr, out)
     if num_rows:
-        rows = min(HEADS_PER_PROGRAM, next_power_of_two(Hq))
+        is_row = num_rows > MOST_ROWS
+        rows = next_power_of_two(Hq) if is_row else 1
         launch(
             merge_states_kernel,
             (num_rows, -(-Hq // rows)),
@@ -124,7 +125,7 @@ def merge_states(
             HQ=Hq,
             D=D,
             ROWS=rows,
-            MERGED=max(1, MERGED_NUMBERS // (rows * D)),
+            MERGED=1 if is_row else max(1, MERGED_NUMBERS // D),
             num_warps=NUM_WARPS,
             num_stages=1,
         )

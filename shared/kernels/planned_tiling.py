@@ -7,6 +7,7 @@ fit in ``PIPELINE_BYTES``; if the table's entry exceeds that, the pipeline is sh
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -62,7 +63,7 @@ FEW_PAIRS = 64
 DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: few pairs, many
     16: (DecodeTiling(64), DecodeTiling(128)),
     32: (DecodeTiling(64), DecodeTiling(128)),
-    64: (DecodeTiling(64), DecodeTiling(128)),
+    64: (DecodeTiling(64, num_warps=2), DecodeTiling(64)),
     128: (DecodeTiling(64), DecodeTiling(32)),
     256: (DecodeTiling(32), DecodeTiling(32)),
 }
@@ -75,6 +76,7 @@ def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize
     return fitted(tiling, head_dim, itemsize)
 
 
+@cache  # asked for in every step
 def fitted(tiling: DecodeTiling, head_dim: int, itemsize: int) -> DecodeTiling:
     """The tiling with its pipeline, and then its tile, reduced to fit in ``PIPELINE_BYTES``."""
     tile, stages = tiling.tile, tiling.num_stages

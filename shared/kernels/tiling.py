@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from shared.kernels.launch import next_power_of_two
 
-MAX_ROWS = 16  # of x; PyTorch computes larger products
-DOT_ROWS = 16  # rows of a tensor core's tile of x; fewer are padded
+MAX_ROWS = 64  # of x; PyTorch computes larger products
+MAX_FP32_ROWS = 16  # of x in fp32, which is multiplied without tensor cores
+DOT_ROWS = 16  # the fewest rows of x that tensor cores multiply; fewer are padded
 MAX_STAGES = 6
 
 
@@ -39,41 +40,46 @@ def tiling(rows: int, N: int, K: int, is_gated: bool, itemsize: int, shared_byte
     """
     if rows == 1:
         return gated_vector_tiling(K) if is_gated else vector_tiling(N, K)
-    return dot_tiling(N, K, is_gated, itemsize, shared_bytes)
+    return dot_tiling(dot_rows(rows), N, K, is_gated, itemsize, shared_bytes)
 
 
-def dot_tiling(N: int, K: int, is_gated: bool, itemsize: int, shared_bytes: int) -> Tiling:
-    """The tiling for 2 to 16 rows of x: as many stages as fit.
+def dot_rows(rows: int) -> int:
+    """The rows of the tile that holds all rows of x."""
+    return max(DOT_ROWS, next_power_of_two(rows))
 
-    Few or long rows of W take wide tiles of few rows, so that there are enough programs. A gated product reads two rows
-    of W for a column, so on a GPU with little shared memory it takes half as many columns.
+
+def dot_tiling(x_rows: int, N: int, K: int, is_gated: bool, itemsize: int, shared_bytes: int) -> Tiling:
+    """The tiling for a tile of ``x_rows`` of x: as many stages as fit, with narrower tiles if fewer than four do.
+
+    The fewer rows W has, the fewer rows has a tile, so that there are enough programs; the columns make up for it. A
+    gated product reads two rows of W for a column.
     """
-    if is_gated or (N >= 2048 and K <= 4096):
-        block_n, block_bytes = 64, 256
+    if is_gated:
+        block_n, block_bytes = (64, 256) if N >= 8192 else (32, 512)
+    elif N > K:
+        block_n, block_bytes = 64 if x_rows == DOT_ROWS else 32, 512
     else:
-        block_n, block_bytes = 32, 1024 if K > 4096 else 512
-    if is_gated and shared_bytes < 4 * (2 * block_n + DOT_ROWS) * block_bytes:
-        block_n //= 2
-    stage_bytes = ((2 if is_gated else 1) * block_n + DOT_ROWS) * block_bytes
-    num_stages = min(MAX_STAGES, shared_bytes // stage_bytes)
-    return Tiling(block_n, block_bytes // itemsize, 4, num_stages, dot=True, prefetched=num_stages)
+        block_n, block_bytes = 32 if K <= 4096 else 16, 1024
+    stage_rows = (2 if is_gated else 1) * block_n + x_rows
+    if shared_bytes < 4 * stage_rows * block_bytes:
+        block_bytes //= 2
+    num_stages = min(MAX_STAGES, shared_bytes // (stage_rows * block_bytes))
+    return Tiling(block_n, block_bytes // itemsize, 4, num_stages, dot=True, prefetched=2)
 
 
 def vector_tiling(N: int, K: int) -> Tiling:
-    """The tiling for one row of x: a program has about 4,000 elements of W in flight, whatever the shape."""
-    whole = next_power_of_two(K)
+    """The tiling for one row of x: a program has 2,000 to 8,000 elements of W in flight."""
     if N >= 65536:
         return Tiling(8, 1024, 8) if K % 1024 == 0 else Tiling(4, 512, 2)
-    if whole <= 1024:
-        return Tiling(2, whole, 4)
-    if K > 4096:
-        return Tiling(1, 4096, 2)
-    if N > K:
-        return Tiling(2, 1024, 4) if K % 1024 == 0 else Tiling(4 if N >= 4096 else 2, 512, 2)
-    return Tiling(2, 2048, 4)
+    if K % 1024 == 0:
+        return Tiling(4, 1024, 8) if N > K else Tiling(1, min(2048, K), 4)
+    if N > K > 1024:
+        return Tiling(4 if N >= 4096 else 2, 512, 2)
+    return Tiling(2, min(2048, next_power_of_two(K)), 4)
 
 
 def gated_vector_tiling(K: int) -> Tiling:
     """The tiling for one row of x and a W of gate and up rows, both of which are in flight."""
-    whole = next_power_of_two(K)
-    return Tiling(1, 1024, 4) if K % 1024 == 0 else Tiling(1, min(whole, 1024), 2)
+    if K == 2048:
+        return Tiling(1, 2048, 4)
+    return Tiling(2, 512, 2) if K % 512 == 0 else Tiling(1, min(1024, next_power_of_two(K)), 2)

@@ -6,10 +6,11 @@ once; decoding requests precede prompts; an entry refers to the request object, 
 not mistaken for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,27 +61,35 @@ class Schedule:
         return Schedule(self.step, self.entries[self.num_decoding :], 0, self.preempted)
 
     @cached_property
+    def columns(self) -> Mapping[str, tuple[Any, ...]]:
+        """Each field of the entries, as a tuple over all of them: one pass over the entries serves every array."""
+        columns = zip(*self.entries, strict=True) if self.entries else repeat(())
+        return dict(zip(Scheduled._fields, columns, strict=False))
+
+    @cached_property
     def requests(self) -> list[Request]:
         """The requests of the entries, in their order."""
-        return [entry.request for entry in self.entries]
+        return list(self.columns["request"])
 
     @cached_property
     def starts(self) -> Integers:
         """``start`` of each entry, ``[B]``."""
-        return np.array([entry.start for entry in self.entries], np.int64)
+        return np.array(self.columns["start"], np.int64)
 
     @cached_property
     def num_tokens(self) -> Integers:
         """``num_tokens`` of each entry, ``[B]``."""
-        return np.array([entry.num_tokens for entry in self.entries], np.int64)
+        return np.array(self.columns["num_tokens"], np.int64)
 
     @cached_property
     def num_logit_rows(self) -> Integers:
         """``num_logit_rows`` of each entry, ``[B]``."""
-        return np.array([entry.num_logit_rows for entry in self.entries], np.int64)
+        return np.array(self.columns["num_logit_rows"], np.int64)
 
     def sampling_rows(self) -> list[SamplingRow]:
         """The sampling parameters of each logit row. Reads token ids, so all earlier steps must be committed."""
+        if (self.num_logit_rows == 1).all():
+            return [request.sampling_row() for request in self.requests]
         rows: list[SamplingRow] = []
         for request, _, _, _, num_logit_rows, _ in self.entries:
             rows += [request.sampling_row()] * num_logit_rows

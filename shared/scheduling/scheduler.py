@@ -68,9 +68,9 @@ class Scheduler(ABC):
 
         Results for a request that has finished or was preempted meanwhile are dropped.
         """
-        tokens, first, running = list(sampled), 0, RequestStatus.RUNNING
+        tokens, first, errors, running = list(sampled), 0, sampled.errors, RequestStatus.RUNNING
         for number, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
-            error = sampled.errors.get(number)
+            error = errors.get(number) if errors else None
             drawn = tokens[first : first + num_logit_rows] if error is None else []
             first += len(drawn)
             if request.status is running and request.num_computed_tokens == start:
@@ -81,7 +81,7 @@ class Scheduler(ABC):
                     request.num_computed_tokens += num_tokens
                     request.num_pending_tokens -= len(drawn)
                     request.last_step = schedule.step
-                    if request.needs_prompt_logits:
+                    if request.params.prompt_logprobs is not None and request.needs_prompt_logits:
                         request.add_prompt_logprobs(start, sampled.prompt_logprobs.get(number, ()))
                     for token_id, logprobs in drawn:
                         request.append(token_id, logprobs)

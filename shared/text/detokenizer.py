@@ -20,7 +20,7 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._texts = tokenizer, tokenizer.token_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._run = bytearray()
         self._strip, self._num_to_strip = tokenizer.decoder.stripped_prefix
@@ -28,7 +28,7 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete or for a special token."""
-        if self._holds_nothing and (text := self._tokenizer.token_text(token_id)) is not None:
+        if self._holds_nothing and (text := self._texts[token_id]) is not None:
             return text  # whole characters, which need no decoding
         piece = self._tokenizer.token_bytes(token_id)
         if not piece:

@@ -44,7 +44,7 @@ class Tokenizer:
         template = fast.chat_template
         self.backend = backend
         self._token_bytes: dict[int, bytes] = {}
-        self._token_texts: dict[int, str | None] = {}
+        self.token_texts = TokenTexts(self)
         self.decoder = decoder
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id: int | None = fast.bos_token_id
@@ -111,22 +111,31 @@ class Tokenizer:
             known = self._token_bytes[token_id] = b"" if token is None else self.decoder.bytes_of(token)
         return known
 
-    def token_text(self, token_id: int) -> str | None:
-        """The text of a token of whole characters, as most are, "" for a special token; None for any other token."""
-        if token_id not in self._token_texts:
-            try:
-                text = None if self.is_fallback_byte(token_id) else self.token_bytes(token_id).decode()
-            except UnicodeDecodeError:
-                text = None
-            self._token_texts[token_id] = text
-        return self._token_texts[token_id]
-
     def is_fallback_byte(self, token_id: int) -> bool:
         """Whether the token is one raw byte of a byte-fallback vocabulary (``<0xNN>``)."""
         if not self.decoder.has_byte_fallback or token_id in self.special_ids:
             return False
         token = self.backend.id_to_token(token_id)
         return token is not None and self.decoder.byte_of(token) is not None
+
+
+class TokenTexts(dict[int, str | None]):
+    """By id the text of a token of whole characters, as most are, "" for a special token; None for any other token.
+
+    A text is made when it is first looked up.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            is_byte = self.tokenizer.is_fallback_byte(token_id)
+            text = None if is_byte else self.tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def _load_fast(folder: Path, tokenizer_class: Any, model_type: Any) -> Any:

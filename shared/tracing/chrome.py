@@ -1,7 +1,9 @@
 """A run in the Trace Event Format, which Perfetto and Chrome open. Introduced in phase 4.
 
-A run is a process; its threads are the engine's steps and one per request; its counters are the lanes. Times are
-microseconds with three decimals, so nanoseconds are preserved. The format is Google's "Trace Event Format" (2016).
+A run is a process; its threads are the engine's steps, the host's parts of them, the GPU if there is one, and one per
+request; its counters are the lanes. Times are microseconds with three decimals, so nanoseconds are preserved. The
+format is Google's "Trace Event Format" (2016).
+
 Invariant: events of a thread do not overlap, so a viewer cannot nest them wrongly.
 """
 
@@ -10,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shared.tracing.lanes import LANES
+from shared.tracing.lanes import LANES, activity_lanes
 from shared.tracing.trace import CellKind, Outcome, Trace, TracedRequest
 
 STEPS_THREAD = 0
@@ -43,7 +45,15 @@ def _events(trace: Trace, pid: int) -> Iterator[Event]:
         for lane in LANES:
             values = {lane.name: lane.value(step)}
             yield {"name": lane.name, "cat": "lane", "ph": "C", "pid": pid, "ts": step.ended_ns / 1000, "args": values}
-    for tid, request in enumerate(trace.requests, start=STEPS_THREAD + 1):
+    activity = activity_lanes(trace)
+    for tid, (name, spans) in enumerate(activity, start=STEPS_THREAD + 1):
+        yield _name("thread_name", pid, tid, name=name)
+        yield _name("thread_sort_index", pid, tid, sort_index=tid)
+        for step, parts in zip(trace.steps, spans, strict=True):
+            for part in parts:
+                about = {"step": step.record.step}
+                yield _span(part.name, name, pid, tid, part.started_ns, part.ended_ns, about)
+    for tid, request in enumerate(trace.requests, start=STEPS_THREAD + 1 + len(activity)):
         yield _name("thread_name", pid, tid, name=f"request {request.request_id}")
         yield _name("thread_sort_index", pid, tid, sort_index=tid)
         yield from _request_events(trace, request, pid, tid)

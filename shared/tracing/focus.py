@@ -58,7 +58,14 @@ def focus(trace: Trace) -> Focus:
         waiting = trace.steps[step].record.num_waiting
         others = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
         is_static = trace.settings.get("batching mode") == "static"
+        pending = [
+            request.request_id
+            for request in trace.requests
+            if any(cell.kind is CellKind.PENDING and cell.step == step for cell in trace.cells(request))
+        ]
         why = "the batch has to end first" if is_static else "the KV cache has no room for the next"
+        if pending:
+            why = f"the last token of request {', '.join(pending)} is pending"
         served = trace.steps[step].num_served
         return Focus(step, f"step {step} runs {served} of {trace.max_batch_size} rows while {others}: {why}.")
     waits = {request.request_id: trace.runs(request)[:1] for request in trace.requests}

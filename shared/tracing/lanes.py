@@ -1,12 +1,13 @@
-"""Per-step counters: the lanes of the page and the counters of the Chrome trace. Introduced in phase 4.
+"""The lanes of the page and of the Chrome trace: per-step counters, host and GPU. Introduced in phase 4.
 
-A new counter, such as shared blocks, is one more row of the table. Invariant: both files show exactly these.
+A new counter, such as shared blocks, is one more row of the table. The lanes of host and GPU came in phase 9.
+Invariant: both files show exactly these.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.tracing.trace import Trace, TracedStep
+from shared.tracing.trace import Span, Trace, TracedStep
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,9 @@ LANES = (
     Lane("KV tokens", "in the KV cache after the step", lambda step: step.record.kv_used_tokens, _kv_capacity),
     Lane("KV blocks", "held after the step; a region is one large block", _num_held, _num_blocks),
 )
+
+
+def activity_lanes(trace: Trace) -> list[tuple[str, list[tuple[Span, ...]]]]:
+    """The names of the lanes that the trace has, ``host`` and on a GPU ``GPU``, each with its spans by step."""
+    lanes = [("host", [step.host for step in trace.steps]), ("GPU", [step.gpu for step in trace.steps])]
+    return [(name, spans) for name, spans in lanes if any(spans)]

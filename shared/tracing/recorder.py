@@ -1,4 +1,4 @@
-"""Records an engine's run: a wrapper that times its methods. Introduced in phase 4.
+"""Records an engine's run: a wrapper that times its methods. Introduced in phase 4; lanes of host and GPU in phase 9.
 
 The engine reads no clock and does no I/O, so its caller can record it from outside. Requests are added, stepped and
 aborted through the recorder, which forwards every call. Invariant: recording does not change the engine's behaviour.
@@ -13,6 +13,7 @@ from shared.engine.memory_map import MemoryMap
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.sampling.params import SamplingParams
+from shared.tracing.activity import ActivityRecorder, StepActivity
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep, TracedToken
 
 
@@ -20,8 +21,10 @@ class TraceableEngine(Protocol):
     """The interface of an engine that the recorder uses."""
 
     config: Any
+    model: Any
     tokenizer: Any
     scheduler: Any
+    runner: Any
     last_step: StepRecord | None
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
@@ -46,7 +49,9 @@ class Recorder:
         self.engine = engine
         self.clock = clock
         self.zero_ns = clock()
-        self.steps: list[TracedStep] = []
+        self.activity = ActivityRecorder(engine, self._now)
+        self.steps: list[TracedStep] = []  # without the GPU's times
+        self.activities: list[StepActivity] = []  # of each step
         self.requests: list[TracedRequest] = []  # without their tokens
         self.tokens: list[list[TracedToken]] = []  # of each request
         self.places: dict[str, int] = {}  # index in those lists by id, which may be reused after the request's end
@@ -78,14 +83,17 @@ class Recorder:
 
     def step(self) -> list[StepOutput]:
         """The engine's ``step``."""
-        started_ns = self._now()
-        outputs = self.engine.step()
-        ended_ns = self._now()
+        with self.activity.watch() as activity:
+            started_ns = activity.last_ns
+            outputs = self.engine.step()
+            ended_ns = self._now()
         record = self.engine.last_step
         assert record is not None
         index = len(self.steps)
         memory = MemoryMap.of(self.engine.scheduler, record)
-        self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns, memory))
+        host = tuple(activity.host)
+        self.activities.append(activity)
+        self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns, memory, host))
         for output in outputs:
             self._note(output, index, ended_ns)
         return outputs
@@ -98,11 +106,12 @@ class Recorder:
         return was_here
 
     def trace(self, title: str, **settings: str | int | float | None) -> Trace:
-        """The recording so far."""
+        """The recording so far; waits for a GPU."""
+        gpu = map(self.activity.gpu_spans, self.activities)
         return Trace(
             title,
             max_batch_size=self.engine.config.max_batch_size,
-            steps=tuple(self.steps),
+            steps=tuple(replace(step, gpu=spans) for step, spans in zip(self.steps, gpu, strict=True)),
             requests=tuple(replace(r, tokens=tuple(t)) for r, t in zip(self.requests, self.tokens, strict=True)),
             settings=settings,
         )

@@ -18,17 +18,21 @@ from typing import Any
 
 from shared.tracing.focus import focus
 from shared.tracing.holdings import memory_data
-from shared.tracing.lanes import LANES
-from shared.tracing.trace import CellKind, Trace, TracedRequest
+from shared.tracing.lanes import LANES, activity_lanes
+from shared.tracing.trace import CellKind, Span, Trace, TracedRequest
 
 FOLDER = Path(__file__).parent / "page"
+POOL = ("pool_cast.js", "pool_blocks.js", "pool_words.js", "pool.js")
+SCRIPTS = ("timeline.js", "activity.js", "tokens.js", *POOL, "memory.js", "controls.js")
+COUNTED = [kind for kind in CellKind if kind not in (CellKind.PENDING, CellKind.FAILED)]
+"""Kinds of cells that the table of requests counts, in the order of its columns."""
 REGION = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
     """The HTML of one page with all traces below each other, on the same scale; ``note`` stands below the totals."""
     style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
-    script = "\n\n".join(map(_part, ("timeline.js", "tokens.js", "pool.js", "memory.js", "controls.js")))
+    script = "\n\n".join(map(_part, SCRIPTS))
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
     regions = {
         "title": escape(title),
@@ -59,7 +63,13 @@ def trace_data(trace: Trace) -> dict[str, Any]:
             for lane in LANES
         ],
         "steps": [
-            {**dataclasses.asdict(step.record), "started_ns": step.started_ns, "ended_ns": step.ended_ns}
+            {
+                **dataclasses.asdict(step.record),
+                "started_ns": step.started_ns,
+                "ended_ns": step.ended_ns,
+                "host": list(map(dataclasses.asdict, step.host)),
+                "gpu": list(map(dataclasses.asdict, step.gpu)),
+            }
             for step in trace.steps
         ],
         "requests": [_request_data(trace, request) for request in trace.requests],
@@ -119,11 +129,12 @@ def _tables(trace: Trace) -> str:
     has_cached = trace.totals.num_cached_tokens > 0
     for request in trace.requests:
         cells = trace.cells(request)
-        counts = [sum(cell.kind is kind for cell in cells) for kind in CellKind if kind is not CellKind.FAILED]
+        counts = [sum(cell.kind is kind for cell in cells) for kind in COUNTED]
         cached = [request.num_cached_tokens] if has_cached else []
         lengths = (request.num_prompt_tokens, *cached, len(request.tokens))
         end = request.outcome + (f" ({request.finish_reason})" if request.finish_reason else "")
         requests.append([request.request_id, *lengths, request.arrival_step, *counts, end])
+    activity = activity_lanes(trace)
     steps = [
         [
             step.record.step,
@@ -133,6 +144,7 @@ def _tables(trace: Trace) -> str:
             " ".join(step.record.decoded) or "–",
             " ".join((*step.record.finished, *step.record.failed)) or "–",
             *(lane.value(step) for lane in LANES),
+            *(_durations(spans[step.record.step]) for _, spans in activity),
         ]
         for step in trace.steps
     ]
@@ -140,11 +152,16 @@ def _tables(trace: Trace) -> str:
     by_request += ["arrived before step", "steps in the queue"]
     by_request += ["prefill steps", "decode steps", "stalled steps", "preempted steps", "recompute steps", "end"]
     by_step = ["step", "ms", "preempted", "prefill (tokens)", "decode", "ended", *(lane.name for lane in LANES)]
+    by_step += [f"{name}, ms" for name, _ in activity]
     return (
         f"<details><summary>{escape(trace.title)}, as tables</summary>\n"
         f"{_table(f'Requests, {trace.title}', by_request, requests)}\n"
         f"{_table(f'Steps, {trace.title}', by_step, steps)}\n</details>"
     )
+
+
+def _durations(spans: Sequence[Span]) -> str:
+    return ", ".join(f"{span.name} {(span.ended_ns - span.started_ns) / 1e6:.2f}" for span in spans) or "–"
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], name: str = "") -> str:

@@ -18,14 +18,16 @@ from shared.engine.record import StepRecord
 
 class CellKind(StrEnum):
     """What a step did for a request. QUEUE: nothing, the request waits for its prefill. STALL: nothing, the request is
-    running but the step did not include it. PREEMPTED: nothing, its KV cache was freed. RECOMPUTE: its prompt and
-    outputs were recomputed. FAILED: the step ran the request, which raised.
+    running but the step did not include it. PENDING: nothing, but its token of the step before arrived. PREEMPTED:
+    nothing, its KV cache was freed. RECOMPUTE: its prompt and outputs were recomputed. FAILED: the step ran the
+    request, which raised.
     """
 
     QUEUE = "queue"
     PREFILL = "prefill"
     DECODE = "decode"
     STALL = "stall"
+    PENDING = "pending"
     PREEMPTED = "preempted"
     RECOMPUTE = "recompute"
     FAILED = "failed"
@@ -79,13 +81,24 @@ class TracedRequest:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A named part of the time of the host, or of the GPU."""
+
+    name: str
+    started_ns: int
+    ended_ns: int
+
+
+@dataclass(frozen=True)
 class TracedStep:
-    """A step's record, its start and end times, and the KV cache after it."""
+    """A step's record, its start and end times, the KV cache after it, and the activity that it caused."""
 
     record: StepRecord
     started_ns: int
     ended_ns: int
     memory: MemoryMap | None = None
+    host: tuple[Span, ...] = ()  # the parts of the step
+    gpu: tuple[Span, ...] = ()  # when the GPU ran what the step launched, which may be after the step; none on a CPU
 
     @property
     def num_served(self) -> int:
@@ -134,7 +147,8 @@ class Trace:
     def cells(self, request: TracedRequest) -> tuple[Cell, ...]:
         """One cell for each step from the request's arrival to its end."""
         served = self._served.get(request.request_id, {})
-        first_token = request.tokens[0].step if request.tokens else len(self.steps)
+        given = {token.step for token in request.tokens}
+        first_token = min(given, default=len(self.steps))
         idle = CellKind.QUEUE
         cells = []
         for step in self._span(request):
@@ -145,7 +159,7 @@ class Trace:
                 idle = CellKind.STALL
                 if cell.kind is CellKind.PREFILL and step > first_token:
                     cell = replace(cell, kind=CellKind.RECOMPUTE)
-            cells.append(cell or Cell(step, idle))
+            cells.append(cell or Cell(step, CellKind.PENDING if step in given else idle))
         return tuple(cells)
 
     def runs(self, request: TracedRequest) -> list[tuple[CellKind, int, int]]:

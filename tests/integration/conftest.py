@@ -1,11 +1,39 @@
 """Fixtures of the tests that start programs."""
 
+import shlex
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tutorial.workshop import check, grading, preparation
 from tutorial.workshop.check import CheckServer
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
+    "--disable-sync --host-resolver-rules='MAP * ~NOTFOUND, EXCLUDE 127.0.0.1'"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A Chromium that is not let onto the network; where there is none, the tests of pages say so."""
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="the browser is driven by the package playwright")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=executable, args=shlex.split(FLAGS))
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoints: dict[str, Path]) -> str:
+    return str(tiny_checkpoints["llama"])
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,7 @@ def assert_refused(command: str, told: str) -> None:
         ("bench kernels --model gpt-2", "--model is 'gpt-2'; it must be one of llama-3.2-1b, qwen3-1.7b, gemma-3-1b"),
         ("bench kernels --kernel softmax", "--kernel is 'softmax'; it must be one of qkv, o"),
         ("bench kernels --kernel rms_norm", "A decode step of tiny-llama launches none of rms_norm"),
-        ("bench kernels --rows 17", "from 1 to 16 rows"),
+        ("bench kernels --rows 65", "from 1 to 64 rows"),
         ("bench hardware --device cuda:99", "no such GPU"),
         ("bench attention --shape 32x4096", "--shape is '32x4096'; it must be one of 4x64"),
         ("bench attention --peer vllm", "--peer is 'vllm'; it must be one of flashinfer"),

@@ -7,8 +7,6 @@ read off the page.
 import json
 import os
 import re
-import shlex
-import shutil
 import subprocess
 import threading
 import time
@@ -25,11 +23,6 @@ import pytest
 from tests.integration.infer_process import INFER
 
 ROOT = Path(__file__).parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync --host-resolver-rules='MAP * ~NOTFOUND, EXCLUDE 127.0.0.1'"
-)
 DESKTOP, TABLET, PHONE = ({"width": width, "height": 900} for width in (1280, 768, 360))
 KEY = "a-key"
 BLOCKS = 12
@@ -86,18 +79,6 @@ STOPS_AFTER_TEN = """() => {
     document.querySelector("#stop").click();
   }).observe(summary, { childList: true, characterData: true, subtree: true });
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if executable is None:
-        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="the browser is driven by the package playwright")
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=executable, args=shlex.split(FLAGS))
-        yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +252,7 @@ def test_the_first_run_uses_the_key_that_was_just_typed(locked: Any) -> None:
     locked.fill("#max_tokens", "3")
     locked.click("#run")
     expect(locked, "#key-complaint", "needs the API key")
-    assert locked.evaluate("document.activeElement.id") == "key"
+    locked.wait_for_function("document.activeElement.id === 'key'")
     locked.keyboard.type("wrong")
     locked.keyboard.press("Enter")
     expect(locked, "#key-complaint", "refuses this key")
@@ -304,6 +285,27 @@ def test_a_lost_connection_is_told_in_a_sentence_and_does_not_last(page: Any) ->
     page.unroute_all()
     expect(page, "#health", "^ready$")
     assert not page.is_visible("#trouble")
+
+
+@pytest.mark.parametrize("size", [DESKTOP, TABLET, PHONE], ids=lambda size: str(size["width"]))
+def test_no_trouble_moves_the_button_that_is_pressed(page: Any, size: dict[str, int]) -> None:
+    page.set_viewport_size(size)
+    page.evaluate(TWO_FRAMES)
+    expect(page, "#health", "^ready$")
+    place, room = page.locator("#run").bounding_box(), page.locator("header").bounding_box()
+    long = json.dumps({"ready": False, "status": "the engine has stopped", "message": "The engine has stopped. " * 20})
+    page.route("**/health", lambda route: route.fulfill(body=long))
+    expect(page, "#trouble", "engine has stopped")
+    assert page.locator("header").bounding_box() == room
+    assert page.locator("#run").bounding_box() == place
+    page.unroute_all()
+    page.route("**/health", lambda route: route.abort())
+    expect(page, "#trouble", "^The server cannot be reached")
+    assert page.locator("#trouble").evaluate("line => line.scrollHeight <= line.clientHeight"), "it is read at once"
+    assert page.locator("#run").bounding_box() == place
+    page.unroute_all()
+    expect(page, "#health", "^ready$")
+    assert page.locator("#run").bounding_box() == place
 
 
 @pytest.mark.parametrize(
@@ -463,7 +465,7 @@ def test_a_large_memory_is_drawn_in_squares_of_several_blocks(crowded: Any) -> N
     drawn = crowded.evaluate("""() => {
         const parent = document.body.appendChild(document.createElement('div'));
         const picture = new PoolPicture(parent);
-        const cast = new PoolPicture.Cast();
+        const cast = new PoolCast();
         const holding = (id, blocks, written) => ({
             request_id: id, state: 'decode', num_prompt_tokens: 1, num_tokens: written, num_written: written, blocks });
         const memory = { unit: 'block', block_tokens: 16, num_blocks: 3000, num_waiting: 0, num_preemptions: 0,

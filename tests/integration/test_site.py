@@ -10,7 +10,6 @@ import http.server
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -29,11 +28,6 @@ from shared.lessons import Lesson, find_lesson, lessons
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync --host-resolver-rules='MAP * ~NOTFOUND, EXCLUDE 127.0.0.1'"
-)
 DESKTOP, TABLET, PHONE = ({"width": width, "height": 900} for width in (1400, 768, 390))
 LEFT = "net::ERR_ABORTED"  # a page was left before its icon had come
 CONTRAST = 4.5
@@ -191,18 +185,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "site"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if executable is None:
-        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="the browser is driven by the package playwright")
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=executable, args=shlex.split(FLAGS))
-        yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")

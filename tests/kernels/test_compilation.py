@@ -44,8 +44,9 @@ def test_every_variant_compiles(tmp_path):
         "paged_attention_kernel",
         "paged_prefill_kernel",
         "peak_kernel",
-        "narrow_kernel",
+        "bracket_kernel",
         "collect_kernel",
+        "search_kernel",
         "draw_kernel",
     }
 

@@ -49,10 +49,10 @@ def test_lanes_share_the_states(randn, assert_near, monkeypatch, lanes):
     check(randn, assert_near, [1, 7, 9], spread=30.0)
 
 
-@pytest.mark.parametrize("heads", [2, 4])
-def test_several_heads_a_program(randn, assert_near, monkeypatch, heads):
-    monkeypatch.setattr(module, "HEADS_PER_PROGRAM", heads)
-    check(randn, assert_near, [6, 0, 3], Hq=5)
+@pytest.mark.parametrize("Hq", [1, 5])
+def test_all_heads_of_a_row_in_one_program(randn, assert_near, monkeypatch, Hq):
+    monkeypatch.setattr(module, "MOST_ROWS", 2)
+    check(randn, assert_near, [6, 0, 3], Hq=Hq)
 
 
 def test_states_of_no_keys_change_nothing_and_alone_give_zeros(randn, assert_near):

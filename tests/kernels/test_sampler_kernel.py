@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import shared.kernels.sampler as module
+from shared.kernels.draw import REACH, bound_of, gumbel_of, load_uniform
 from shared.kernels.launch import INTERPRETED, launch, tl, triton
-from shared.kernels.sampler import load_gumbel, sample
+from shared.kernels.sampler import sample
 from shared.sampling import sampler as op
 from shared.sampling.noise import Stream, gumbel, seed_pattern, uniform
 from shared.sampling.params import SamplingParams
@@ -65,14 +66,19 @@ def right_tokens(scores, row, stream):
     return set((may_stay & (scores > -INF) & (sums >= sums.where(stays, -INF).max() - slack)).nonzero()[:, 0].tolist())
 
 
-def sample_and_cuts(logits, batch, stream):
-    """The kernels' choice, and what they found the largest keys that stay to be: ``[B, 2]``, or None."""
+def sample_and_cuts(logits, batch, stream, inspect=lambda kernel, arguments: None):
+    """The kernels' choice, and what they found the largest keys that stay to be: ``[B, 2]``, or None.
+
+    ``inspect`` sees each launch's arguments by name when it has run.
+    """
     cuts = []
 
     def recording_launch(kernel, grid, *args, **options):
         launch(kernel, grid, *args, **options)
-        if kernel is module.collect_kernel:
-            cuts.append(args[kernel.arg_names.index("cuts")].cpu())
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        inspect(kernel, arguments)
+        if kernel is module.search_kernel:
+            cuts.append(arguments["cuts"].cpu())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "launch", recording_launch)
@@ -229,6 +235,31 @@ def test_top_p_of_what_top_k_leaves(randn):
     assert check(randn(8, 1023, scale=1.5), rows) <= 1
 
 
+@pytest.mark.parametrize("bracket", [(-1.0, 0.5), (6.0, INF), (INF, INF)], ids=str)
+def test_a_bracket_that_misses_changes_no_cut(randn, bracket):
+    def mislead(kernel, arguments):
+        if kernel is module.bracket_kernel:
+            arguments["brackets"].copy_(torch.tensor(bracket))
+
+    rows = [row(seed=seed, top_p=p, **more) for seed, p in enumerate((0.3, 0.9)) for more in ({}, {"min_p": 0.01})]
+    logits, batch = randn(4, 1300), SamplingBatch.of(rows, device=DEVICE)
+    expected = sample_and_cuts(logits, batch, Stream.DRAW)
+    assert all(map(torch.equal, sample_and_cuts(logits, batch, Stream.DRAW, mislead), expected))
+
+
+@pytest.mark.parametrize(("head", "top_p"), [(0, 0.95), (1, 0.95), (40, 0.5), (3000, 0.95)])
+def test_brackets_hold_the_cuts_and_lists_are_short(randn, head, top_p):
+    """A flat row, one that one token rules, one with a head as a language model's, one with a plateau."""
+    found = {}
+    logits = randn(1, 40_000)
+    logits[:, torch.randperm(40_000)[:head].to(DEVICE)] += 8.0
+    batch = SamplingBatch.of([row(top_p=top_p, temperature=0.7)], device=DEVICE)
+    _, cuts = sample_and_cuts(logits, batch, Stream.DRAW, lambda kernel, arguments: found.update(arguments))
+    low, high = found["brackets"][0].tolist()
+    assert low < cuts[0, 1].view(torch.float32) <= high
+    assert found["num_listed"].item() < module.LIST_TILE
+
+
 def test_rows_that_lie_apart(randn):
     rows = random_rows(4, 11)
     wide = torch.full((8, 1500), INF, device=DEVICE)
@@ -257,7 +288,7 @@ def test_a_nan_is_not_chosen(randn, vocabulary):
 
 @triton.jit
 def gumbel_kernel(out, seed, index, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
-    noise = load_gumbel(tl.load(seed), tl.load(index), first, STREAM, BLOCK)
+    noise = gumbel_of(load_uniform(tl.load(seed), tl.load(index), first, STREAM, BLOCK))
     tl.store(out + tl.arange(0, BLOCK), noise)
 
 
@@ -274,8 +305,34 @@ def test_the_noise_is_that_of_the_cpu(stream):
 def test_no_noise_reaches_further_than_the_draw_looks():
     words = torch.tensor([0, 2**23 - 1]).float()
     least, most = (-(-((words + 0.5) * 2**-23).log()).log()).tolist()
-    reach = torch.tensor(module.REACH.value, dtype=torch.int32).view(torch.float32).item()
-    assert most - least < reach < most - least + 1
+    assert most - least < REACH.value < most - least + 1
+
+
+@triton.jit
+def bound_kernel(uniform, noise, bounds, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(noise + i, gumbel_of(tl.load(uniform + i)))
+    tl.store(bounds + i, bound_of(tl.load(uniform + i)))
+
+
+def test_no_noise_exceeds_its_bound():
+    words = torch.cat((torch.arange(0, 2**23, 2**11), 2**23 - 1 - torch.arange(4096)))
+    uniform = ((words.float() + 0.5) * 2**-23).to(DEVICE)
+    noise, bounds = torch.empty_like(uniform), torch.empty_like(uniform)
+    launch(bound_kernel, (1,), uniform, noise, bounds, BLOCK=8192)
+    assert (noise < bounds).all()
+    assert (bounds - noise)[noise > 4].max() < 0.07 + 1e-2
+
+
+def test_large_blocks_choose_the_same(randn, monkeypatch):
+    """The tied rows have tokens whose bounds come close, so that exact scores of whole blocks are computed."""
+    ties = TIES.repeat(30)[None].expand(9, -1).to(DEVICE)
+    few, many = random_rows(9, 21), [row(seed=seed) for seed in range(9)]
+    cases = [(randn(9, 9000, scale=2.0), few), (ties, many)]
+    expected = [sample(logits, SamplingBatch.of(rows, device=DEVICE)) for logits, rows in cases]
+    monkeypatch.setattr(module, "FEW_ROWS", 0)
+    for (logits, rows), right in zip(cases, expected, strict=True):
+        assert torch.equal(sample(logits, SamplingBatch.of(rows, device=DEVICE)), right)
 
 
 def test_blocks_that_cannot_win_and_blocks_that_can(randn):

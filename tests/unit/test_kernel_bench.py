@@ -212,6 +212,32 @@ def test_a_command_ends_with_1_if_a_result_of_ours_is_wrong(command, options, to
         assert "no flashinfer: ConfigError: FlashInfer cannot be imported" in written.with_suffix(".md").read_text()
 
 
+def test_mistakes_are_a_report_of_their_own(tmp_path):
+    result = CliRunner().invoke(app, ["bench", "attention", "--mistakes", "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    (written,) = tmp_path.glob("graph-mistakes-*.json")
+    shapes = json.loads(written.read_text())["results"]["shapes"]
+    assert {name: list(row["variants"]) for name, row in shapes.items()} == {
+        "widest-4x64": ["planned", "unsplit", "widest_table"],
+        "tuned-2x64": ["planned", "tuned_outside", "tuned_inside"],
+        "padded-3-of-4": ["planned", "all_compute"],
+    }
+    assert all(not row["peers"] for row in shapes.values())
+    row = bench.compared_row(
+        shapes["widest-4x64"]
+        | {"variants": {"planned": {"time_us": 2.0, "launches": 1}, "widest_table": {"time_us": 7.0, "launches": 1}}}
+    )  # as on a GPU
+    assert row["times_widest_table"] == 3.5
+
+
+@pytest.mark.gpu
+def test_a_loop_over_the_widest_table_is_slow_and_right():
+    report = bench.measure_attention(device="cuda", mistakes=True, shapes=["widest-32x256", "padded-33-of-64"])
+    shapes = report.results["shapes"]
+    assert not [name for row in shapes.values() for name, call in row["variants"].items() if call["error"]]
+    assert shapes["widest-32x256"]["times_widest_table"] > 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["gate_up", "decode_attention", "sampler_drawn"])
 def test_a_kernel_in_a_graph_stays_below_its_ceiling(kernel):

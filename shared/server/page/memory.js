@@ -9,7 +9,7 @@ const LINGER = 1000; // milliseconds for which a recomputed request stays marked
 const RETRY = 2000; // after a failure
 
 const byId = (id) => document.getElementById(id);
-const cast = new PoolPicture.Cast();
+const cast = new PoolCast();
 const marked = new Map(); // of recomputed requests, until when
 let picture = null;
 let before = new Map(); // states at the last look

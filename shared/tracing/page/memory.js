@@ -19,7 +19,7 @@ class MemoryHistory {
       height: () => Math.min(300, innerHeight / 3),
       label: `${this.trace.title}: KV cache`,
     });
-    this.cast = new PoolPicture.Cast((id) => id);
+    this.cast = new PoolCast((id) => id);
     this.colours = this.trace.steps.map((_, step) => new Map(this.cast.meet(this.held(step).map(({ request_id: id }) => id))));
     if (this.trace.steps.length) this.show(this.trace.focus.step);
   }
@@ -34,7 +34,7 @@ class MemoryHistory {
       if (!mine.length && kind !== "preempted") continue;
       found.push({
         request_id: request.request_id,
-        state: { stall: "decode", queue: "prefill" }[kind] ?? kind,
+        state: { stall: "decode", pending: "decode", queue: "prefill" }[kind] ?? kind,
         num_prompt_tokens: request.num_prompt_tokens,
         num_tokens: request.num_prompt_tokens + request.tokens.filter(([at]) => at <= step).length,
         num_written: mine.length ? written[step - request.arrival_step] : 0,

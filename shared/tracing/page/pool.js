@@ -1,23 +1,15 @@
 // The KV cache as a picture: one square per block, with the colour and name of the request that holds it, filled as far
-// as it is written; a block that several requests hold shows their number. A classic script, since two pages use it: the server's, and the one that `infer trace` writes.
+// as it is written; a block that several requests hold shows their number. A classic script, since two pages use it: the
+// server's, and the one that `infer trace` writes. Loaded after the other three of the pool.
 
 const PoolPicture = (() => {
   "use strict";
   const SVG = "http://www.w3.org/2000/svg";
-  const COLOURS = 8; // distinguishable with colour blindness (Okabe and Ito); more requests are told apart by name
-  const MOST_SQUARES = 1024;
   const MOST_LISTED = 24;
   const [LEAST, LARGEST, NAMED] = [6, 84, 20]; // pixels of a square; from NAMED on it shows a name
   const USED = [26, 18, 12, LEAST]; // pixels of a square where only used blocks are drawn: the first that fits
   const [BAR, MOST_BARS] = [44, 16]; // of a region: its height, and how many stand in one column
-  const STATES = {
-    prefill: "prompt just computed",
-    decode: "decoding",
-    recompute: "being recomputed",
-    preempted: "preempted, waits to be recomputed",
-    lost: "leaked: no running request holds it",
-  };
-  const [SHARED, CACHED] = ["shared", "cached"]; // holders of blocks: several requests, and none, for a cached prefix
+  const { SHARED, CACHED } = PoolBlocks;
   let count = 0;
 
   const draw = (name, attributes, parent) => {
@@ -32,37 +24,9 @@ const PoolPicture = (() => {
     element.textContent = text;
     return element;
   };
-  const some = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
   const box = (x, y, width, height) => `M${x.toFixed(1)} ${y.toFixed(1)}h${width.toFixed(1)}v${height.toFixed(1)}h${(-width).toFixed(1)}z`;
 
-  /** Names and colours of requests, constant while a request exists; up to eight requests have distinct colours. */
-  class Cast {
-    constructor(nameOf = (id, number) => String(number)) {
-      this.nameOf = nameOf;
-      this.known = new Map();
-      this.number = 0;
-    }
-
-    meet(ids) {
-      const here = new Set(ids);
-      for (const id of this.known.keys()) if (!here.has(id)) this.known.delete(id);
-      for (const id of here) {
-        if (this.known.has(id)) continue;
-        const used = [...this.known.values()].map(({ colour }) => colour);
-        const uses = (colour) => used.filter((other) => other === colour).length;
-        const order = Array.from({ length: COLOURS }, (_, next) => (this.number + next) % COLOURS);
-        const colour = order.reduce((best, next) => (uses(next) < uses(best) ? next : best));
-        this.number += 1;
-        this.known.set(id, { name: this.nameOf(id, this.number), colour });
-      }
-      return this.known;
-    }
-  }
-
   return class PoolPicture {
-    static Cast = Cast;
-    static STATES = STATES;
-
     /**
      * Drawn inside the element; `height` returns the maximum height of the grid in pixels. While `isWhole` is false, only
      * the blocks in use are drawn, those of a request together in the order of its block table.
@@ -117,99 +81,16 @@ const PoolPicture = (() => {
       this.render();
     }
 
-    get numHeld() {
-      return this.users.size;
-    }
-
-    get cached() {
-      return this.memory.cached ?? [];
-    }
-
-    get numShared() {
-      return [...this.users.values()].filter((users) => users.size > 1).length;
-    }
-
-    /** The requests that hold each block in use, with its place in their block tables. */
-    usersOfBlocks() {
-      const users = new Map();
-      for (const holding of this.memory.holdings) {
-        for (const [place, block] of holding.blocks.entries()) {
-          if (!users.has(block)) users.set(block, new Map());
-          users.get(block).set(holding, place);
-        }
-      }
-      return users;
-    }
-
-    get unit() {
-      return this.memory.unit;
-    }
-
-    /** Blocks that are drawn: all, or those up to the last that a recorded run ever held. */
-    get shown() {
-      return this.memory.num_shown ?? this.memory.num_blocks;
-    }
-
     render() {
       this.width = this.frame.clientWidth;
-      this.users = this.usersOfBlocks();
-      const number = this.isWhole ? this.shown : this.numHeld;
-      this.each = Math.max(1, Math.ceil(number / MOST_SQUARES)); // blocks of a square
-      this.squares = this.isWhole ? this.contents() : this.usedContents();
+      this.blocks = new PoolBlocks(this.memory, this.isWhole);
+      this.squares = this.blocks.squares;
+      this.words = new PoolWords(this.blocks, this.cast);
       this.arrange();
       this.drawGrid();
       this.writeFigures();
       this.writeList();
       this.select(this.at < this.squares.length ? this.at : undefined);
-    }
-
-    /** The parts of each square: a holder, with the blocks that it holds and their written tokens; and the requests. */
-    contents() {
-      const total = this.shown;
-      const squares = Array.from({ length: Math.ceil(total / this.each) }, (_, square) => ({
-        begin: square * this.each,
-        size: Math.min(this.each, total - square * this.each),
-        parts: new Map(),
-        users: new Map(),
-      }));
-      for (const [block, users] of this.users) this.add(squares[Math.floor(block / this.each)], users);
-      for (const block of this.cached) this.count(squares[Math.floor(block / this.each)], CACHED, this.memory.block_tokens);
-      return squares;
-    }
-
-    /** The same, of the blocks in use alone; a shared block is drawn with the first of its requests. */
-    usedContents() {
-      const drawn = new Set();
-      return this.memory.holdings.flatMap((holding) => {
-        const squares = [];
-        for (const block of holding.blocks.filter((block) => !drawn.has(block))) {
-          drawn.add(block);
-          const users = this.users.get(block);
-          const isNext = squares.at(-1)?.parts.has(this.holder(users)) && squares.at(-1).size < this.each;
-          if (!isNext) squares.push({ begin: block, size: 0, parts: new Map(), users: new Map() });
-          squares.at(-1).size += 1;
-          this.add(squares.at(-1), users);
-        }
-        return squares;
-      });
-    }
-
-    holder(users) {
-      return users.size > 1 ? SHARED : users.keys().next().value;
-    }
-
-    add(square, users) {
-      const { block_tokens: size } = this.memory;
-      const [[holding, place]] = users;
-      this.count(square, this.holder(users), Math.min(size, Math.max(0, holding.num_written - place * size)));
-      for (const [user, at] of users) if (!square.users.has(user)) square.users.set(user, at);
-    }
-
-    count({ parts }, holder, tokens) {
-      const part = parts.get(holder) ?? { blocks: 0, tokens: 0 };
-      part.blocks += 1;
-      part.tokens += tokens;
-      parts.set(holder, part);
     }
 
     arrange() {
@@ -221,7 +102,7 @@ const PoolPicture = (() => {
         this.cell = [side, side];
         return;
       }
-      if (this.unit === "region" && this.each === 1) {
+      if (this.blocks.unit === "region" && this.blocks.each === 1) {
         this.columns = Math.ceil(number / MOST_BARS);
         this.cell = [this.width / this.columns, Math.min(BAR, Math.max(14, this.height() / Math.ceil(number / this.columns)))];
         return;
@@ -258,7 +139,7 @@ const PoolPicture = (() => {
           paths.get(holder).held += box(left, y, share, high);
           paths.get(holder).written += box(left, y, (wide * tokens) / (size * this.memory.block_tokens), high);
           left += share;
-          if (this.each === 1 && height >= NAMED && holder !== CACHED) labels.push([users, x + wide / 2, y + high / 2]);
+          if (this.blocks.each === 1 && height >= NAMED && holder !== CACHED) labels.push([users, x + wide / 2, y + high / 2]);
         }
       });
       draw("path", { class: "pool-free", d: grid }, svg);
@@ -274,7 +155,7 @@ const PoolPicture = (() => {
         draw("path", { class: "pool-edge", d: held }, group);
       }
       this.labels = labels.map(([users, x, y]) => {
-        const holder = this.holder(users);
+        const holder = this.blocks.holder(users);
         const name = holder === SHARED ? `×${users.size}` : this.cast.get(holder.request_id).name;
         const size = Math.min(22, Math.max(11, height * 0.42));
         const label = draw("text", { class: `pool-name ${this.look(holder)}`, x, y }, svg);
@@ -284,8 +165,7 @@ const PoolPicture = (() => {
       });
       this.cursor = draw("path", { class: "pool-cursor", d: "" }, svg);
       this.frame.replaceChildren(svg);
-      const isEmpty = this.cached.length ? "No block is in use." : `All ${some(this.memory.num_blocks, this.unit)} are free.`;
-      if (!this.squares.length) make("p", "pool-empty", this.frame, isEmpty);
+      if (!this.squares.length) make("p", "pool-empty", this.frame, this.words.empty());
     }
 
     look(holder) {
@@ -301,39 +181,17 @@ const PoolPicture = (() => {
     }
 
     writeFigures() {
-      const { num_blocks: total, block_tokens: size, holdings, num_preemptions: preemptions } = this.memory;
-      const [held, shared, cached] = [this.numHeld, this.numShared, this.cached.length];
-      const free = total - held - cached;
-      const again = holdings.reduce((sum, { blocks }) => sum + blocks.length, 0) - held; // in a second block table
-      const written = holdings.reduce((sum, { num_written: tokens }) => sum + tokens, 0) - again * size;
-      const prefixes = shared || cached ? { shared: shared.toLocaleString("en"), cached: cached.toLocaleString("en") } : {};
-      [shared, cached].forEach((number, place) => number && (this.prefixKeys[place].hidden = false));
-      const rows = {
-        [`${this.unit}s held`]: `${held.toLocaleString("en")} of ${total.toLocaleString("en")}`,
-        ...prefixes,
-        free: free.toLocaleString("en"),
-        "used blocks that are written": held ? `${Math.round((100 * written) / (held * size))} %` : "–",
-        preemptions: preemptions.toLocaleString("en"),
-      };
+      const kinds = [this.blocks.numShared, this.blocks.cached.length];
+      kinds.forEach((number, place) => number && (this.prefixKeys[place].hidden = false));
       this.figures.replaceChildren();
-      for (const [name, value] of Object.entries(rows)) {
+      for (const [name, value] of Object.entries(this.words.figures())) {
         const row = make("div", "", this.figures);
         make("dt", "", row, name);
         make("dd", "", row, value);
       }
-      const who = holdings.filter(({ blocks }) => blocks.length);
-      const what = `${some(held, this.unit)} of ${total.toLocaleString("en")} held by ${some(who.length, "request")}, ${cached ? `${cached} cached, ` : ""}${free} free`;
-      const gone = holdings.filter(({ state }) => state === "preempted").length;
-      const more = gone ? `, ${some(gone, "request")} preempted` : "";
-      this.frame.setAttribute("aria-label", `${this.label}: ${what}${more}; arrow keys go through the squares, the list below has the same`);
-      this.note.textContent = [
-        !this.isWhole && `Only ${this.unit}s in use are drawn, request by request.`,
-        this.each > 1 && `A square stands for ${this.isWhole ? "" : "up to "}${this.each} ${this.unit}s${this.isWhole ? " and is divided among their holders" : ""}.`,
-        this.unit === "region"
-          ? `A region has room for the longest request there may be, ${some(size, "token")}.`
-          : `A block has room for ${some(size, "token")}.`,
-        this.shown < total && `The run never held the other ${some(total - this.shown, this.unit)}, which are not drawn.`,
-      ].filter(Boolean).join(" ");
+      const keys = "arrow keys go through the squares, the list below has the same";
+      this.frame.setAttribute("aria-label", `${this.label}: ${this.words.label()}; ${keys}`);
+      this.note.textContent = this.words.note();
     }
 
     writeList() {
@@ -345,7 +203,7 @@ const PoolPicture = (() => {
         item.dataset.holder = holding.request_id;
         item.dataset.state = holding.state;
         make("i", `pool-swatch colour-${colour} ${holding.state}`, item, name);
-        make("span", "", item, this.amount(holding));
+        make("span", "", item, this.words.amount(holding));
         item.title = holding.request_id;
       }
       const rest = holdings.length - MOST_LISTED;
@@ -353,12 +211,6 @@ const PoolPicture = (() => {
       const fresh = waiting - holdings.filter(({ state }) => state === "preempted").length;
       if (fresh > 0) make("li", "", this.list, `${fresh.toLocaleString("en")} more in the queue`);
       if (!this.list.childElementCount) make("li", "", this.list, "no block is in use");
-    }
-
-    amount({ state, blocks, num_written: written, num_tokens: tokens, num_cached_tokens: cached }) {
-      if (state === "preempted") return `${STATES[state]} (${some(tokens, "token")})`;
-      const found = cached ? `, ${cached.toLocaleString("en")} of them from the cache` : "";
-      return `${STATES[state]} · ${some(written, "token")} in ${some(blocks.length, this.unit)}${found}`;
     }
 
     point(event) {
@@ -387,48 +239,7 @@ const PoolPicture = (() => {
       const frames = square === undefined ? [] : framed.map((at) => box(...this.corner(at), width, height));
       this.cursor.setAttribute("d", frames.join(""));
       for (const { label, users, name } of this.labels) label.textContent = placeIn(users) === undefined ? name : `[${placeIn(users)}]`;
-      this.told.textContent = square === undefined ? "Point at a square, or move with the arrow keys." : this.tell(square);
-    }
-
-    tell(square) {
-      const { begin, parts, size, users } = this.squares[square];
-      const unit = this.unit[0].toUpperCase() + this.unit.slice(1);
-      if (size === 1) {
-        for (const [holder, { tokens }] of parts) return `${unit} ${begin}${this.tellPart(holder, users, tokens)}`;
-        return `${unit} ${begin} is free.`;
-      }
-      if (!this.isWhole) {
-        const [[holder, { tokens }]] = parts;
-        return `${size} ${this.unit}s${this.tellPart(holder, users, tokens, size)}`;
-      }
-      const held = [...parts.values()].reduce((sum, { blocks }) => sum + blocks, 0);
-      const isNamed = (holder) => holder !== SHARED && holder !== CACHED;
-      const who = [...parts].map(([holder, { blocks }]) =>
-        isNamed(holder) ? `${this.cast.get(holder.request_id).name} holds ${blocks}` : `${blocks} ${holder}`,
-      );
-      return `${unit}s ${begin} to ${begin + size - 1}: ${[...who, `${size - held} free`].join(", ")}.`;
-    }
-
-    tellPart(holder, users, tokens, blocks = 1) {
-      if (holder === CACHED) return " is cached: its prefix is kept until the block is needed.";
-      const [[holding, place]] = users;
-      if (holder !== SHARED) return `${blocks > 1 ? "," : ":"} ${this.tellHolder(holding, place, tokens, blocks)}`;
-      const names = [...users.keys()].map(({ request_id: id }) => this.cast.get(id).name);
-      const told = names.length > MOST_LISTED ? [...names.slice(0, MOST_LISTED), "…"] : names;
-      return `${blocks > 1 ? "," : ":"} shared by ${some(names.length, "request")} (${told.join(", ")})${this.tellPlace(place, blocks, "each")}.`;
-    }
-
-    tellPlace(place, blocks, whose = "its") {
-      const { block_tokens: size } = this.memory;
-      return `, ${blocks > 1 ? "from " : ""}place ${place} of ${whose} block table, tokens ${place * size} to ${(place + blocks) * size - 1}`;
-    }
-
-    tellHolder(holding, place, tokens, blocks = 1) {
-      const { block_tokens: size } = this.memory;
-      const { name } = this.cast.get(holding.request_id);
-      const id = name === holding.request_id ? "" : ` (${holding.request_id})`;
-      const where = this.unit === "region" ? "" : this.tellPlace(place, blocks);
-      return `request ${name}${id}${where}; ${tokens} of ${blocks * size} written. The request: ${this.amount(holding)}.`;
+      this.told.textContent = square === undefined ? "Point at a square, or move with the arrow keys." : this.words.square(this.squares[square]);
     }
   };
 })();

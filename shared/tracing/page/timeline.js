@@ -3,7 +3,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const [ROW, AXIS, LANE, LANE_GAP] = [20, 20, 30, 8];
-const WAITS = ["queue", "stall", "preempted"]; // drawn as lines
+const WAITS = ["queue", "stall", "pending", "preempted"]; // drawn as lines
 const END = 16; // room for the mark behind the last cell
 const { traces } = JSON.parse(document.getElementById("data").textContent);
 const details = document.getElementById("details");
@@ -48,7 +48,8 @@ function laneTop({ name, capacity }) {
 class Timeline {
   constructor(trace, parent) {
     this.trace = trace;
-    this.top = AXIS + trace.lanes.length * (LANE + LANE_GAP);
+    this.activity = activityLanes(trace);
+    this.top = AXIS + (trace.lanes.length + this.activity.length) * (LANE + LANE_GAP);
     const section = make("section", "", parent);
     make("h2", trace.title, section);
     make("p", Object.entries(trace.settings).map(([key, value]) => `${key} ${value}`).join(" · "), section);
@@ -68,6 +69,7 @@ class Timeline {
     this.scroller.addEventListener("pointermove", (event) => this.point(event));
     this.scroller.addEventListener("pointerdown", (event) => this.point(event));
     this.scroller.addEventListener("keydown", (event) => this.move(event));
+    if (this.activity.length === 1) make("p", ON_CPU, section);
     this.tokens = new StepTokens(trace, section);
     this.memory = trace.memory && new MemoryHistory(this, section);
   }
@@ -84,6 +86,7 @@ class Timeline {
       const peak = Math.max(0, ...lane.values);
       row(lane.name, ` · peak ${peak}${lane.capacity ? ` of ${lane.capacity}` : ""}`, LANE + LANE_GAP);
     }
+    for (const [, name] of this.activity) row(name, "", LANE + LANE_GAP);
     this.rows = this.trace.requests.map((request) =>
       row(request.request_id, ` · ${request.num_cached_tokens ? `${request.num_cached_tokens} cached of ` : ""}${request.num_prompt_tokens} + ${request.tokens.length}`, ROW),
     );
@@ -98,6 +101,7 @@ class Timeline {
     this.svg = draw("svg", { width, height, "aria-hidden": true });
     this.drawAxis(height);
     trace.lanes.forEach((lane, place) => this.drawLane(lane, AXIS + place * (LANE + LANE_GAP)));
+    this.activity.forEach(([key], place) => drawActivity(this, key, AXIS + (trace.lanes.length + place) * (LANE + LANE_GAP)));
     trace.requests.forEach((request, place) => this.drawRequest(request, top + place * ROW));
     if (trace.steps.length * 5 < width) {
       const cuts = trace.steps.map((_, step) => `M${round(from(trace, step) * pixels)} ${AXIS}V${height}`);
@@ -242,6 +246,7 @@ class Timeline {
       record.finished.length && `finished ${record.finished.join(", ")}`,
       record.failed.length && `failed ${record.failed.join(", ")}`,
       ...this.trace.lanes.map(({ name, values, capacity }) => `${name} ${values[step]}${capacity ? ` of ${capacity}` : ""}`),
+      ...activityFacts(this.trace, step),
     ];
     const line = make("div", "", details);
     make("b", traces.length > 1 ? `${this.trace.title}, step ${step}` : `Step ${step}`, line);
@@ -263,6 +268,7 @@ class Timeline {
     if (kind === "preempted") return `preempted, step ${step - first + 1} without its KV cache`;
     if (kind === "stall") return "stall: running, but not in this step";
     if (kind === "failed") return request.error;
+    if (kind === "pending") return ["pending: a token of the step before arrives", ...this.given(request, step)].join(" · ");
     const again = kind === "recompute" && this.trace.steps[step].prefilled.find(([id]) => id === request.request_id)[1];
     if (again) return [`recompute of ${some(again, "token")}, prompt and answer so far`, ...this.given(request, step)].join(" · ");
     const cached = request.num_cached_tokens ? `, ${request.num_cached_tokens} of which came from the cache` : "";

@@ -27,7 +27,7 @@ def test_the_chrome_trace_names_processes_and_threads(traces: list[Trace]) -> No
     processes = [(event["pid"], event["args"]["name"]) for event in named if event["name"] == "process_name"]
     assert processes == [(1, "static"), (2, "continuous")]
     threads = [(event["tid"], event["args"]["name"]) for event in named if event["name"] == "thread_name"]
-    assert threads == 2 * [(0, "steps"), *((n, f"request {'abcd'[n - 1]}") for n in range(1, 5))]
+    assert threads == 2 * [(0, "steps"), (1, "host"), *((n, f"request {'abcd'[n - 2]}") for n in range(2, 6))]
 
 
 def test_the_chrome_trace_holds_every_step_cell_and_counter(traces: list[Trace]) -> None:
@@ -40,7 +40,7 @@ def test_the_chrome_trace_holds_every_step_cell_and_counter(traces: list[Trace])
             (pytest.approx(step.started_ns), pytest.approx(step.ended_ns - step.started_ns)) for step in trace.steps
         ]
         assert [event["args"]["decoded"] for event in steps] == [step.record.decoded for step in trace.steps]
-        for tid, request in enumerate(trace.requests, start=1):
+        for tid, request in enumerate(trace.requests, start=2):
             queue, *served = [event for event in spans if event["tid"] == tid]
             cells = [cell for cell in trace.cells(request) if cell.kind in (P, D)]
             assert [(e["name"], e["args"]["step"]) for e in served] == [(cell.kind.value, cell.step) for cell in cells]

@@ -12,7 +12,7 @@ from shared.tracing.chrome import chrome_trace
 from shared.tracing.lanes import LANES
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import page, totals_rows
-from shared.tracing.trace import Outcome, Totals, Trace
+from shared.tracing.trace import Outcome, Span, Totals, Trace
 from shared.tracing.workload import Arrival, arrival_steps, mixed_requests, run
 from tests.unit.tracing.recording import POISON, Clock, D, F, P, Q, S, arrivals, kinds, make_engine, recorded
 from tests.unit.tracing.written import check_events, embedded
@@ -88,7 +88,10 @@ def test_a_seed_gives_the_same_trace_but_for_the_clock(folder: Path) -> None:
         return recorder.trace("here")
 
     def timeless(trace: Trace) -> Trace:
-        steps = tuple(replace(step, started_ns=0, ended_ns=0) for step in trace.steps)
+        hosts = [tuple(Span(span.name, 0, 0) for span in step.host) for step in trace.steps]
+        steps = tuple(
+            replace(step, started_ns=0, ended_ns=0, host=host) for step, host in zip(trace.steps, hosts, strict=True)
+        )
         requests = tuple(replace(request, arrived_ns=0, ended_ns=0) for request in trace.requests)
         return replace(trace, steps=steps, requests=requests)
 
@@ -99,14 +102,14 @@ def test_a_seed_gives_the_same_trace_but_for_the_clock(folder: Path) -> None:
 
 
 def test_times_are_those_of_the_clock_from_the_beginning(folder: Path) -> None:
-    """The clock is read at the beginning (0), once a request, and before and after each step, 10 ns apart."""
-    trace = recorded(make_engine(folder, max_batch_size=1), arrivals(1, 2))
+    """The clock is read at the beginning (0), once a request, and 8 times a step, 10 ns apart."""
+    trace = recorded(make_engine(folder, "07", max_batch_size=1), arrivals(1, 2))
     assert [request.arrived_ns for request in trace.requests] == [10, 20]
-    assert [(step.started_ns, step.ended_ns) for step in trace.steps] == [(30, 40), (50, 60), (70, 80)]
-    assert [request.ended_ns for request in trace.requests] == [40, 80]
-    assert trace.totals.seconds == pytest.approx(30e-9)
-    assert trace.totals.mean_queue_seconds == pytest.approx(((30 - 10) + (50 - 20)) / 2 * 1e-9)
-    assert trace.totals.tokens_per_second == pytest.approx(3 / 30e-9)
+    assert [(step.started_ns, step.ended_ns) for step in trace.steps] == [(30, 100), (110, 180), (190, 260)]
+    assert [request.ended_ns for request in trace.requests] == [100, 260]
+    assert trace.totals.seconds == pytest.approx(210e-9)
+    assert trace.totals.mean_queue_seconds == pytest.approx(((30 - 10) + (110 - 20)) / 2 * 1e-9)
+    assert trace.totals.tokens_per_second == pytest.approx(3 / 210e-9)
 
 
 def test_steps_without_work_pass_time_and_count_for_nothing(folder: Path) -> None:
@@ -168,7 +171,7 @@ def test_requests_that_are_aborted_waiting_and_running(folder: Path) -> None:
     ]
     assert trace.totals.mean_queue_steps == 0, "b was never run"
     ends = [(event["tid"], event["ts"]) for event in chrome_trace([trace])["traceEvents"] if event["name"] == "aborted"]
-    assert ends == [(n, request.ended_ns / 1000) for n, request in enumerate(trace.requests, start=1)]
+    assert ends == [(n, request.ended_ns / 1000) for n, request in enumerate(trace.requests, start=2)]
 
 
 def test_a_recording_that_ends_before_its_requests(folder: Path) -> None:

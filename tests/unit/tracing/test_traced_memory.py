@@ -37,8 +37,8 @@ def test_a_preemption_in_the_chrome_trace(crowded: Trace) -> None:
     events = chrome_trace([crowded])["traceEvents"]
     check_events(events)
     (event,) = [event for event in events if event["name"] == "preempted"]
-    assert (event["ph"], event["tid"], event["ts"]) == ("i", 2, crowded.steps[7].started_ns / 1000)
-    assert [(e["tid"], e["args"]["tokens"]) for e in events if e["name"] == "recompute"] == [(2, 17)]
+    assert (event["ph"], event["tid"], event["ts"]) == ("i", 3, crowded.steps[7].started_ns / 1000)
+    assert [(e["tid"], e["args"]["tokens"]) for e in events if e["name"] == "recompute"] == [(3, 17)]
     blocks = [event["args"]["KV blocks"] for event in events if event["ph"] == "C" and event["name"] == "KV blocks"]
     assert blocks == [step.memory.num_held for step in crowded.steps if step.memory is not None]
     assert max(blocks) == 8

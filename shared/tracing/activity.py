@@ -1,0 +1,125 @@
+"""What the host does in a step, and when the GPU runs: the two lanes of a trace. Introduced in phase 9.
+
+The engine reads no clock. While it steps, the calls between its parts are therefore wrapped, and each call begins or
+ends a part of the step. A GPU's times are those of CUDA events around the launches of a forward and of a draw; the gaps
+between the kernels of one forward are inside them, and only a profiler shows those. On a CPU a forward is computed
+while it is launched, so there is only the host's lane.
+
+Invariants: the spans of a lane do not overlap; after a step the engine has the attributes that it had before.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shared.tracing.trace import Span
+
+Call = Callable[..., Any]
+CALLS = (
+    ("scheduler", "schedule", None, "schedule"),
+    ("runner", "forward", "batch", "launch"),
+    ("runner", "sample", None, "sample"),
+    ("scheduler", "commit", "wait", None),
+    ("scheduler", "finish", None, "commit"),
+)
+"""A part of the engine, its method, and the parts of a step that end when the method is called and when it returns.
+
+``schedule`` chooses requests; ``batch`` builds their arrays; ``launch`` uploads them and queues the forward, or on a
+CPU computes it; ``sample`` queues the draw; ``wait`` waits for the drawn tokens; ``commit`` counts them and makes text.
+"""
+
+
+@dataclass
+class StepActivity:
+    """The activity of one step, which began at ``last_ns``, until ``step`` returns."""
+
+    now: Callable[[], int]
+    last_ns: int  # where the part that runs began
+    host: list[Span] = field(default_factory=list)
+    launches: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)  # empty on a CPU
+
+    def end(self, name: str | None) -> None:
+        """A part ends, and the next begins; None: neither."""
+        if name is not None:
+            began, self.last_ns = self.last_ns, self.now()
+            self.host.append(Span(name, began, self.last_ns))
+
+
+class ActivityRecorder:
+    """Times the steps of ``engine``; ``now`` is the trace's clock."""
+
+    def __init__(self, engine: Any, now: Callable[[], int]) -> None:
+        self.engine = engine
+        self.now = now
+        self.zero: tuple[torch.cuda.Event, int] | None = None  # a moment by both clocks, of the GPU and of the trace
+        if engine.model.device.type == "cuda":
+            torch.cuda.synchronize()
+            event = _recorded_event()
+            event.synchronize()
+            self.zero = event, now()
+
+    @contextmanager
+    def watch(self) -> Iterator[StepActivity]:
+        """Time the step that is run in this context."""
+        activity = StepActivity(self.now, self.now())
+        with ExitStack() as restore:
+            for part, method, on_call, on_return in CALLS:
+                owner = getattr(self.engine, part)
+                restore.callback(_restore, owner, method, vars(owner).get(method))
+                call = getattr(owner, method)
+                if part == "runner" and self.zero is not None:
+                    call = _launching(activity, method, call)
+                setattr(owner, method, _timed(activity, call, on_call, on_return))
+            yield activity
+
+    def gpu_spans(self, activity: StepActivity) -> tuple[Span, ...]:
+        """When the GPU ran what the step launched; waits for the GPU."""
+        if self.zero is None:
+            return ()
+        event, zero_ns = self.zero
+        torch.cuda.synchronize()
+
+        def at(other: torch.cuda.Event) -> int:
+            return zero_ns + round(1e6 * event.elapsed_time(other))
+
+        return tuple(Span(name, at(first), at(last)) for name, first, last in activity.launches)
+
+
+def _timed(activity: StepActivity, call: Call, on_call: str | None, on_return: str | None) -> Call:
+    def timed(*args: Any) -> Any:
+        activity.end(on_call)
+        result = call(*args)
+        activity.end(on_return)
+        return result
+
+    return timed
+
+
+def _launching(activity: StepActivity, name: str, call: Call) -> Call:
+    """The call with an event before and behind what it queues."""
+
+    def launching(*args: Any) -> Any:
+        first = _recorded_event()
+        result = call(*args)
+        activity.launches.append((name, first, _recorded_event()))
+        return result
+
+    return launching
+
+
+def _recorded_event() -> torch.cuda.Event:
+    """An event behind what the current stream has been given so far."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _restore(owner: Any, method: str, own: Any) -> None:
+    """Give the object back the method that it had: one of its own, or with None that of its class."""
+    if own is None:
+        delattr(owner, method)
+    else:
+        setattr(owner, method, own)
