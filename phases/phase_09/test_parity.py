@@ -241,7 +241,7 @@ def test_a_request_that_ends_by_its_length_is_not_scheduled_again(tiny_checkpoin
 
 
 def test_a_row_too_many_preempts_no_request(tiny_checkpoints: dict[str, Path]) -> None:
-    """The pool is full when the first request ends by a stop string; its row too many would need a block."""
+    """The pool is full when the first request ends by a stop string; its one row too many would need a block."""
     folder = tiny_checkpoints["llama"]
     about: dict[str, Any] = {"max_seq_len": 32, "block_size": 4, "use_prefix_caching": False}
     prompts, preempted = [[7] * 7, [8] * 7], []
