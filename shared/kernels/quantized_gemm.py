@@ -23,7 +23,7 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.quantized_tiles import columns, widened
+from shared.kernels.quantized_tiles import columns, halves, widened
 from shared.kernels.quantized_tiling import QuantizedTiling
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
@@ -40,6 +40,21 @@ def load_x(rows, is_row, k, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def product(tile, x, total, X_FIRST: tl.constexpr):
+    """``total + W xᵀ``, or ``total + x Wᵀ`` with X_FIRST."""
+    if X_FIRST:
+        return tl.dot(x, tile.T, total, input_precision="ieee")
+    else:
+        return tl.dot(tile, x.T, total, input_precision="ieee")
+
+
+@triton.jit
+def by_row(of_rows, X_FIRST: tl.constexpr):
+    """What belongs to rows of W, to be multiplied by their product."""
+    return of_rows[None, :] if X_FIRST else of_rows[:, None]
+
+
+@triton.jit
 def add_product(
     y,
     rows,
@@ -53,21 +68,24 @@ def add_product(
     PER_GROUP: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    X_FIRST: tl.constexpr,
 ):
     """``y + W xᵀ`` of a tile of W and columns of x; scaled, unless a scale belongs to a row. PER_GROUP: in bytes."""
     tile = load_weights(rows, is_row, start + tl.arange(0, BLOCK_B), WIDTH, BLOCK_B)
     group = start // PER_GROUP
     total = y if PER_GROUP == WIDTH else tl.zeros(y.shape, tl.float32)
     if BITS == 8:
-        total = tl.dot(widened(tile, low.dtype), low.T, total, input_precision="ieee")
+        total = product(widened(tile, low.dtype), low, total, X_FIRST)
     else:
-        zero = 8 if zeros is None else tl.load(zeros + group, mask=is_row, other=0).to(tl.int8)[:, None]
-        total = tl.dot(((tile & 15).to(tl.int8) - zero).to(low.dtype), low.T, total, input_precision="ieee")
-        total = tl.dot(((tile >> 4).to(tl.int8) - zero).to(low.dtype), high.T, total, input_precision="ieee")
+        zero = 8.0 if zeros is None else tl.load(zeros + group, mask=is_row, other=0).to(tl.float32)[:, None]
+        low_tile, high_tile = halves(tile, zero, low.dtype)
+        total = product(low_tile, low, total, X_FIRST)
+        total = product(high_tile, high, total, X_FIRST)
     if PER_GROUP == WIDTH:
         return total
     else:
-        return y + total * tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        scale = tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)
+        return y + total * by_row(scale, X_FIRST)
 
 
 @triton.jit
@@ -94,6 +112,7 @@ def quantized_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCHED: tl.constexpr,
+    X_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program computes ``out [num_rows, N]`` for BLOCK_M rows and BLOCK_N columns; the grid has one for each block.
@@ -126,34 +145,48 @@ def quantized_gemm_kernel(
         prefetch_weights(values, N + tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
     wait_for_previous(PDL)
     x_rows = x + m.to(tl.int64)[:, None] * x_stride
-    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    y = tl.zeros([BLOCK_M, BLOCK_N] if X_FIRST else [BLOCK_N, BLOCK_M], tl.float32)
+    up = y
     for start in range(0, WIDTH, BLOCK_B):
         k = columns(start + tl.arange(0, BLOCK_B), RUN, BITS)
         low = load_x(x_rows, is_x_row, k, K, BLOCK_K)
         high = low if BITS == 8 else load_x(x_rows, is_x_row, k + RUN // 2, K, BLOCK_K)
-        y = add_product(y, rows, is_row, low, high, scale_rows, zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B)
+        y = add_product(
+            y, rows, is_row, low, high, scale_rows, zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B, X_FIRST
+        )
         if ACTIVATION is not None:
             up = add_product(
-                up, up_rows, is_row, low, high, up_scale_rows, up_zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B
+                up,
+                up_rows,
+                is_row,
+                low,
+                high,
+                up_scale_rows,
+                up_zero_rows,
+                start,
+                WIDTH,
+                PER_GROUP,
+                BITS,
+                BLOCK_B,
+                X_FIRST,
             )
     if GROUPS == 1:
-        y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        y *= by_row(tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
     if x_scales is not None:
-        y *= tl.load(x_scales + m, mask=is_x_row, other=0.0)[None, :]
+        y *= by_row(tl.load(x_scales + m, mask=is_x_row, other=0.0), not X_FIRST)
     if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        y += by_row(tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
     if ACTIVATION is not None:
         if GROUPS == 1:
-            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            up *= by_row(tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
         if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            up += by_row(tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
         y = gated.gated_activation(y, up, ACTIVATION)
-    inside = is_row[:, None] & is_x_row[None, :]
+    inside = by_row(is_row, X_FIRST) & by_row(is_x_row, not X_FIRST)
     if residual is not None:
-        residual_rows = residual + m.to(tl.int64)[None, :] * residual_stride
-        y += tl.load(residual_rows + n[:, None], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
+        at = by_row(n, X_FIRST) + by_row(m.to(tl.int64) * residual_stride, not X_FIRST)
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + (by_row(n, X_FIRST) + by_row(m.to(tl.int64) * N, not X_FIRST)), y, mask=inside)
 
 
 @triton.jit
@@ -262,6 +295,7 @@ def multiply(
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
         PREFETCHED=cut.prefetched,
+        X_FIRST=cut.x_first,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )

@@ -27,7 +27,7 @@ from shared.kernels.launch import (
     wait_for_previous,
 )
 from shared.kernels.quantized_gemm import multiply, multiply_in_fp8, stored
-from shared.kernels.quantized_tiles import columns, widened
+from shared.kernels.quantized_tiles import columns, halves_and_16, widened
 from shared.kernels.quantized_tiling import QuantizedTiling, quantized_tiling
 from shared.kernels.rmsnorm import Norm, rms_norm
 from shared.kernels.tiling import MAX_ROWS
@@ -72,10 +72,11 @@ def part_sums(tile, low, high, zeros, BITS: tl.constexpr, PARTS: tl.constexpr):
     if BITS == 8:
         products = low[None, :] * widened(tile, tl.float32)
     else:
-        products = low[None, :] * (tile & 15).to(tl.float32) + high[None, :] * (tile >> 4).to(tl.float32)
+        low_tile, high_tile = halves_and_16(tile)
+        products = low[None, :] * low_tile + high[None, :] * high_tile
     sums = tl.sum(products.reshape([tile.shape[0], PARTS, PART]), axis=2)
     if BITS == 4:
-        sums -= zeros * tl.sum((low + high).reshape([PARTS, PART]), axis=1)[None, :]
+        sums -= (zeros + 16.0) * tl.sum((low + high).reshape([PARTS, PART]), axis=1)[None, :]
     return sums
 
 

@@ -22,6 +22,7 @@ class QuantizedTiling(Tiling):
     """A tiling of W, as the base class has it, and of x."""
 
     block_m: int = DOT_ROWS  # rows of x that a program of the matrix product multiplies at once
+    x_first: bool = False  # x is the first operand of the tensor cores, and W the second
 
 
 @functools.cache
@@ -55,7 +56,7 @@ def quantized_tiling(
         block_n //= 2
     num_stages = max(2, min(stages, shared_bytes // stage_bytes()))
     prefetched = num_stages if block_m == DOT_ROWS else 0
-    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, prefetched, block_m)
+    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, prefetched, block_m, block_m == DOT_ROWS)
 
 
 def vector_tiling(N: int, K: int, bits: int, is_gated: bool) -> QuantizedTiling:
