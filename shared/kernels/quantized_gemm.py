@@ -323,7 +323,7 @@ def quantize_rows_kernel(x, values, scales, K, x_stride, BLOCK: tl.constexpr, PD
     wait_for_previous(PDL)
     h = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     peak = tl.max(tl.abs(h))
-    scale = tl.where(peak > 0.0, peak / LARGEST_FP8, 1.0)
+    scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LARGEST_FP8, tl.float32)), 1.0)
     tl.store(scales + row, scale)
     tl.store(values + row * K + k, tl.div_rn(h, scale).to(tl.float8e4nv), mask=k < K)
 
