@@ -23,7 +23,7 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.quantized_tiles import columns, widened
+from shared.kernels.quantized_tiles import columns, halves, widened
 from shared.kernels.quantized_tiling import QuantizedTiling
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
@@ -40,6 +40,21 @@ def load_x(rows, is_row, k, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def product(tile, x, total, X_FIRST: tl.constexpr):
+    """``total + W xᵀ``, or ``total + x Wᵀ`` with X_FIRST."""
+    if X_FIRST:
+        return tl.dot(x, tile.T, total, input_precision="ieee")
+    else:
+        return tl.dot(tile, x.T, total, input_precision="ieee")
+
+
+@triton.jit
+def by_row(of_rows, X_FIRST: tl.constexpr):
+    """What belongs to rows of W, to be multiplied by their product."""
+    return of_rows[None, :] if X_FIRST else of_rows[:, None]
+
+
+@triton.jit
 def add_product(
     y,
     rows,
@@ -53,21 +68,24 @@ def add_product(
     PER_GROUP: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    X_FIRST: tl.constexpr,
 ):
     """``y + W xᵀ`` of a tile of W and columns of x; scaled, unless a scale belongs to a row. PER_GROUP: in bytes."""
     tile = load_weights(rows, is_row, start + tl.arange(0, BLOCK_B), WIDTH, BLOCK_B)
     group = start // PER_GROUP
     total = y if PER_GROUP == WIDTH else tl.zeros(y.shape, tl.float32)
     if BITS == 8:
-        total = tl.dot(widened(tile, low.dtype), low.T, total, input_precision="ieee")
+        total = product(widened(tile, low.dtype), low, total, X_FIRST)
     else:
-        zero = 8 if zeros is None else tl.load(zeros + group, mask=is_row, other=0).to(tl.int8)[:, None]
-        total = tl.dot(((tile & 15).to(tl.int8) - zero).to(low.dtype), low.T, total, input_precision="ieee")
-        total = tl.dot(((tile >> 4).to(tl.int8) - zero).to(low.dtype), high.T, total, input_precision="ieee")
+        zero = 8.0 if zeros is None else tl.load(zeros + group, mask=is_row, other=0).to(tl.float32)[:, None]
+        low_tile, high_tile = halves(tile, zero, low.dtype)
+        total = product(low_tile, low, total, X_FIRST)
+        total = product(high_tile, high, total, X_FIRST)
     if PER_GROUP == WIDTH:
         return total
     else:
-        return y + total * tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        scale = tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)
+        return y + total * by_row(scale, X_FIRST)
 
 
 @triton.jit
@@ -94,6 +112,7 @@ def quantized_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCHED: tl.constexpr,
+    X_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program computes ``out [num_rows, N]`` for BLOCK_M rows and BLOCK_N columns; the grid has one for each block.
@@ -126,34 +145,173 @@ def quantized_gemm_kernel(
         prefetch_weights(values, N + tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
     wait_for_previous(PDL)
     x_rows = x + m.to(tl.int64)[:, None] * x_stride
-    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    y = tl.zeros([BLOCK_M, BLOCK_N] if X_FIRST else [BLOCK_N, BLOCK_M], tl.float32)
+    up = y
     for start in range(0, WIDTH, BLOCK_B):
         k = columns(start + tl.arange(0, BLOCK_B), RUN, BITS)
         low = load_x(x_rows, is_x_row, k, K, BLOCK_K)
         high = low if BITS == 8 else load_x(x_rows, is_x_row, k + RUN // 2, K, BLOCK_K)
-        y = add_product(y, rows, is_row, low, high, scale_rows, zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B)
+        y = add_product(
+            y, rows, is_row, low, high, scale_rows, zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B, X_FIRST
+        )
         if ACTIVATION is not None:
             up = add_product(
-                up, up_rows, is_row, low, high, up_scale_rows, up_zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B
+                up,
+                up_rows,
+                is_row,
+                low,
+                high,
+                up_scale_rows,
+                up_zero_rows,
+                start,
+                WIDTH,
+                PER_GROUP,
+                BITS,
+                BLOCK_B,
+                X_FIRST,
             )
     if GROUPS == 1:
-        y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        y *= by_row(tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
     if x_scales is not None:
-        y *= tl.load(x_scales + m, mask=is_x_row, other=0.0)[None, :]
+        y *= by_row(tl.load(x_scales + m, mask=is_x_row, other=0.0), not X_FIRST)
     if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        y += by_row(tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
     if ACTIVATION is not None:
         if GROUPS == 1:
-            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            up *= by_row(tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
         if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            up += by_row(tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
         y = gated.gated_activation(y, up, ACTIVATION)
-    inside = is_row[:, None] & is_x_row[None, :]
+    inside = by_row(is_row, X_FIRST) & by_row(is_x_row, not X_FIRST)
     if residual is not None:
-        residual_rows = residual + m.to(tl.int64)[None, :] * residual_stride
-        y += tl.load(residual_rows + n[:, None], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
+        at = by_row(n, X_FIRST) + by_row(m.to(tl.int64) * residual_stride, not X_FIRST)
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + (by_row(n, X_FIRST) + by_row(m.to(tl.int64) * N, not X_FIRST)), y, mask=inside)
+
+
+@triton.jit
+def load_pieces(rows, is_row, at, WIDTH: tl.constexpr):
+    """Elements at ``at [P, B]`` of rows ``[R]``, in P pieces of B: ``[P, R, B]``."""
+    return tl.load(
+        rows[None, :, None] + at[:, None, :], mask=is_row[None, :, None] & (at < WIDTH)[:, None, :], other=0.0
+    )
+
+
+@triton.jit
+def add_pieces(
+    y,
+    rows,
+    is_row,
+    low,
+    high,
+    scales,
+    zeros,
+    at,
+    group,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """``y + x Wᵀ`` of pieces of a tile, ``[P, rows of x, rows of W]``; scaled, unless a scale belongs to a row."""
+    tile = load_pieces(rows, is_row, at, WIDTH).trans(0, 2, 1)
+    inside = (group < GROUPS)[:, None] & is_row[None, :]
+    total = y if GROUPS == 1 else tl.zeros(y.shape, tl.float32)
+    if BITS == 8:
+        total = tl.dot(low, widened(tile, low.dtype), total, input_precision="ieee")
+    else:
+        zero = 8.0
+        if zeros is not None:
+            zero = tl.load(zeros[None, :] + group[:, None], mask=inside, other=0).to(tl.float32)[:, None, :]
+        low_tile, high_tile = halves(tile, zero, low.dtype)
+        total = tl.dot(low, low_tile, total, input_precision="ieee")
+        total = tl.dot(high, high_tile, total, input_precision="ieee")
+    if GROUPS == 1:
+        return total
+    else:
+        scale = tl.load(scales[None, :] + group[:, None], mask=inside, other=0.0).to(tl.float32)
+        return y + total * scale[:, None, :]
+
+
+@triton.jit
+def quantized_skinny_kernel(
+    x,
+    values,
+    scales,
+    zeros,
+    bias,
+    residual,
+    out,
+    num_rows,
+    N,
+    x_stride,
+    residual_stride,
+    rows_per_scale,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    RUN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program i computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows.
+
+    A tile of BLOCK_K columns is multiplied in PIECES, whose columns share a scale, each by warps of its own: the warps
+    share the columns, so that few rows of W occupy all of them. Their sums are added at the end.
+    """
+    launch_dependents(PDL)
+    WIDTH: tl.constexpr = K * BITS // 8  # bytes of a row
+    BLOCK_B: tl.constexpr = BLOCK_K * BITS // 8
+    PIECE: tl.constexpr = BLOCK_B // PIECES
+    GROUPS: tl.constexpr = K // GROUP
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    is_row, is_x_row = n < N, m < num_rows
+    rows = values + n.to(tl.int64) * WIDTH
+    group_row = n // rows_per_scale * GROUPS
+    scale_rows = scales + group_row
+    zero_rows = None if zeros is None else zeros + group_row
+    prefetch_weights(values, tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
+    if ACTIVATION is not None:
+        up_rows = values + (N + n).to(tl.int64) * WIDTH
+        up_group_row = (N + n) // rows_per_scale * GROUPS
+        up_scale_rows = scales + up_group_row
+        up_zero_rows = None if zeros is None else zeros + up_group_row
+        prefetch_weights(values, N + tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
+    wait_for_previous(PDL)
+    x_rows = x + m * x_stride
+    y = tl.zeros([PIECES, BLOCK_M, BLOCK_N], tl.float32)
+    up = y
+    for start in range(0, WIDTH, BLOCK_B):
+        piece = start + tl.arange(0, PIECES) * PIECE
+        at = piece[:, None] + tl.arange(0, PIECE)[None, :]
+        group = piece // (GROUP * BITS // 8)
+        k = columns(at, RUN, BITS)
+        low = load_pieces(x_rows, is_x_row, k, K)
+        high = low if BITS == 8 else load_pieces(x_rows, is_x_row, k + RUN // 2, K)
+        y = add_pieces(y, rows, is_row, low, high, scale_rows, zero_rows, at, group, WIDTH, GROUPS, BITS)
+        if ACTIVATION is not None:
+            up = add_pieces(up, up_rows, is_row, low, high, up_scale_rows, up_zero_rows, at, group, WIDTH, GROUPS, BITS)
+    y = tl.sum(y, axis=0)
+    if GROUPS == 1:
+        y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        up = tl.sum(up, axis=0)
+        if GROUPS == 1:
+            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        if bias is not None:
+            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        y = gated.gated_activation(y, up, ACTIVATION)
+    inside = is_x_row[:, None] & is_row[None, :]
+    if residual is not None:
+        y += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m[:, None] * N + n[None, :], y, mask=inside)
 
 
 @triton.jit
@@ -165,7 +323,7 @@ def quantize_rows_kernel(x, values, scales, K, x_stride, BLOCK: tl.constexpr, PD
     wait_for_previous(PDL)
     h = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     peak = tl.max(tl.abs(h))
-    scale = tl.where(peak > 0.0, peak / LARGEST_FP8, 1.0)
+    scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LARGEST_FP8, tl.float32)), 1.0)
     tl.store(scales + row, scale)
     tl.store(values + row * K + k, tl.div_rn(h, scale).to(tl.float8e4nv), mask=k < K)
 
@@ -233,10 +391,40 @@ def multiply(
         dtype: of the result; by default that of x.
     """
     T, K = x.shape
-    if K > weight.columns_per_scale < cut.block_k:
+    if K > weight.columns_per_scale < cut.block_k // max(1, cut.pieces):
         raise ValueError(f"a tiling of {cut.block_k} columns for {weight.columns_per_scale} that share a scale")
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty(T, N, dtype=dtype or x.dtype, device=x.device)
+    if cut.pieces:
+        launch(
+            quantized_skinny_kernel,
+            (-(-N // cut.block_n),),
+            x,
+            stored(weight, gpu),
+            weight.scales,
+            weight.zeros,
+            bias,
+            residual,
+            out,
+            T,
+            N,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            weight.rows_per_scale,
+            K=K,
+            GROUP=weight.columns_per_scale,
+            BITS=weight.bits,
+            RUN=weight.run,
+            ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
+            BLOCK_M=cut.block_m,
+            BLOCK_N=cut.block_n,
+            BLOCK_K=cut.block_k,
+            PIECES=cut.pieces,
+            PREFETCHED=cut.prefetched,
+            num_warps=cut.num_warps,
+            num_stages=cut.num_stages,
+        )
+        return out
     launch(
         quantized_gemm_kernel,
         (-(-N // cut.block_n) * -(-T // cut.block_m),),
@@ -262,6 +450,7 @@ def multiply(
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
         PREFETCHED=cut.prefetched,
+        X_FIRST=cut.x_first,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )

@@ -37,6 +37,8 @@ from shared.quantization.weight import RUN, QuantizedWeight
 
 GROUPS = (32, 64, 128)
 PART = tl.constexpr(16)  # bytes of a row that a thread loads at once; their columns share a scale
+RAISED = tl.constexpr(2.0**64)  # x, for four bits that are read as the fraction of a tiny number
+LOWERED = tl.constexpr(2.0**85)
 
 
 @triton.jit
@@ -67,16 +69,54 @@ def load_normed(x, norm_weight, inverse_rms, k, K: tl.constexpr, OFFSET: tl.cons
 
 
 @triton.jit
+def load_by_word(x, norm_weight, inverse_rms, w, K: tl.constexpr, RUN: tl.constexpr, OFFSET: tl.constexpr):
+    """The columns of x that belong to words w of four bits: low and high halves, ``[WORDS, 4]`` each."""
+    k = columns(4 * w, RUN, 4)[:, None] + tl.arange(0, 4)[None, :]
+    low = load_normed(x, norm_weight, inverse_rms, k, K, OFFSET)
+    return low, load_normed(x, norm_weight, inverse_rms, k + RUN // 2, K, OFFSET)
+
+
+@triton.jit
+def by_column(h):
+    """The four columns of ``h [WORDS, 4]``."""
+    even, odd = tl.split(h.reshape([h.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def times_bits(h, words, AT: tl.constexpr):
+    """h times the four bits of words from bit AT on, times 2^-149.
+
+    As the low bits of an fp32 number, n is n · 2^-149, and 16 n or 256 n where it stands further left: no conversion,
+    seldom a shift. The factor of x that makes up for the place is the same for all rows of W.
+    """
+    PLACE: tl.constexpr = AT if AT < 20 else AT - 20
+    bits = words if AT < 20 else words >> 20
+    return (h * (RAISED * 0.5**PLACE))[None, :] * (bits & (15 << PLACE)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def part_sums(tile, low, high, zeros, BITS: tl.constexpr, PARTS: tl.constexpr):
-    """``Σ x (v - z)`` of each part of a tile of bytes: ``[BLOCK_N, PARTS]``."""
+    """``Σ x (v - z)`` of each part of a tile: ``[BLOCK_N, PARTS]``. The tile is of bytes, with 4 bits of words."""
     if BITS == 8:
         products = low[None, :] * widened(tile, tl.float32)
+        return tl.sum(products.reshape([tile.shape[0], PARTS, PART]), axis=2)
     else:
-        products = low[None, :] * (tile & 15).to(tl.float32) + high[None, :] * (tile >> 4).to(tl.float32)
-    sums = tl.sum(products.reshape([tile.shape[0], PARTS, PART]), axis=2)
-    if BITS == 4:
-        sums -= zeros * tl.sum((low + high).reshape([PARTS, PART]), axis=1)[None, :]
-    return sums
+        words = tile.to(tl.uint32, bitcast=True)
+        low_0, low_1, low_2, low_3 = by_column(low)
+        high_0, high_1, high_2, high_3 = by_column(high)
+        products = times_bits(low_0, words, 0)
+        products += times_bits(high_0, words, 4)
+        products += times_bits(low_1, words, 8)
+        products += times_bits(high_1, words, 12)
+        products += times_bits(low_2, words, 16)
+        products += times_bits(high_2, words, 20)
+        products += times_bits(low_3, words, 24)
+        products += times_bits(high_3, words, 28)
+        sums = tl.sum(products.reshape([tile.shape[0], PARTS, PART // 4]), axis=2) * LOWERED
+        return sums - zeros * tl.sum((low + high).reshape([PARTS, PART]), axis=1)[None, :]
 
 
 @triton.jit
@@ -107,9 +147,10 @@ def quantized_gemv_kernel(
     GROUP: columns that share a scale. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.
     """
     launch_dependents(PDL)
-    WIDTH: tl.constexpr = K * BITS // 8  # bytes of a row
-    BLOCK_B: tl.constexpr = BLOCK_K * BITS // 8
-    PARTS: tl.constexpr = BLOCK_B // PART
+    BYTES: tl.constexpr = 1 if BITS == 8 else 4  # four bits are loaded as words of 32
+    WIDTH: tl.constexpr = K * BITS // 8 // BYTES  # words or bytes of a row
+    BLOCK_B: tl.constexpr = BLOCK_K * BITS // 8 // BYTES
+    PARTS: tl.constexpr = BLOCK_B * BYTES // PART
     GROUPS: tl.constexpr = K // GROUP
     PER_GROUP: tl.constexpr = GROUP * BITS // 8 // PART
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -144,14 +185,16 @@ def quantized_gemv_kernel(
             if ACTIVATION is not None:
                 up_tile = load_weights(up_rows, is_row, start + b, WIDTH, BLOCK_B)
         if start > 0 and GROUPS > 1:
-            scale = load_groups(scales, scale_row, is_row, start // PART, PARTS, GROUPS, PER_GROUP)
-            zero = load_groups(zeros, scale_row, is_row, start // PART, PARTS, GROUPS, PER_GROUP)
+            scale = load_groups(scales, scale_row, is_row, start * BYTES // PART, PARTS, GROUPS, PER_GROUP)
+            zero = load_groups(zeros, scale_row, is_row, start * BYTES // PART, PARTS, GROUPS, PER_GROUP)
             if ACTIVATION is not None:
-                up_scale = load_groups(scales, up_scale_row, is_row, start // PART, PARTS, GROUPS, PER_GROUP)
-                up_zero = load_groups(zeros, up_scale_row, is_row, start // PART, PARTS, GROUPS, PER_GROUP)
-        k = columns(start + b, RUN, BITS)
-        low = load_normed(x, norm_weight, inverse_rms, k, K, OFFSET)
-        high = low if BITS == 8 else load_normed(x, norm_weight, inverse_rms, k + RUN // 2, K, OFFSET)
+                up_scale = load_groups(scales, up_scale_row, is_row, start * BYTES // PART, PARTS, GROUPS, PER_GROUP)
+                up_zero = load_groups(zeros, up_scale_row, is_row, start * BYTES // PART, PARTS, GROUPS, PER_GROUP)
+        if BITS == 8:
+            low = load_normed(x, norm_weight, inverse_rms, start + b, K, OFFSET)
+            high = low
+        else:
+            low, high = load_by_word(x, norm_weight, inverse_rms, start + b, K, RUN, OFFSET)
         sums_of_tile = part_sums(tile, low, high, zero, BITS, PARTS)
         sums += sums_of_tile if GROUPS == 1 else sums_of_tile * scale
         if ACTIVATION is not None:
@@ -271,7 +314,7 @@ def _launch(
         quantized_gemv_kernel,
         (-(-N // cut.block_n),),
         x,
-        stored(weight, gpu),
+        stored(weight, gpu) if weight.bits == 8 else weight.values.view(torch.int32),
         weight.scales,
         weight.zeros,
         bias,

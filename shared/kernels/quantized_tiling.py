@@ -22,6 +22,8 @@ class QuantizedTiling(Tiling):
     """A tiling of W, as the base class has it, and of x."""
 
     block_m: int = DOT_ROWS  # rows of x that a program of the matrix product multiplies at once
+    x_first: bool = False  # x is the first operand of the tensor cores, and W the second
+    pieces: int = 0  # of a tile's columns, each multiplied by warps of its own
 
 
 @functools.cache
@@ -43,19 +45,28 @@ def quantized_tiling(
     else:
         block_n, block_bytes, num_warps, stages = 32, 256, 4, MAX_STAGES
     block_k = max(16, block_bytes) * 8 // bits
-    if is_grouped:
+    pieces = 0
+    if block_m == DOT_ROWS:
+        block_n = 32 if is_gated or N >= 8192 else 16
+        pieces = 4
+        block_k = min(512, 4 * columns_per_scale) if is_grouped else 512
+        num_warps = 4
+        stages = 4
+    elif is_grouped:
         block_k = min(block_k, columns_per_scale)
 
     def stage_bytes() -> int:
         return (2 if is_gated else 1) * block_n * block_k * bits // 8 + block_m * block_k * itemsize
 
-    while block_k > 32 * 8 // bits and 3 * stage_bytes() > shared_bytes:
+    while pieces == 0 and block_k > 32 * 8 // bits and 3 * stage_bytes() > shared_bytes:
         block_k //= 2
     while block_n > 16 and 2 * stage_bytes() > shared_bytes:
         block_n //= 2
-    num_stages = max(2, min(stages, shared_bytes // stage_bytes()))
-    prefetched = num_stages if block_m == DOT_ROWS else 0
-    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, prefetched, block_m)
+    num_stages = max(1, min(stages, shared_bytes // stage_bytes()))
+    prefetched = 2 if block_m == DOT_ROWS else 0
+    return QuantizedTiling(
+        block_n, block_k, num_warps, num_stages, True, prefetched, block_m, block_m == DOT_ROWS, pieces
+    )
 
 
 def vector_tiling(N: int, K: int, bits: int, is_gated: bool) -> QuantizedTiling:
