@@ -62,10 +62,10 @@ def log_probabilities(model: CausalLM, ids: list[int]) -> torch.Tensor:
     return model.logits(model(tokens, UncachedView([len(ids)]))).double().log_softmax(-1)
 
 
-def main(name: str = "smollm2-135m", num_tokens: int = 1024) -> None:
+def main(name: str = "smollm2-135m", num_tokens: str = "1024") -> None:
     """Print the table."""
     folder = resolve_model(name)
-    ids = Tokenizer.load(folder).encode(TEXT.read_text(encoding="utf-8"))[:num_tokens]
+    ids = Tokenizer.load(folder).encode(TEXT.read_text(encoding="utf-8"))[: int(num_tokens)]
     expected = log_probabilities(load_model(folder), ids)
     following = torch.tensor(ids[1:])[:, None]
     print("| weights | perplexity | mean KL to fp32 | likeliest token the same |\n|---|---:|---:|---:|")
@@ -78,4 +78,4 @@ def main(name: str = "smollm2-135m", num_tokens: int = 1024) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    main(*sys.argv[1:3])
