@@ -23,7 +23,7 @@ from tests.kernels.test_gemv import EPS, FORMULAS, norm_of
 
 FORMATS = ["fp8", "int8", "int4", "int4 with zeros"]
 ROWS = [1, 2, 16, 17, 72]
-FP8_SUMS = 2**-12  # tensor cores add products of FP8 in about 14 bits
+FP8_SUMS = 2**-11  # tensor cores add products of FP8 in about 14 bits
 GEMV = QuantizedTiling(8, 128, 4)  # several rows of W a program, several tiles: short in the interpreter
 PIPELINED = QuantizedTiling(16, 32, 4, num_stages=2, dot=True)
 
@@ -231,7 +231,8 @@ def test_rows_in_fp8(as_hopper: None, device: torch.device, randn: Callable) -> 
     x = randn(20, 300, dtype=torch.float16)[:, 50:250]
     x[3] = 0
     values, scales = quantize_rows(x)
-    expected = (x.float().abs().amax(1) / 448).where(x.abs().amax(1) > 0, 1.0)
+    peaks = x.float().abs().amax(1).cpu()  # on a GPU PyTorch divides by multiplying
+    expected = (peaks / 448).where(peaks > 0, 1.0).to(device)
     assert_equal(scales, expected, "scales", ("row",))
     exact = x.float() / expected[:, None]
     numbers, rounded = values.float(), exact.to(values.dtype).float()
