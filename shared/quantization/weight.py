@@ -78,8 +78,13 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     rows, _ = weight.shape
 
     def spread(of_groups: torch.Tensor) -> torch.Tensor:
+        # exercise 10x2: what belongs to a block, for each of its numbers
+        # hint: of_groups [ceil(N / rows_per_scale), K / columns_per_scale] is spread to [N, K]
+        # hint: repeat_interleave(n, dim) repeats each element n times, one beside the other
+        # hint: the last block may have fewer rows than the others: cut at `rows`
         by_row = of_groups.float().repeat_interleave(weight.rows_per_scale, 0)[:rows]
         return by_row.repeat_interleave(weight.columns_per_scale, 1)
+        # end exercise
 
     if weight.bits == 8:
         return weight.values.float() * spread(weight.scales)
