@@ -149,8 +149,12 @@ class EngineConfig:
         None, "09", "Plan and launch a step while the one before it runs; default: on with CUDA graphs."
     )
     quantization: str | None = setting(
-        None, "10", "Quantized weights: fp8 or int8; default: as in the checkpoint.", choices=("fp8", "int8")
+        None,
+        "10",
+        "Round the weights to fp8, int8 or int4 as they load; default: as in the checkpoint.",
+        choices=("fp8", "int8", "int4"),
     )
+    quantize_head: bool = setting(False, "10", "Round the output head too.")
     use_speculative_decoding: bool = setting(False, "11", "A draft model proposes tokens, and the model verifies them.")
     draft_model: str | None = setting(
         None, "11", "The draft model: a folder, a known name, or a hub name; default: none."
@@ -197,6 +201,15 @@ class EngineConfig:
             raise ConfigError(
                 "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; planned attention works on "
                 "blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
+            )
+        if self.quantize_head and self.quantization is None:
+            raise ConfigError(
+                "quantize_head is True and quantization is None; choose what the head is rounded to: fp8, int8 or int4."
+            )
+        if self.pack_weights and self.quantization is not None:
+            raise ConfigError(
+                f"pack_weights is True and quantization is {self.quantization!r}; packing keeps 16-bit weights: leave "
+                "one of them out."
             )
         if self.use_speculative_decoding and self.draft_model is None:
             raise ConfigError(

@@ -22,7 +22,7 @@ from tests.comparison import assert_equal
 from tests.kernels.test_gemv import EPS, FORMULAS, norm_of
 
 FORMATS = ["fp8", "int8", "int4", "int4 with zeros"]
-ROWS = [1, 2, 16, 17, 40]
+ROWS = [1, 2, 16, 17, 72]
 GEMV = QuantizedTiling(8, 128, 4)  # several rows of W a program, several tiles: short in the interpreter
 PIPELINED = QuantizedTiling(16, 32, 4, num_stages=2, dot=True)
 
@@ -243,7 +243,7 @@ def test_prompts_are_multiplied_in_fp8(
     num_launches: Callable,
 ) -> None:
     """Against fp64 of x as it is rounded to FP8."""
-    weight, x, residual = quantized("fp8", 64, 256, columns_per_scale), randn(24, 256), randn(24, 64)
+    weight, x, residual = quantized("fp8", 64, 256, columns_per_scale), randn(MAX_ROWS + 8, 256), randn(MAX_ROWS + 8, 64)
     if activation is not None:
         residual = residual[:, :32]
     values, scales = quantize_rows(x)
@@ -263,8 +263,8 @@ def test_prompts_are_multiplied_in_fp8(
 def test_prompts_in_bf16_with_scales_of_rows_are_pytorchs(
     rows_per_scale: int, as_hopper: None, quantized: Callable, randn: Callable, num_launches: Callable
 ) -> None:
-    weight, x = quantized("fp8", 64, 256, None, rows_per_scale), randn(24, 256, dtype=torch.bfloat16)
-    residual, bias = randn(24, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
+    weight, x = quantized("fp8", 64, 256, None, rows_per_scale), randn(MAX_ROWS + 8, 256, dtype=torch.bfloat16)
+    residual, bias = randn(MAX_ROWS + 8, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
     values, scales = quantize_rows(x)
     h, w = values.double() * scales.double()[:, None], dequantize(weight).double()
     expected = h @ w.t() + residual.double() + bias.double()
@@ -286,7 +286,8 @@ def test_few_rows_take_one_launch_and_several_rows_one_more_for_a_norm(
 def test_a_prompt_takes_a_launch_for_norm_product_and_activation(
     quantized: Callable, randn: Callable, check: Callable, num_launches: Callable
 ) -> None:
-    check(randn(40, 48), quantized("int8", 6, 48), None, norm_of(randn(48), 0.0), randn(40, 3), swiglu)
+    rows = MAX_ROWS + 8
+    check(randn(rows, 48), quantized("int8", 6, 48), None, norm_of(randn(48), 0.0), randn(rows, 3), swiglu)
     kernels = (rms_norm_kernel, quantized_gemm_kernel, gated_kernel)
     assert [num_launches(kernel) for kernel in kernels] == [1, 1, 1]
     assert num_launches() == 3
