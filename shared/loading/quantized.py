@@ -85,10 +85,12 @@ def place_quantized(
             weight = quantize(checkpoint.tensor(f"{source}.weight").to(device), quantization or "")
         model.set_submodule(name, QuantizedProjection(projection, weight))
 
-    bits = 4 if quantization == "int4" or getattr(stored, "group", None) else 8
-    num_bytes = sum(projections[name].weight.numel() for name in chosen) * bits // 8
+    used = {f"{source_of[name]}.{part}" for name in chosen for part in PARTS} & checkpoint.names
+    if stored is not None:
+        num_bytes = sum(checkpoint.tensor(name).nbytes for name in used)  # mapped, not read
+    else:
+        num_bytes = sum(projections[name].weight.numel() for name in chosen) * (4 if quantization == "int4" else 8) // 8
     check_room(num_bytes, device, "The quantized part of the model")
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(place, chosen))
-    used = {f"{source_of[name]}.{part}" for name in chosen for part in PARTS}
-    return used & checkpoint.names - {tensor_of["embedding.weight"]}
+    return used - {tensor_of["embedding.weight"]}

@@ -68,6 +68,8 @@ class FusedQuantizedProjection(nn.Module):
         if not self.parts:
             return quantized_gemv.linear(x, self.weight, self.bias, norm, residual, activation)
         y = torch.cat([part(x, norm) for part in self.parts], dim=1)
-        return y if activation is None else activation(*y.chunk(2, dim=1))
+        if activation is not None:
+            y = activation(*y.chunk(2, dim=1))
+        return y if residual is None else residual + y
 
     __call__ = forward  # skips nn.Module's hooks, as FusedProjection does

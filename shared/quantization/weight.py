@@ -47,12 +47,12 @@ class QuantizedWeight:
         return sum(part.nbytes for part in (self.values, self.scales, self.zeros) if part is not None)
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """The same matrix on a device, in memory aligned for the products: a mapped file is not."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        values = self.values.to(device)
+        """The same matrix on a device, contiguous and aligned for the products: a mapped or transposed one is not."""
+        zeros = None if self.zeros is None else self.zeros.to(device).contiguous()
+        values = self.values.to(device).contiguous()
         if values.data_ptr() % 16:
             values = values.clone()
-        return replace(self, values=values, scales=self.scales.to(device), zeros=zeros)
+        return replace(self, values=values, scales=self.scales.to(device).contiguous(), zeros=zeros)
 
     def tile(self, start: int, stop: int) -> "QuantizedWeight":
         """Rows start to stop, as a view; ``start`` must be a multiple of ``rows_per_scale``."""
