@@ -50,11 +50,11 @@ def seconds_a_token(engine: Any, num_tokens: int = 24) -> float:
 @pytest.mark.demo
 @pytest.mark.measured
 def test_int8_decodes_faster_on_a_cpu(demo_folder: Path) -> None:
-    """1.33 to 1.62 times as fast as fp32 was measured on two threads."""
+    """1.33 to 1.62 times as fast was measured on two threads; a busy machine makes two wait for each other."""
     about: dict[str, Any] = {"model": str(demo_folder), "max_seq_len": 128, "max_batch_size": 1}
     engines = [Plain(EngineConfig(**about)), Engine(EngineConfig(**about, quantization="int8"))]
-    with torch_threads(2):
-        trials = [[seconds_a_token(engine) for engine in engines] for _ in range(5)]
+    with torch_threads(1):
+        trials = [[seconds_a_token(engine) for engine in engines] for _ in range(3)]
     assert statistics.median(plain / small for plain, small in trials) >= 1.2, trials
 
 
