@@ -17,8 +17,13 @@ def widened(tile, dtype: tl.constexpr):
         return tile
     elif tile.dtype == tl.uint8:
         # e4m3 and fp16 differ in the exponent's bias, 7 and 15, and in 7 bits of fraction, which are zero.
+        # exercise 10x4: FP8 widened by its bits
+        # hint: e4m3 is sign, 4 bits of exponent, 3 of fraction; fp16 is sign, 5 and 10
+        # hint: in 16 bits, the sign goes from bit 7 to bit 15, and the other seven bits 7 places up
+        # hint: .to(tl.float16, bitcast=True) reads the bits as fp16; the factor for the bias comes after
         bits = tile.to(tl.uint16)
         halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        # end exercise
         return (halves.to(tl.float32) * 256.0).to(dtype)
     elif COMPILED and tile.dtype == tl.int8 and dtype == tl.bfloat16:
         return widened_int8(tile)

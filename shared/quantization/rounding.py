@@ -18,25 +18,34 @@ def quantize(weight: torch.Tensor, method: str, group: int | None = None) -> Qua
     """
     rows, columns = weight.shape
     weight = weight.float()
-    if method != "int4":
-        most = FP8_MAX if method == "fp8" else 127.0
-        scales = _scales(weight, most)
-        values = (weight / scales).clamp(-most, most)
-        values = values.to(torch.float8_e4m3fn) if method == "fp8" else values.round().to(torch.int8)
-        return QuantizedWeight(values, scales, None, columns)
+    if method == "fp8":
+        return QuantizedWeight(*rounded(weight, FP8_MAX, torch.float8_e4m3fn), None, columns)
+    if method == "int8":
+        return QuantizedWeight(*rounded(weight, 127.0, torch.int8), None, columns)
     group = group or next((size for size in GROUPS if columns % size == 0), None)
     if group is None:
         raise ConfigError(
             f"quantization 'int4' needs rows whose length is divisible by 32, and a matrix has the shape "
             f"[{rows}, {columns}]; choose 'int8' or 'fp8'."
         )
-    groups = weight.unflatten(1, (-1, group))
-    scales = _scales(groups, 7.5)
-    numbers = (groups / scales).round().clamp(-8, 7).flatten(1) + 8
-    return QuantizedWeight(pack_nibbles(numbers, group), scales.squeeze(-1), None, group)
+    numbers, scales = rounded(weight.unflatten(1, (-1, group)), 7.5, torch.int8)
+    return QuantizedWeight(pack_nibbles(numbers.flatten(1) + 8, group), scales.squeeze(-1), None, group)
 
 
-def _scales(weight: torch.Tensor, most: float) -> torch.Tensor:
-    """What one unit stands for, if the largest magnitude of the last dimension is to be ``most``: ``[.., 1]``."""
+def rounded(weight: torch.Tensor, most: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of a dtype, and the scale of each row ``[.., 1]``: what one unit stands for.
+
+    The last dimension of ``weight`` is a row, whose largest magnitude becomes ``most`` units; a row of zeros has the
+    scale 1. Integers are rounded to the nearest that is at most ``most``: 7.5 units to 7, and -7.5 to -8.
+    """
+    # exercise 10x1: the numbers of each row, and its scale
+    # hint: amax(-1, keepdim=True) of the magnitudes, over `most`; torch.where for rows of zeros
+    # hint: a cast to an integer drops the fraction, so round before; a cast to FP8 rounds by itself
+    # hint: -7.5 is rounded to -8, which 4 bits have, and 7.5 to 8, which they have not: clamp to int(most)
     largest = weight.abs().amax(-1, keepdim=True)
-    return torch.where(largest > 0, largest / most, 1.0)
+    scales = torch.where(largest > 0, largest / most, 1.0)
+    numbers = (weight / scales).clamp(-most, most)
+    if not dtype.is_floating_point:
+        numbers = numbers.round().clamp(max=int(most))
+    return numbers.to(dtype), scales
+    # end exercise

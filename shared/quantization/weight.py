@@ -75,16 +75,22 @@ def unpack_nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """W in fp32 ``[N, K]``."""
-    rows, _ = weight.shape
-
-    def spread(of_groups: torch.Tensor) -> torch.Tensor:
-        by_row = of_groups.float().repeat_interleave(weight.rows_per_scale, 0)[:rows]
-        return by_row.repeat_interleave(weight.columns_per_scale, 1)
-
+    scales = spread(weight, weight.scales)
     if weight.bits == 8:
-        return weight.values.float() * spread(weight.scales)
-    zeros = 8 if weight.zeros is None else spread(weight.zeros)
-    return (unpack_nibbles(weight.values, weight.run).float() - zeros) * spread(weight.scales)
+        return weight.values.float() * scales
+    zeros = 8 if weight.zeros is None else spread(weight, weight.zeros)
+    return (unpack_nibbles(weight.values, weight.run).float() - zeros) * scales
+
+
+def spread(weight: QuantizedWeight, of_groups: torch.Tensor) -> torch.Tensor:
+    """The scales of a matrix, or its zeros, one for each of its elements: fp32 ``[N, K]``."""
+    # exercise 10x2: what belongs to a block, for each of its numbers
+    # hint: of_groups [ceil(N / rows_per_scale), K / columns_per_scale] is spread to [N, K]
+    # hint: repeat_interleave(n, dim) repeats each element n times, one beside the other
+    # hint: the last block may have fewer rows than the others: cut at len(weight)
+    by_row = of_groups.float().repeat_interleave(weight.rows_per_scale, 0)[: len(weight)]
+    return by_row.repeat_interleave(weight.columns_per_scale, 1)
+    # end exercise
 
 
 def mergeable(weights: Sequence[QuantizedWeight]) -> bool:
