@@ -29,6 +29,7 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
     "use_chunked_prefill": (("batching_mode", "continuous"),),
     "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
+    "kv_cache_dtype": (("kv_cache_backend", "paged"),),
     "use_cuda_graphs": (
         ("batching_mode", "continuous"),
         ("kv_cache_backend", "paged"),
@@ -150,6 +151,12 @@ class EngineConfig:
     )
     quantization: str | None = setting(
         None, "10", "Quantized weights: fp8 or int8; default: as in the checkpoint.", choices=("fp8", "int8")
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "10",
+        "Of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
+        choices=("auto", "fp8"),
     )
     use_speculative_decoding: bool = setting(False, "11", "A draft model proposes tokens, and the model verifies them.")
     draft_model: str | None = setting(
