@@ -16,9 +16,11 @@ stored as NaN, which an older GPU reads as 480.
 
 import torch
 
+from shared.kernels.launch import INTERPRETED as IS_INTERPRETED
 from shared.kernels.launch import tl, triton
 
 LARGEST = 448.0
+INTERPRETED = tl.constexpr(IS_INTERPRETED)  # the interpreter has no assembler
 
 
 @triton.jit
@@ -43,6 +45,39 @@ def widened(x, dtype: tl.constexpr):
         return x.to(tl.float16).to(dtype)
     else:
         return x
+
+
+@triton.jit
+def widened_pair(pairs, dtype: tl.constexpr):
+    """Two e4m3 in uint16, widened and divided by 256: the low byte's, and the high byte's.
+
+    A product over tokens needs the numbers of two tokens in one register, and the loads that transpose a tile move 16
+    bits. Loaded as bytes, values come one at a time; loaded in pairs of columns, four numbers take five instructions.
+    """
+    if INTERPRETED:
+        low = widened(pairs.to(tl.uint8), dtype)
+        high = widened((pairs >> 8).to(tl.uint8), dtype)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+                .reg .b32 size, sign;
+                and.b32 size, $2, 0x7f007f00;
+                and.b32 sign, $2, 0x80008000;
+                shr.u32 size, size, 1;
+                or.b32 $1, size, sign;
+                shl.b32 size, $2, 8;
+                and.b32 sign, size, 0x80008000;
+                and.b32 size, size, 0x7f007f00;
+                shr.u32 size, size, 1;
+                or.b32 $0, size, sign;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low.to(dtype), high.to(dtype)
 
 
 @triton.jit

@@ -18,10 +18,10 @@ import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.kernels.arrival import is_last_arrival
-from shared.kernels.e4m3 import for_product, scale_of, widened
+from shared.kernels.e4m3 import for_product, scale_of, widened, widened_pair
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.merge_states import merge_states, merged_state
-from shared.kernels.online_softmax import add_tile, in_base_2
+from shared.kernels.online_softmax import add_tile, in_base_2, weigh
 from shared.kernels.paged_attention import NO_WINDOW, gathered, token_rows
 from shared.kernels.planned_tiling import DecodeTiling
 from shared.kernels.planned_workspace import PlannedWorkspace
@@ -78,6 +78,7 @@ def planned_decode_kernel(
     num_states = tl.load(output_indptr + request + 1) - first_state
     tables += tl.load(table_starts + request)
     wait_for_previous(PDL)
+    PAIRED: tl.constexpr = values.dtype.element_ty.primitive_bitwidth == 8
     if is_item:
         g, d = tl.arange(0, ROWS), tl.arange(0, D)
         is_head = g < GROUP
@@ -97,19 +98,34 @@ def planned_decode_kernel(
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
+        if PAIRED:
+            pairs = values.to(tl.pointer_type(tl.uint16), bitcast=True)
+            even, odd = tl.zeros([ROWS, D // 2], tl.float32), tl.zeros([ROWS, D // 2], tl.float32)
         # Block table entries are loaded a tile ahead, so that the loads of a tile do not wait for a lookup.
         rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
         for tile in tl.range(start, end, TILE):
             place = tile + tl.arange(0, TILE)
             is_key = place < end
             tokens = rows[:, None] + d[None, :]  # [TILE, D]
+            if PAIRED:
+                v = tl.load(pairs + (rows // 2)[:, None] + tl.arange(0, D // 2)[None, :], mask=is_key[:, None], other=0)
+            else:
+                v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
             rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
             k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
-            v = widened(tl.load(values + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
-            maximum, total, weighted = add_tile(
-                queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
-            )
-        weighted *= scale_of(v_scales, kv_head, values)
+            if PAIRED:
+                weights, kept, maximum, total = weigh(
+                    queries, k, is_key[None, :], maximum, total, scale, softcap, HAS_SOFTCAP
+                )
+                low, high = widened_pair(v, queries.dtype)
+                even = even * kept[:, None] + tl.dot(weights.to(low.dtype), low, input_precision="ieee")
+                odd = odd * kept[:, None] + tl.dot(weights.to(high.dtype), high, input_precision="ieee")
+            else:
+                maximum, total, weighted = add_tile(
+                    queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+                )
+        if PAIRED:
+            weighted = tl.reshape(tl.join(even, odd), [ROWS, D]) * (tl.load(v_scales + kv_head) * 256.0)
         row = request.to(tl.int64) * (HKV * GROUP) + first_head  # of the output
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no visible key gives zeros
 
