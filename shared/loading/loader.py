@@ -23,6 +23,9 @@ MODEL_TENSORS = {
     "head.weight": "lm_head.weight",
 }
 
+KV_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale", ".q_scale", ".prob_scale")
+"""Ends of names of tensors that only a KV cache in 8 bits needs, and its attention (phase 10)."""
+
 
 def load_model(
     name_or_path: str | Path,
@@ -61,7 +64,7 @@ def load_model(
         model.head.weight = model.embedding.weight
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     check_room(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
-    fill(model, tensor_of, checkpoint, dtype, device, unused)
+    fill(model, tensor_of, checkpoint, dtype, device, {name for name in unused if not name.endswith(KV_SCALES)})
     if config.tie_word_embeddings:
         model.head.weight = model.embedding.weight
     return model.eval()

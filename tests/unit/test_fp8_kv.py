@@ -1,19 +1,33 @@
 """A KV cache in 8 bits behind an engine: the same answers however requests are scheduled, and twice the tokens."""
 
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import phases.phase_09.engine as phase_09
 import shared.cache.pool_size as pool_size
 from shared.cache.contiguous import kv_bytes
 from shared.cache.fp8_memory import fp8_memory
+from shared.cache.fp8_view import Fp8View
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.planned import PlannedKVCachePool
+from shared.cache.prefix_view import PrefixView
+from shared.engine.batch import Batch
+from shared.engine.buckets import Buckets
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelFolderError
+from shared.kernels.launch import GENERATIONS
 from shared.loading.config_json import read_config
+from shared.loading.loader import load_model
+from shared.text.tokenizer import Tokenizer
 from tests.mixed_requests import ALIKE, ARRIVALS, GREEDY, LONG, MIXED, Requests, serve, tokens
+from tests.steps import make_request, step_of
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 
@@ -36,8 +50,11 @@ def test_earlier_phases_refuse_it_and_name_the_phase() -> None:
         EngineConfig(kv_cache_backend="contiguous", **FP8)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("requests", [MIXED, ALIKE, LONG], ids=["mixed", "alike", "long"])
+@pytest.mark.parametrize(
+    ("family", "requests"),
+    [("llama", LONG), ("llama", ALIKE), ("qwen3", MIXED), ("gemma3_text", ALIKE)],
+    ids=["llama-long", "llama-alike", "qwen3-mixed", "gemma3-alike"],
+)
 @pytest.mark.usefixtures("with_fp8")
 def test_answers_depend_on_no_other_request(tiny_checkpoints: dict[str, Path], family: str, requests: Requests) -> None:
     """Not on chunks, shared prefixes, preemption, overlap, or the order of arrival."""
@@ -78,3 +95,89 @@ def test_the_same_bytes_hold_more_tokens(
     assert narrow["cache bytes"] == wide["cache bytes"] == engines[1].view.keys.nbytes * 2
     free = [engine.pool.free_tokens for engine in engines]
     assert free[1] == free[0] * times, "admission counts the smaller blocks"
+
+
+def with_scales(folder: Path, source: Path, scales: dict[str, torch.Tensor]) -> Path:
+    """A copy of a checkpoint that carries scales besides."""
+    shutil.copytree(source, folder)
+    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors")
+    return folder
+
+
+FORMS = {  # of a layer's names: compressed-tensors, an earlier form of it, ModelOpt
+    "compressed-tensors": "model.layers.{}.self_attn.{}_scale",
+    "earlier": "model.layers.{}.self_attn.{}_proj.output_scale",
+    "modelopt": "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("with_fp8")
+def test_a_checkpoints_own_scales_are_used(tiny_checkpoints: dict[str, Path], tmp_path: Path, form: str) -> None:
+    source = tiny_checkpoints["llama"]
+    config = read_config(source)
+    expected = 0.01 + 0.1 * torch.rand(2, config.num_layers, config.num_kv_heads)
+    if form == "modelopt":  # a number a layer
+        expected = expected[..., :1].expand_as(expected).contiguous()
+    scales = {
+        FORMS[form].format(layer, kind): expected[n, layer, : 1 if form == "modelopt" else None].clone()
+        for n, kind in enumerate("kv")
+        for layer in range(config.num_layers)
+    }
+    folder = with_scales(tmp_path / "scaled", source, scales)
+    view = make(folder, max_seq_len=64, **FP8).view
+    actual = [[by_layer[name] for by_layer in view.scales] for name in ("k_scales", "v_scales")]
+    assert torch.equal(torch.stack([torch.stack(layers) for layers in actual]), expected)
+    assert tokens(serve(make(folder, max_seq_len=64), MIXED[:1], [0])[0][0]) == tokens(
+        serve(make(source, max_seq_len=64), MIXED[:1], [0])[0][0]
+    ), "a KV cache of the weights' dtype ignores them"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": None}, r"none for the values of layer 0; a checkpoint has them for all layers, or for none"),
+        ({"k": torch.tensor(0.0)}, r"layers.0.self_attn.k_scale in .* is \[0.0\]; .* must be positive and finite"),
+        ({"v": torch.tensor(math.nan)}, r"layers.0.self_attn.v_scale in .* is \[nan\]"),
+        ({"k": torch.ones(7)}, r"layers.0.self_attn.k_scale in .* has 7 numbers; .* one for each of 3 KV heads"),
+    ],
+    ids=["missing", "zero", "nan", "shape"],
+)
+@pytest.mark.usefixtures("with_fp8")
+def test_scales_that_cannot_be(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    source = tiny_checkpoints["llama"]
+    form = FORMS["compressed-tensors"]
+    one = {form.format(n, kind): torch.tensor(1.0) for n in range(read_config(source).num_layers) for kind in "kv"}
+    scales = one | {form.format(0, kind): scale for kind, scale in change.items()}
+    named = {name: scale for name, scale in scales.items() if scale is not None}
+    folder = with_scales(tmp_path / "scaled", source, named)
+    with pytest.raises(ModelFolderError, match=message):
+        make(folder, max_seq_len=64, **FP8)
+
+
+def test_gpus_convert_fp8_from_ada_on() -> None:
+    assert {capability for capability, gpu in GENERATIONS.items() if gpu.has_fp8} == {
+        capability for capability in GENERATIONS if capability >= (8, 9)
+    }
+
+
+@pytest.mark.demo
+def test_the_demo_model_says_nearly_the_same(demo_folder: Path) -> None:
+    """The mean divergence of its logits over a page of text; to keys and values in bf16 it is 5e-5."""
+    model, text = load_model(demo_folder), (Path(__file__).parents[2] / "docs/PHASE_06.md").read_text(encoding="utf-8")
+    token_ids = Tokenizer.load(demo_folder).encode(text)[:128]
+    sizes = PagedSizes(8, 16, 1, 128, 128)
+    logits = []
+    for view in (
+        PrefixView(model.config, sizes, model.dtype),
+        Fp8View(model.config, sizes, model.dtype, "cpu", None, Buckets((), ())),
+    ):
+        pool, request = PlannedKVCachePool(sizes, None), make_request("a", token_ids)
+        assert pool.reserve(request, len(token_ids))
+        batch = Batch.of(step_of({request: len(token_ids)}), pool)
+        with torch.inference_mode():
+            logits.append(model.logits(model(view.load(batch).tokens, view)).double().log_softmax(-1))
+    divergence = F.kl_div(logits[1], logits[0], reduction="none", log_target=True).sum(-1)
+    assert 1e-3 < divergence.mean() < 3e-2
