@@ -149,14 +149,14 @@ class EngineConfig:
     overlap_scheduling: bool | None = setting(
         None, "09", "Plan and launch a step while the one before it runs; default: on with CUDA graphs."
     )
-    quantization: str | None = setting(
-        None, "10", "Quantized weights: fp8 or int8; default: as in the checkpoint.", choices=("fp8", "int8")
-    )
     kv_cache_dtype: str = setting(
         "auto",
         "10",
         "Of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
         choices=("auto", "fp8"),
+    )
+    quantization: str | None = setting(
+        None, "10", "Quantized weights: fp8 or int8; default: as in the checkpoint.", choices=("fp8", "int8")
     )
     use_speculative_decoding: bool = setting(False, "11", "A draft model proposes tokens, and the model verifies them.")
     draft_model: str | None = setting(

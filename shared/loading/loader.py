@@ -62,9 +62,10 @@ def load_model(
     if config.tie_word_embeddings:  # the head is the embedding; a copy in the checkpoint is not read
         del tensor_of["head.weight"]
         model.head.weight = model.embedding.weight
+    unused = {name for name in unused if not name.endswith(KV_SCALES)}
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     check_room(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
-    fill(model, tensor_of, checkpoint, dtype, device, {name for name in unused if not name.endswith(KV_SCALES)})
+    fill(model, tensor_of, checkpoint, dtype, device, unused)
     if config.tie_word_embeddings:
         model.head.weight = model.embedding.weight
     return model.eval()
