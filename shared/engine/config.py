@@ -29,6 +29,7 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
     "use_chunked_prefill": (("batching_mode", "continuous"),),
     "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
+    "kv_cache_dtype": (("kv_cache_backend", "paged"),),
     "use_cuda_graphs": (
         ("batching_mode", "continuous"),
         ("kv_cache_backend", "paged"),
@@ -147,6 +148,12 @@ class EngineConfig:
     )
     overlap_scheduling: bool | None = setting(
         None, "09", "Plan and launch a step while the one before it runs; default: on with CUDA graphs."
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "10",
+        "Of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
+        choices=("auto", "fp8"),
     )
     quantization: str | None = setting(
         None,

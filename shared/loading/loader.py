@@ -28,6 +28,9 @@ MODEL_TENSORS = {
     "head.weight": "lm_head.weight",
 }
 
+KV_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale", ".q_scale", ".prob_scale")
+"""Ends of names of tensors that only a KV cache in 8 bits needs, and its attention (phase 10)."""
+
 
 def load_model(
     name_or_path: str | Path,
@@ -72,6 +75,7 @@ def load_model(
     if is_tied:  # the head is the embedding; a copy in the checkpoint is not read
         del tensor_of["head.weight"]
         model.head.weight = model.embedding.weight
+    unused = {name for name in unused if not name.endswith(KV_SCALES)}
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     check_room(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
     fill(model, tensor_of, checkpoint, dtype, device, unused)

@@ -43,6 +43,8 @@ def test_every_variant_compiles(tmp_path):
         "decode_attention_kernel",
         "paged_attention_kernel",
         "paged_prefill_kernel",
+        "planned_decode_kernel",
+        "planned_prefill_kernel",
         "peak_kernel",
         "bracket_kernel",
         "collect_kernel",
@@ -196,6 +198,38 @@ def compile_paged_attention():
         paged_prefill.paged_prefill(q, *about, starts, scale=0.125, softcap=softcap)
 
 
+def compile_fp8_kv_cache():
+    """Keys and values in 8 bits, for a GPU that converts FP8 and for one that does not."""
+    from shared.attention.descriptor import DevicePlan
+    from shared.attention.plan import plan_decode, plan_prefill
+    from shared.kernels import kv_write, planned_attention, planned_prefill, planned_tiling
+    from shared.kernels.planned_workspace import PlannedWorkspace
+
+    planned_tiling.num_multiprocessors = lambda device: 132
+    one = torch.ones(1, dtype=torch.int32)
+    for capability, cached in [((8, 0), torch.uint8), ((9, 0), torch.float8_e4m3fn)]:
+        for module in (kv_write, planned_attention, planned_prefill):
+            module.launches = lambda tensor: True
+            module.launch = functools.partial(compile_launch, capability=capability)
+        for dtype, Hq, Hkv, D in [(torch.bfloat16, 32, 8, 64), (torch.bfloat16, 32, 8, 128), (torch.float32, 3, 3, 16)]:
+            scales = {"k_scales": torch.ones(Hkv), "v_scales": torch.ones(Hkv)}
+            memory = torch.zeros(2, 16, Hkv, D, dtype=torch.uint8).view(cached)
+            q, k, v = torch.zeros(1, Hq + 2 * Hkv, D, dtype=dtype).split((Hq, Hkv, Hkv), 1)
+            qk = SimpleNamespace(table=torch.zeros(8, 2, 1, D), q_norm=None, k_norm=None)
+            kv_write.kv_write(q, k, v, one.long(), qk, memory, memory, one.long(), D, **scales)
+            workspace = PlannedWorkspace.for_batches(1, Hq, Hkv, D, dtype.itemsize, one.device)
+            about = {"scale": 0.1, "workspace": workspace, **scales}
+            tiling = planned_tiling.decode_tiling(1, Hkv, D, dtype.itemsize)
+            plan = plan_decode([1], tiling.grid(Hkv, one.device), window=None)
+            plan = DevicePlan.of(plan, [torch.as_tensor(array).int() for array in plan.arrays()])
+            planned_attention.planned_decode(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
+            tiling = planned_tiling.prefill_tiling(1, 1, Hq, Hkv, D, dtype.itemsize)
+            grid, tokens = tiling.grid(Hkv, one.device), tiling.tokens(Hq // Hkv)
+            plan = plan_prefill([1], [1], grid, tokens_per_tile=tokens, window=None)
+            plan = DevicePlan.of(plan, [torch.as_tensor(array).int() for array in plan.arrays()])
+            planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
+
+
 def compile_sampler():
     from shared.kernels import sampler as module
     from shared.sampling.params import SamplingParams
@@ -214,4 +248,5 @@ if __name__ == "__main__":
     compile_kv_write()
     compile_decode_attention()
     compile_paged_attention()
+    compile_fp8_kv_cache()
     compile_sampler()
