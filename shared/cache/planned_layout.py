@@ -30,7 +30,7 @@ class StepPlans(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionPlanner:
-    """Plans the attention of a model on a device; ``itemsize`` is the bytes per element in which it multiplies keys."""
+    """Plans the attention of a model on a device; ``itemsize`` is the bytes per element of its keys."""
 
     config: ModelConfig
     windows: tuple[int | None, ...]  # the distinct windows of the layers
@@ -40,12 +40,10 @@ class AttentionPlanner:
         default_factory=dict, compare=False
     )
     """The plans of the last decoding sequences, by their lengths in whole tiles and the rows of the launch."""
-    is_8_bits: bool = False  # whether keys are stored in 8 bits and multiplied in 16
 
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """The tiling of a decode step of ``num_sequences`` sequences."""
-        itemsize = 1 if self.is_8_bits else self.itemsize
-        return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, itemsize)
+        return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
 
     def prefill_tiling(self, num_tokens: int, num_sequences: int) -> PrefillTiling:
         """The tiling of a prefill step of ``num_tokens`` new tokens."""

@@ -43,9 +43,7 @@ class PlannedView(PagedView):
         device = torch.device(device)
         is_planned = backend in (None, "planned") and launches(torch.empty(0, dtype=dtype, device=device))
         windows = tuple(dict.fromkeys(config.windows))
-        is_8_bits = self.kv_dtype is not None and dtype.itemsize == 2
-        planner = AttentionPlanner(config, windows, dtype.itemsize, device, is_8_bits=is_8_bits)
-        self.planner = planner if is_planned else None
+        self.planner = AttentionPlanner(config, windows, dtype.itemsize, device) if is_planned else None
         self.names = {  # names of each plan's arrays in the staging
             (kind, window): [f"{kind} plan {n} of window {window}" for n in range(NUM_ARRAYS)]
             for kind in StepPlans._fields

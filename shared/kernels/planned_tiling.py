@@ -70,15 +70,9 @@ DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size
 
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
-    """The tiling for batches of up to ``num_sequences``; keys have ``itemsize`` bytes per element.
-
-    Of many keys in 8 bits a tile has twice as many: as many bytes are in flight.
-    """
+    """The tiling for batches of up to ``num_sequences``; keys have ``itemsize`` bytes per element."""
     few, many = DECODE_TILINGS[head_dim]
-    is_few = num_sequences * num_kv_heads <= FEW_PAIRS
-    tiling = few if is_few else many
-    if itemsize == 1 and not is_few:
-        tiling = replace(tiling, tile=2 * tiling.tile)
+    tiling = few if num_sequences * num_kv_heads <= FEW_PAIRS else many
     return fitted(tiling, head_dim, itemsize)
 
 
