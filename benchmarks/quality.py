@@ -6,11 +6,13 @@ Run as ``python -m benchmarks.quality [MODEL [TOKENS]]``; prints a Markdown tabl
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from shared.cache.uncached import UncachedView
+from shared.kernels.e4m3 import dequantized, quantized
 from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
@@ -55,11 +57,21 @@ def rounded(model: CausalLM, rounding: Rounding) -> CausalLM:
     return model
 
 
+class Fp8KVView(UncachedView):
+    """Keys and values as a KV cache in FP8 gives them back, with scales of 1."""
+
+    def write(self, *about: Any) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        q, one = super().write(*about), torch.ones(1)
+        self.k, self.v = (dequantized(quantized(x, one), one, x.dtype) for x in (self.k, self.v))
+        return q
+
+
 @torch.inference_mode()
-def log_probabilities(model: CausalLM, ids: list[int]) -> torch.Tensor:
+def log_probabilities(model: CausalLM, ids: list[int], view: type[UncachedView] = UncachedView) -> torch.Tensor:
     """fp64 ``[T, V]``."""
     tokens = Tokens(torch.tensor(ids), torch.arange(len(ids)))
-    return model.logits(model(tokens, UncachedView([len(ids)]))).double().log_softmax(-1)
+    return model.logits(model(tokens, view([len(ids)]))).double().log_softmax(-1)
 
 
 def main(name: str = "smollm2-135m", num_tokens: str = "1024") -> None:
@@ -69,8 +81,10 @@ def main(name: str = "smollm2-135m", num_tokens: str = "1024") -> None:
     expected = log_probabilities(load_model(folder), ids)
     following = torch.tensor(ids[1:])[:, None]
     print("| weights | perplexity | mean KL to fp32 | likeliest token the same |\n|---|---:|---:|---:|")
-    for title, rounding in {"fp32": None, **FORMATS}.items():
-        found = log_probabilities(rounded(load_model(folder), rounding), ids) if rounding else expected
+    for title, rounding in {"fp32": None, "fp32, KV cache in FP8": None, **FORMATS}.items():
+        model = load_model(folder)
+        view = Fp8KVView if "KV cache" in title else UncachedView
+        found = log_probabilities(rounded(model, rounding) if rounding else model, ids, view)
         perplexity = found[:-1].gather(1, following).mean().neg().exp().item()
         kl = (expected.exp() * (expected - found)).sum(-1).mean().item()
         same = (found.argmax(-1) == expected.argmax(-1)).double().mean().item()

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.bucket_memory import bucket_memory
 from shared.cache.contiguous_memory import contiguous_memory
+from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
@@ -60,10 +60,11 @@ SUPPORTED = {
     "use_prefix_caching",
     "use_cuda_graphs",
     "overlap_scheduling",
+    "kv_cache_dtype",
     "quantization",
     "quantize_head",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": bucket_memory}
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": OverlappedScheduler}
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-import phases.phase_09.engine as phase_09
 import shared.cache.pool_size as pool_size
+from phases.phase_09.engine import SUPPORTED as SUPPORTED_BEFORE
+from phases.phase_10.engine import Engine
 from shared.cache.contiguous import kv_bytes
-from shared.cache.fp8_memory import fp8_memory
 from shared.cache.fp8_view import Fp8View
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.planned import PlannedKVCachePool
@@ -32,20 +32,13 @@ from tests.steps import make_request, step_of
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 
 
-@pytest.fixture
-def with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of phase 10, in the loop before it."""
-    monkeypatch.setattr(phase_09, "SUPPORTED", phase_09.SUPPORTED | {"kv_cache_dtype"})
-    monkeypatch.setitem(phase_09.MEMORY, "paged", fp8_memory)
-
-
-def make(folder: Path, **settings: Any) -> phase_09.Engine:
-    return phase_09.Engine(EngineConfig(model=str(folder), seed=7, **settings))
+def make(folder: Path, **settings: Any) -> Engine:
+    return Engine(EngineConfig(model=str(folder), seed=7, **settings))
 
 
 def test_earlier_phases_refuse_it_and_name_the_phase() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype = 'fp8' arrives in phase 10; leave it at 'auto'"):
-        EngineConfig(**FP8).check(phase_09.SUPPORTED)
+        EngineConfig(**FP8).check(SUPPORTED_BEFORE)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8' and kv_cache_backend is 'contiguous'"):
         EngineConfig(kv_cache_backend="contiguous", **FP8)
 
@@ -55,7 +48,6 @@ def test_earlier_phases_refuse_it_and_name_the_phase() -> None:
     [("llama", LONG), ("llama", ALIKE), ("qwen3", MIXED), ("gemma3_text", ALIKE)],
     ids=["llama-long", "llama-alike", "qwen3-mixed", "gemma3-alike"],
 )
-@pytest.mark.usefixtures("with_fp8")
 def test_answers_depend_on_no_other_request(tiny_checkpoints: dict[str, Path], family: str, requests: Requests) -> None:
     """Not on chunks, shared prefixes, preemption, overlap, or the order of arrival."""
     folder, about = tiny_checkpoints[family], FP8 | {"max_seq_len": 640 if requests is LONG else 128}
@@ -70,7 +62,6 @@ def test_answers_depend_on_no_other_request(tiny_checkpoints: dict[str, Path], f
     assert engine.view.keys.dtype == torch.uint8
 
 
-@pytest.mark.usefixtures("with_fp8")
 def test_a_preempted_request_gets_the_same_tokens(tiny_checkpoints: dict[str, Path]) -> None:
     requests: Requests = [([n] * 10, GREEDY | {"max_new_tokens": 20}) for n in range(4)]
     about: dict[str, Any] = FP8 | {"max_seq_len": 32, "block_size": 4}
@@ -81,7 +72,6 @@ def test_a_preempted_request_gets_the_same_tokens(tiny_checkpoints: dict[str, Pa
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])
-@pytest.mark.usefixtures("with_fp8")
 def test_the_same_bytes_hold_more_tokens(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, dtype: str, times: int
 ) -> None:
@@ -112,7 +102,6 @@ FORMS = {  # of a layer's names: compressed-tensors, an earlier form of it, Mode
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.usefixtures("with_fp8")
 def test_a_checkpoints_own_scales_are_used(tiny_checkpoints: dict[str, Path], tmp_path: Path, form: str) -> None:
     source = tiny_checkpoints["llama"]
     config = read_config(source)
@@ -143,7 +132,6 @@ def test_a_checkpoints_own_scales_are_used(tiny_checkpoints: dict[str, Path], tm
     ],
     ids=["missing", "zero", "nan", "shape"],
 )
-@pytest.mark.usefixtures("with_fp8")
 def test_scales_that_cannot_be(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
 ) -> None:
