@@ -11,7 +11,12 @@ import torch
 from shared.kernels import quantized_gemv
 from shared.kernels.gated import gated_kernel
 from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
-from shared.kernels.quantized_gemm import quantize_rows, quantize_rows_kernel, quantized_gemm_kernel, quantized_skinny_kernel
+from shared.kernels.quantized_gemm import (
+    quantize_rows,
+    quantize_rows_kernel,
+    quantized_gemm_kernel,
+    quantized_skinny_kernel,
+)
 from shared.kernels.quantized_gemv import linear, quantized_gemv_kernel
 from shared.kernels.quantized_tiling import QuantizedTiling, quantized_tiling
 from shared.kernels.rmsnorm import rms_norm, rms_norm_kernel
