@@ -3,8 +3,8 @@
 Introduced in phase 10.
 
 A thread loads 16 bytes at a time, which hold twice or four times as many columns as in 16 bits, so the tiles are
-wider. Invariants: a tile has at least 16 bytes of a row of W; a tile for the tensor cores has no more columns than
-share a scale; its stages fit in the shared memory of a program.
+wider. Invariants: a tile has at least 16 bytes of a row of W; a tile for the tensor cores, or a piece of it, has
+no more columns than share a scale; its stages fit in the shared memory of a program.
 """
 
 import functools
@@ -15,6 +15,7 @@ from shared.kernels.tiling import DOT_ROWS, Tiling
 
 PROMPT_ROWS = 128  # of x, the most that a program multiplies at once
 MAX_STAGES = 8
+MAX_ROWS_IN_PIECES = 32  # with more, a warp's sums exceed its registers
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def quantized_tiling(
         return vector_tiling(N, K, bits, is_gated)
     block_m = max(DOT_ROWS, min(PROMPT_ROWS, next_power_of_two(rows)))
     is_grouped = columns_per_scale < K
-    has_pieces = bits == 4 and block_m < PROMPT_ROWS
+    has_pieces = bits == 4 and block_m <= MAX_ROWS_IN_PIECES
     if has_pieces:
         block_n, block_bytes, num_warps, stages = 32, 256, 4, 4
     elif block_m == PROMPT_ROWS:
