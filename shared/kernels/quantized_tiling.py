@@ -3,8 +3,8 @@
 Introduced in phase 10.
 
 A thread loads 16 bytes at a time, which hold twice or four times as many columns as in 16 bits, so the tiles are
-wider. Invariants: a tile has at least 16 bytes of a row of W; a tile for the tensor cores, or a piece of it, has
-no more columns than share a scale; its stages fit in the shared memory of a program.
+wider. Invariants: a tile has at least 16 bytes of a row of W; a tile for the tensor cores, or each piece of it, has no
+more columns than share a scale; its stages fit in the shared memory of a program.
 """
 
 import functools
