@@ -4,6 +4,11 @@ A program widens a tile of W in registers and multiplies it by rows of x: W is t
 cores read from registers, so the widened tile is never written anywhere. The numbers of 8 and of 4 bits are exact in
 fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32.
 
+With few rows the time is that of reading W, if nothing holds it up, and two things do with four bits. Warps that share
+a tile of few rows of W widen the same bytes, and a scale that is loaded for 128 columns is waited for every 128
+columns. So in :func:`quantized_skinny_kernel` each warp has columns of its own, and a tile has the columns of several
+scales.
+
 If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: for prompts x is rounded to FP8,
 with a scale a row. If W's scales belong to rows too, ``torch._scaled_mm`` computes that; with scales of 128 columns the
 kernel here adds up 128 columns at a time, also for the sake of the sum, since Hopper's sums of FP8 keep 14 bits
@@ -40,21 +45,6 @@ def load_x(rows, is_row, k, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def product(tile, x, total, X_FIRST: tl.constexpr):
-    """``total + W xᵀ``, or ``total + x Wᵀ`` with X_FIRST."""
-    if X_FIRST:
-        return tl.dot(x, tile.T, total, input_precision="ieee")
-    else:
-        return tl.dot(tile, x.T, total, input_precision="ieee")
-
-
-@triton.jit
-def by_row(of_rows, X_FIRST: tl.constexpr):
-    """What belongs to rows of W, to be multiplied by their product."""
-    return of_rows[None, :] if X_FIRST else of_rows[:, None]
-
-
-@triton.jit
 def add_product(
     y,
     rows,
@@ -68,24 +58,22 @@ def add_product(
     PER_GROUP: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    X_FIRST: tl.constexpr,
 ):
     """``y + W xᵀ`` of a tile of W and columns of x; scaled, unless a scale belongs to a row. PER_GROUP: in bytes."""
     tile = load_weights(rows, is_row, start + tl.arange(0, BLOCK_B), WIDTH, BLOCK_B)
     group = start // PER_GROUP
     total = y if PER_GROUP == WIDTH else tl.zeros(y.shape, tl.float32)
     if BITS == 8:
-        total = product(widened(tile, low.dtype), low, total, X_FIRST)
+        total = tl.dot(widened(tile, low.dtype), low.T, total, input_precision="ieee")
     else:
         zero = 8.0 if zeros is None else tl.load(zeros + group, mask=is_row, other=0).to(tl.float32)[:, None]
         low_tile, high_tile = halves(tile, zero, low.dtype)
-        total = product(low_tile, low, total, X_FIRST)
-        total = product(high_tile, high, total, X_FIRST)
+        total = tl.dot(low_tile, low.T, total, input_precision="ieee")
+        total = tl.dot(high_tile, high.T, total, input_precision="ieee")
     if PER_GROUP == WIDTH:
         return total
     else:
-        scale = tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)
-        return y + total * by_row(scale, X_FIRST)
+        return y + total * tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -112,7 +100,6 @@ def quantized_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCHED: tl.constexpr,
-    X_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program computes ``out [num_rows, N]`` for BLOCK_M rows and BLOCK_N columns; the grid has one for each block.
@@ -145,56 +132,41 @@ def quantized_gemm_kernel(
         prefetch_weights(values, N + tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
     wait_for_previous(PDL)
     x_rows = x + m.to(tl.int64)[:, None] * x_stride
-    y = tl.zeros([BLOCK_M, BLOCK_N] if X_FIRST else [BLOCK_N, BLOCK_M], tl.float32)
-    up = y
+    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, WIDTH, BLOCK_B):
         k = columns(start + tl.arange(0, BLOCK_B), RUN, BITS)
         low = load_x(x_rows, is_x_row, k, K, BLOCK_K)
         high = low if BITS == 8 else load_x(x_rows, is_x_row, k + RUN // 2, K, BLOCK_K)
-        y = add_product(
-            y, rows, is_row, low, high, scale_rows, zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B, X_FIRST
-        )
+        y = add_product(y, rows, is_row, low, high, scale_rows, zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B)
         if ACTIVATION is not None:
             up = add_product(
-                up,
-                up_rows,
-                is_row,
-                low,
-                high,
-                up_scale_rows,
-                up_zero_rows,
-                start,
-                WIDTH,
-                PER_GROUP,
-                BITS,
-                BLOCK_B,
-                X_FIRST,
+                up, up_rows, is_row, low, high, up_scale_rows, up_zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B
             )
     if GROUPS == 1:
-        y *= by_row(tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
+        y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if x_scales is not None:
-        y *= by_row(tl.load(x_scales + m, mask=is_x_row, other=0.0), not X_FIRST)
+        y *= tl.load(x_scales + m, mask=is_x_row, other=0.0)[None, :]
     if bias is not None:
-        y += by_row(tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
+        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION is not None:
         if GROUPS == 1:
-            up *= by_row(tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
+            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         if bias is not None:
-            up += by_row(tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32), X_FIRST)
+            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
         y = gated.gated_activation(y, up, ACTIVATION)
-    inside = by_row(is_row, X_FIRST) & by_row(is_x_row, not X_FIRST)
+    inside = is_row[:, None] & is_x_row[None, :]
     if residual is not None:
-        at = by_row(n, X_FIRST) + by_row(m.to(tl.int64) * residual_stride, not X_FIRST)
-        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + (by_row(n, X_FIRST) + by_row(m.to(tl.int64) * N, not X_FIRST)), y, mask=inside)
+        residual_rows = residual + m.to(tl.int64)[None, :] * residual_stride
+        y += tl.load(residual_rows + n[:, None], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
 
 
 @triton.jit
 def load_pieces(rows, is_row, at, WIDTH: tl.constexpr):
     """Elements at ``at [P, B]`` of rows ``[R]``, in P pieces of B: ``[P, R, B]``."""
-    return tl.load(
-        rows[None, :, None] + at[:, None, :], mask=is_row[None, :, None] & (at < WIDTH)[:, None, :], other=0.0
-    )
+    inside = is_row[None, :, None] & (at < WIDTH)[:, None, :]
+    return tl.load(rows[None, :, None] + at[:, None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -393,65 +365,28 @@ def multiply(
     T, K = x.shape
     if K > weight.columns_per_scale < cut.block_k // max(1, cut.pieces):
         raise ValueError(f"a tiling of {cut.block_k} columns for {weight.columns_per_scale} that share a scale")
+    if cut.pieces and cut.block_m < T:
+        raise ValueError(f"a tiling in pieces is for {cut.block_m} rows of x, not for {T}")
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty(T, N, dtype=dtype or x.dtype, device=x.device)
+    shapes = (T, N, x.stride(0), 0 if residual is None else residual.stride(0), weight.rows_per_scale)
+    options = {
+        "K": K,
+        "GROUP": weight.columns_per_scale,
+        "BITS": weight.bits,
+        "RUN": weight.run,
+        "ACTIVATION": None if activation is None else ACTIVATIONS[activation][0],
+        "BLOCK_M": cut.block_m,
+        "BLOCK_N": cut.block_n,
+        "BLOCK_K": cut.block_k,
+    }
+    about = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    of_w = (stored(weight, gpu), weight.scales, weight.zeros, bias, residual, out)
+    blocks_n = -(-N // cut.block_n)
     if cut.pieces:
-        launch(
-            quantized_skinny_kernel,
-            (-(-N // cut.block_n),),
-            x,
-            stored(weight, gpu),
-            weight.scales,
-            weight.zeros,
-            bias,
-            residual,
-            out,
-            T,
-            N,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
-            weight.rows_per_scale,
-            K=K,
-            GROUP=weight.columns_per_scale,
-            BITS=weight.bits,
-            RUN=weight.run,
-            ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-            BLOCK_M=cut.block_m,
-            BLOCK_N=cut.block_n,
-            BLOCK_K=cut.block_k,
-            PIECES=cut.pieces,
-            PREFETCHED=cut.prefetched,
-            num_warps=cut.num_warps,
-            num_stages=cut.num_stages,
-        )
-        return out
-    launch(
-        quantized_gemm_kernel,
-        (-(-N // cut.block_n) * -(-T // cut.block_m),),
-        x,
-        x_scales,
-        stored(weight, gpu),
-        weight.scales,
-        weight.zeros,
-        bias,
-        residual,
-        out,
-        T,
-        N,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        weight.rows_per_scale,
-        K=K,
-        GROUP=weight.columns_per_scale,
-        BITS=weight.bits,
-        RUN=weight.run,
-        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-        BLOCK_M=cut.block_m,
-        BLOCK_N=cut.block_n,
-        BLOCK_K=cut.block_k,
-        PREFETCHED=cut.prefetched,
-        X_FIRST=cut.x_first,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-    )
+        options["PIECES"] = cut.pieces
+        launch(quantized_skinny_kernel, (blocks_n,), x, *of_w, *shapes, **options, **about)
+    else:
+        blocks_m = -(-T // cut.block_m)
+        launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)
     return out

@@ -37,8 +37,8 @@ from shared.quantization.weight import RUN, QuantizedWeight
 
 GROUPS = (32, 64, 128)
 PART = tl.constexpr(16)  # bytes of a row that a thread loads at once; their columns share a scale
-RAISED = tl.constexpr(2.0**64)  # x, for four bits that are read as the fraction of a tiny number
-LOWERED = tl.constexpr(2.0**85)
+RAISED = tl.constexpr(2.0**64)  # a factor of x, since four bits are read as a number of 2^-149
+LOWERED = tl.constexpr(2.0**85)  # the factor of the sum that makes up for both
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def times_bits(h, words, AT: tl.constexpr):
     """h times the four bits of words from bit AT on, times 2^-149.
 
     As the low bits of an fp32 number, n is n · 2^-149, and 16 n or 256 n where it stands further left: no conversion,
-    seldom a shift. The factor of x that makes up for the place is the same for all rows of W.
+    seldom a shift. The factor of x that makes up for the place is the same for all rows of W. |h| must be less than 2^63.
     """
     PLACE: tl.constexpr = AT if AT < 20 else AT - 20
     bits = words if AT < 20 else words >> 20

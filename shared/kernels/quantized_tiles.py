@@ -25,37 +25,10 @@ def widened(tile, dtype: tl.constexpr):
         halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         # end exercise
         return (halves.to(tl.float32) * 256.0).to(dtype)
-    elif COMPILED and tile.dtype == tl.int8 and dtype == tl.bfloat16:
-        return widened_int8(tile)
     elif tile.dtype == tl.int8:
         return tile.to(dtype)
     else:
         return tile.to(tl.float16).to(dtype)
-
-
-@triton.jit
-def widened_int8(tile):
-    """INT8 in bf16, four numbers at a time: a byte's low 7 bits are the fraction of ``128 + b % 128``, and its highest
-    bit is the last of the exponent of 128 or 256, which is subtracted."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $2, 0, 0x4140;
-        prmt.b32 b, $2, 0, 0x4342;
-        lop3.b32 c, a, 0x00800080, 0x43004300, 0xEA;
-        lop3.b32 d, b, 0x00800080, 0x43004300, 0xEA;
-        lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
-        mov.b32 $1, 0xBF80BF80;
-        fma.rn.bf16x2 $0, c, $1, a;
-        fma.rn.bf16x2 $1, d, $1, b;
-        }""",
-        "=&r,=&r,r",
-        [tile],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @triton.jit
@@ -114,40 +87,6 @@ def halves(tile, zero, dtype: tl.constexpr):
         )
     else:
         return ((tile & 15).to(tl.float32) - zero).to(dtype), ((tile >> 4).to(tl.float32) - zero).to(dtype)
-
-
-@triton.jit
-def halves_and_16(tile):
-    """``16 + n`` of the low and the high halves of bytes in fp32: two tiles. n is the first of 16's fraction."""
-    if COMPILED:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a;
-            shl.b32 a, $8, 19;
-            lop3.b32 $0, a, 0x00780000, 0x41800000, 0xEA;
-            shl.b32 a, $8, 11;
-            lop3.b32 $1, a, 0x00780000, 0x41800000, 0xEA;
-            shl.b32 a, $8, 3;
-            lop3.b32 $2, a, 0x00780000, 0x41800000, 0xEA;
-            shr.b32 a, $8, 5;
-            lop3.b32 $3, a, 0x00780000, 0x41800000, 0xEA;
-            shl.b32 a, $8, 15;
-            lop3.b32 $4, a, 0x00780000, 0x41800000, 0xEA;
-            shl.b32 a, $8, 7;
-            lop3.b32 $5, a, 0x00780000, 0x41800000, 0xEA;
-            shr.b32 a, $8, 1;
-            lop3.b32 $6, a, 0x00780000, 0x41800000, 0xEA;
-            shr.b32 a, $8, 9;
-            lop3.b32 $7, a, 0x00780000, 0x41800000, 0xEA;
-            }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [tile],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return (tile & 15).to(tl.float32) + 16.0, (tile >> 4).to(tl.float32) + 16.0
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 Introduced in phase 10.
 
 A thread loads 16 bytes at a time, which hold twice or four times as many columns as in 16 bits, so the tiles are
-wider. Invariants: a tile has at least 16 bytes of a row of W; a tile for the tensor cores has no more columns than
-share a scale; its stages fit in the shared memory of a program.
+wider. Invariants: a tile has at least 16 bytes of a row of W; a tile for the tensor cores, or each piece of it, has no
+more columns than share a scale; its stages fit in the shared memory of a program.
 """
 
 import functools
@@ -15,6 +15,7 @@ from shared.kernels.tiling import DOT_ROWS, Tiling
 
 PROMPT_ROWS = 128  # of x, the most that a program multiplies at once
 MAX_STAGES = 8
+MAX_ROWS_IN_PIECES = 32  # with more, a warp's sums exceed its registers
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,7 @@ class QuantizedTiling(Tiling):
     """A tiling of W, as the base class has it, and of x."""
 
     block_m: int = DOT_ROWS  # rows of x that a program of the matrix product multiplies at once
-    x_first: bool = False  # x is the first operand of the tensor cores, and W the second
-    pieces: int = 0  # of a tile's columns, each multiplied by warps of its own
+    pieces: int = 0  # of a tile's columns, each multiplied by warps of its own (quantized_skinny_kernel)
 
 
 @functools.cache
@@ -38,39 +38,40 @@ def quantized_tiling(
         return vector_tiling(N, K, bits, is_gated)
     block_m = max(DOT_ROWS, min(PROMPT_ROWS, next_power_of_two(rows)))
     is_grouped = columns_per_scale < K
-    if block_m == PROMPT_ROWS:
+    has_pieces = bits == 4 and block_m <= MAX_ROWS_IN_PIECES
+    if has_pieces:
+        block_n, block_bytes, num_warps, stages = 32, 256, 4, 4
+    elif block_m == PROMPT_ROWS:
         block_n, block_bytes, num_warps, stages = 128, 64 * bits // 8, 8, 4
     elif is_gated or N >= 8192:
         block_n, block_bytes, num_warps, stages = 64, 128, 4, MAX_STAGES
     else:
         block_n, block_bytes, num_warps, stages = 32, 256, 4, MAX_STAGES
+    pieces = num_warps if has_pieces else 0
     block_k = max(16, block_bytes) * 8 // bits
-    pieces = 0
-    if block_m == DOT_ROWS:
-        block_n = 32 if is_gated or N >= 8192 else 16
-        pieces = 4
-        block_k = min(512, 4 * columns_per_scale) if is_grouped else 512
-        num_warps = 4
-        stages = 4
-    elif is_grouped:
-        block_k = min(block_k, columns_per_scale)
+    if is_grouped:
+        block_k = min(block_k, max(1, pieces) * columns_per_scale)
 
     def stage_bytes() -> int:
         return (2 if is_gated else 1) * block_n * block_k * bits // 8 + block_m * block_k * itemsize
 
-    while pieces == 0 and block_k > 32 * 8 // bits and 3 * stage_bytes() > shared_bytes:
+    least_k = 32 * pieces if has_pieces else 32 * 8 // bits
+    while block_k > least_k and 3 * stage_bytes() > shared_bytes:
         block_k //= 2
     while block_n > 16 and 2 * stage_bytes() > shared_bytes:
         block_n //= 2
-    num_stages = max(1, min(stages, shared_bytes // stage_bytes()))
-    prefetched = 2 if block_m == DOT_ROWS else 0
-    return QuantizedTiling(
-        block_n, block_k, num_warps, num_stages, True, prefetched, block_m, block_m == DOT_ROWS, pieces
-    )
+    num_stages = max(2, min(stages, shared_bytes // stage_bytes()))
+    prefetched = 2 if has_pieces else num_stages if block_m == DOT_ROWS else 0
+    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, prefetched, block_m, pieces)
 
 
 def vector_tiling(N: int, K: int, bits: int, is_gated: bool) -> QuantizedTiling:
-    """The tiling for one row of x: a program has about 8,000 bytes of W in flight."""
-    block_k = min(next_power_of_two(K), 2048 if bits == 8 else 4096)
-    block_n = 1 if N < 1024 else 2 if is_gated else 4
+    """The tiling for one row of x: a program has about 8,000 bytes of W in flight, and widens each x for several rows
+    of W, which takes a good part of the time where W has 4 bits."""
+    if bits == 8:
+        block_k = min(next_power_of_two(K), 2048)
+        block_n = 1 if N < 1024 else 2 if is_gated else 4
+    else:
+        block_k = min(next_power_of_two(K), 2048 if is_gated or K > N else 4096)
+        block_n = 1 if N < 1024 else 4 if N < 4096 else 8
     return QuantizedTiling(block_n, max(32, block_k), 4)
