@@ -257,7 +257,11 @@ def test_prompts_are_multiplied_in_fp8(
     num_launches: Callable,
 ) -> None:
     """Against fp64 of x as it is rounded to FP8."""
-    weight, x, residual = quantized("fp8", 64, 256, columns_per_scale), randn(MAX_ROWS + 8, 256), randn(MAX_ROWS + 8, 64)
+    weight, x, residual = (
+        quantized("fp8", 64, 256, columns_per_scale),
+        randn(MAX_ROWS + 8, 256),
+        randn(MAX_ROWS + 8, 64),
+    )
     if activation is not None:
         residual = residual[:, :32]
     values, scales = quantize_rows(x)
