@@ -90,7 +90,7 @@ def times_bits(h, words, AT: tl.constexpr):
     """h times the four bits of words from bit AT on, times 2^-149.
 
     As the low bits of an fp32 number, n is n · 2^-149, and 16 n or 256 n where it stands further left: no conversion,
-    seldom a shift. The factor of x that makes up for the place is the same for all rows of W. |h| must be less than 2^63.
+    seldom a shift. The factor of x that makes up for the place is the same for all rows of W. |h| must be below 2^63.
     """
     PLACE: tl.constexpr = AT if AT < 20 else AT - 20
     bits = words if AT < 20 else words >> 20
