@@ -135,7 +135,7 @@ def compile_quantized_products():
         quantized_gemv.generation = lambda device, capability=capability: GENERATIONS[capability]
         for module in modules:
             module.launch = functools.partial(compile_launch, capability=capability)
-        for T, weight in itertools.product((1, 8, 40) if capability == (9, 0) else (1, 40), weights):
+        for T, weight in itertools.product((1, 8, 128) if capability == (9, 0) else (1, 128), weights):
             x, residual = torch.zeros(T, K, dtype=torch.bfloat16), torch.zeros(T, N, dtype=torch.bfloat16)
             quantized_gemv.linear(x, weight, None, None, residual)
             if T <= 8 and capability == (9, 0):
