@@ -192,9 +192,9 @@ def test_tokens_of_int8_are_the_likeliest_of_the_weights_that_are_meant(
 
 
 def test_a_module_that_was_left_out_stays_plain_beside_quantized_ones(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Of queries, keys and values, which are one product, the values are plain; another layer's output too."""
-    for number, left_out in enumerate(("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj")):
-        small, plain = write(folders["qwen3"], tmp_path / str(number), "int4 packed", left_out)
+    """Values beside queries and keys, up beside gate, which are one product each; and a product of its own."""
+    for number, left_out in enumerate(("0.self_attn.v_proj", "1.mlp.up_proj", "1.mlp.down_proj")):
+        small, plain = write(folders["qwen3"], tmp_path / str(number), "int4 packed", f"model.layers.{left_out}")
         answers, expected = outputs(Engine, small), outputs(Plain, plain)
         assert [[o.token_id for o in a] for a in answers] == [[o.token_id for o in a] for a in expected]
 
