@@ -355,3 +355,6 @@ def test_a_checkpoint_with_some_plain_matrices(tiny_checkpoints: dict[str, Path]
     assert isinstance(model.get_submodule("blocks.1.attention.qkv.v_proj"), Projection)
     found = logits(model)
     assert_near(logits(fuse(model)), found, 1e-5)
+    apart = next(part for part in model.modules() if getattr(part, "parts", None))
+    x = torch.randn(3, model.config.hidden_size)
+    assert torch.equal(apart(x, residual=torch.tensor(2.0)), apart(x) + 2)
