@@ -14,7 +14,7 @@ from benchmarks.serving.contenders import Servers, lineup
 from benchmarks.serving.experiments import EXPERIMENTS, Experiment, Runner
 from benchmarks.serving.http_load import ServedProcess, served
 from benchmarks.setup import Setup, check_least, check_positive
-from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, default_size
+from benchmarks.workloads.serving import BLOCK_SIZE, ServingSize, Trace, TraceRequest, default_size
 from shared.cache.contiguous import kv_bytes
 from shared.engine.warm_up import rounds, warm_up_prompt
 from shared.errors import ConfigError
@@ -42,9 +42,9 @@ def measure_serving(
     shown, lesson = lineup(phase), newest_lesson() if phase is None else find_lesson(phase)
     able = {each.name: each for each in EXPERIMENTS if shown.keys() >= {*each.needs}}
     asked = [able[name] for name in _chosen("experiment", experiments, tuple(able), lesson)]
-    of_workloads = tuple(name for name in able["workloads"].contenders if name in shown)
-    named = _chosen("contender", contenders, of_workloads, lesson)
-    asked = [replace(each, contenders=named) if each.name == "workloads" else each for each in asked]
+    there = tuple(name for name in shown if any(name in each.contenders for each in asked))
+    named = _chosen("contender", contenders, there, lesson)
+    asked = [replace(each, contenders=tuple(n for n in each.contenders if n in named)) for each in asked]
     used = {name: workload for each in asked for name, workload in each.served(size).items()}
     widest = size.wide_slots[1] if any(each.name == "capacity" for each in asked) else 0
     longest = max(widest, *(each.longest(size) for each in asked))
@@ -54,6 +54,8 @@ def measure_serving(
     base = replace(setup.config(max_waiting_requests=queue), dtype=dtype)
     runner = Runner(size, shown, Servers(base), setup.shape.vocab_size, setup.seed, rate, max_seconds)
     over_http = max((each.longest(size) for each in asked if "http" in runner.contenders(each)), default=0)
+    if idle := [each.name for each in asked if not runner.contenders(each)]:
+        raise ConfigError(f"The experiment {idle[0]} has none of the contenders {', '.join(named)}.")
     _check_memory(setup, runner, asked, over_http)
 
     results: dict[str, Any] = {}
@@ -105,9 +107,11 @@ def _check_memory(setup: Setup, runner: Runner, asked: Sequence[Experiment], ove
     """Raise CapacityError if the engines of an experiment, loaded together, do not fit beside the server."""
     size = runner.size
     for each in asked:
-        batch, longest = each.batch(size, getattr(size, each.workloads[0])), each.longest(size)
+        batch, longest = each.batch(size), each.longest(size)
         ours = [contender for name, contender in runner.contenders(each).items() if name != "http"]
         tokens = [(batch if contender.serves_many else 1) * longest for contender in ours]
+        set_tokens = [BLOCK_SIZE * contender.settings.get("num_gpu_blocks", 0) for contender in ours]
+        tokens = [fixed or whole for fixed, whole in zip(set_tokens, tokens, strict=True)]
         tokens = [max(tokens)] if each.one_by_one else tokens
         tokens += [size.server_batch * over_http] if over_http else []
         hint = f"leave out the experiment {each.name} (name others with --experiment)"

@@ -12,7 +12,7 @@ from benchmarks.serving.results import figures
 from benchmarks.serving.transformers_engine import TransformersEngine
 from benchmarks.serving.vllm_peer import VllmEngine, is_installed
 from benchmarks.setup import free_memory, freeze_memory
-from benchmarks.workloads.serving import Trace
+from benchmarks.workloads.serving import BLOCK_SIZE, Trace
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import rounds, serve_rounds
 from shared.errors import ConfigError
@@ -102,7 +102,8 @@ class Server:
     def __init__(self, contender: Contender, config: EngineConfig) -> None:
         arguments: tuple[Any, ...] = (config,)
         if contender.engine is VllmEngine:
-            arguments = config.model, config.torch_dtype, config.max_seq_len, config.max_batch_size
+            tokens = BLOCK_SIZE * config.num_gpu_blocks if config.num_gpu_blocks else None
+            arguments = config.model, config.torch_dtype, config.max_seq_len, config.max_batch_size, tokens
         engine = contender.engine(*arguments)
         self.config, self.max_batch_size = config, config.max_batch_size if contender.serves_many else 1
         self.engine = engine if contender.serves_many else OneAtATime(engine)

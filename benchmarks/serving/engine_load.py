@@ -18,7 +18,7 @@ from shared.text.stopping import FinishReason
 
 
 def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> ServedRun:
-    """Serve a trace, greedily and past any end of sequence; after ``max_seconds`` break off what still runs. The
+    """Serve a trace, past any end of sequence; after ``max_seconds`` break off what still runs. The
     background is aborted when all others have ended; a turn of a conversation follows the one before.
 
     ``engine`` has the methods of a phase's engine from 4 on; its ``last_step`` is None where steps cannot be seen.
@@ -54,7 +54,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
             n = waiting.popleft()
             served[n].arrived = arrivals.popleft()
             request = requests[n]
-            params = SamplingParams(temperature=0.0, max_new_tokens=request.new_tokens, ignore_eos=True)
+            params = SamplingParams(temperature=trace.temperature, max_new_tokens=request.new_tokens, ignore_eos=True)
             try:
                 engine.add_request(request.prompt_ids, params, str(n))
                 open_ids.add(n)

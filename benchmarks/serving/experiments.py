@@ -17,6 +17,7 @@ from benchmarks.workloads.serving import BLOCK_SIZE, ServingSize, Trace, Workloa
 from shared.engine.config import SCHEDULER_POLICIES
 
 SPEED, SATURATED = "output_tokens_per_second", "saturated_tokens_per_second"
+DECODE = "decode_tokens_per_second"
 WAITING = "tokens a second while requests wait"
 CONTINUOUS = ("continuous", "paged", "newest")
 Sized = Mapping[str, tuple[str, str, dict[str, Any]]]
@@ -43,7 +44,8 @@ class Experiment:
         takes_rate: requests may come at the rate that the run asks for; otherwise in a closed loop.
         load: Poisson arrivals at a share of what a closed loop of a workload does with a contender in the same run.
         holds_all: batches as large as the requests that are open.
-        sized: further contenders, by name: one of the line-up, another title, and settings that follow from the size.
+        sized: further contenders, by name: one of the line-up, another title ("": its own), and settings that follow
+            from the size.
         one_by_one: each contender is loaded alone.
         alone: contenders that serve only what decodes beside the requests of the workload.
         needs: contenders without which there is nothing to compare.
@@ -77,8 +79,10 @@ class Experiment:
         """Tokens of the longest prompt and answer that its engines have room for."""
         return max(workload.longest for workload in self.served(size).values())
 
-    def batch(self, size: ServingSize, workload: Workload) -> int:
-        return workload.concurrency if self.holds_all else size.max_batch_size
+    def batch(self, size: ServingSize) -> int:
+        """The same for all its workloads, so that each contender is loaded once."""
+        concurrency = max(getattr(size, name).concurrency for name in self.workloads)
+        return concurrency if self.holds_all else size.max_batch_size
 
 
 def same_memory(size: ServingSize) -> Sized:
@@ -105,6 +109,12 @@ def chunk_sizes(size: ServingSize) -> Sized:
     return {f"chunk_{n}": ("one_chunk", f"chunks of {n:,} tokens", {"prefill_chunk_size": n}) for n in size.chunk_sizes}
 
 
+def enough_blocks(size: ServingSize) -> Sized:
+    """Memory for what the sampled requests hold at a time; with their whole lengths, two engines would not fit."""
+    settings = {"num_gpu_blocks": size.sampled_blocks}
+    return {name: (name, "", settings) for name in ("newest", "vllm")}
+
+
 # fmt: off
 EXPERIMENTS = (
     Experiment(
@@ -119,6 +129,15 @@ EXPERIMENTS = (
     Experiment(
         "together", ("together",), ("static", *CONTINUOUS, "vllm"), ("speeds",), (Ratio("vllm"),),
         in_turns=True, holds_all=True
+    ),
+    Experiment(
+        "decode", ("decode_one", "decode_few", "decode_tens", "decode_most"), ("newest", "vllm"), ("decode",),
+        (Ratio("vllm"), Ratio("vllm", "_decode", DECODE, "decoded tokens a second")),
+        in_turns=True, holds_all=True, needs=("newest",)
+    ),
+    Experiment(
+        "sampled", ("sampled",), ("newest", "vllm"), ("speeds",), (Ratio("vllm"),),
+        in_turns=True, holds_all=True, sized=enough_blocks, needs=("newest",)
     ),
     Experiment(
         "capacity", ("capacity",), (), ("held", "costs"),
@@ -192,8 +211,8 @@ class Runner:
         for name, (base, title, settings) in experiment.sized(self.size).items():
             if base in self.lineup:
                 from_line, phase = self.lineup[base], self.lineup[base].title.rpartition(" (")[2]
-                settings = {**from_line.settings, **settings}
-                found[name] = replace(from_line, title=f"{title} ({phase}", settings=settings)
+                title = f"{title} ({phase}" if title else from_line.title
+                found[name] = replace(from_line, title=title, settings={**from_line.settings, **settings})
         return found
 
     def num_runs(self, experiment: Experiment) -> int:
@@ -209,7 +228,7 @@ class Runner:
         return found if len(found) > 1 else found[experiment.workloads[0]]
 
     def _on(self, experiment: Experiment, workload: Workload) -> dict[str, Any]:
-        contenders, batch = self.contenders(experiment), experiment.batch(self.size, workload)
+        contenders, batch = self.contenders(experiment), experiment.batch(self.size)
         longest = experiment.longest(self.size)
         rate = self.rate if experiment.takes_rate else None
         results: dict[str, Any] = {}

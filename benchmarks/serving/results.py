@@ -103,6 +103,7 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
         "output_tokens": run.num_tokens,
         "seconds": rounded(seconds),
         "output_tokens_per_second": rounded(run.num_tokens / seconds) if seconds else 0.0,
+        "decode_tokens_per_second": decode_speed(done),
         "requests_per_second": rounded(len(done) / seconds) if seconds else 0.0,
         "time_to_first_token_ms": percentiles([r.token_times[0] - r.arrived for r in done if r.token_times]),
         "inter_token_latency_ms": percentiles(gaps),
@@ -111,6 +112,14 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
         "forward_passes": run.num_forwards,
         "max_batch_size": max_batch_size,
     } | {name: (rounded(n) if isinstance(n, float) else n) if steps else None for name, n in of_steps.items()}
+
+
+def decode_speed(done: list[ServedRequest]) -> float | None:
+    """Tokens a second while all requests decode: from the last first token to the first end; None if there is none."""
+    begun = max((request.token_times[0] for request in done if request.token_times), default=0.0)
+    ended = min((request.token_times[-1] for request in done if request.token_times), default=0.0)
+    tokens = sum(begun < moment <= ended for request in done for moment in request.token_times)
+    return rounded(tokens / (ended - begun)) if ended > begun else None
 
 
 def saturated_figures(run: ServedRun) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.report import Report
 from benchmarks.serving.contenders import PEERS
-from benchmarks.serving.experiments import EXPERIMENTS, SATURATED, SPEED, Experiment, value_at
+from benchmarks.serving.experiments import DECODE, EXPERIMENTS, SATURATED, SPEED, Experiment, value_at
 from benchmarks.view import Bar, Bars, Column, Lines, Table, View, count, number, percent, percentiles, text, times
 
 Runs = dict[str, dict[str, Any]]
@@ -31,6 +31,7 @@ INCIDENTS = tuple(Column(name.replace("_", " "), name, count) for name in COUNTE
 PASSES = Column("forward passes", "forward_passes", count)
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "speeds": (TOKENS, Column("over the first", "gain", times), REQUESTS, PLACES, STEPS, PASSES, COMPUTED),
+    "decode": (Column("decoded tokens/s", DECODE), TRIALS, TOKENS, PERCENTILES[1], PERCENTILES[2]),
     "latencies": PERCENTILES,
     "fairness": (*PERCENTILES, TOKENS, Column("starvation incidents", lambda run: incidents(run), count)),
     "loop": (WAITING, TOKENS, PLACES, STEP, PASSES),

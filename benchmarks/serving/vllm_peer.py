@@ -42,7 +42,14 @@ class VllmEngine:
 
     last_step = None
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype, max_seq_len: int, max_batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype,
+        max_seq_len: int,
+        max_batch_size: int = 1,
+        kv_tokens: int | None = None,
+    ) -> None:
         if not is_installed():
             raise ConfigError("The contender vllm needs a GPU and vLLM; install it with `pip install vllm==0.26.0`.")
         os.environ.update(ENVIRONMENT)
@@ -50,7 +57,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         # 256 tokens for each sequence's last block, and a quarter for layers that vLLM groups with padding
-        tokens = max_batch_size * (max_seq_len + 256) * 5 // 4
+        tokens = ((kv_tokens or max_batch_size * max_seq_len) + max_batch_size * 256) * 5 // 4
         free, total = torch.cuda.mem_get_info()
         given: dict[str, Any] = {
             "dtype": str(dtype).removeprefix("torch."),

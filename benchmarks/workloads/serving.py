@@ -28,6 +28,7 @@ class Workload:
     beside: "Workload | None" = None  # its requests come first and decode until the others have ended
     turns: int = 1  # of each request, which is then a conversation
     turn_tokens: tuple[int, int] = (0, 0)  # that a further turn adds to the prompt and answer before it
+    temperature: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -42,6 +43,8 @@ class Workload:
         text = f"{self.num_requests} requests, {self.concurrency} open at a time, {prompts} tokens in, {answers} out"
         if self.shared_prefix_tokens:
             text += f", the first {self.shared_prefix_tokens} of each prompt the same"
+        if self.temperature:
+            text += f", drawn at temperature {self.temperature:g}"
         if self.turns > 1:
             low, high = self.turn_tokens
             text += f", {self.turns} turns each, of which a further one adds {low} to {high} tokens"
@@ -74,6 +77,7 @@ class Trace:
 
     requests: tuple[TraceRequest, ...]
     concurrency: int | None
+    temperature: float = 0.0
 
     @property
     def new_tokens(self) -> int:
@@ -105,7 +109,7 @@ def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | Non
         begun = draw(workload.prompt_tokens, prefix)
         turns = tuple(draw(workload.turn_tokens) for _ in range(workload.turns - 1))
         requests.append(replace(begun, arrival=None if rate is None else float(arrivals[n]), turns=turns))
-    return Trace(tuple(requests), workload.concurrency if rate is None else None)
+    return Trace(tuple(requests), workload.concurrency if rate is None else None, workload.temperature)
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,11 @@ class ServingSize:
     one_prefix: Workload
     conversation: Workload
     agents: Workload
+    decode_one: Workload
+    decode_few: Workload
+    decode_tens: Workload
+    decode_most: Workload
+    sampled: Workload
     trials: int
 
     @property
@@ -155,9 +164,20 @@ class ServingSize:
         return min(self.capacity.num_requests, int(2 * self.capacity_tokens / mean))
 
     @property
+    def sampled_blocks(self) -> int:
+        """Blocks that the requests of ``sampled`` fill at most: some end before others are long."""
+        mean = (sum(self.sampled.prompt_tokens) + sum(self.sampled.new_tokens)) / 2
+        return int(0.75 * self.sampled.concurrency * mean) // BLOCK_SIZE
+
+    @property
     def server_batch(self) -> int:
         """The batch of the server: it holds the streams of every experiment that goes over HTTP."""
         return max(self.max_batch_size, self.streams.concurrency)
+
+
+def decoding(name: str, batch: int, num_tokens: int) -> Workload:
+    """So many requests at once, of as many tokens in as out."""
+    return Workload(name, f"{batch} decode", batch, batch, (num_tokens, num_tokens), (num_tokens, num_tokens))
 
 
 MIXED_PROMPTS, MIXED_ANSWERS = (32, 1024), (64, 256)
@@ -181,6 +201,11 @@ FULL = ServingSize(
     one_prefix=Workload("one_prefix", "One at a time", 8, 1, (8256, 8256), (16, 16), shared_prefix_tokens=8192),
     conversation=Workload("conversation", "Conversation", 1, 1, (256, 256), (64, 64), turns=10, turn_tokens=(64, 192)),
     agents=Workload("agents", "Agents", 16, 16, (2112, 2304), (16, 48), 2048, turns=8, turn_tokens=(256, 768)),
+    decode_one=decoding("decode_one", 1, 256),
+    decode_few=decoding("decode_few", 8, 256),
+    decode_tens=decoding("decode_tens", 32, 256),
+    decode_most=decoding("decode_most", 128, 256),
+    sampled=Workload("sampled", "256 sampled", 256, 256, (100, 1024), (100, 1024), temperature=0.6),
     trials=3,
 )
 
@@ -205,6 +230,11 @@ DEMO = ServingSize(
     one_prefix=Workload("one_prefix", "One at a time", 4, 1, (1040, 1040), (4, 4), shared_prefix_tokens=1024),
     conversation=Workload("conversation", "Conversation", 1, 1, (64, 64), (16, 16), turns=10, turn_tokens=(16, 48)),
     agents=Workload("agents", "Agents", 16, 16, (136, 152), (4, 8), 128, turns=4, turn_tokens=(32, 64)),
+    decode_one=decoding("decode_one", 1, 16),
+    decode_few=decoding("decode_few", 2, 16),
+    decode_tens=decoding("decode_tens", 4, 16),
+    decode_most=decoding("decode_most", 8, 16),
+    sampled=Workload("sampled", "16 sampled", 16, 16, (8, 48), (8, 48), temperature=0.6),
     trials=3,
 )
 """Without a GPU: the same measurements in a few minutes, with the demo model."""

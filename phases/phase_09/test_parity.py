@@ -1,5 +1,6 @@
 """Phase 9 gives the outputs of phase 8, although each token comes a step late."""
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,7 @@ def test_a_request_that_ends_by_its_length_is_not_scheduled_again(tiny_checkpoin
 
 
 def test_a_row_too_many_preempts_no_request(tiny_checkpoints: dict[str, Path]) -> None:
-    """The pool is full when the first request ends by a stop string; its row too many would need a block."""
+    """The pool is full when the first request ends by a stop string; its one row too many would need a block."""
     folder = tiny_checkpoints["llama"]
     about: dict[str, Any] = {"max_seq_len": 32, "block_size": 4, "use_prefix_caching": False}
     prompts, preempted = [[7] * 7, [8] * 7], []
@@ -309,6 +310,33 @@ def test_an_interrupted_step_is_repeated_and_loses_nothing(
     monkeypatch.setattr(engine, "step", persistent)
     assert seen(serve(engine, ALIKE, ARRIVE)[0]) == expected
     assert num_interrupts > 5
+
+
+def test_an_end_is_not_lost_between_the_text_and_the_scheduler(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted whenever requests are about to be retired, once."""
+    engine = make(tiny_checkpoints["llama"], Engine, **SMALL)
+    finish, step, ended = engine.scheduler.finish, engine.step, set[str]()
+
+    def interrupted(requests: Any) -> None:
+        names = {request.request_id for request in requests}
+        if names - ended:
+            ended.update(names)
+            raise Interrupt
+        finish(requests)
+
+    def persistent() -> list[StepOutput]:
+        while True:
+            with contextlib.suppress(Interrupt):
+                return step()
+
+    monkeypatch.setattr(engine.scheduler, "finish", interrupted)
+    monkeypatch.setattr(engine, "step", persistent)
+    answers, _ = serve(engine, ALIKE, ARRIVE)
+    assert [answer[-1].finish_reason is not None for answer in answers] == [True] * len(ALIKE)
+    assert len(ended) == len(ALIKE)
+    assert engine.load().num_running == 0
 
 
 def test_graphs_need_blocks_plans_and_a_gpu(tiny_checkpoints: dict[str, Path]) -> None:

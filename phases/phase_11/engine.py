@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shared.cache.bucket_memory import bucket_memory
 from shared.cache.contiguous_memory import contiguous_memory
+from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
@@ -24,6 +24,7 @@ from shared.engine.request import Request
 from shared.engine.sampler import Sampler, SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
@@ -63,13 +64,16 @@ SUPPORTED = {
     "use_prefix_caching",
     "use_cuda_graphs",
     "overlap_scheduling",
+    "kv_cache_dtype",
+    "quantization",
+    "quantize_head",
     "use_speculative_decoding",
     "drafter",
     "spec_length",
     "acceptance_method",
     "adapt_spec_length",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": bucket_memory}
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 SAMPLERS = {"coupled": Sampler, "rejection": RejectionSampler}
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NGramDrafter}
@@ -82,7 +86,8 @@ class Engine:
         config.check(SUPPORTED)
         folder = resolve_model(config.model)
         self.config = config
-        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        quantize = quantizer(config.quantization, config.quantize_head)
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
         if config.pack_weights:
             pack(self.model)
         else:

@@ -20,12 +20,9 @@ from shared.models.causal_lm import CausalLM
 
 def bucket_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
     """See ``MakeMemory``."""
-    if config.use_cuda_graphs and not launches(model.norm.weight):
-        raise ConfigError("use_cuda_graphs is True and the device is cpu; CUDA graphs need a GPU: leave it out.")
-    if not config.is_on("use_cuda_graphs") or not launches(model.norm.weight):
+    buckets = buckets_of(config, model, max_seq_len)
+    if not buckets.decode:
         return prefix_memory(config, model, max_seq_len)
-    most_tokens = min(config.max_batch_size + config.prefill_chunk_size, config.most_tokens_of_a_step(max_seq_len))
-    buckets = Buckets.of(config.max_batch_size, most_tokens)
     make_pool = PrefixKVCachePool if config.is_on("use_prefix_caching") else PlannedKVCachePool
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
@@ -33,3 +30,13 @@ def bucket_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tu
         return make_pool(sizes, view.planner), view
 
     return make(sizes_for(config, model, max_seq_len, make))
+
+
+def buckets_of(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Buckets:
+    """The buckets of captured steps; none if steps are not captured. Raises ConfigError if a CPU should."""
+    if config.use_cuda_graphs and not launches(model.norm.weight):
+        raise ConfigError("use_cuda_graphs is True and the device is cpu; CUDA graphs need a GPU: leave it out.")
+    if not config.is_on("use_cuda_graphs") or not launches(model.norm.weight):
+        return Buckets((), ())
+    most_tokens = min(config.max_batch_size + config.prefill_chunk_size, config.most_tokens_of_a_step(max_seq_len))
+    return Buckets.of(config.max_batch_size, most_tokens)

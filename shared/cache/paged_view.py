@@ -13,7 +13,7 @@ Invariant: in a decode step the results of :meth:`PagedView.write` and ``attend`
 the next layer's call, at the same addresses for the same number of sequences.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,6 +58,8 @@ class PagedView:
         ConfigError: the device has too little memory, or ``flash`` has no kernel for the model's head size.
     """
 
+    kv_dtype: torch.dtype | None = None  # of keys and values; None: the model's
+
     def __init__(
         self,
         config: ModelConfig,
@@ -69,7 +71,8 @@ class PagedView:
         backend = backend or "flash"
         device = torch.device(device)
         self.config, self.sizes, self.block_size = config, sizes, sizes.block_size
-        self.num_bytes = kv_bytes(config, sizes.num_blocks * sizes.block_size, dtype)
+        kv_dtype = self.kv_dtype or dtype
+        self.num_bytes = kv_bytes(config, sizes.num_blocks * sizes.block_size, kv_dtype)
         if self.num_bytes > (free := free_bytes(device)):
             raise ConfigError(
                 f"{sizes.num_blocks} blocks of {sizes.block_size} tokens take {self.num_bytes / 1e9:,.2f} GB and "
@@ -79,12 +82,13 @@ class PagedView:
         self.token_stride = config.num_kv_heads * config.head_dim
         num_layers, num_blocks = config.num_layers, sizes.num_blocks
         shape = (num_layers, num_blocks, sizes.block_size, config.num_kv_heads, config.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys = torch.empty(shape, dtype=kv_dtype, device=device)
+        self.values = torch.empty(shape, dtype=kv_dtype, device=device)
         self.attention = ATTENTION_BACKENDS["sdpa" if backend == "flash" else backend]
         self.is_launching = launches(self.keys)
         self.is_flash = self.is_launching and backend == "flash"
         self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
+        self.scales: Sequence[dict[str, Any]] = [{}] * num_layers  # arguments of the kernels, of keys in 8 bits
         if self.is_launching:
             heads = (sizes.max_sequences, config.num_heads, config.head_dim)
             self.queries = torch.empty(heads, dtype=dtype, device=device)
@@ -99,7 +103,7 @@ class PagedView:
             self.key_blocks = self.keys.view(num_layers, num_blocks, -1).unbind(0)
             self.value_blocks = self.values.view(num_layers, num_blocks, -1).unbind(0)
             most = -(-sizes.max_seq_len // sizes.block_size) * sizes.block_size * self.token_stride
-            self.gathered = torch.empty(2, most, dtype=dtype, device=device)
+            self.gathered = torch.empty(2, most, dtype=kv_dtype, device=device)
         # Decode steps are small: a separate staging buffer keeps the room for prompts out of their copy.
         self.staging = {
             is_decode: Staging(device, self._places(is_decode, sizes.max_sequences if is_decode else sizes.max_tokens))
@@ -179,6 +183,7 @@ class PagedView:
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_launching:
             q, k = qk(q, k, positions)
+            k, v = self._stored(layer, k, v)
             self.key_rows[layer].index_copy_(0, self.places, k.reshape(-1, self.token_stride))
             self.value_rows[layer].index_copy_(0, self.places, v.reshape(-1, self.token_stride))
             return q
@@ -193,7 +198,12 @@ class PagedView:
             self.places,
             self.head_dim,
             out=self.step_queries if self.is_decode else None,
+            **self.scales[layer],
         )
+
+    def _stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in the dtype of the KV cache."""
+        return k, v
 
     def attend(
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
@@ -213,12 +223,13 @@ class PagedView:
     def _attend_decoding(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
         """Attention of the decoding sequences; ``about`` holds scale, window and softcap."""
         memory = (self.layer_keys[layer], self.layer_values[layer], *self.decoding)
-        return paged_attention(q, *memory, **about, workspace=self.workspaces[(len(q) - 1).bit_length()], out=out)
+        workspace = self.workspaces[(len(q) - 1).bit_length()]
+        return paged_attention(q, *memory, **(about | self.scales[layer]), workspace=workspace, out=out)
 
     def _attend_prompts(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> None:
         """Attention of the other sequences."""
         memory = (self.layer_keys[layer], self.layer_values[layer], *self.prompts)
-        paged_prefill(q, *memory, self.query_starts, **about, out=out)
+        paged_prefill(q, *memory, self.query_starts, **(about | self.scales[layer]), out=out)
 
     def _attend_gathered(
         self, layer: int, q: torch.Tensor, scale: float, window: int | None, softcap: float | None
@@ -227,15 +238,18 @@ class PagedView:
             self.pieces[window] = self._cut(window)
         attended = []
         for queries, piece in zip(q.split(self.num_new), self.pieces[window], strict=True):
-            count = len(piece.blocks) * self.block_size * self.token_stride
-            k, v = (part[:count].view(len(piece.blocks), -1) for part in self.gathered)
-            torch.index_select(self.key_blocks[layer], 0, piece.blocks, out=k)
-            torch.index_select(self.value_blocks[layer], 0, piece.blocks, out=v)
-            k, v = (
-                x.view(-1, self.num_kv_heads, self.head_dim)[piece.start : piece.end].transpose(0, 1) for x in (k, v)
-            )  # [Hkv, S, D]
+            k, v = (x.transpose(0, 1) for x in self._gathered(layer, piece))  # [Hkv, S, D]
             attended.append(self.attention(queries, k, v, scale=scale, window=window, softcap=softcap))
         return torch.cat(attended)
+
+    def _gathered(self, layer: int, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the keys and values of a piece together: ``[S, Hkv, D]`` each, valid until the next piece."""
+        count = len(piece.blocks) * self.block_size * self.token_stride
+        k, v = (part[:count].view(len(piece.blocks), -1) for part in self.gathered)
+        torch.index_select(self.key_blocks[layer], 0, piece.blocks, out=k)
+        torch.index_select(self.value_blocks[layer], 0, piece.blocks, out=v)
+        k, v = (x.view(-1, self.num_kv_heads, self.head_dim)[piece.start : piece.end] for x in (k, v))
+        return k, v
 
     def _cut(self, window: int | None) -> list[Piece]:
         """The keys that each sequence attends over, for all layers of this window."""

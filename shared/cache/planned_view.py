@@ -57,7 +57,7 @@ class PlannedView(PagedView):
             return
         config = self.config
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        about = (self.sizes.max_sequences, *heads, self.keys.element_size(), self.keys.device)
+        about = (self.sizes.max_sequences, *heads, self.planner.itemsize, self.keys.device)
         self.workspace = PlannedWorkspace.for_batches(*about)
 
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
@@ -98,13 +98,15 @@ class PlannedView(PagedView):
         if self.planner is None:
             return super()._attend_decoding(layer, q, out, about)
         memory = (self.layer_keys[layer], self.layer_values[layer], *self.decoding)
-        plan, workspace = self.plans["decode", about["window"]], self.workspace
-        return planned_decode(q, *memory, plan, **about, tiling=self.decode_tiling, workspace=workspace, out=out)
+        plan, about = self.plans["decode", about["window"]], about | self.scales[layer]
+        about |= {"tiling": self.decode_tiling, "workspace": self.workspace}
+        return planned_decode(q, *memory, plan, **about, out=out)
 
     def _attend_prompts(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> None:
         if self.planner is None:
             super()._attend_prompts(layer, q, out, about)
             return
         memory = (self.layer_keys[layer], self.layer_values[layer], *self.prompts)
-        plan, workspace = self.plans["prefill", about["window"]], self.workspace
-        planned_prefill(q, *memory, plan, **about, tiling=self.prefill_tiling, workspace=workspace, out=out)
+        plan, about = self.plans["prefill", about["window"]], about | self.scales[layer]
+        about |= {"tiling": self.prefill_tiling, "workspace": self.workspace}
+        planned_prefill(q, *memory, plan, **about, out=out)

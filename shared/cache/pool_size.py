@@ -39,7 +39,8 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
         make: makes the pool and the view of the measured step.
     """
     most = min(config.most_tokens_of_a_step(max_seq_len), config.max_batch_size * max_seq_len)
-    block_bytes = kv_bytes(model.config, config.block_size, model.dtype)
+    kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else model.dtype
+    block_bytes = kv_bytes(model.config, config.block_size, kv_dtype)
     left = int(SHARE[model.device.type] * free_bytes(model.device)) - step_bytes(config, model, max_seq_len, most, make)
     useful = config.max_batch_size * -(-max_seq_len // config.block_size)
     return max(0, min(left // block_bytes, useful))

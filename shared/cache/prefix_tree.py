@@ -126,7 +126,7 @@ class PrefixTree:
 
     def release(self, node: Node) -> None:
         """Let go of a node and its path; the blocks of nodes that no other request holds are cached from now on."""
-        # exercise 08x3: let go of a path
+        # exercise 08x3: release a path
         # hint: _path yields the node and its ancestors, without the root; one user fewer for each
         # hint: a node without users goes to the end of `unused`, and its blocks count in num_unused_blocks
         # hint: a node must precede its ancestors in `unused`: which order does _path have?

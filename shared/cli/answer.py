@@ -4,6 +4,7 @@ Invariant: text is written as soon as the engine yields it, and times run from t
 the times that a user waits.
 """
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -72,12 +73,15 @@ def show_stats(lesson: Lesson, engine: Any, answer: TerminalAnswer, seed: int | 
     from rich.table import Table
 
     parameters = list(engine.model.parameters())
+    # Matrices of 8 or 4 bits (phase 10) are no parameters.
+    quantized = [part.weight for part in engine.model.modules() if hasattr(getattr(part, "weight", None), "num_bytes")]
     kept = " beside the packed" if engine.config.pack_weights else ""
     rows = {
         "phase": f"{lesson.number} {lesson.title}",
         "model": engine.config.model,
-        f"parameters{kept}": sum(parameter.numel() for parameter in parameters),
-        f"bytes of weights{kept}": sum(parameter.nbytes for parameter in parameters),
+        f"parameters{kept}": sum(math.prod(weight.shape) for weight in (*parameters, *quantized)),
+        f"bytes of weights{kept}": sum(parameter.nbytes for parameter in parameters)
+        + sum(weight.num_bytes for weight in quantized),
         "dtype, device": f"{str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}",
         "load, seconds": load_seconds,
         "prompt tokens": answer.num_prompt_tokens,

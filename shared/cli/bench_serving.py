@@ -40,8 +40,9 @@ def serving(
         typer.Option(
             "--experiment",
             "-e",
-            help="workloads, policies, closed-loop, together, capacity, whole-step, http-overhead, tail, pairs, "
-            "long-prompts, chunk-size or prefixes; repeat it. A report of one bears its name. Default: all.",
+            help="workloads, policies, closed-loop, together, decode, sampled, capacity, whole-step, http-overhead, "
+            "tail, pairs, long-prompts, chunk-size or prefixes; repeat it. A report of one bears its name. Default: "
+            "all.",
         ),
     ] = None,
     contender: Annotated[
@@ -49,8 +50,8 @@ def serving(
         typer.Option(
             "--contender",
             "-c",
-            help="Of the workloads: sequential, transformers, static, continuous, paged, newest, vllm (where it is "
-            "installed) or http; repeat it. Default: all.",
+            help="sequential, transformers, static, continuous, paged, newest, vllm (where it is installed), http, or "
+            "another of the experiments'; repeat it. Default: all.",
         ),
     ] = None,
     phase: Annotated[

@@ -16,6 +16,10 @@ MAKE_EPILOG = examples(
     "infer model make --shape tiny-qwen3 /tmp/tiny",
     "infer model make --shape llama-3.2-1b --dtype bfloat16 --device cuda --seed 1 /tmp/llama",
 )
+QUANTIZE_EPILOG = examples(
+    "infer model quantize smollm2-135m /tmp/int8 --method int8",
+    "infer model quantize /data/llama /data/llama-int4 --method int4 --quantize-head",
+)
 
 app = typer.Typer(
     help="Fetch, list and make model folders.",
@@ -76,3 +80,18 @@ def make(
     with byte_progress() as progress:
         made = make_checkpoint(shape, folder.expanduser(), seed=seed, dtype=dtype, device=device, progress=progress)
     typer.echo(made)
+
+
+@app.command("quantize", epilog=QUANTIZE_EPILOG)
+def quantize(
+    model: Annotated[str, typer.Argument(help="A model folder, a known name, or a hub name owner/name.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
+    method: Annotated[str, typer.Option("--method", help="fp8, int8 or int4.")] = "int8",
+    quantize_head: Annotated[bool, typer.Option("--quantize-head", help="Quantize the output head too.")] = False,
+) -> None:
+    """Round a model's matrices to 8 or 4 bits, write a compressed-tensors checkpoint, and print its folder."""
+    from shared.checkpoints.quantize import quantize_checkpoint
+
+    with byte_progress() as progress:
+        written = quantize_checkpoint(model, folder.expanduser(), method, quantize_head, progress)
+    typer.echo(written)

@@ -30,6 +30,7 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
     "use_chunked_prefill": (("batching_mode", "continuous"),),
     "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
+    "kv_cache_dtype": (("kv_cache_backend", "paged"),),
     "use_cuda_graphs": (
         ("batching_mode", "continuous"),
         ("kv_cache_backend", "paged"),
@@ -153,9 +154,19 @@ class EngineConfig:
     overlap_scheduling: bool | None = setting(
         None, "09", "Plan and launch a step while the one before it runs; default: on with CUDA graphs."
     )
-    quantization: str | None = setting(
-        None, "10", "Quantized weights: fp8 or int8; default: as in the checkpoint.", choices=("fp8", "int8")
+    kv_cache_dtype: str = setting(
+        "auto",
+        "10",
+        "Of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
+        choices=("auto", "fp8"),
     )
+    quantization: str | None = setting(
+        None,
+        "10",
+        "Round the weights to fp8, int8 or int4 as they load; default: as in the checkpoint.",
+        choices=("fp8", "int8", "int4"),
+    )
+    quantize_head: bool = setting(False, "10", "Round the output head too.")
     use_speculative_decoding: bool = setting(False, "11", "A drafter proposes tokens, and the model verifies them.")
     drafter: str | None = setting(
         None,
@@ -218,6 +229,15 @@ class EngineConfig:
             raise ConfigError(
                 "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; planned attention works on "
                 "blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
+            )
+        if self.quantize_head and self.quantization is None:
+            raise ConfigError(
+                "quantize_head is True and quantization is None; choose what the head is rounded to: fp8, int8 or int4."
+            )
+        if self.pack_weights and self.quantization is not None:
+            raise ConfigError(
+                f"pack_weights is True and quantization is {self.quantization!r}; packing keeps 16-bit weights: leave "
+                "one of them out."
             )
         if self.use_speculative_decoding and self.drafter != "ngram" and self.draft_model is None:
             raise ConfigError(

@@ -2,14 +2,14 @@
 
 The output processor runs after the commit. It reads each request's tokens from the first that it has not processed, and
 returns the requests that have finished. So a step that is interrupted between commit and processing loses nothing:
-``catch_up`` makes the missing outputs, and the next step returns them. Invariant: an output is returned once, and none
-follows the last output of its request.
+``catch_up`` makes the missing outputs, and the next step returns them. Invariants: an output is returned once, and none
+follows the last output of its request; a finished request is returned until it is retired.
 """
 
 from collections.abc import Iterable
 
 from shared.engine.output import OutputStream, StepOutput
-from shared.engine.request import Request
+from shared.engine.request import Request, RequestStatus
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
@@ -23,6 +23,7 @@ class OutputProcessor:
         self.max_seq_len = max_seq_len
         self.streams: dict[Request, OutputStream] = {}  # of the unfinished requests
         self.ready: list[StepOutput] = []
+        self.finished: list[Request] = []  # as last returned
 
     def add(self, request: Request) -> None:
         """Start processing a request, before its first output token."""
@@ -47,7 +48,7 @@ class OutputProcessor:
         return outputs
 
     def _follow(self, requests: Iterable[Request]) -> list[Request]:
-        finished = []
+        finished = [request for request in self.finished if request.status is not RequestStatus.FINISHED]
         for request in requests:
             stream = self.streams.get(request)
             if stream is None:  # it has finished; drop the token that a step in flight computed for it
@@ -64,8 +65,9 @@ class OutputProcessor:
                 self.ready.append(_first(stream.end(), request))
             if stream.has_ended:
                 finished.append(request)
+        self.finished = finished
         for request in finished:  # last, so that if this call is interrupted the next one returns them
-            del self.streams[request]
+            self.streams.pop(request, None)
         return finished
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from shared.kernels.e4m3 import e4m3, quantized
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.rmsnorm import Norm
 
@@ -49,6 +50,7 @@ def norm_and_rotate(
     turn,
     weight,
     eps,
+    scales,
     OFFSET: tl.constexpr,
     num_heads,
     D: tl.constexpr,
@@ -56,7 +58,10 @@ def norm_and_rotate(
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norm (if there is a weight) and rotate HEADS heads, starting at ``first_head``; ``turn`` is the table's row."""
+    """Norm (if there is a weight) and rotate HEADS heads, starting at ``first_head``; ``turn`` is the table's row.
+
+    ``scales``: of the heads, if they are stored as e4m3.
+    """
     head = first_head + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     d = tl.arange(0, HALF)[None, :]  # [1, HALF], over half a head
     in_half = d < D // 2
@@ -76,8 +81,19 @@ def norm_and_rotate(
         low *= inverse_rms * low_scale
         high *= inverse_rms * high_scale
     out += head * out_head_stride + d
-    tl.store(out, low * cos - high * sin, mask=inside)
-    tl.store(out + D // 2, high * cos + low * sin, mask=inside)
+    is_head = head < num_heads
+    tl.store(out, stored(low * cos - high * sin, scales, head, is_head, out), mask=inside)
+    tl.store(out + D // 2, stored(high * cos + low * sin, scales, head, is_head, out), mask=inside)
+
+
+@triton.jit
+def stored(x, scales, head, is_head, out):
+    """x ``[HEADS, …]`` as it is stored: with scales as e4m3."""
+    if scales is None:
+        return x
+    else:
+        scale = tl.load(scales + head, mask=is_head, other=1.0)
+        return e4m3(x.to(tl.float32) / scale, out.dtype.element_ty)
 
 
 @triton.jit
@@ -102,6 +118,8 @@ def kv_write_kernel(
     memory_head_stride,
     q_eps,
     k_eps,
+    k_scales,
+    v_scales,
     Q_OFFSET: tl.constexpr,
     K_OFFSET: tl.constexpr,
     HQ: tl.constexpr,
@@ -127,6 +145,7 @@ def kv_write_kernel(
             table + tl.load(positions + token) * (2 * D),
             q_weight,
             q_eps,
+            None,
             Q_OFFSET,
             HQ,
             D,
@@ -145,6 +164,7 @@ def kv_write_kernel(
             table + tl.load(positions + token) * (2 * D),
             k_weight,
             k_eps,
+            k_scales,
             K_OFFSET,
             tl.where(start >= 0, HKV, 0),
             D,
@@ -160,6 +180,7 @@ def kv_write_kernel(
         start = tl.multiple_of(start, ALIGNMENT)
         wait_for_previous(PDL)
         row = tl.load(v + token * v_token_stride + head * v_head_stride + d, mask=inside)
+        row = stored(row, v_scales, head, head < HKV, values)
         tl.store(values + start + head * memory_head_stride + d, row, mask=inside)
 
 
@@ -174,6 +195,8 @@ def kv_write(
     offsets: torch.Tensor,
     head_stride: int,
     out: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate q and k, store k and v in a layer's KV cache, return the queries.
 
@@ -187,6 +210,7 @@ def kv_write(
             ``head_stride``, multiples of D. Negative: the token is not stored (padding of a captured step).
         head_stride: elements between the rows of adjacent heads.
         out: output buffer of the queries, ``[T, Hq, D]`` contiguous; None: allocated.
+        k_scales, v_scales: fp32 ``[Hkv]``, for a KV cache in e4m3 (FP8 or uint8); None: numbers are stored as they are.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of q.
@@ -195,6 +219,9 @@ def kv_write(
     Hkv = k.shape[1]
     if not launches(q):
         q, k = qk(q, k, positions)
+        if k_scales is not None and v_scales is not None:
+            k, v = quantized(k, k_scales), quantized(v, v_scales)
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
         rows = (offsets[:, None] + head_stride * torch.arange(Hkv, device=k.device)).flatten() // D  # [T · Hkv]
         keys.view(-1, D).index_copy_(0, rows, k.reshape(-1, D))
         values.view(-1, D).index_copy_(0, rows, v.reshape(-1, D))
@@ -229,6 +256,8 @@ def kv_write(
         head_stride,
         0.0 if qk.q_norm is None else qk.q_norm.eps,
         0.0 if qk.k_norm is None else qk.k_norm.eps,
+        k_scales,
+        v_scales,
         Q_OFFSET=0.0 if qk.q_norm is None else qk.q_norm.offset,
         K_OFFSET=0.0 if qk.k_norm is None else qk.k_norm.offset,
         HQ=Hq,

@@ -59,16 +59,17 @@ class Generation:
     name: str
     has_pdl: bool  # programmatic dependent launch
     shared_bytes: int  # the most shared memory of a program
+    has_fp8: bool = False  # converts FP8 (e4m3) and multiplies it
 
 
 GENERATIONS = {  # by the compute capability from which on a GPU has this; Ampere is the first with bf16
     (8, 0): Generation("Ampere", has_pdl=False, shared_bytes=163 * 1024),
     (8, 6): Generation("Ampere", has_pdl=False, shared_bytes=99 * 1024),
     (8, 7): Generation("Ampere", has_pdl=False, shared_bytes=163 * 1024),
-    (8, 9): Generation("Ada", has_pdl=False, shared_bytes=99 * 1024),
-    (9, 0): Generation("Hopper", has_pdl=True, shared_bytes=227 * 1024),
-    (10, 0): Generation("Blackwell", has_pdl=True, shared_bytes=227 * 1024),
-    (12, 0): Generation("Blackwell", has_pdl=True, shared_bytes=99 * 1024),
+    (8, 9): Generation("Ada", has_pdl=False, shared_bytes=99 * 1024, has_fp8=True),
+    (9, 0): Generation("Hopper", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True),
+    (10, 0): Generation("Blackwell", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True),
+    (12, 0): Generation("Blackwell", has_pdl=True, shared_bytes=99 * 1024, has_fp8=True),
 }
 OLDEST_CAPABILITY = min(GENERATIONS)
 

@@ -30,6 +30,16 @@ def add_tile(
         maximum, total, weighted: ``[ROWS]`` of scores in base 2, ``[ROWS]``, ``[ROWS, D]``, relative to the maximum.
         scale, softcap: as :func:`in_base_2` gives them.
     """
+    weights, kept, maximum, total = weigh(queries, k, is_visible, maximum, total, scale, softcap, HAS_SOFTCAP)
+    weighted = weighted * kept[:, None]
+    weighted += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return maximum, total, weighted
+
+
+@triton.jit
+def weigh(queries, k, is_visible, maximum, total, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """The part of :func:`add_tile` without values: their weights ``[ROWS, TILE]`` relative to the new maximum, what
+    earlier values are multiplied by, ``[ROWS]``, the new maximum and the new total."""
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
     if HAS_SOFTCAP:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
@@ -38,10 +48,7 @@ def add_tile(
     base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # -inf - -inf is NaN
     weights = tl.exp2(scores - base[:, None])
     kept = tl.exp2(maximum - base)
-    total = total * kept + tl.sum(weights, 1)
-    weighted = weighted * kept[:, None]
-    weighted += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return new_maximum, total, weighted
+    return weights, kept, new_maximum, total * kept + tl.sum(weights, 1)
 
 
 LOG2_E = 1.4426950408889634

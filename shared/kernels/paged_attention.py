@@ -18,6 +18,7 @@ import torch
 
 from shared.kernels.arrival import is_last_arrival
 from shared.kernels.decode_attention import NO_WINDOW, PIPELINE_BYTES, DecodeWorkspace, Tiling, merge
+from shared.kernels.e4m3 import dequantized, for_product, scale_of, widened
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.ops.attention import sdpa_attention
@@ -47,6 +48,8 @@ def paged_attention_kernel(
     tables,
     table_starts,
     lengths,
+    k_scales,
+    v_scales,
     out,
     partial,
     partial_max,
@@ -85,6 +88,8 @@ def paged_attention_kernel(
         tables += tl.load(table_starts + sequence)
         start = first + split * split_size
         end = tl.minimum(start + split_size, length)
+        queries = for_product(queries, keys)
+        scale *= scale_of(k_scales, kv_head, keys)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
@@ -95,11 +100,12 @@ def paged_attention_kernel(
             is_key = place < end
             tokens = rows[:, None] + d[None, :]
             rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
-            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
-            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
+            k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)  # [TILE, D]
+            v = widened(tl.load(values + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
             maximum, total, weighted = add_tile(
                 queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
             )
+        weighted *= scale_of(v_scales, kv_head, values)
 
         if num_used == 1:
             tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
@@ -126,6 +132,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     workspace: DecodeWorkspace,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -134,6 +142,8 @@ def paged_attention(
     Args:
         q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
         keys, values: ``[blocks, block_size, Hkv, D]``, a layer's KV cache, contiguous.
+        k_scales, v_scales: fp32 ``[Hkv]``, for keys and values in e4m3 (FP8, or uint8 where the GPU has no FP8); None:
+            they are stored as they are.
         tables: int32, the concatenated block tables: ``tables[table_starts[b] + i]`` is the block of sequence b's
             tokens from ``i · block_size`` on.
         table_starts: int32 ``[B]``.
@@ -154,7 +164,7 @@ def paged_attention(
     if not launches(q):
         for b, (start, length) in enumerate(zip(table_starts.tolist(), lengths.tolist(), strict=True)):
             first = 0 if window is None else max(0, length - window)
-            k, v = gathered(keys, values, tables, start, first, length)
+            k, v = gathered(keys, values, tables, start, first, length, q.dtype, k_scales, v_scales)
             out[b] = sdpa_attention(q[b : b + 1], k, v, scale=scale, softcap=softcap)[0] if length else 0.0
         return out
     if B == 0:
@@ -173,6 +183,8 @@ def paged_attention(
         tables,
         table_starts,
         lengths,
+        k_scales,
+        v_scales,
         out,
         workspace.partial,
         workspace.partial_max,
@@ -198,15 +210,25 @@ def paged_attention(
 
 
 def gathered(
-    keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, start: int, first: int, end: int
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    start: int,
+    first: int,
+    end: int,
+    dtype: torch.dtype,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values ``[Hkv, end - first, D]`` of the tokens ``first`` to ``end`` of the table at ``start``.
 
-    For devices without kernels; the arguments are those of :func:`paged_attention`.
+    For devices without kernels; the arguments are those of :func:`paged_attention`. ``dtype``: of dequantized ones.
     """
     block_size = keys.shape[1]
     skipped = first // block_size
     blocks = tables[start + skipped : start - (-end // block_size)].long()
     tokens = slice(first - skipped * block_size, end - skipped * block_size)
-    k, v = (memory.index_select(0, blocks).flatten(0, 1)[tokens].transpose(0, 1) for memory in (keys, values))
-    return k, v
+    k, v = (memory.index_select(0, blocks).flatten(0, 1)[tokens] for memory in (keys, values))
+    if k_scales is not None and v_scales is not None:
+        k, v = dequantized(k, k_scales, dtype), dequantized(v, v_scales, dtype)
+    return k.transpose(0, 1), v.transpose(0, 1)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.kernels.decode_attention import NO_WINDOW
+from shared.kernels.e4m3 import for_product, scale_of, widened
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.kernels.paged_attention import gathered, token_rows
@@ -47,6 +48,8 @@ def paged_prefill_kernel(
     tables,
     table_starts,
     lengths,
+    k_scales,
+    v_scales,
     query_starts,
     out,
     num_sequences,
@@ -87,6 +90,8 @@ def paged_prefill_kernel(
         first_seen = last_seen - window + 1
         start = tl.maximum(past + first_row // GROUP - window + 1, 0)
         end = tl.minimum(past + (first_row + ROWS - 1) // GROUP + 1, length)
+        queries = for_product(queries, keys)
+        scale *= scale_of(k_scales, kv_head, keys)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
@@ -97,12 +102,13 @@ def paged_prefill_kernel(
             is_key = place < end
             tokens = rows[:, None] + d[None, :]
             rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
-            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
-            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
+            k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)  # [TILE, D]
+            v = widened(tl.load(values + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
             is_visible = (place[None, :] <= last_seen[:, None]) & (place[None, :] >= first_seen[:, None])
             maximum, total, weighted = add_tile(
                 queries, k, v, is_visible, maximum, total, weighted, scale, softcap, HAS_SOFTCAP
             )
+        weighted *= scale_of(v_scales, kv_head, values)
         outputs = (token_of_step * (HKV * GROUP) + head) * D
         tl.store(out + outputs[:, None] + d[None, :], weighted / total[:, None], mask=is_row[:, None])
 
@@ -134,13 +140,16 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`shared.ops.attention.naive_attention` of each of B sequences' new tokens, laid end to end.
 
     Args:
         q: ``[T, Hq, D]``; heads may be strided, the elements of a head are contiguous.
-        keys, values, tables, table_starts: as in :func:`shared.kernels.paged_attention.paged_attention`.
+        keys, values, tables, table_starts, k_scales, v_scales: as in
+            :func:`shared.kernels.paged_attention.paged_attention`.
         lengths: int32 ``[B]``, each sequence's tokens, the new ones included.
         query_starts: int32 ``[B + 1]``, cumulative sum of the sequences' new tokens, which may be 0, starting at 0. The
             last entry may be less than T: further rows are padding and are not written.
@@ -162,7 +171,7 @@ def paged_prefill(
         for row, next_row, start, length in about:
             if next_row > row:
                 first = 0 if window is None else max(0, length - (next_row - row) + 1 - window)
-                k, v = gathered(keys, values, tables, start, first, length)
+                k, v = gathered(keys, values, tables, start, first, length, q.dtype, k_scales, v_scales)
                 out[row:next_row] = sdpa_attention(q[row:next_row], k, v, scale=scale, window=window, softcap=softcap)
         return out
     if T == 0:
@@ -178,6 +187,8 @@ def paged_prefill(
         tables,
         table_starts,
         lengths,
+        k_scales,
+        v_scales,
         query_starts,
         out,
         B,

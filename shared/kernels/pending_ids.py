@@ -1,8 +1,8 @@
 """Fills in the token ids that only the device knows. Introduced in phase 9.
 
-A step that is planned while the one before still runs does not know the tokens that one samples. The host sends
-``-1 - row`` in place of such an id, and the step's first launch replaces it by the last id sampled for the sequence in
-that row of the pool. The id itself never visits the host. Invariant: ids that the host knows are left as they are.
+A step that is planned while the previous one still runs does not know the tokens that the previous one samples. The
+host sends ``-1 - row`` in place of such an id, and the step's first launch replaces it with the last id sampled for the
+sequence in that row of the pool. Invariant: ids that the host knows are left as they are.
 """
 
 import torch

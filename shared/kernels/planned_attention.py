@@ -18,9 +18,10 @@ import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.kernels.arrival import is_last_arrival
+from shared.kernels.e4m3 import for_product, scale_of, widened, widened_pair
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.merge_states import merge_states, merged_state
-from shared.kernels.online_softmax import add_tile, in_base_2
+from shared.kernels.online_softmax import add_tile, in_base_2, weigh
 from shared.kernels.paged_attention import NO_WINDOW, gathered, token_rows
 from shared.kernels.planned_tiling import DecodeTiling
 from shared.kernels.planned_workspace import PlannedWorkspace
@@ -37,6 +38,8 @@ def planned_decode_kernel(
     tables,
     table_starts,
     lengths,
+    k_scales,
+    v_scales,
     num_items,
     split_size,
     request_indices,
@@ -75,6 +78,7 @@ def planned_decode_kernel(
     num_states = tl.load(output_indptr + request + 1) - first_state
     tables += tl.load(table_starts + request)
     wait_for_previous(PDL)
+    PAIRED: tl.constexpr = values.dtype.element_ty.primitive_bitwidth == 8
     if is_item:
         g, d = tl.arange(0, ROWS), tl.arange(0, D)
         is_head = g < GROUP
@@ -89,21 +93,39 @@ def planned_decode_kernel(
         heads = request.to(tl.int64) * q_row_stride + (first_head + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
         # end exercise
+        queries = for_product(queries, keys)
+        scale *= scale_of(k_scales, kv_head, keys)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
+        if PAIRED:
+            pairs = values.to(tl.pointer_type(tl.uint16), bitcast=True)
+            even, odd = tl.zeros([ROWS, D // 2], tl.float32), tl.zeros([ROWS, D // 2], tl.float32)
         # Block table entries are loaded a tile ahead, so that the loads of a tile do not wait for a lookup.
         rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
         for tile in tl.range(start, end, TILE):
             place = tile + tl.arange(0, TILE)
             is_key = place < end
             tokens = rows[:, None] + d[None, :]  # [TILE, D]
+            if PAIRED:
+                v = tl.load(pairs + (rows // 2)[:, None] + tl.arange(0, D // 2)[None, :], mask=is_key[:, None], other=0)
+            else:
+                v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
             rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
-            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)
-            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
-            maximum, total, weighted = add_tile(
-                queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
-            )
+            k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
+            if PAIRED:
+                weights, kept, maximum, total = weigh(
+                    queries, k, is_key[None, :], maximum, total, scale, softcap, HAS_SOFTCAP
+                )
+                low, high = widened_pair(v, queries.dtype)
+                even = even * kept[:, None] + tl.dot(weights.to(low.dtype), low, input_precision="ieee")
+                odd = odd * kept[:, None] + tl.dot(weights.to(high.dtype), high, input_precision="ieee")
+            else:
+                maximum, total, weighted = add_tile(
+                    queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+                )
+        if PAIRED:
+            weighted = tl.reshape(tl.join(even, odd), [ROWS, D]) * (tl.load(v_scales + kv_head) * 256.0)
         row = request.to(tl.int64) * (HKV * GROUP) + first_head  # of the output
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no visible key gives zeros
 
@@ -144,6 +166,8 @@ def planned_decode(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     tiling: DecodeTiling,
     workspace: PlannedWorkspace,
     out: torch.Tensor | None = None,
@@ -152,7 +176,7 @@ def planned_decode(
 
     Args:
         q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
-        keys, values, tables, table_starts: a paged KV cache, as in
+        keys, values, tables, table_starts, k_scales, v_scales: a paged KV cache, as in
             :func:`shared.kernels.paged_attention.paged_attention`: ``[blocks, block_size, Hkv, D]``, concatenated int32
             block tables and their offsets.
         lengths: int32 ``[B]``, the tokens of each sequence, the new one included; must equal the planned lengths.
@@ -171,7 +195,7 @@ def planned_decode(
         out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     if not launches(q):
         memory = (keys, values, tables, table_starts.tolist(), lengths.tolist())
-        return attend_by_sequence(q, *memory, [1] * B, scale, window, softcap, out)
+        return attend_by_sequence(q, *memory, [1] * B, scale, window, softcap, out, k_scales, v_scales)
     if B == 0:
         return out
     workspace.check(plan)
@@ -190,6 +214,8 @@ def planned_decode(
         tables,
         table_starts,
         lengths,
+        k_scales,
+        v_scales,
         plan.num_items,
         plan.split_size,
         plan.request_indices,
@@ -233,6 +259,8 @@ def attend_by_sequence(
     window: int | None,
     softcap: float | None,
     out: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The op, sequence by sequence, for devices without kernels."""
     row = 0
@@ -242,7 +270,7 @@ def attend_by_sequence(
             out[new] = 0.0
         elif num_new:
             first = 0 if window is None else max(0, length - num_new + 1 - window)  # first key of the first new token
-            k, v = gathered(keys, values, tables, start, first, length)
+            k, v = gathered(keys, values, tables, start, first, length, q.dtype, k_scales, v_scales)
             out[new] = sdpa_attention(q[new], k, v, scale=scale, window=window, softcap=softcap)
         row += num_new
     return out

@@ -13,6 +13,7 @@ state; an item past the plan's valid count returns at once.
 import torch
 
 from shared.attention.descriptor import DevicePlan
+from shared.kernels.e4m3 import for_product, scale_of, widened
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.kernels.merge_states import merge_states
 from shared.kernels.online_softmax import add_tile, in_base_2
@@ -30,6 +31,8 @@ def planned_prefill_kernel(
     tables,
     table_starts,
     lengths,
+    k_scales,
+    v_scales,
     num_items,
     split_size,
     request_indices,
@@ -82,6 +85,8 @@ def planned_prefill_kernel(
         queries = tl.load(
             q + (row * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row[:, None], other=0.0
         )
+        queries = for_product(queries, keys)
+        scale *= scale_of(k_scales, kv_head, keys)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
@@ -91,12 +96,13 @@ def planned_prefill_kernel(
             is_key = place < end
             tokens = rows[:, None] + d[None, :]
             rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
-            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
-            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
+            k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)  # [TILE, D]
+            v = widened(tl.load(values + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
             is_visible = (place[None, :] <= position[:, None]) & (place[None, :] > position[:, None] - window)
             maximum, total, weighted = add_tile(
                 queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
             )
+        weighted *= scale_of(v_scales, kv_head, values)
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
 
         first_state = tl.load(output_indptr + row, mask=is_row, other=0)
@@ -120,6 +126,8 @@ def planned_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     tiling: PrefillTiling,
     workspace: PlannedWorkspace,
     out: torch.Tensor | None = None,
@@ -128,7 +136,7 @@ def planned_prefill(
 
     Args:
         q: ``[T, Hq, D]``, the new tokens of all sequences end to end; rows and heads may be strided.
-        keys, values, tables, table_starts, scale, window, softcap: as
+        keys, values, tables, table_starts, k_scales, v_scales, scale, window, softcap: as
             :func:`shared.kernels.planned_attention.planned_decode`.
         lengths: int32 ``[B]``, the tokens of each sequence, the new ones included; must equal the planned lengths.
         plan: from :func:`shared.attention.plan.plan_prefill`, with the same window and the tiling's tokens per tile.
@@ -146,7 +154,7 @@ def planned_prefill(
     if not launches(q):
         memory = (keys, values, tables, table_starts.tolist(), lengths.tolist())
         num_new = plan.query_indptr.diff().tolist()
-        return attend_by_sequence(q, *memory, num_new, scale, window, softcap, out)
+        return attend_by_sequence(q, *memory, num_new, scale, window, softcap, out, k_scales, v_scales)
     if T == 0:
         return out
     workspace.check(plan)
@@ -164,6 +172,8 @@ def planned_prefill(
         tables,
         table_starts,
         lengths,
+        k_scales,
+        v_scales,
         plan.num_items,
         plan.split_size,
         plan.request_indices,

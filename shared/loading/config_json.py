@@ -89,8 +89,11 @@ class Fields:
         return value
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The model's shape from ``folder/config.json``; raises ModelFolderError on anything missing or unsupported."""
+def read_config(folder: Path, can_quantize: bool = False) -> ModelConfig:
+    """The model's shape from ``folder/config.json``; raises ModelFolderError on anything missing or unsupported.
+
+    ``can_quantize``: whether the config of a quantized checkpoint is accepted.
+    """
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -101,10 +104,10 @@ def read_config(folder: Path) -> ModelConfig:
         ) from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number too long
         raise ModelFolderError(f"{path} cannot be read as JSON ({error}); fetch it again.") from None
-    return parse_config(values, str(path))
+    return parse_config(values, str(path), can_quantize)
 
 
-def parse_config(values: Any, where: str = "config.json") -> ModelConfig:
+def parse_config(values: Any, where: str = "config.json", can_quantize: bool = False) -> ModelConfig:
     """As :func:`read_config`, from the parsed JSON; ``where`` names it in messages."""
     if not isinstance(values, dict):
         raise ModelFolderError(f"{where} must hold a JSON object, not {type(values).__name__}.")
@@ -115,7 +118,7 @@ def parse_config(values: Any, where: str = "config.json") -> ModelConfig:
             "(Llama 3 and its kin, Qwen 3, Gemma 3 text)."
         )
     fields = Fields(values, FAMILY_DEFAULTS[family], where)
-    _refuse_unimplemented(fields)
+    _refuse_unimplemented(fields, can_quantize)
 
     num_heads = fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
@@ -154,12 +157,13 @@ def parse_config(values: Any, where: str = "config.json") -> ModelConfig:
     )
 
 
-def _refuse_unimplemented(fields: Fields) -> None:
+def _refuse_unimplemented(fields: Fields, can_quantize: bool) -> None:
     if fields.get("use_bidirectional_attention"):
         raise fields.wrong("use_bidirectional_attention", "false: only causal decoders are supported")
-    if fields.get("quantization_config") is not None:
+    if fields.get("quantization_config") is not None and not can_quantize:
         raise ModelFolderError(
-            f"{fields.where}: the checkpoint is already quantized (quantization_config); give the original bf16 one."
+            f"{fields.where}: the checkpoint is already quantized (quantization_config), which arrives in phase 10; "
+            "give the original bf16 one."
         )
 
 

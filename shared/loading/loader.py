@@ -3,6 +3,7 @@
 Invariant: peak anonymous memory stays near the size of the weights in the target dtype (see ``weights.fill``).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,10 @@ from shared.loading.resolve import resolve_model
 from shared.loading.weights import fill, layer_tensors
 from shared.models.causal_lm import CausalLM
 from shared.models.families import FAMILIES
+from shared.models.projection import Projection
+
+# Replaces projections of an empty model by loaded ones; returns the names of the tensors that it read.
+Quantize = Callable[[CausalLM, dict[str, str], Checkpoint, torch.device], set[str]]
 
 # Our parameters outside the blocks -> the checkpoint's tensors.
 MODEL_TENSORS = {
@@ -23,6 +28,9 @@ MODEL_TENSORS = {
     "head.weight": "lm_head.weight",
 }
 
+KV_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale", ".q_scale", ".prob_scale")
+"""Ends of names of tensors that only a KV cache in 8 bits needs, and its attention (phase 10)."""
+
 
 def load_model(
     name_or_path: str | Path,
@@ -30,6 +38,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     max_positions: int | None = None,
+    quantize: Quantize | None = None,
 ) -> CausalLM:
     """Load a model for inference.
 
@@ -38,13 +47,14 @@ def load_model(
         dtype: of the weights in memory; by default fp32 on a CPU and the checkpoint's on a GPU.
         device: the device of the weights.
         max_positions: number of RoPE positions; by default the model's maximum.
+        quantize: loads what is quantized, from phase 10 on; without it quantized checkpoints are refused.
 
     Raises:
         ModelFolderError: the folder is missing, unsafe or damaged, or its model is not supported.
         ConfigError: ``max_positions`` is out of range, or the device is missing.
     """
     folder = resolve_model(name_or_path)
-    config = read_config(folder)
+    config = read_config(folder, can_quantize=quantize is not None)
     checkpoint = Checkpoint(folder)
     device = check_device(device)
     dtype = dtype or default_dtype(config, device)
@@ -54,15 +64,22 @@ def load_model(
 
     model = CausalLM(config, max_positions or limit, device)
     tensor_of = tensor_names(model)
+    used: set[str] = set()
+    if quantize is not None:
+        used = quantize(model, tensor_of, checkpoint, device)
+        tensor_of = {name: tensor_of[name] for name, _ in model.named_parameters()}
     # Old checkpoints contain RoPE's frequencies, which are computed here.
-    unused = {name for name in checkpoint.names if not name.endswith(".rotary_emb.inv_freq")} - set(tensor_of.values())
-    if config.tie_word_embeddings:  # the head is the embedding; a copy in the checkpoint is not read
+    unused = {name for name in checkpoint.names if not name.endswith(".rotary_emb.inv_freq")}
+    unused -= used | set(tensor_of.values())
+    is_tied = config.tie_word_embeddings and isinstance(model.head, Projection)
+    if is_tied:  # the head is the embedding; a copy in the checkpoint is not read
         del tensor_of["head.weight"]
         model.head.weight = model.embedding.weight
+    unused = {name for name in unused if not name.endswith(KV_SCALES)}
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     check_room(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
     fill(model, tensor_of, checkpoint, dtype, device, unused)
-    if config.tie_word_embeddings:
+    if is_tied:
         model.head.weight = model.embedding.weight
     return model.eval()
 

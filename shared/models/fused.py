@@ -66,8 +66,8 @@ class FusedBlock(nn.Module):
         self.scale, self.window, self.softcap = attention.scale, attention.window, attention.softcap
         self.heads = [len(member.weight) // self.head_dim for member in attention.qkv.children()]  # Hq, Hkv, Hkv
         self.qk, self.gated = attention.qk, mlp.gated
-        self.qkv, self.o_proj = FusedProjection(attention.qkv.children()), FusedProjection([attention.o_proj])
-        self.gate_up, self.down_proj = FusedProjection(mlp.gate_up.children()), FusedProjection([mlp.down_proj])
+        self.qkv, self.o_proj = fused(attention.qkv.children()), fused([attention.o_proj])
+        self.gate_up, self.down_proj = fused(mlp.gate_up.children()), fused([mlp.down_proj])
         self.attention_norm, self.mlp_norm = block.attention_norm, block.mlp_norm
         self.post_attention_norm = getattr(block, "post_attention_norm", None)
         self.post_mlp_norm = getattr(block, "post_mlp_norm", None)
@@ -100,6 +100,13 @@ class FusedBlock(nn.Module):
     __call__ = forward
 
 
+def fused(projections: Iterable[nn.Module]) -> Any:
+    """The fused version of projections of the same x; other classes than :class:`Projection` bring their own."""
+    members: list[Any] = list(projections)
+    own = [member for member in members if not isinstance(member, Projection)]
+    return own[0].fused(members) if own else FusedProjection(members)
+
+
 def merged(tensors: list[nn.Parameter]) -> nn.Parameter:
     """Concatenate the tensors along dimension 0; a single one is not copied."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
@@ -118,5 +125,5 @@ def fuse(model: CausalLM) -> CausalLM:
         model.blocks[layer] = FusedBlock(model.blocks[layer])
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # freed pieces are too small for the next layer's merge
-    model.head = FusedProjection([model.head])  # type: ignore[assignment]
+    model.head = fused([model.head])
     return model

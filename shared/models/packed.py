@@ -127,6 +127,9 @@ def pack(model: CausalLM) -> CausalLM:
 
 
 def _fits_fp16(module: nn.Module) -> bool:
-    """Whether fp16 represents every matrix of the module exactly; norms stay in fp32."""
-    matrices = [projection.weight for projection in module.modules() if isinstance(projection, Projection)]
-    return all(torch.equal(weight.half().float(), weight) for weight in matrices)
+    """Whether fp16 represents every matrix of the module exactly; norms stay in fp32. False for quantized ones."""
+    weights = [part.weight for part in module.modules() if hasattr(part, "weight")]
+    return all(
+        isinstance(weight, torch.Tensor) and (weight.ndim < 2 or torch.equal(weight.half().float(), weight))
+        for weight in weights
+    )

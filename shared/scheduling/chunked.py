@@ -37,7 +37,7 @@ class ChunkedScheduler(PreemptiveScheduler):
         """The requests whose prompts, or recomputed tokens, are not scheduled to the end; in order of admission."""
         if not self.is_chunked:
             return super()._prompts()
-        # exercise 07x2: find the prompts that are not computed to the end
+        # exercise 07x2: find the prompts that are not completely computed
         # hint: self.running holds the running requests by id, in order of admission
         # hint: see Request.is_prefilling; why is `num_computed_tokens < num_prompt_tokens` not enough?
         # hint: the token budget is not applied here, but to the chunks

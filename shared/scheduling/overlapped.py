@@ -23,7 +23,7 @@ class OverlappedScheduler(PrefixScheduler):
 
     def _must_know_ends(self) -> bool:
         """Whether a request would be preempted although one may have ended in the step in flight."""
-        # exercise 09x3: the row too many
+        # exercise 09x3: one row too many
         # hint: if no decoding request has pending tokens, every end is known
         # hint: otherwise try to reserve for each what _grow reserves; a failure means that one would be preempted
         # hint: reserve keeps what it has reserved, so trying costs nothing

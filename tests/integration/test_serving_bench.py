@@ -26,7 +26,7 @@ from benchmarks.serving.http_load import MODEL, ServedProcess, generate_load, se
 from benchmarks.serving.view import all_runs, view
 from benchmarks.setup import Setup
 from benchmarks.view import markdown
-from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, Workload, make_trace
+from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, Workload, decoding, make_trace
 from phases.phase_05.engine import Engine as Continuous
 from shared.cache.contiguous import kv_bytes
 from shared.cli import app
@@ -57,6 +57,8 @@ SIZE = ServingSize(
     one_prefix=Workload("one_prefix", "One", 2, 1, (40, 40), (2, 2), shared_prefix_tokens=32),
     conversation=Workload("conversation", "Talk", 1, 1, (20, 20), (4, 4), turns=3, turn_tokens=(12, 12)),
     agents=Workload("agents", "Agents", 3, 3, (20, 20), (2, 2), 16, turns=2, turn_tokens=(4, 6)),
+    **{f"decode_{name}": decoding(f"decode_{name}", n, 4) for n, name in enumerate(("one", "few", "tens", "most"), 1)},
+    sampled=Workload("sampled", "4 sampled", 4, 4, (10, 20), (6, 12), temperature=0.6),
     trials=2,
 )
 OPTIONS = ["--device", "cpu", "--max-seq-len", "26", "--dtype", "float32", "--max-batch-size", "3"]
@@ -148,6 +150,10 @@ def test_long_prompts_come_while_others_decode_and_the_curve_has_a_point_for_eac
     assert list(curve) == ["chunk_4", "chunk_22"]
     assert forwards[0] - forwards[1] >= 4 * (6 - 1)
     assert view(report).panels[-1].x == [4, 22]
+    served = [(run["num_finished"], run["output_tokens"]) for run in all_runs(report.results["decode"]).values()]
+    assert served == [(n, 4 * n) for n in (1, 2, 3, 4)], "each size of batch, with room for the largest"
+    sampled = report.results["sampled"]["newest"]
+    assert (sampled["num_finished"], sampled["settings"]) == (4, {"num_gpu_blocks": SIZE.sampled_blocks})
 
 
 def test_a_prefix_is_computed_once_and_a_turn_computes_what_it_adds(report: Report) -> None:
@@ -253,4 +259,4 @@ def test_the_command_writes_a_report_and_its_options_reach_the_runs(folder: Path
     assert told == (True, 1, 0, 1), "of four that would be open, one had come"
     assert "broken off" in result.stdout
     written = tmp_path / f"serving-tiny-llama-{line['machine']}.json"
-    assert read_value(written, "results.tail.continuous.num_requests") == 5
+    assert read_value(written, "results.tail.static.num_requests") == 5

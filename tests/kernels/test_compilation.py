@@ -6,6 +6,7 @@ branch, a branch that is dead for some arguments. Triton carries its own assembl
 """
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -33,12 +34,18 @@ def test_every_variant_compiles(tmp_path):
     assert compiled == {
         "gemv_kernel",
         "skinny_kernel",
+        "quantized_gemv_kernel",
+        "quantized_gemm_kernel",
+        "quantized_skinny_kernel",
+        "quantize_rows_kernel",
         "rms_norm_kernel",
         "gated_kernel",
         "kv_write_kernel",
         "decode_attention_kernel",
         "paged_attention_kernel",
         "paged_prefill_kernel",
+        "planned_decode_kernel",
+        "planned_prefill_kernel",
         "peak_kernel",
         "bracket_kernel",
         "collect_kernel",
@@ -103,6 +110,38 @@ def compile_products():
             gated.swiglu(residual, residual)
 
 
+def compile_quantized_products():
+    from shared.kernels import gated, quantized_gemm, quantized_gemv, rmsnorm
+    from shared.kernels.launch import GENERATIONS
+    from shared.ops.gated import swiglu
+    from shared.quantization.weight import QuantizedWeight
+
+    modules = (gated, quantized_gemm, quantized_gemv, rmsnorm)
+    for module in (gated, quantized_gemv, rmsnorm):
+        module.launches = lambda tensor: True
+    N, K = 6144, 4096
+    fp8 = torch.zeros(N, K, dtype=torch.float8_e4m3fn), torch.ones(N // 128, K // 128), None, 128, 128
+    int8 = torch.zeros(N, K, dtype=torch.int8), torch.ones(N, 1), None, K
+    four, groups = torch.zeros(N, K // 2, dtype=torch.uint8), torch.ones(N, K // 128, dtype=torch.bfloat16)
+    int4 = four, groups, torch.zeros(N, K // 128, dtype=torch.uint8), 128
+    every_format = [QuantizedWeight(*parts) for parts in (fp8, int8, int4)]
+    norm = SimpleNamespace(weight=torch.ones(K, dtype=torch.bfloat16), eps=1e-6, offset=0.0)
+    for capability, weights in (
+        ((8, 0), every_format[:1]),
+        ((8, 6), every_format[2:]),
+        ((8, 9), every_format[:1]),
+        ((9, 0), every_format),
+    ):
+        quantized_gemv.generation = lambda device, capability=capability: GENERATIONS[capability]
+        for module in modules:
+            module.launch = functools.partial(compile_launch, capability=capability)
+        for T, weight in itertools.product((1, 8, 128) if capability == (9, 0) else (1, 128), weights):
+            x, residual = torch.zeros(T, K, dtype=torch.bfloat16), torch.zeros(T, N, dtype=torch.bfloat16)
+            quantized_gemv.linear(x, weight, None, None, residual)
+            if T <= 8 and capability == (9, 0):
+                quantized_gemv.linear(x, weight, None, norm, None, swiglu)
+
+
 def compile_kv_write():
     from shared.kernels import kv_write as module
 
@@ -160,6 +199,38 @@ def compile_paged_attention():
         paged_prefill.paged_prefill(q, *about, starts, scale=0.125, softcap=softcap)
 
 
+def compile_fp8_kv_cache():
+    """Keys and values in 8 bits, for a GPU that converts FP8 and for one that does not."""
+    from shared.attention.descriptor import DevicePlan
+    from shared.attention.plan import plan_decode, plan_prefill
+    from shared.kernels import kv_write, planned_attention, planned_prefill, planned_tiling
+    from shared.kernels.planned_workspace import PlannedWorkspace
+
+    planned_tiling.num_multiprocessors = lambda device: 132
+    one = torch.ones(1, dtype=torch.int32)
+    for capability, cached in [((8, 0), torch.uint8), ((9, 0), torch.float8_e4m3fn)]:
+        for module in (kv_write, planned_attention, planned_prefill):
+            module.launches = lambda tensor: True
+            module.launch = functools.partial(compile_launch, capability=capability)
+        for dtype, Hq, Hkv, D in [(torch.bfloat16, 32, 8, 64), (torch.bfloat16, 32, 8, 128), (torch.float32, 3, 3, 16)]:
+            scales = {"k_scales": torch.ones(Hkv), "v_scales": torch.ones(Hkv)}
+            memory = torch.zeros(2, 16, Hkv, D, dtype=torch.uint8).view(cached)
+            q, k, v = torch.zeros(1, Hq + 2 * Hkv, D, dtype=dtype).split((Hq, Hkv, Hkv), 1)
+            qk = SimpleNamespace(table=torch.zeros(8, 2, 1, D), q_norm=None, k_norm=None)
+            kv_write.kv_write(q, k, v, one.long(), qk, memory, memory, one.long(), D, **scales)
+            workspace = PlannedWorkspace.for_batches(1, Hq, Hkv, D, dtype.itemsize, one.device)
+            about = {"scale": 0.1, "workspace": workspace, **scales}
+            tiling = planned_tiling.decode_tiling(1, Hkv, D, dtype.itemsize)
+            plan = plan_decode([1], tiling.grid(Hkv, one.device), window=None)
+            plan = DevicePlan.of(plan, [torch.as_tensor(array).int() for array in plan.arrays()])
+            planned_attention.planned_decode(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
+            tiling = planned_tiling.prefill_tiling(1, 1, Hq, Hkv, D, dtype.itemsize)
+            grid, tokens = tiling.grid(Hkv, one.device), tiling.tokens(Hq // Hkv)
+            plan = plan_prefill([1], [1], grid, tokens_per_tile=tokens, window=None)
+            plan = DevicePlan.of(plan, [torch.as_tensor(array).int() for array in plan.arrays()])
+            planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
+
+
 def compile_sampler():
     from shared.kernels import sampler as module
     from shared.sampling.params import SamplingParams
@@ -174,7 +245,9 @@ def compile_sampler():
 
 if __name__ == "__main__":
     compile_products()
+    compile_quantized_products()
     compile_kv_write()
     compile_decode_attention()
     compile_paged_attention()
+    compile_fp8_kv_cache()
     compile_sampler()

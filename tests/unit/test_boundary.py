@@ -127,7 +127,15 @@ HOST = {
     "prefix_tree",
 }
 # They make both sides.
-MAKERS = {"bucket_memory", "contiguous_memory", "paged_memory", "planned_memory", "pool_size", "prefix_memory"}
+MAKERS = {
+    "bucket_memory",
+    "contiguous_memory",
+    "fp8_memory",
+    "paged_memory",
+    "planned_memory",
+    "pool_size",
+    "prefix_memory",
+}
 DEVICE = {path.stem for path in CACHE} - HOST - MAKERS
 VIEWS = {f"shared.cache.{name}" for name in DEVICE | MAKERS}
 HOST_FILES = [path for path in CACHE if path.stem in HOST] + sorted(

@@ -258,6 +258,10 @@ def test_figures_by_hand() -> None:
     assert [found[key]["p50"] for key in keys] == [2000, 3000, 1000, 5000]
     unseen = figures(ServedRun([request(0.0, None, [1.0])], steps=None, num_forwards=None), 4, 4)
     assert unseen["queue_wait_ms"] is unseen["slot_utilisation"] is unseen["decode_stalls"] is None
+    # From the last first token, at 3 s, to the first end, at 5 s: four tokens.
+    both = [request(0.0, 1.0, [2.0, 4.0, 5.0]), request(0.0, 1.0, [3.0, 4.0, 5.0, 6.0])]
+    found = figures(ServedRun(both, None, None), 2, 4)
+    assert (found["decode_tokens_per_second"], unseen["decode_tokens_per_second"]) == (2.0, None)
     # Of 1 … 5 s the place of P95 is 0.95 · 4 = 3.8, between the fourth and the fifth.
     assert percentiles([5.0, 3.0, 1.0, 2.0, 4.0]) == {"p50": 3000.0, "p95": 4800.0, "p99": 4960.0}
     assert percentiles([]) is None

@@ -1,0 +1,243 @@
+"""Phase 10 gives the outputs of phase 9 on the dequantized weights, whatever the format they are stored in."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from phases.phase_09.engine import Engine as Plain
+from phases.phase_10.engine import Engine
+from shared.cache.uncached import UncachedView
+from shared.checkpoints.make import make_checkpoint
+from shared.checkpoints.quantize import quantize_checkpoint
+from shared.checkpoints.shapes import SHAPES
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError, ModelFolderError
+from shared.loading.loader import load_model
+from shared.models.quantized import QuantizedProjection
+from shared.models.tokens import Tokens
+from shared.quantization.rounding import quantize
+from shared.quantization.weight import dequantize
+from shared.sampling.params import SamplingParams
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, seen, serve
+
+FAMILIES = ("llama", "qwen3", "gemma3")
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+ABOUT: dict[str, Any] = {"max_seq_len": 128, "block_size": 4, "num_gpu_blocks": 48, "max_batch_size": 6}
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random checkpoint of each family, whose matrices blocks of 128 columns divide."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for family in FAMILIES:
+            shape = SHAPES[f"tiny-{family}"] | WIDE | {"num_hidden_layers": 2}
+            shape.pop("layer_types", None)
+            patch.setitem(SHAPES, f"wide-{family}", shape)
+            made[family] = make_checkpoint(f"wide-{family}", tmp_path_factory.mktemp(family), seed=2)
+    return made
+
+
+def rows(weight: torch.Tensor, method: str = "fp8") -> Stored:
+    """FP8 or INT8 with a scale a row, as compressed-tensors writes them."""
+    rounded = quantize(weight, method)
+    return {"weight": rounded.values, "weight_scale": rounded.scales}, dequantize(rounded)
+
+
+def packed(weight: torch.Tensor) -> Stored:
+    """Four bits in groups of 64 columns, as compressed-tensors packs them."""
+    scales = weight.unflatten(1, (-1, 64)).abs().amax(2) / 7
+    numbers = (weight / spread(scales)).round().clamp(-8, 7)
+    return {"weight_packed": in_int32(numbers + 8), "weight_scale": scales}, numbers * spread(scales)
+
+
+def blocks(weight: torch.Tensor) -> Stored:
+    """FP8 in blocks of 128 x 128, as DeepSeek and Qwen publish it."""
+    tiles = (
+        torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 128)).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    )
+    scales = tiles.abs().amax((1, 3)) / 448
+    of_elements = scales.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
+    values = (weight / of_elements).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale_inv": scales}, values.float() * of_elements
+
+
+def grouped(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers from 0 to 15, scales and zeros of groups of 64 columns, and what they stand for."""
+    groups = weight.unflatten(1, (-1, 64))
+    scales = ((groups.amax(2) - groups.amin(2)) / 15).half().float()
+    zeros = (-groups.amin(2) / scales).round().clamp(1, 15)
+    numbers = (weight / spread(scales) + spread(zeros)).round().clamp(0, 15)
+    return numbers, scales, zeros, (numbers - spread(zeros)) * spread(scales)
+
+
+def gptq(weight: torch.Tensor) -> Stored:
+    numbers, scales, zeros, meant = grouped(weight)
+    return {"qweight": in_int32(numbers).T, "qzeros": in_int32(zeros.T - 1), "scales": scales.T.half()}, meant
+
+
+def awq(weight: torch.Tensor) -> Stored:
+    numbers, scales, zeros, meant = grouped(weight)
+    packed_numbers, packed_zeros = (in_int32(part.T, AWQ_ORDER) for part in (numbers, zeros))
+    return {"qweight": packed_numbers, "qzeros": packed_zeros, "scales": scales.T.half()}, meant
+
+
+def spread(of_groups: torch.Tensor) -> torch.Tensor:
+    return of_groups.repeat_interleave(64, 1)
+
+
+def in_int32(numbers: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
+    """``[.., 8n]`` numbers as ``[.., n]``; number ``order[i]`` of eight takes bits 4i to 4i + 3."""
+    of_eight = numbers.numpy().astype(np.uint32).reshape(len(numbers), -1, 8)[:, :, order or list(range(8))]
+    return torch.from_numpy((of_eight << np.arange(0, 32, 4, dtype=np.uint32)).sum(2, dtype=np.uint32).view(np.int32))
+
+
+def of_compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
+    scheme = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"], "config_groups": scheme}
+
+
+FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any]]] = {
+    "fp8 rows": (rows, of_compressed_tensors("float-quantized", num_bits=8, type="float", strategy="channel")),
+    "int8 rows": (
+        partial(rows, method="int8"),
+        of_compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel"),
+    ),
+    "fp8 blocks": (blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "int4 packed": (
+        packed,
+        of_compressed_tensors(
+            "pack-quantized", num_bits=4, type="int", strategy="group", group_size=64, symmetric=True
+        ),
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 64}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}),
+}
+
+
+def write(source: Path, target: Path, kind: str, left_out: str = "") -> tuple[Path, Path]:
+    """The quantized checkpoint, and a plain one of the weights that it stands for; ``left_out`` stays plain."""
+    store, config = FORMATS[kind]
+    if left_out:
+        config = config | {"ignore": ["lm_head", left_out]}
+    small, meant = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if "_proj" not in name or module == left_out:
+            small[name] = meant[name] = tensor
+            continue
+        parts, meant[name] = store(tensor)
+        small |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+    for folder, tensors, about in (
+        (target / "small", small, {"quantization_config": config}),
+        (target / "plain", meant, {}),
+    ):
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model.safetensors", "infer-manifest.json"))
+        save_file(tensors, folder / "model.safetensors")
+        values = json.loads((source / "config.json").read_text()) | about
+        (folder / "config.json").write_text(json.dumps(values))
+    return target / "small", target / "plain"
+
+
+def outputs(phase: Any, folder: Path, **config: Any) -> Any:
+    """What clients receive; with requests that come late, share blocks and are preempted."""
+    engine = phase(EngineConfig(model=str(folder), overlap_scheduling=True, **ABOUT, **config))
+    return seen(serve(engine, [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS])[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "int8 rows"])
+def test_tokens_are_those_of_the_weights_that_are_meant(
+    folders: dict[str, Path], tmp_path: Path, kind: str, family: str
+) -> None:
+    small, plain = write(folders[family], tmp_path, kind)
+    engine = Engine(EngineConfig(model=str(small), **ABOUT))
+    assert sum(type(module).__name__ == "FusedQuantizedProjection" for module in engine.model.modules()) == 2 * 4
+    expected = outputs(Plain, plain)
+    assert [[o.token_id for o in answer] for answer in outputs(Engine, small)] == [
+        [o.token_id for o in answer] for answer in expected
+    ]
+    assert expected != outputs(Plain, folders[family]), "rounding changes some token"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_tokens_of_int8_are_the_likeliest_of_the_weights_that_are_meant(
+    folders: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """A CPU rounds activations to bf16 for INT8, so a token may differ where two logits are near each other.
+
+    Not for Gemma: with random weights it repeats its last token, whatever the blocks compute.
+    """
+    small, plain = write(folders[family], tmp_path, "int8 rows")
+    engine = Engine(EngineConfig(model=str(small), **ABOUT))
+    prompt = list(range(5, 45))
+    params = SamplingParams(max_new_tokens=64, temperature=0.0, ignore_eos=True)
+    ids = torch.tensor(prompt + [output.token_id for output in engine.generate(prompt, params)])
+    model = load_model(plain)
+    with torch.inference_mode():
+        hidden = model(Tokens(ids, torch.arange(len(ids))), UncachedView([len(ids)]))
+        logits = model.logits(hidden)[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() <= 0.02 * logits.std()
+
+
+def test_a_module_that_was_left_out_stays_plain_beside_quantized_ones(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Values beside queries and keys, up beside gate, which are one product each; and a product of its own."""
+    for number, left_out in enumerate(("0.self_attn.v_proj", "1.mlp.up_proj", "1.mlp.down_proj")):
+        small, plain = write(folders["qwen3"], tmp_path / str(number), "int4 packed", f"model.layers.{left_out}")
+        answers, expected = outputs(Engine, small), outputs(Plain, plain)
+        assert [[o.token_id for o in a] for a in answers] == [[o.token_id for o in a] for a in expected]
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_rounding_while_loading_is_the_written_checkpoint(
+    folders: dict[str, Path], tmp_path: Path, method: str
+) -> None:
+    written = quantize_checkpoint(folders["gemma3"], tmp_path / method, method)
+    assert outputs(Engine, written) == outputs(Engine, folders["gemma3"], quantization=method)
+
+
+def test_a_head_is_rounded_if_asked_and_the_embedding_stays(folders: dict[str, Path]) -> None:
+    for family in ("llama", "qwen3"):  # tied to the embedding, and not
+        kept, rounded = (
+            Engine(EngineConfig(model=str(folders[family]), quantization="fp8", quantize_head=head, **ABOUT))
+            for head in (False, True)
+        )
+        assert torch.equal(kept.model.embedding.weight, rounded.model.embedding.weight)
+        names = [type(engine.model.head).__name__ for engine in (kept, rounded)]
+        assert names == ["FusedProjection", "FusedQuantizedProjection"]
+        params = SamplingParams(max_new_tokens=4, temperature=0.0)
+        assert len(list(rounded.generate([5, 6, 7], params))) == len(list(kept.generate([5, 6, 7], params))) == 4
+
+
+def test_without_a_setting_nothing_changes(model_folder: Path) -> None:
+    assert outputs(Engine, model_folder) == outputs(Plain, model_folder)
+
+
+def test_settings_that_cannot_be_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = str(folders["llama"])
+    with pytest.raises(ConfigError, match=r"quantization is 'int2'; it must be one of fp8, int8, int4"):
+        EngineConfig(quantization="int2")
+    with pytest.raises(ConfigError, match=r"quantize_head is True and quantization is None"):
+        EngineConfig(quantize_head=True)
+    with pytest.raises(ConfigError, match=r"pack_weights is True and quantization is 'int8'"):
+        EngineConfig(pack_weights=True, quantization="int8")
+    with pytest.raises(ConfigError, match=r"quantization = 'int4' arrives in phase 10"):
+        Plain(EngineConfig(model=folder, quantization="int4"))
+    small = quantize_checkpoint(folders["llama"], tmp_path / "int8", "int8")
+    with pytest.raises(ModelFolderError, match=r"already quantized.*phase 10"):
+        Plain(EngineConfig(model=str(small)))
+    with pytest.raises(ConfigError, match="quantized already"):
+        Engine(EngineConfig(model=str(small), quantization="fp8"))
+    packed_engine = Engine(EngineConfig(model=str(small), pack_weights=True, **ABOUT))
+    assert any(isinstance(module, QuantizedProjection) for module in packed_engine.model.modules())

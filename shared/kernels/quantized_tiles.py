@@ -1,0 +1,99 @@
+"""Tiles of a quantized matrix in registers. Introduced in phase 10.
+
+A tile holds the bytes as they are stored. With 8 bits a byte is a column, with 4 bits two: byte i of a run of columns
+holds column i in its low half and column i + half a run in its high half, so a tile is multiplied by two contiguous
+pieces of x. FP8 is uint8 on a GPU that cannot convert it.
+"""
+
+from shared.kernels.launch import INTERPRETED, tl, triton
+
+COMPILED = tl.constexpr(not INTERPRETED)  # the interpreter has no assembler
+
+
+@triton.jit
+def widened(tile, dtype: tl.constexpr):
+    """8 bits in a wider dtype, exactly; in FP8 itself FP8 stays as it is."""
+    if tile.dtype == dtype:
+        return tile
+    elif tile.dtype == tl.uint8:
+        # e4m3 and fp16 differ in the exponent's bias, 7 and 15, and in 7 bits of fraction, which are zero.
+        # exercise 10x4: FP8 widened by its bits
+        # hint: e4m3 is sign, 4 bits of exponent, 3 of fraction; fp16 is sign, 5 and 10
+        # hint: in 16 bits, the sign goes from bit 7 to bit 15, and the other seven bits 7 places up
+        # hint: .to(tl.float16, bitcast=True) reads the bits as fp16; the factor for the bias comes after
+        bits = tile.to(tl.uint16)
+        halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        # end exercise
+        return (halves.to(tl.float32) * 256.0).to(dtype)
+    elif tile.dtype == tl.int8:
+        return tile.to(dtype)
+    else:
+        return tile.to(tl.float16).to(dtype)
+
+
+@triton.jit
+def halves(tile, zero, dtype: tl.constexpr):
+    """The low and the high halves of bytes, less ``zero``, in fp16 or bf16: two tiles.
+
+    Four bits are the last of the fraction of ``128 + n`` in bf16, of ``1024 + n`` in fp16, so that no number is
+    converted: a pair takes one operation to become fractions and one to lose 128 and the zero.
+    """
+    if COMPILED and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, one;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+            shr.b32 a, a, 4;
+            shr.b32 b, b, 4;
+            lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
+            mov.b32 one, 0x3F803F80;
+            fma.rn.bf16x2 $0, $0, one, $5;
+            fma.rn.bf16x2 $1, $1, one, $6;
+            fma.rn.bf16x2 $2, $2, one, $5;
+            fma.rn.bf16x2 $3, $3, one, $6;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [tile, (-128.0 - zero).to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    elif COMPILED and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            lop3.b32 $0, a, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 $1, b, 0x000F000F, 0x64006400, 0xEA;
+            shr.b32 a, a, 4;
+            shr.b32 b, b, 4;
+            lop3.b32 $2, a, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 $3, b, 0x000F000F, 0x64006400, 0xEA;
+            add.rn.f16x2 $0, $0, $5;
+            add.rn.f16x2 $1, $1, $6;
+            add.rn.f16x2 $2, $2, $5;
+            add.rn.f16x2 $3, $3, $6;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [tile, (-1024.0 - zero).to(tl.float16)],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return ((tile & 15).to(tl.float32) - zero).to(dtype), ((tile >> 4).to(tl.float32) - zero).to(dtype)
+
+
+@triton.jit
+def columns(b, RUN: tl.constexpr, BITS: tl.constexpr):
+    """The column of byte b of a row, of its low half where a byte holds two."""
+    if BITS == 8:
+        return b
+    else:
+        HALF: tl.constexpr = RUN // 2
+        return b // HALF * RUN + b % HALF

@@ -1,0 +1,75 @@
+"""A projection whose weight has 8 or 4 bits, behind the common interface. Introduced in phase 10."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from shared.kernels import quantized_gemv
+from shared.models.fused import fused, merged
+from shared.models.norm import RMSNorm
+from shared.models.projection import Projection
+from shared.ops.gated import GatedOp
+from shared.quantization.weight import QuantizedWeight, concatenate, mergeable
+
+
+class QuantizedProjection(nn.Module):
+    """Stands in the place of a :class:`Projection`, with its bias."""
+
+    def __init__(self, projection: Projection, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = projection.bias
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """x ``[T, in]`` to ``[T, out]``; ``residual`` has the shape of the result."""
+        if norm is not None:
+            x = norm(x)
+        y = quantized_gemv.linear(x, self.weight, self.bias)
+        if activation is not None:
+            y = activation(y)
+        return y if residual is None else residual + y
+
+    @staticmethod
+    def fused(projections: Sequence[nn.Module]) -> nn.Module:
+        """The fused version of projections of the same x, one of them quantized at least."""
+        return FusedQuantizedProjection(projections)
+
+
+class FusedQuantizedProjection(nn.Module):
+    """As :class:`FusedProjection`; matrices that are not of one format stay apart."""
+
+    def __init__(self, projections: Sequence[nn.Module]) -> None:
+        super().__init__()
+        members = [member for member in projections if isinstance(member, QuantizedProjection)]
+        weights = [member.weight for member in members]
+        biases = [member.bias for member in members if member.bias is not None]
+        self.parts: list[nn.Module] = []
+        if len(members) == len(projections) and mergeable(weights):
+            self.weight = concatenate(weights)
+            self.bias = merged(biases) if biases else None
+        else:
+            self.parts = [fused([projection]) for projection in projections]
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        activation: GatedOp | None = None,
+    ) -> torch.Tensor:
+        """x ``[T, in]`` to ``[T, out]``; with an activation of concatenated gate and up, to ``[T, out / 2]``."""
+        if not self.parts:
+            return quantized_gemv.linear(x, self.weight, self.bias, norm, residual, activation)
+        y = torch.cat([part(x, norm) for part in self.parts], dim=1)
+        if activation is not None:
+            y = activation(*y.chunk(2, dim=1))
+        return y if residual is None else residual + y
+
+    __call__ = forward  # skips nn.Module's hooks, as FusedProjection does

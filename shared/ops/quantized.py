@@ -1,0 +1,29 @@
+"""The product with a weight of 8 or 4 bits in PyTorch operations. Introduced in phase 10.
+
+INT8 with a scale a row is multiplied by ``torch._weight_int8pack_mm``, which widens in registers. It is fast for x in
+bf16 alone, so x of fp32 is rounded to bf16, and so is the result. It loads 16 bytes of W at a time, which must be
+aligned. Everything else is dequantized.
+
+Invariant: no copy of the whole matrix exists in another dtype; rows are dequantized a tile at a time.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from shared.quantization.weight import QuantizedWeight, dequantize
+
+TILE_ROWS = 1024  # a multiple of the rows of an FP8 block
+
+
+def linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x Wᵀ + b``: ``[T, N]`` of x ``[T, K]``, in the dtype of x."""
+    is_int8_by_row = weight.values.dtype == torch.int8 and weight.scales.shape == (len(weight), 1)
+    is_aligned = x.shape[1] % 32 == 0 and weight.values.data_ptr() % 16 == 0
+    if is_int8_by_row and is_aligned and x.device.type == "cpu":
+        scales = weight.scales.flatten().bfloat16()
+        y = torch._weight_int8pack_mm(x.bfloat16().contiguous(), weight.values, scales).to(x.dtype)
+    else:
+        rows = max(TILE_ROWS, weight.rows_per_scale)
+        tiles = (weight.tile(start, start + rows) for start in range(0, len(weight), rows))
+        y = torch.cat([F.linear(x, dequantize(tile).to(x.dtype)) for tile in tiles], dim=1)
+    return y if bias is None else y + bias

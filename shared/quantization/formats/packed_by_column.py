@@ -1,0 +1,95 @@
+"""INT4 in groups as GPTQ and AWQ store it: Wᵀ, eight numbers in an int32. Introduced in phase 10.
+
+Frantar et al., "GPTQ", arXiv 2210.17323; Lin et al., "AWQ", arXiv 2306.00978. Both have ``qweight``, ``qzeros`` and
+``scales`` ``[K / G, N]``. GPTQ packs along K, the lowest first, and its first version stores zeros less one; AWQ packs
+along N, in an order of its own.
+"""
+
+from typing import Any
+
+import torch
+
+from shared.errors import ModelFolderError
+from shared.loading.checkpoint import Checkpoint
+from shared.quantization.formats.stored import Format, unpack_int32
+from shared.quantization.weight import QuantizedWeight, pack_nibbles
+
+GROUP_SIZES = (32, 64, 128)
+AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # which nibble of its int32 holds column i
+
+
+class PackedByColumn(Format):
+    """What GPTQ and AWQ have in common."""
+
+    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
+        super().__init__(config, checkpoint)
+        if config.get("bits") != 4:
+            raise self.wrong("bits", config.get("bits"), "4")
+        if config.get("group_size") not in GROUP_SIZES:
+            raise self.wrong("group_size", config.get("group_size"), ", ".join(map(str, GROUP_SIZES)))
+        self.group: int = config["group_size"]
+
+    def check_shape(self, module: str, shape: tuple[int, int]) -> None:
+        if shape[1] % self.group or shape[0] % 8:
+            raise self.wrong("group_size", self.group, f"{module} of {list(shape)}: rows by 8, columns by the group")
+
+    def weight(self, module: str, numbers: torch.Tensor, zeros: torch.Tensor | None) -> QuantizedWeight:
+        """The matrix of numbers ``[K, N]``, zeros ``[K / G, N]`` and the scales."""
+        K, N = numbers.shape
+        scales = self.scales(f"{module}.scales", (K // self.group, N)).t().contiguous()
+        if zeros is not None:
+            zeros = None if (zeros == 8).all() else zeros.t().contiguous()
+        return QuantizedWeight(pack_nibbles(numbers.t(), self.group), scales, zeros, self.group)
+
+
+class Gptq(PackedByColumn):
+    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
+        super().__init__(config, checkpoint)
+        self.version = config.get("checkpoint_format", "gptq")
+        if self.version not in ("gptq", "gptq_v2"):
+            raise self.wrong("checkpoint_format", self.version, "'gptq' or 'gptq_v2'")
+        if config.get("dynamic"):
+            raise self.wrong("dynamic", config["dynamic"], "one setting for all modules")
+
+    def quantizes(self, module: str) -> bool:
+        return module != "lm_head" or bool(self.config.get("lm_head"))
+
+    def read(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
+        self.check_shape(module, shape)
+        N, K = shape
+        index = f"{module}.g_idx"
+        if index in self.checkpoint.names:
+            g_idx = self.tensor(index, (torch.int32, torch.int64), (K,))
+            if not torch.equal(g_idx.long(), torch.arange(K) // self.group):
+                raise ModelFolderError(
+                    f"{index} in {self.checkpoint.folder} gives the columns to groups out of order (desc_act, "
+                    "act-order), which is not supported; supported are groups of adjacent columns."
+                )
+        numbers = unpack_int32(self.tensor(f"{module}.qweight", (torch.int32,), (K // 8, N)), 4, dim=0)
+        packed = self.tensor(f"{module}.qzeros", (torch.int32,), (K // self.group, N // 8))
+        zeros = unpack_int32(packed, 4, dim=1)
+        return self.weight(module, numbers, (zeros + 1) & 15 if self.version == "gptq" else zeros)
+
+
+class Awq(PackedByColumn):
+    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
+        super().__init__(config, checkpoint)
+        if str(config.get("version", "gemm")).lower() != "gemm":
+            raise self.wrong("version", config["version"], "'gemm'")
+        self.excluded = self.listed("modules_to_not_convert")
+
+    def quantizes(self, module: str) -> bool:
+        return module != "lm_head" and not any(name in module for name in self.excluded)
+
+    def read(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
+        self.check_shape(module, shape)
+        N, K = shape
+        numbers = self._columns(self.tensor(f"{module}.qweight", (torch.int32,), (K, N // 8)))
+        zeros = None
+        if self.config.get("zero_point", True):
+            zeros = self._columns(self.tensor(f"{module}.qzeros", (torch.int32,), (K // self.group, N // 8)))
+        return self.weight(module, numbers, zeros)
+
+    def _columns(self, packed: torch.Tensor) -> torch.Tensor:
+        """Numbers in the order of the columns, ``[.., N]``."""
+        return unpack_int32(packed, 4, dim=1).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1)

@@ -1,0 +1,401 @@
+"""Products with weights of 8 and 4 bits, with every prologue and epilogue, in every tiling, against fp64."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shared.kernels import quantized_gemv
+from shared.kernels.gated import gated_kernel
+from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
+from shared.kernels.quantized_gemm import (
+    quantize_rows,
+    quantize_rows_kernel,
+    quantized_gemm_kernel,
+    quantized_skinny_kernel,
+)
+from shared.kernels.quantized_gemv import linear
+from shared.kernels.quantized_tiling import QuantizedTiling, quantized_tiling
+from shared.kernels.rmsnorm import rms_norm, rms_norm_kernel
+from shared.kernels.tiling import MAX_ROWS
+from shared.ops.gated import geglu, swiglu
+from shared.quantization.weight import QuantizedWeight, dequantize, pack_nibbles
+from tests.comparison import assert_equal
+from tests.kernels.test_gemv import EPS, FORMULAS, norm_of
+
+FORMATS = ["fp8", "int8", "int4", "int4 with zeros"]
+ROWS = [1, 2, 16, 17, 72]
+GEMV = QuantizedTiling(8, 128, 4)  # several rows of W a program, several tiles: short in the interpreter
+FP8_SUMS = 2.0**-23 if INTERPRETED else 2.0**-11  # error of a sum, over its terms: Hopper's sums of FP8 keep 14 bits
+PIPELINED = QuantizedTiling(16, 32, 4, num_stages=2, dot=True)
+IN_PIECES = dataclasses.replace(PIPELINED, block_k=128, block_m=32, pieces=4)
+
+
+@pytest.fixture
+def quantized(device: torch.device) -> Callable[..., QuantizedWeight]:
+    """``quantized(format, N, K, columns_per_scale=K, rows_per_scale=1, dtype=fp32)``: every number is equally likely,
+    and the scales of two groups are different."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(
+        kind: str,
+        N: int,
+        K: int,
+        columns_per_scale: int | None = None,
+        rows_per_scale: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> QuantizedWeight:
+        group = columns_per_scale or K
+        groups = -(-N // rows_per_scale), K // group
+        scales = (0.5 + torch.rand(groups, generator=generator)).to(dtype)
+        zeros = None
+        if kind == "fp8":
+            numbers = torch.randint(256, (N, K), generator=generator, dtype=torch.uint8)
+            numbers[numbers & 127 == 127] = 0  # NaN
+            values, scales = numbers.view(torch.float8_e4m3fn), scales / 128
+        elif kind == "int8":
+            values, scales = torch.randint(-128, 128, (N, K), generator=generator, dtype=torch.int8), scales / 64
+        else:
+            values, scales = pack_nibbles(torch.randint(16, (N, K), generator=generator), min(group, 128)), scales / 8
+            if kind == "int4 with zeros":
+                zeros = torch.randint(16, groups, generator=generator, dtype=torch.uint8).to(device)
+        return QuantizedWeight(values.to(device), scales.to(device), zeros, group, rows_per_scale)
+
+    return draw
+
+
+@pytest.fixture
+def check(assert_near: Callable) -> Callable[..., None]:
+    """``linear`` of the arguments against the formula in fp64, to the bound that ``test_gemv.py`` derives.
+
+    The kernel adds up ``x · v`` and ``x · zero``, so these are the terms.
+    """
+
+    def run(
+        x: torch.Tensor,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        norm: Any = None,
+        residual: torch.Tensor | None = None,
+        activation: Callable | None = None,
+        **cut: Any,
+    ) -> None:
+        before = None if residual is None else residual.double()  # it may be overwritten
+        if len(x) == 1:
+            cut.setdefault("cut", GEMV)
+        out = linear(x, weight, bias, norm, residual, activation, **cut)
+        h, w, size = x.double(), dequantize(weight).double(), dequantize(weight).double().abs()
+        if weight.bits == 4:
+            ones = dataclasses.replace(weight, values=torch.full_like(weight.values, 0xFF))
+            nothing = dataclasses.replace(weight, values=torch.zeros_like(weight.values))
+            size = dequantize(ones).double() - 2 * dequantize(nothing).double()  # (15 - z) s + 2 z s
+        share = 8 * torch.finfo(torch.float32).eps / torch.finfo(x.dtype).eps
+        if norm is not None:
+            h = h / (h.square().mean(-1, keepdim=True) + EPS).sqrt() * (norm.weight.double() + norm.offset)
+            share += 1.0 if INTERPRETED and x.dtype == torch.bfloat16 else 0.5
+        is_fp8 = weight.values.dtype == torch.float8_e4m3fn
+        if is_fp8 and len(x) > MAX_ROWS and quantized_gemv.generation(x.device).has_fp8:
+            normed = x if norm is None else rms_norm(x, norm.weight, norm.eps, norm.offset)
+            values, scales = quantize_rows(normed)
+            h = values.double() * scales.double()[:, None]
+            share += FP8_SUMS / torch.finfo(x.dtype).eps
+        if len(x) > MAX_ROWS:
+            share += 1.0  # product, activation and sum are rounded one after the other
+        y, terms = h @ w.t(), h.abs() @ size.t()
+        if bias is not None:
+            y, terms = y + bias.double(), terms + bias.double().abs()
+        if activation is not None:
+            (gate, up), (gate_terms, up_terms) = y.chunk(2, -1), terms.chunk(2, -1)
+            y, terms = FORMULAS[activation](gate, up), gate_terms * up.abs() + gate.abs() * up_terms
+        if before is not None:
+            y, terms = y + before, terms + before.abs()
+        assert_near(out, y, ulps=1.0, scale=y.abs() + share * terms, axes=("row", "column"))
+
+    return run
+
+
+@pytest.fixture
+def as_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 as a GPU of capability 8.9 or later has it; the interpreter is taken for one of 8.0."""
+    monkeypatch.setattr(quantized_gemv, "generation", lambda device: GENERATIONS[9, 0])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("group", [32, 64, 128, None])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_with_every_group(
+    kind: str, group: int | None, rows: int, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    check(randn(rows, 384), quantized(kind, 19, 384, group))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_dtype_of_x_and_scales(
+    kind: str, rows: int, dtype: torch.dtype, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    weight = quantized(kind, 19, 256, 128, dtype=torch.bfloat16 if dtype == torch.float32 else dtype)
+    check(randn(rows, 256, dtype=dtype), weight)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_one_row_of_every_stored_dtype(
+    kind: str, stored_dtype: torch.dtype, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    check(randn(1, 256, dtype=stored_dtype), quantized(kind, 19, 256, 128), norm=norm_of(randn(256), 1.0))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("rows_per_scale", [128, 200])
+@pytest.mark.parametrize("columns_per_scale", [128, None])
+def test_blocks_and_a_scale_a_tensor(
+    columns_per_scale: int | None, rows_per_scale: int, rows: int, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    """The last block has fewer rows, and a gated product's rows meet in different blocks."""
+    weight = quantized("fp8", 200, 256, columns_per_scale, rows_per_scale)
+    check(randn(rows, 256), weight)
+    check(randn(rows, 256), weight, activation=swiglu)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_every_prologue_with_every_epilogue(
+    has_bias: bool, has_norm: bool, has_residual: bool, rows: int, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    bias = randn(38) if has_bias else None
+    norm = norm_of(randn(128), 1.0) if has_norm else None
+    for kind, activation in (("int8", swiglu), ("int4 with zeros", geglu)):
+        weight = quantized(kind, 38, 128, 64)
+        check(randn(rows, 128), weight, bias, norm, randn(rows, 38) if has_residual else None)
+        check(randn(rows, 128), weight, bias, norm, randn(rows, 19) if has_residual else None, activation)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 40])
+@pytest.mark.parametrize(("kind", "N", "K"), [("int8", 1, 1), ("int8", 18, 100), ("fp8", 34, 65), ("int4", 6, 96)])
+def test_odd_sizes(kind: str, N: int, K: int, rows: int, quantized: Callable, randn: Callable, check: Callable) -> None:
+    check(randn(rows, K), quantized(kind, N, K), norm=norm_of(randn(K), 1.0))
+    check(randn(rows, K), quantized(kind, 2 * N, K), residual=randn(rows, N), activation=swiglu)
+
+
+@pytest.mark.parametrize("group", [64, None])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_tiling_gives_the_same(
+    kind: str, group: int | None, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    weight, norm = quantized(kind, 38, 320 if group else 384, group), norm_of(randn(320 if group else 384), 0.0)
+    for cut in (QuantizedTiling(4, 512, 4), QuantizedTiling(16, 64, 4)):
+        check(randn(1, weight.shape[1]), weight, norm=norm, cut=cut)
+        check(randn(1, weight.shape[1]), weight, norm=norm, activation=swiglu, cut=cut)
+    for cut in (PIPELINED, dataclasses.replace(PIPELINED, block_k=64, block_m=32), IN_PIECES):
+        check(randn(21, weight.shape[1]), weight, cut=cut)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_programs_of_prompts_cover_every_block_once(
+    kind: str, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    """Eighteen blocks of rows are more than a band of programs."""
+    check(randn(285, 32), quantized(kind, 37, 32), cut=PIPELINED)
+
+
+def test_all_numbers_of_fp8_are_widened_exactly(as_ampere_and_hopper: str, device: torch.device) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    is_number = ~numbers.float().isnan()
+    numbers = torch.where(is_number, numbers.view(torch.uint8), 0).view(torch.float8_e4m3fn)
+    weight = QuantizedWeight(numbers[:, None].repeat(1, 32), torch.ones(256, 1, device=device), None, 32)
+    one = torch.zeros(2, 32, device=device)
+    one[:, 3] = 1.0
+    for rows, cut in ((1, QuantizedTiling(64, 32, 4)), (2, QuantizedTiling(64, 32, 4, dot=True))):
+        assert_equal(linear(one[:rows], weight, cut=cut)[0], numbers.float(), "all numbers of FP8", ("number",))
+
+
+@pytest.fixture(params=["Ampere", "Hopper"])
+def as_ampere_and_hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    gpu = GENERATIONS[8, 0] if request.param == "Ampere" else GENERATIONS[9, 0]
+    monkeypatch.setattr(quantized_gemv, "generation", lambda device: gpu)
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("columns_per_scale", [128, None])
+def test_fp8_is_converted_where_the_gpu_can(
+    columns_per_scale: int | None, rows: int, as_hopper: None, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    weight = quantized("fp8", 38, 256, columns_per_scale)
+    check(randn(rows, 256), weight, norm=norm_of(randn(256), 0.0), activation=swiglu)
+
+
+def test_rows_in_fp8(as_hopper: None, device: torch.device, randn: Callable) -> None:
+    x = randn(20, 300, dtype=torch.float16)[:, 50:250]
+    x[3] = 0
+    values, scales = quantize_rows(x)
+    peaks = x.float().abs().amax(1).cpu()  # on a GPU PyTorch multiplies by 1 / 448
+    expected = (peaks / 448).where(peaks > 0, 1.0).to(device)
+    assert_equal(scales, expected, "scales", ("row",))
+    exact = x.float() / expected[:, None]
+    numbers, rounded = values.float(), exact.to(values.dtype).float()
+    if INTERPRETED:  # it rounds ties up, and does not carry into the exponent when it rounds up to a power of two
+        is_tie = (numbers - exact).abs() == (rounded - exact).abs()
+        numbers = rounded.where(is_tie | (rounded.frexp().mantissa.abs() == 0.5), numbers)
+    assert_equal(numbers, rounded, "numbers", ("row", "column"))
+
+
+@pytest.mark.parametrize("columns_per_scale", [128, None])
+@pytest.mark.parametrize("activation", [None, swiglu])
+def test_prompts_are_multiplied_in_fp8(
+    activation: Callable | None,
+    columns_per_scale: int | None,
+    as_hopper: None,
+    quantized: Callable,
+    randn: Callable,
+    assert_near: Callable,
+    num_launches: Callable,
+) -> None:
+    """Against fp64 of x as it is rounded to FP8."""
+    weight, x, residual = (
+        quantized("fp8", 64, 256, columns_per_scale),
+        randn(MAX_ROWS + 8, 256),
+        randn(MAX_ROWS + 8, 64),
+    )
+    if activation is not None:
+        residual = residual[:, :32]
+    values, scales = quantize_rows(x)
+    h, w = values.double() * scales.double()[:, None], dequantize(weight).double()
+    y, terms = h @ w.t(), h.abs() @ w.abs().t()
+    if activation is not None:
+        (gate, up), (gate_terms, up_terms) = y.chunk(2, -1), terms.chunk(2, -1)
+        y, terms = FORMULAS[activation](gate, up), gate_terms * up.abs() + gate.abs() * up_terms
+    y, terms = y + residual.double(), terms + residual.double().abs()
+    out = linear(x, weight, residual=residual.clone(), activation=activation)
+    share = 9 + FP8_SUMS / torch.finfo(torch.float32).eps
+    assert_near(out, y, scale=y.abs() + share * terms)
+    assert num_launches(quantize_rows_kernel) == 2
+    assert num_launches(quantized_gemm_kernel) == 1
+
+
+@pytest.mark.parametrize("rows_per_scale", [1, 64])
+def test_prompts_in_bf16_with_scales_of_rows_are_pytorchs(
+    rows_per_scale: int, as_hopper: None, quantized: Callable, randn: Callable, num_launches: Callable
+) -> None:
+    weight, x = quantized("fp8", 64, 256, None, rows_per_scale), randn(MAX_ROWS + 8, 256, dtype=torch.bfloat16)
+    residual, bias = randn(MAX_ROWS + 8, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
+    values, scales = quantize_rows(x)
+    h, w = values.double() * scales.double()[:, None], dequantize(weight).double()
+    expected = h @ w.t() + residual.double() + bias.double()
+    out = linear(x, weight, bias, residual=residual.clone())
+    assert ((out.double() - expected).abs() <= 2**-7 * (h.abs() @ w.abs().t())).all()
+    assert num_launches(quantized_gemm_kernel) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 15, 16])
+def test_few_rows_take_one_launch_and_several_rows_one_more_for_a_norm(
+    rows: int, quantized: Callable, randn: Callable, check: Callable, num_launches: Callable
+) -> None:
+    norm = norm_of(randn(64), 0.0)
+    for launched, (kind, kernel) in enumerate((("int8", quantized_gemm_kernel), ("int4", quantized_skinny_kernel)), 1):
+        check(randn(rows, 64), quantized(kind, 6, 64, 64), None, norm, None, swiglu, cut=None)
+        assert num_launches(kernel) == (rows > 1)
+        assert num_launches(rms_norm_kernel) == launched * (rows > 1)
+        assert num_launches() == launched * (1 + (rows > 1))
+
+
+def test_a_prompt_takes_a_launch_for_norm_product_and_activation(
+    quantized: Callable, randn: Callable, check: Callable, num_launches: Callable
+) -> None:
+    rows = MAX_ROWS + 8
+    check(randn(rows, 48), quantized("int8", 6, 48), None, norm_of(randn(48), 0.0), randn(rows, 3), swiglu)
+    kernels = (rms_norm_kernel, quantized_gemm_kernel, gated_kernel)
+    assert [num_launches(kernel) for kernel in kernels] == [1, 1, 1]
+    assert num_launches() == 3
+
+
+def test_a_row_is_the_same_in_any_company(quantized: Callable, randn: Callable) -> None:
+    x, residual, norm = randn(16, 128), randn(16, 38), norm_of(randn(128), 0.0)
+    weight = quantized("int4", 38, 128, 64)
+    together = linear(x, weight, norm=norm, residual=residual.clone())
+    for rows in (slice(0, 2), slice(5, 8), slice(3, 16)):
+        assert_equal(linear(x[rows], weight, norm=norm, residual=residual[rows].clone()), together[rows], "rows alone")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_rows_and_columns_may_lie_apart(rows: int, quantized: Callable, randn: Callable, check: Callable) -> None:
+    weight, wide = quantized("int8", 8, 64), randn(rows, 200)
+    check(wide[:, 100:164], weight, residual=randn(rows, 60)[:, 30:38])
+    check(randn(64, rows).t(), weight, residual=randn(8, rows).t())
+
+
+def test_no_rows_give_no_rows_and_nothing_is_launched(
+    quantized: Callable, randn: Callable, num_launches: Callable
+) -> None:
+    assert linear(randn(0, 32), quantized("int8", 20, 32), residual=randn(0, 20)).shape == (0, 20)
+    assert linear(randn(0, 32), quantized("int8", 20, 32), activation=swiglu).shape == (0, 10)
+    assert num_launches() == 0
+
+
+def test_what_the_kernels_cannot_read_is_refused(quantized: Callable, randn: Callable) -> None:
+    weight = quantized("int8", 20, 96, 32)
+    for wrong, message in (
+        (quantized("int8", 20, 100), r"contiguous \[N, 96\]"),
+        (dataclasses.replace(weight, columns_per_scale=48), "not to 48"),
+        (dataclasses.replace(weight, columns_per_scale=64), "not to 64"),
+        (dataclasses.replace(weight, rows_per_scale=4), r"\(5, 3\) scales"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear(randn(1, 96), wrong)
+    row_wise = quantized("int4", 20, 128)
+    wide = dataclasses.replace(
+        row_wise, values=row_wise.values.repeat(1, 3)[:, :96].contiguous(), columns_per_scale=192
+    )
+    with pytest.raises(ValueError, match="packed by 128 columns, and 192"):
+        linear(randn(1, 192), wide)
+    for rows, cut in (
+        (2, QuantizedTiling(8, 64, 4)),
+        (2, dataclasses.replace(PIPELINED, block_k=64)),
+        (33, dataclasses.replace(IN_PIECES, block_k=64)),
+    ):
+        with pytest.raises(ValueError, match="tiling"):
+            linear(randn(rows, 96), weight, cut=cut)
+
+
+def test_the_table_keeps_its_rules() -> None:
+    sizes = (1, 72, 96, 128, 576, 1024, 4096, 6144, 9728, 12288, 151936)
+    gpus = set(GENERATIONS.values())
+    for rows, N, K in itertools.product((1, 2, 16, 17, 64, 100, 2048), sizes, sizes[:-1]):
+        for bits, group, is_gated, itemsize, gpu in itertools.product(
+            (8, 4), (32, 128, K), (False, True), (2, 4), gpus
+        ):
+            if K % group:
+                continue
+            cut = quantized_tiling(rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes)
+            about = f"{rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes} {cut}"
+            sizes_of_block = (cut.block_m, cut.block_n, cut.block_k)
+            assert all(size == next_power_of_two(size) for size in sizes_of_block), about
+            assert cut.block_k * bits // 8 >= 16, about
+            assert cut.dot == (rows > 1), about
+            if cut.dot:
+                of_w = cut.block_n * (2 if is_gated else 1) * cut.block_k * bits // 8
+                stage = of_w + cut.block_m * cut.block_k * itemsize
+                assert cut.num_stages * stage <= gpu.shared_bytes, about
+                assert cut.num_stages >= 2, about
+                assert min(cut.block_m, cut.block_n) >= 16, about
+                assert cut.block_k // max(1, cut.pieces) <= group or group == K, about
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 300])
+@pytest.mark.parametrize("group", [128, None])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_real_shapes(
+    kind: str, group: int | None, rows: int, dtype: torch.dtype, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    if kind == "fp8" and rows > MAX_ROWS:
+        pytest.skip("x is rounded to FP8; test_prompts_are_multiplied_in_fp8")
+    for N, K in ((6144, 4096), (4096, 12288)):
+        weight = quantized(kind, N, K, group, dtype=torch.float32)
+        check(randn(rows, K, dtype=dtype), weight, norm=norm_of(randn(K, dtype=dtype), 0.0), activation=swiglu)
+        check(randn(rows, K, dtype=dtype), weight, residual=randn(rows, N, dtype=dtype))

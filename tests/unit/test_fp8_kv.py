@@ -1,0 +1,171 @@
+"""A KV cache in 8 bits behind an engine: the same answers however requests are scheduled, and twice the tokens."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import shared.cache.pool_size as pool_size
+from phases.phase_09.engine import SUPPORTED as SUPPORTED_BEFORE
+from phases.phase_10.engine import Engine
+from shared.cache.contiguous import kv_bytes
+from shared.cache.fp8_view import Fp8View
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.planned import PlannedKVCachePool
+from shared.cache.prefix_view import PrefixView
+from shared.engine.batch import Batch
+from shared.engine.buckets import Buckets
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError, ModelFolderError
+from shared.kernels.launch import GENERATIONS
+from shared.loading.config_json import read_config
+from shared.loading.loader import load_model
+from shared.text.tokenizer import Tokenizer
+from tests.mixed_requests import ALIKE, ARRIVALS, GREEDY, LONG, MIXED, Requests, serve, tokens
+from tests.steps import make_request, step_of
+
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+
+
+def make(folder: Path, **settings: Any) -> Engine:
+    return Engine(EngineConfig(model=str(folder), seed=7, **settings))
+
+
+def test_earlier_phases_refuse_it_and_name_the_phase() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype = 'fp8' arrives in phase 10; leave it at 'auto'"):
+        EngineConfig(**FP8).check(SUPPORTED_BEFORE)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8' and kv_cache_backend is 'contiguous'"):
+        EngineConfig(kv_cache_backend="contiguous", **FP8)
+
+
+@pytest.mark.parametrize(
+    ("family", "requests"),
+    [("llama", LONG), ("llama", ALIKE), ("qwen3", MIXED), ("gemma3_text", ALIKE)],
+    ids=["llama-long", "llama-alike", "qwen3-mixed", "gemma3-alike"],
+)
+def test_answers_depend_on_no_other_request(tiny_checkpoints: dict[str, Path], family: str, requests: Requests) -> None:
+    """Not on chunks, shared prefixes, preemption, overlap, or the order of arrival."""
+    folder, about = tiny_checkpoints[family], FP8 | {"max_seq_len": 640 if requests is LONG else 128}
+    alone = make(folder, use_prefix_caching=False, use_chunked_prefill=False, max_batch_size=1, **about)
+    expected = [tokens(serve(alone, [request], [0])[0][0]) for request in requests]
+    small = {"num_gpu_blocks": 220 if requests is LONG else 43, "block_size": 3, "prefill_chunk_size": 16}
+    engine = make(folder, overlap_scheduling=True, **small, **about)
+    arrivals = (ARRIVALS * 3)[: len(requests)]
+    for _ in range(2):  # the second time with prefixes in the cache
+        assert [tokens(outputs) for outputs in serve(engine, requests, arrivals)[0]] == expected
+    assert engine.scheduler.num_prefix_hits > 0
+    assert engine.view.keys.dtype == torch.uint8
+
+
+def test_a_preempted_request_gets_the_same_tokens(tiny_checkpoints: dict[str, Path]) -> None:
+    requests: Requests = [([n] * 10, GREEDY | {"max_new_tokens": 20}) for n in range(4)]
+    about: dict[str, Any] = FP8 | {"max_seq_len": 32, "block_size": 4}
+    expected = [tokens(outputs) for outputs in serve(make(tiny_checkpoints["qwen3"], **about), requests, [0] * 4)[0]]
+    engine = make(tiny_checkpoints["qwen3"], num_gpu_blocks=14, **about)
+    assert [tokens(outputs) for outputs in serve(engine, requests, [0] * 4)[0]] == expected
+    assert engine.load().num_preemptions > 0
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])
+def test_the_same_bytes_hold_more_tokens(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, dtype: str, times: int
+) -> None:
+    config = read_config(tiny_checkpoints["llama"])
+    monkeypatch.setattr(pool_size, "step_bytes", lambda *about: 0)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: 200 * kv_bytes(config, 16, torch.float32))
+    about: dict[str, Any] = {"dtype": dtype, "max_seq_len": 512, "max_batch_size": 1000}
+    engines = [make(tiny_checkpoints["llama"], **about, **settings) for settings in ({}, FP8)]
+    wide, narrow = (engine.stats() for engine in engines)
+    assert narrow["cache capacity (tokens)"] == wide["cache capacity (tokens)"] * times
+    assert narrow["cache bytes"] == wide["cache bytes"] == engines[1].view.keys.nbytes * 2
+    free = [engine.pool.free_tokens for engine in engines]
+    assert free[1] == free[0] * times, "admission counts the smaller blocks"
+
+
+def with_scales(folder: Path, source: Path, scales: dict[str, torch.Tensor]) -> Path:
+    """A copy of a checkpoint that carries scales besides."""
+    shutil.copytree(source, folder)
+    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors")
+    return folder
+
+
+FORMS = {  # of a layer's names: compressed-tensors, an earlier form of it, ModelOpt
+    "compressed-tensors": "model.layers.{}.self_attn.{}_scale",
+    "earlier": "model.layers.{}.self_attn.{}_proj.output_scale",
+    "modelopt": "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoints_own_scales_are_used(tiny_checkpoints: dict[str, Path], tmp_path: Path, form: str) -> None:
+    source = tiny_checkpoints["llama"]
+    config = read_config(source)
+    expected = 0.01 + 0.1 * torch.rand(2, config.num_layers, config.num_kv_heads)
+    if form == "modelopt":  # a number a layer
+        expected = expected[..., :1].expand_as(expected).contiguous()
+    scales = {
+        FORMS[form].format(layer, kind): expected[n, layer, : 1 if form == "modelopt" else None].clone()
+        for n, kind in enumerate("kv")
+        for layer in range(config.num_layers)
+    }
+    folder = with_scales(tmp_path / "scaled", source, scales)
+    view = make(folder, max_seq_len=64, **FP8).view
+    actual = [[by_layer[name] for by_layer in view.scales] for name in ("k_scales", "v_scales")]
+    assert torch.equal(torch.stack([torch.stack(layers) for layers in actual]), expected)
+    assert tokens(serve(make(folder, max_seq_len=64), MIXED[:1], [0])[0][0]) == tokens(
+        serve(make(source, max_seq_len=64), MIXED[:1], [0])[0][0]
+    ), "a KV cache of the weights' dtype ignores them"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": None}, r"none for the values of layer 0; a checkpoint has them for all layers, or for none"),
+        ({"k": torch.tensor(0.0)}, r"layers.0.self_attn.k_scale in .* is \[0.0\]; .* must be positive and finite"),
+        ({"v": torch.tensor(math.nan)}, r"layers.0.self_attn.v_scale in .* is \[nan\]"),
+        ({"k": torch.ones(7)}, r"layers.0.self_attn.k_scale in .* has 7 numbers; .* one for each of 3 KV heads"),
+    ],
+    ids=["missing", "zero", "nan", "shape"],
+)
+def test_scales_that_cannot_be(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    source = tiny_checkpoints["llama"]
+    form = FORMS["compressed-tensors"]
+    one = {form.format(n, kind): torch.tensor(1.0) for n in range(read_config(source).num_layers) for kind in "kv"}
+    scales = one | {form.format(0, kind): scale for kind, scale in change.items()}
+    named = {name: scale for name, scale in scales.items() if scale is not None}
+    folder = with_scales(tmp_path / "scaled", source, named)
+    with pytest.raises(ModelFolderError, match=message):
+        make(folder, max_seq_len=64, **FP8)
+
+
+def test_gpus_convert_fp8_from_ada_on() -> None:
+    assert {capability for capability, gpu in GENERATIONS.items() if gpu.has_fp8} == {
+        capability for capability in GENERATIONS if capability >= (8, 9)
+    }
+
+
+@pytest.mark.demo
+def test_the_demo_model_says_nearly_the_same(demo_folder: Path) -> None:
+    """The mean divergence of its logits over a page of text; to keys and values in bf16 it is 5e-5."""
+    model, text = load_model(demo_folder), (Path(__file__).parents[2] / "docs/PHASE_06.md").read_text(encoding="utf-8")
+    token_ids = Tokenizer.load(demo_folder).encode(text)[:128]
+    sizes = PagedSizes(8, 16, 1, 128, 128)
+    logits = []
+    for view in (
+        PrefixView(model.config, sizes, model.dtype),
+        Fp8View(model.config, sizes, model.dtype, "cpu", None, Buckets((), ())),
+    ):
+        pool, request = PlannedKVCachePool(sizes, None), make_request("a", token_ids)
+        assert pool.reserve(request, len(token_ids))
+        batch = Batch.of(step_of({request: len(token_ids)}), pool)
+        with torch.inference_mode():
+            logits.append(model.logits(model(view.load(batch).tokens, view)).double().log_softmax(-1))
+    divergence = F.kl_div(logits[1], logits[0], reduction="none", log_target=True).sum(-1)
+    assert 1e-3 < divergence.mean() < 3e-2

@@ -1,0 +1,360 @@
+"""Weights of 8 and 4 bits: rounding, the formats of checkpoints, and models that load with them.
+
+The reference for a stored format packs its numbers one by one, as the format's publication says; the whole checkpoint
+is compared with what transformers reads where compressed-tensors is installed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from shared.cache.uncached import UncachedView
+from shared.checkpoints.quantize import quantize_checkpoint
+from shared.cli import app
+from shared.errors import ConfigError, ModelFolderError
+from shared.loading.checkpoint import Checkpoint
+from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
+from shared.models.causal_lm import CausalLM
+from shared.models.fused import fuse
+from shared.models.projection import Projection
+from shared.models.quantized import QuantizedProjection
+from shared.models.tokens import Tokens
+from shared.ops import quantized as op
+from shared.quantization.formats.detect import detect_format
+from shared.quantization.rounding import METHODS, quantize
+from shared.quantization.weight import QuantizedWeight, concatenate, dequantize, pack_nibbles, unpack_nibbles
+
+N, K, G = 48, 256, 128
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def logits(model: CausalLM) -> torch.Tensor:
+    ids = torch.arange(3, 40)
+    with torch.inference_mode():
+        return model.logits(model(Tokens(ids, torch.arange(37)), UncachedView([37])))
+
+
+def plainly(model: CausalLM) -> CausalLM:
+    """The same model with its quantized matrices in fp32."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantizedProjection):
+            N, K = module.weight.shape
+            plain = Projection(K, N)
+            plain.weight = torch.nn.Parameter(dequantize(module.weight), requires_grad=False)
+            plain.bias = module.bias
+            model.set_submodule(name, plain)
+    return model
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@pytest.mark.parametrize(("method", "step"), [("fp8", 2**-4), ("int8", 0.5 / 127), ("int4", 0.5 / 7.5)])
+def test_rounding_is_as_near_as_the_format_allows(method: str, step: float) -> None:
+    weight = torch.randn(N, K) * torch.logspace(-3, 3, N)[:, None]
+    weight[5] = 0
+    rounded = quantize(weight, method)
+    error = (dequantize(rounded) - weight).abs()
+    if method == "fp8":  # three bits of mantissa, down to the smallest normal number
+        assert (error <= weight.abs() * step + weight.abs().amax(1, keepdim=True) * 2**-17).all()
+    else:
+        of_group = weight.unflatten(1, (-1, rounded.columns_per_scale)).abs().amax(2)
+        worst = step if method == "int8" else 2 * step  # 4 bits reach 7 above and 8 below
+        assert (error <= of_group.repeat_interleave(rounded.columns_per_scale, 1) * worst * 1.001).all()
+    assert torch.equal(dequantize(rounded)[5], weight[5])
+
+
+def test_int4_needs_groups() -> None:
+    with pytest.raises(ConfigError, match=r"divisible by 32.*\[48, 72\].*'int8' or 'fp8'"):
+        quantize(torch.randn(N, 72), "int4")
+
+
+@pytest.mark.parametrize("run", [32, 64, 128])
+def test_nibbles(run: int) -> None:
+    numbers = torch.randint(0, 16, (N, K))
+    packed = pack_nibbles(numbers, run)
+    assert packed[3, 1] == numbers[3, 1] + 16 * numbers[3, 1 + run // 2]
+    assert torch.equal(unpack_nibbles(packed, run), numbers.to(torch.uint8))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_the_product_is_that_of_the_dequantized_matrix(method: str, num_rows: int) -> None:
+    weight, x, bias = quantize(torch.randn(3000, K), method), torch.randn(num_rows, K), torch.randn(3000)
+    wanted = x.double() @ dequantize(weight).double().T + bias
+    assert_near(op.linear(x, weight, bias), wanted.float(), 2**-7 if method == "int8" else 1e-6)
+
+
+@pytest.mark.parametrize("rows", [(256, 128), (200, 56, 130)])
+def test_blocks_of_merged_matrices_keep_their_scales(rows: tuple[int, ...]) -> None:
+    weights = [
+        QuantizedWeight(torch.randn(n, K).to(torch.float8_e4m3fn), torch.rand(-(-n // 128), 2), None, 128, 128)
+        for n in rows
+    ]
+    merged = concatenate(weights)
+    assert torch.equal(dequantize(merged), torch.cat([dequantize(weight) for weight in weights]))
+    assert merged.rows_per_scale == (128 if rows == (256, 128) else 1)
+
+
+# Formats.
+
+
+def packed_one_by_one(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Numbers ``[.., 8n]`` as int32 ``[.., n]``: number ``order[i]`` of eight goes to bits 4i to 4i + 3."""
+    out = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // 8), np.uint32)
+    for i, column in enumerate(order):
+        out |= numbers[..., column::8].astype(np.uint32) << np.uint32(4 * i)
+    return torch.from_numpy(out.view(np.int32))
+
+
+GENERATOR = np.random.default_rng(0)
+NUMBERS = GENERATOR.integers(0, 16, (N, K))
+ZEROS = GENERATOR.integers(1, 16, (N, K // G))
+SCALES = torch.rand(N, K // G) + 0.1
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of AutoAWQ's gemm kernel
+BLOCK_SCALES = torch.rand(1, 2) + 0.1
+EIGHT_BITS = torch.from_numpy(GENERATOR.integers(-127, 128, (N, K))).to(torch.int8)
+FLOATS = torch.randn(N, K).to(torch.float8_e4m3fn)
+
+
+def packed_columns(numbers: np.ndarray) -> torch.Tensor:
+    return packed_one_by_one(numbers).T.contiguous()
+
+
+def in_groups(zeros: Any) -> torch.Tensor:
+    spread = torch.as_tensor(np.broadcast_to(zeros, (N, K // G)).copy()).repeat_interleave(G, 1)
+    return (torch.from_numpy(NUMBERS) - spread) * SCALES.repeat_interleave(G, 1)
+
+
+def scheme(**weights: Any) -> dict[str, Any]:
+    return {"group_0": {"targets": ["Linear"], "weights": weights}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": G}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": G, "version": "gemm", "zero_point": True}
+PACKED = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=True)
+ASYMMETRIC = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=False)
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+CT = {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*layers[.]7[.].*"]}
+INT8 = CT | {"format": "int-quantized", "config_groups": scheme(num_bits=8, type="int", strategy="channel")}
+GPTQ_TENSORS = {
+    "qweight": packed_columns(NUMBERS),
+    "qzeros": packed_one_by_one(ZEROS.T - 1),
+    "scales": SCALES.T.contiguous(),
+    "g_idx": (torch.arange(K) // G).int(),
+}
+STORED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]] = {
+    "fp8 in blocks": (
+        BLOCKS,
+        {"weight": FLOATS, "weight_scale_inv": BLOCK_SCALES},
+        FLOATS.float() * BLOCK_SCALES.repeat_interleave(128, 1),
+    ),
+    "fp8, a scale a tensor": (
+        CT | {"format": "float-quantized", "config_groups": scheme(num_bits=8, type="float", strategy="tensor")},
+        {"weight": FLOATS, "weight_scale": torch.tensor([0.5])},
+        FLOATS.float() * 0.5,
+    ),
+    "int8, a scale a row": (
+        INT8,
+        {"weight": EIGHT_BITS, "weight_scale": SCALES[:, :1].bfloat16()},
+        EIGHT_BITS * SCALES[:, :1].bfloat16().float(),
+    ),
+    "packed int4": (
+        CT | {"format": "pack-quantized", "config_groups": PACKED},
+        {
+            "weight_packed": packed_one_by_one(NUMBERS),
+            "weight_scale": SCALES,
+            "weight_shape": torch.tensor([N, K]),
+        },
+        in_groups(8),
+    ),
+    "packed int4 with zeros": (
+        CT | {"format": "pack-quantized", "config_groups": ASYMMETRIC},
+        {
+            "weight_packed": packed_one_by_one(NUMBERS),
+            "weight_scale": SCALES,
+            "weight_zero_point": packed_one_by_one(ZEROS.T).T.contiguous(),
+        },
+        in_groups(ZEROS),
+    ),
+    "gptq": (GPTQ, GPTQ_TENSORS, in_groups(ZEROS)),
+    "gptq, version 2, symmetric": (
+        GPTQ | {"checkpoint_format": "gptq_v2"},
+        {
+            "qweight": packed_columns(NUMBERS),
+            "qzeros": packed_one_by_one(np.full((K // G, N), 8)),
+            "scales": SCALES.T.contiguous(),
+        },
+        in_groups(8),
+    ),
+    "awq": (
+        AWQ,
+        {
+            "qweight": packed_one_by_one(NUMBERS.T, AWQ_ORDER),
+            "qzeros": packed_one_by_one(ZEROS.T, AWQ_ORDER),
+            "scales": SCALES.T.contiguous(),
+        },
+        in_groups(ZEROS),
+    ),
+    "awq without zeros": (
+        AWQ | {"zero_point": False},
+        {"qweight": packed_one_by_one(NUMBERS.T, AWQ_ORDER), "scales": SCALES.T.contiguous()},
+        in_groups(8),
+    ),
+}
+
+
+def read(folder: Path, config: Any, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
+    save_file({f"{NAME}.{part}": tensor for part, tensor in tensors.items()}, folder / "model.safetensors")
+    return detect_format(config, Checkpoint(folder)).read(NAME, (N, K))
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
+    config, tensors, wanted = STORED[kind]
+    torch.testing.assert_close(dequantize(read(tmp_path, config, tensors)).double(), wanted.double())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "tensors", "told"),
+    [
+        ("gptq", {"quant_method": "hqq"}, {}, "quant_method 'hqq'.*supported are fp8, compressed-tensors, gptq, awq"),
+        ("gptq", {"bits": 3}, {}, "bits 3, which is not supported; supported is 4"),
+        ("gptq", {"group_size": -1}, {}, "group_size -1.*32, 64, 128"),
+        ("gptq", {"checkpoint_format": "marlin"}, {}, "checkpoint_format 'marlin'"),
+        ("gptq", {}, {"g_idx": torch.arange(K).int() % 2}, r"up_proj\.g_idx.*act-order"),
+        ("awq", {"version": "gemv"}, {}, "version 'gemv'.*'gemm'"),
+        ("fp8 in blocks", {"weight_block_size": [64, 64]}, {}, r"weight_block_size \[64, 64\]"),
+        ("fp8 in blocks", {}, {"weight": torch.randn(N, K)}, r"up_proj\.weight.*float32.*must be float8_e4m3fn"),
+        ("fp8 in blocks", {}, {"weight_scale_inv": torch.ones(2, 2)}, r"weight_scale_inv.*\[2, 2\].*\[1, 2\]"),
+        ("fp8 in blocks", {}, {"weight_scale_inv": torch.tensor([[1.0, float("nan")]])}, r"scale nan at \[0, 1\]"),
+        ("int8, a scale a row", {}, {"weight_scale": torch.zeros(N, 1)}, r"weight_scale.*scale 0.0 at \[0, 0\]"),
+        ("int8, a scale a row", {"format": "marlin-24"}, {}, "format 'marlin-24'.*int-quantized"),
+        (
+            "int8, a scale a row",
+            {"config_groups": scheme(num_bits=8, type="int", strategy="channel", symmetric=False)},
+            {},
+            "symmetric: False",
+        ),
+        ("packed int4", {"config_groups": scheme(num_bits=2, type="int")}, {}, r"\('int', 2\)"),
+        ("awq", {}, {"qzeros": None}, "lack .*up_proj.qzeros"),
+    ],
+)
+def test_what_is_not_supported_or_contradicts_the_config_is_told(
+    tmp_path: Path, kind: str, config: dict[str, Any], tensors: dict[str, Any], told: str
+) -> None:
+    right_config, right_tensors, _ = STORED[kind]
+    changed = {name: tensor for name, tensor in (right_tensors | tensors).items() if tensor is not None}
+    with pytest.raises(ModelFolderError, match=told):
+        read(tmp_path, right_config | config, changed)
+
+
+def test_modules_left_out(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    for config, left_out in [
+        (INT8, "model.layers.7.mlp.up_proj"),
+        (AWQ | {"modules_to_not_convert": ["layers.0.mlp"]}, NAME),
+        (BLOCKS | {"modules_to_not_convert": ["model.layers.0"]}, NAME),
+        (GPTQ, "lm_head"),
+    ]:
+        stored = detect_format(config, checkpoint)
+        assert not stored.quantizes(left_out)
+        assert not stored.quantizes("lm_head")
+        assert stored.quantizes("model.layers.70.self_attn.q_proj")
+
+
+# Whole models.
+
+
+def quantizable(checkpoints: dict[str, Path], method: str) -> dict[str, Path]:
+    """Of the tiny models only Llama has matrices that groups of INT4 divide."""
+    return {"llama": checkpoints["llama"]} if method == "int4" else checkpoints
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_plain_checkpoint_is_quantized_as_it_loads(tiny_checkpoints: dict[str, Path], method: str) -> None:
+    for folder in quantizable(tiny_checkpoints, method).values():
+        model = load_model(folder, quantize=quantizer(method))
+        found = logits(model)
+        fused = logits(fuse(load_model(folder, quantize=quantizer(method))))
+        assert sum(isinstance(module, QuantizedProjection) for module in model.modules()) == 7 * len(model.blocks)
+        assert_near(found, logits(plainly(model)), 0.03 if method == "int8" else 1e-5)
+        assert_near(fused, found, 0.03 if method == "int8" else 1e-5)
+
+
+def test_a_tied_head_is_quantized_beside_its_embedding(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    model = load_model(folder, quantize=quantizer("fp8", quantize_head=True))
+    assert isinstance(model.head, QuantizedProjection)
+    assert torch.equal(model.embedding.weight, load_model(folder).embedding.weight)
+    assert torch.equal(dequantize(model.head.weight), dequantize(quantize(model.embedding.weight, "fp8")))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_written_checkpoint_is_the_model_that_loads_quantized(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, method: str
+) -> None:
+    for family, folder in quantizable(tiny_checkpoints, method).items():
+        written = quantize_checkpoint(folder, tmp_path / family, method)
+        found = logits(load_model(written, quantize=quantizer()))
+        assert torch.equal(found, logits(load_model(folder, quantize=quantizer(method))))
+    with pytest.raises(ModelFolderError, match=r"already quantized.*arrives in phase 10"):
+        load_model(written)
+    with pytest.raises(ConfigError, match=r"quantized already; leave quantization out"):
+        load_model(written, quantize=quantizer("int8"))
+
+
+def test_the_command_writes_a_checkpoint_once(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    command = ["model", "quantize", str(tiny_checkpoints["llama"]), str(tmp_path / "int8"), "--method"]
+    assert "it must be one of fp8, int8, int4" in " ".join(CliRunner().invoke(app, [*command, "int2"]).output.split())
+    result = CliRunner().invoke(app, [*command, "int8"])
+    assert result.exit_code == 0, result.output
+    assert load_model(tmp_path / "int8", quantize=quantizer()).config.num_layers == 3
+    assert "is not empty" in " ".join(CliRunner().invoke(app, [*command, "int8"]).output.split())
+    with pytest.raises(ConfigError, match="leave --quantize-head out"):
+        quantize_checkpoint(tiny_checkpoints["llama"], tmp_path / "head", "int8", quantize_head=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_transformers_reads_a_written_checkpoint(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, method: str
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    for family, folder in quantizable(tiny_checkpoints, method).items():
+        written = quantize_checkpoint(folder, tmp_path / family, method)
+        reader = CompressedTensorsConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32, quantization_config=reader)
+        with torch.inference_mode():
+            wanted = model(torch.arange(3, 40)[None]).logits[0]
+        assert_near(logits(plainly(load_model(written, quantize=quantizer()))), wanted, 1e-4)
+
+
+def test_a_checkpoint_with_some_plain_matrices(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """A value projection left out: its group cannot be merged, and computes the same."""
+    plain = load_file(tiny_checkpoints["qwen3"] / "model.safetensors")
+    written = quantize_checkpoint(tiny_checkpoints["qwen3"], tmp_path, "fp8")
+    tensors, config = load_file(written / "model.safetensors"), json.loads((written / "config.json").read_text())
+    left_out = "model.layers.1.self_attn.v_proj"
+    del tensors[f"{left_out}.weight_scale"]
+    tensors[f"{left_out}.weight"] = plain[f"{left_out}.weight"]
+    config["quantization_config"]["ignore"].append(left_out)
+    save_file(tensors, written / "model.safetensors")
+    (written / "config.json").write_text(json.dumps(config))
+    model = load_model(written, quantize=quantizer())
+    assert isinstance(model.get_submodule("blocks.1.attention.qkv.v_proj"), Projection)
+    found = logits(model)
+    assert_near(logits(fuse(model)), found, 1e-5)
+    apart = next(part for part in model.modules() if getattr(part, "parts", None))
+    x = torch.randn(3, model.config.hidden_size)
+    assert torch.equal(apart(x, residual=torch.tensor(2.0)), apart(x) + 2)
