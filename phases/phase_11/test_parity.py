@@ -1,4 +1,4 @@
-"""Phase 11 gives the tokens of phase 9, whatever is proposed."""
+"""Phase 11 gives the tokens of phase 10, whatever is proposed."""
 
 import random
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phases.phase_09.engine import Engine as Plain
+from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
@@ -199,7 +199,7 @@ def test_whatever_the_sizes_arrivals_and_aborts(
     assert engine.num_rejected > 0 or error_rate < 1
 
 
-ALONE: list[list[StepOutput]] = []  # the answer to each request of ALIKE, by phase 9
+ALONE: list[list[StepOutput]] = []  # the answer to each request of ALIKE, by phase 10
 
 
 def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints: dict[str, Path]) -> None:

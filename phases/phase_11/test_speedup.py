@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phases.phase_09.engine import Engine as Plain
+from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
