@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.rejection_sampler import RejectionSampler
 from shared.engine.request import Request
-from shared.engine.sampler import Sampler, SamplerOutput
+from shared.engine.sampler import SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
+from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
@@ -33,6 +35,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
+from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
@@ -69,14 +72,17 @@ SUPPORTED = {
     "quantize_head",
     "use_speculative_decoding",
     "drafter",
+    "draft_model",
     "spec_length",
     "acceptance_method",
     "adapt_spec_length",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
-SAMPLERS = {"coupled": Sampler, "rejection": RejectionSampler}
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NGramDrafter}
+DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer], Drafter]] = {
+    "ngram": lambda *_: NGramDrafter(),
+    "model": DraftModel,
+}
 
 
 class Engine:
@@ -94,18 +100,21 @@ class Engine:
             fuse(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        self.drafter: Drafter | None = None
+        if config.use_speculative_decoding:
+            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer)
+        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
+        runner = CapturedRunner if is_capturing else OverlappedRunner
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
+        if self.drafter is not None:
+            self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        sampling: dict[str, Any] = {
-            "most_logit_rows": config.most_logit_rows,
-            "make_sampler": SAMPLERS[config.acceptance_method],
-        }
-        runner = CapturedRunner if is_capturing else OverlappedRunner
+        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows}
+        if self.drafter is not None and config.acceptance_method == "rejection":
+            sampling["make_sampler"] = partial(RejectionSampler, distributions=self.drafter.distributions)
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
-        self.drafter = DRAFTERS[config.drafter or "model"]() if config.use_speculative_decoding else None
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
@@ -186,9 +195,10 @@ class Engine:
 
     def propose(self, schedule: Schedule) -> Schedule:
         """Let the drafter propose what the schedule has room for; first the tokens that drafts follow are awaited."""
-        if self.drafter is None or not schedule.has_drafts:
+        if self.drafter is None:
             return schedule
-        self.finish()
+        if schedule.has_drafts:
+            self.finish()
         self.drafter.propose(schedule)
         return settle(schedule, self.pool)
 

@@ -23,6 +23,8 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.errors import ConfigError
+from shared.loading.config_json import read_config
+from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
@@ -40,7 +42,10 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
     """
     most = min(config.most_tokens_of_a_step(max_seq_len), config.max_batch_size * max_seq_len)
     kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else model.dtype
-    block_bytes = kv_bytes(model.config, config.block_size, kv_dtype)
+    caches = [model.config]
+    if config.draft_model is not None:  # whose blocks are as many
+        caches.append(read_config(resolve_model(config.draft_model), can_quantize=True))
+    block_bytes = sum([kv_bytes(cache, config.block_size, kv_dtype) for cache in caches])
     left = int(SHARE[model.device.type] * free_bytes(model.device)) - step_bytes(config, model, max_seq_len, most, make)
     useful = config.max_batch_size * -(-max_seq_len // config.block_size)
     return max(0, min(left // block_bytes, useful))

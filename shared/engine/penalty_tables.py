@@ -37,6 +37,10 @@ class PenaltyTables:
         self.counts: TokenCounts | None = None
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
 
+    def forget(self) -> None:
+        """Enter every request anew when it samples next."""
+        self.entered.clear()
+
     def enter(self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int) -> None:
         """Make the counts of the rows with a penalty complete; ``places`` are the table rows of all rows."""
         before: tuple[int, int, int] | None = None  # of the row before: its request, its number of drafts, its place

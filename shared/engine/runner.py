@@ -7,7 +7,7 @@ Invariants: a request that raises fails alone (:mod:`shared.engine.isolation`); 
 so a step can be run again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -43,7 +43,7 @@ class Runner:
 
     Args:
         most_logit_rows: maximum logit rows of a sequence; more than one with drafts (phase 11).
-        make_sampler: the class of the sampler.
+        make_sampler: makes the sampler for a device and a maximum of rows.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Runner:
         max_sequences: int,
         *,
         most_logit_rows: int = 1,
-        make_sampler: type[Sampler] = Sampler,
+        make_sampler: Callable[[torch.device, int], Sampler] = Sampler,
     ) -> None:
         self.model = model
         self.view = view
@@ -155,3 +155,7 @@ class Runner:
             asking = dict(enumerate(prompts.num_top[piece].tolist()))
             scored.append(PromptDraws(prompts.sequences[piece], Draws(ids, logprobs, asking)))
         return scored
+
+
+MakeRunner = Callable[..., Runner]
+"""A class of runners; the arguments are those of :class:`Runner`."""

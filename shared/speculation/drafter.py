@@ -4,14 +4,37 @@ The scheduler grants drafts as counts; a drafter fills them with token ids. Inva
 drafts as its entry of the schedule grants; drafts follow the request's known tokens, so no token of it is in flight.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
+import torch
+
+from shared.cache.pool import CachePoolProtocol
+from shared.cache.view import MakeMemory
+from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
 
 
 class Drafter(Protocol):
     """Proposes tokens."""
 
+    @property
+    def distributions(self) -> Mapping[tuple[int, int], torch.Tensor]:
+        """The probabilities ``[V]`` from which a draft was drawn, by its request's serial and the index of the output.
+
+        Drafts that are not in it were certain. Rejection sampling needs them; it is one object, and changes.
+        """
+        ...
+
+    def join(
+        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    ) -> CachePoolProtocol:
+        """The pool that the scheduler uses: ``pool``, the model's, or one that also reserves what the drafter needs."""
+        ...
+
     def propose(self, schedule: Schedule) -> None:
-        """Set ``draft_ids`` of each request of the schedule that has drafts; fewer than granted, or none, will do."""
+        """Set ``draft_ids`` of each request of the schedule that has drafts; fewer than granted, or none, will do.
+
+        It is called in every step. A schedule without drafts may have tokens in flight; its prompts are known.
+        """
         ...

@@ -14,7 +14,12 @@ Invariant: the index has every pair of known tokens but the newest, which is loo
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+import torch
+
+from shared.cache.pool import CachePoolProtocol
+from shared.cache.view import MakeMemory
 from shared.engine.request import Request, RequestStatus
+from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
 
 MOST_VISITED = 32
@@ -72,6 +77,13 @@ class NGramDrafter:
 
     def __init__(self) -> None:
         self.indices: WeakKeyDictionary[Request, NGramIndex] = WeakKeyDictionary()
+        self.distributions: dict[tuple[int, int], torch.Tensor] = {}  # none: a draft that is looked up is certain
+
+    def join(
+        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    ) -> CachePoolProtocol:
+        """See :class:`shared.speculation.drafter.Drafter`; a lookup needs no keys and values."""
+        return pool
 
     def propose(self, schedule: Schedule) -> None:
         """See :class:`shared.speculation.drafter.Drafter`."""

@@ -119,6 +119,7 @@ HOST = {
     "contiguous_pool",
     "layout",
     "paged",
+    "paired",
     "paged_layout",
     "planned",
     "planned_layout",

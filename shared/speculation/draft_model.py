@@ -1,0 +1,188 @@
+"""Drafts from a smaller model with the same vocabulary. Introduced in phase 11.
+
+The draft model is served as any other: it has requests of its own (the *twins* of
+:class:`shared.cache.paired.PairedPool`), a KV cache, and a runner. Its first forward of a step computes what it lacks
+of each request, and draws the first draft; each further one computes the draft before, whose id never leaves the
+device, and draws the next. The host waits once, for all drafts.
+
+A draft model draws with the seed, the index and the parameters of its request. With coupled acceptance it also draws
+with the same noise, which makes equal tokens likely. With rejection it draws from a stream of its own, and hands over
+the distribution of each draft.
+
+Prompts are followed in the chunks in which the model computes them. What the draft model lacks beyond that (its prefix
+tree may have less, and it computes nothing while a request gets no drafts) it computes in chunks too, and a request
+has no drafts until that is done.
+
+Invariants: the pool counts a twin's tokens as computed only if they are the request's own: the keys of drafts stay
+where they are, and are counted if the drafts are accepted. A failure of the draft model costs drafts, and nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from shared.cache.paired import PairedPool
+from shared.cache.pool import CachePoolProtocol
+from shared.cache.view import MakeMemory
+from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.engine.runner import Launched, MakeRunner, Runner
+from shared.engine.sampler import SampledTokens, Sampler, SamplerOutput
+from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
+from shared.loading.resolve import resolve_model
+from shared.models.causal_lm import CausalLM
+from shared.models.fused import fuse
+from shared.models.packed import pack
+from shared.scheduling.schedule import Schedule, Scheduled
+from shared.scheduling.speculative import num_equal
+from shared.speculation.draft_sampler import DraftSampler
+from shared.speculation.vocabulary import check_vocabulary
+from shared.text.tokenizer import Tokenizer
+
+OF_TARGET = (
+    "quantization",
+    "quantize_head",
+    "use_speculative_decoding",
+    "drafter",
+    "draft_model",
+    "spec_length",
+    "acceptance_method",
+    "adapt_spec_length",
+)
+"""Settings that do not apply to the draft model, whose weights are as in its checkpoint."""
+Asking = tuple[Request, Request, int]
+"""A request, its twin, and the number of drafts it may have."""
+
+
+class DraftModel:
+    """A model that drafts; a :class:`shared.speculation.drafter.Drafter`.
+
+    Args:
+        config: the engine's.
+        target: the model that verifies; its ``tokenizer`` must have the draft model's tokens.
+
+    Raises ConfigError for another vocabulary, and what ``load_model`` raises.
+    """
+
+    pool: CachePoolProtocol
+    runner: Runner
+
+    def __init__(self, config: EngineConfig, target: CausalLM, tokenizer: Tokenizer) -> None:
+        assert config.draft_model is not None
+        folder = resolve_model(config.draft_model)
+        quantize = quantizer(None, False)
+        self.model = load_model(folder, dtype=target.dtype, device=target.device, quantize=quantize)
+        check_vocabulary(config.draft_model, (self.model, Tokenizer.load(folder)), (target, tokenizer))
+        if config.pack_weights:
+            pack(self.model)
+        else:
+            fuse(self.model)
+        self.config = config
+        self.most_tokens = config.prefill_chunk_size if config.is_on("use_chunked_prefill") else None
+        self.distributions: dict[tuple[int, int], torch.Tensor] = {}
+
+    def join(
+        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    ) -> CachePoolProtocol:
+        """See :class:`shared.speculation.drafter.Drafter`; makes a pool with as many blocks, and the runner."""
+        own, longest = _without_drafts(self.config, pool), min(max_seq_len, self.model.max_positions)
+        self.room = own.most_tokens_of_a_step(longest)
+        self.pool, view = make_memory(own, self.model, longest)
+        is_coupled = self.config.acceptance_method == "coupled"
+        make_sampler = Sampler if is_coupled else partial(DraftSampler, distributions=self.distributions)
+        self.runner = make_runner(self.model, view, self.pool.max_sequences, make_sampler=make_sampler)
+        self.pair = PairedPool(pool, self.pool)
+        return self.pair
+
+    def propose(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.distributions.clear()
+        entries, asking = self._missing(schedule)
+        if not entries:
+            return
+        self.runner.sampler.penalties.forget()  # they count the drafts of the step before
+        drawn: list[tuple[list[Asking], list[int], SamplerOutput]] = []
+        launched = self._run(schedule, entries)
+        for number, entry in enumerate(entries):
+            if number not in launched.errors:
+                self.pool.commit(entry.request, entry.num_tokens)
+                entry.request.num_computed_tokens += entry.num_tokens
+        numbers = [number for number, entry in enumerate(entries) if entry.num_logit_rows]
+        while asking:
+            rows = [twin.sampling_row(len(drawn))._replace(num_drafts=0) for _, twin, _ in asking]
+            drawn.append((asking, numbers, self.runner.sample(launched, rows)))
+            left = [n for n, (_, _, count) in enumerate(asking) if count > len(drawn)]
+            asking, entries, numbers = (
+                [asking[n] for n in left],
+                [entries[numbers[n]] for n in left],
+                [*range(len(left))],
+            )
+            if asking:
+                entries = [Scheduled(entry.request, entry.start + entry.num_tokens, num_tokens=1) for entry in entries]
+                launched = self._run(schedule, entries)
+        for asking, numbers, sampled in drawn:
+            _hand_out(asking, numbers, sampled.wait())
+
+    def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
+        """The entries of the first forward, those of one token first, and the requests for which it draws."""
+        found: list[tuple[Scheduled, Asking]] = []
+        room = self.room
+        for number, (request, start, num_tokens, num_drafts, _, _) in enumerate(schedule):
+            if num_drafts:
+                request.draft_ids = []
+            twin = self.pair.twins.get(request)  # None: it has ended in the step that was in flight
+            if twin is None or not (num_drafts or number >= schedule.num_decoding):
+                continue
+            end = request.num_tokens if num_drafts else min(start + num_tokens, request.num_tokens)
+            begin = self._follow(twin, request)
+            size = min(end - begin, self.most_tokens or room, room)
+            if size > 0 and end + num_drafts <= self.pool.request_capacity:
+                room -= size
+                draws = bool(num_drafts) and begin + size == end
+                found.append((Scheduled(twin, begin, size, 0, int(draws)), (request, twin, num_drafts)))
+        found.sort(key=lambda pair: pair[0].num_tokens > 1)  # those of one token have a kernel of their own
+        return [entry for entry, _ in found], [asking for entry, asking in found if entry.num_logit_rows]
+
+    def _follow(self, twin: Request, request: Request) -> int:
+        """Append the tokens that are known by now, and count the drafts that turned out right, whose keys are there.
+
+        Returns the number of tokens in the draft model's cache.
+        """
+        for token_id in request.output_ids[len(twin.output_ids) :]:
+            twin.append(token_id)
+        length = self.pool.length(twin)
+        written = twin.draft_ids[:-1]  # the last draft was not computed
+        num_right = num_equal(request.ids(length, length + len(written)), written)
+        self.pool.commit(twin, num_right)
+        twin.draft_ids = []
+        twin.num_computed_tokens = length + num_right
+        return twin.num_computed_tokens
+
+    def _run(self, schedule: Schedule, entries: Sequence[Scheduled]) -> Launched:
+        num_single = sum([entry.num_tokens == 1 for entry in entries])
+        return self.runner.forward(Batch.of(Schedule(schedule.step, tuple(entries), num_single), self.pool))
+
+
+def _hand_out(asking: Sequence[Asking], numbers: Sequence[int], sampled: SampledTokens) -> None:
+    """Append a draft to each request, unless the draft model failed at it, or at the one before."""
+    token_ids = iter(sampled.token_ids)
+    position = max(len(request.draft_ids) for request, _, _ in asking)
+    for (request, twin, _), number in zip(asking, numbers, strict=True):
+        if number not in sampled.errors:
+            token_id = next(token_ids)
+            if len(request.draft_ids) == position:
+                request.draft_ids.append(token_id)
+                twin.draft_ids = list(request.draft_ids)
+
+
+def _without_drafts(config: EngineConfig, pool: CachePoolProtocol) -> EngineConfig:
+    """The settings of the draft model's memory: as many blocks as the model has."""
+    own: dict[str, Any] = {name: EngineConfig.__dataclass_fields__[name].default for name in OF_TARGET}
+    if config.kv_cache_backend != "contiguous":
+        own["num_gpu_blocks"] = pool.capacity_tokens // config.block_size
+    return replace(config, **own | {"model": config.draft_model})

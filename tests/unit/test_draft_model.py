@@ -1,0 +1,257 @@
+"""A draft model: the tokens are those without it, and its own KV cache follows the requests."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from phases.phase_10.engine import Engine as Plain
+from phases.phase_11.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.request import RequestStatus
+from shared.errors import ConfigError
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve, serve_with_aborts
+from tests.mixed_requests import tokens as tokens_of
+
+
+@pytest.fixture(scope="session")
+def drafts(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each family its tiny model, with noise on the weights: right in some of its guesses."""
+    folders = {}
+    for family, folder in tiny_checkpoints.items():
+        folders[family] = tmp_path_factory.mktemp("drafts") / family
+        shutil.copytree(folder, folders[family])
+        generator = torch.Generator().manual_seed(0)
+        for path in folders[family].glob("*.safetensors"):
+            weights = load_file(path)
+            for name, weight in weights.items():
+                weights[name] = weight + 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
+            save_file(weights, path, metadata={"format": "pt"})
+    return folders
+
+
+class Checked(Engine):
+    """After each step a twin has the tokens of its request, and the pools hold what it says."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        commit = self.scheduler.commit
+
+        def checking(schedule: Schedule, sampled: Any) -> None:
+            commit(schedule, sampled)
+            pool: Any = self.pool
+            assert pool.twins.keys() == set(self.scheduler.running.values()) | self.scheduler.ending.keys()
+            for request, twin in pool.twins.items():
+                assert request.token_ids[: twin.num_tokens] == twin.token_ids
+                assert pool.draft.length(twin) <= request.num_tokens
+                if request.status is RequestStatus.RUNNING:
+                    assert pool.length(request) == request.num_computed_tokens
+            for side, held in ((pool.target, pool.twins), (pool.draft, pool.twins.values())):
+                assert len(side.audit()) == len(side.holdings()[1]) <= len(held)
+
+        self.scheduler.commit = checking  # type: ignore[method-assign]
+
+
+def make(folder: Path, draft: Path, **config: Any) -> Any:
+    about = {
+        "use_speculative_decoding": True,
+        "draft_model": str(draft),
+        "adapt_spec_length": False,
+        "max_seq_len": 128,
+    }
+    return Checked(EngineConfig(model=str(folder), draft_model=str(draft), **about | config))
+
+
+def has_guessed(engine: Any) -> bool:
+    stats = engine.stats()
+    return stats["drafts accepted (tokens)"] > 0 and stats["drafts rejected (tokens)"] > 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_outputs_are_those_without_drafts(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str, overlaps: bool
+) -> None:
+    """Greedy and drawn, with penalties, chunks, shared prefixes and preemptions."""
+    about = SMALL | {"prefill_chunk_size": 30}
+    requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
+    plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **about))
+    answers = serve(plain, requests, arrivals)[0]
+    engine = make(tiny_checkpoints[family], drafts[family], overlap_scheduling=overlaps, **about)
+    assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
+    assert has_guessed(engine)
+    assert engine.pool.draft.free_tokens == engine.pool.draft.capacity_tokens
+    assert engine.load().num_preemptions > 0
+    assert engine.runner.num_forwards < plain.runner.num_forwards
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_chunked_prefill": False, "max_batch_size": 5},
+        {"kv_cache_backend": "contiguous", "max_batch_size": 5},
+        {"max_num_batched_tokens": 7, "max_batch_size": 4},
+        {"spec_length": 1},
+        {"use_prefix_caching": False, "prefill_chunk_size": 11},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_every_memory_gives_the_same_outputs(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], config: dict[str, Any]
+) -> None:
+    requests: Requests = [*ALIKE, *MIXED]
+    plain = EngineConfig(model=str(tiny_checkpoints["qwen3"]), max_seq_len=128)
+    engine = make(tiny_checkpoints["qwen3"], drafts["qwen3"], **config)
+    for mine, theirs in zip(serve(engine, requests)[0], serve(Plain(plain), requests)[0], strict=True):
+        assert tokens_of(mine) == tokens_of(theirs)
+    assert has_guessed(engine)
+
+
+ALONE: list[list[int | None]] = []
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    block_size=st.sampled_from([1, 2, 5, 16]),
+    size=st.integers(1, 40),
+    spare=st.integers(0, 80),
+    batch=st.integers(2, 8),
+    length=st.integers(1, 8),
+    overlaps=st.booleans(),
+    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
+    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
+    abort_at=st.integers(1, 20),
+)
+def test_whatever_the_sizes_arrivals_and_aborts(
+    tiny_checkpoints: dict[str, Path],
+    drafts: dict[str, Path],
+    block_size: int,
+    size: int,
+    spare: int,
+    batch: int,
+    length: int,
+    overlaps: bool,
+    arrivals: list[int],
+    aborted: set[int],
+    abort_at: int,
+) -> None:
+    folder = tiny_checkpoints["gemma3_text"]
+    if not ALONE:
+        plain = EngineConfig(model=str(folder), max_seq_len=96)
+        ALONE.extend(tokens_of(serve(Plain(plain), [request])[0][0]) for request in ALIKE)
+    engine = make(
+        folder,
+        drafts["gemma3_text"],
+        max_seq_len=96,
+        max_batch_size=batch,
+        block_size=block_size,
+        num_gpu_blocks=(96 + spare) // block_size + 1,
+        prefill_chunk_size=size,
+        spec_length=length,
+        overlap_scheduling=overlaps,
+    )
+    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
+    for n, alone in enumerate(ALONE):
+        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(tiny_checkpoints: dict[str, Path]) -> None:
+    """So its forwards are few: a prompt, and for each six tokens K = 5 small ones and one of six rows."""
+    request: Requests = [(list(range(20)), {"seed": 1, "max_new_tokens": 61, "ignore_eos": True})]
+    engine = make(tiny_checkpoints["llama"], tiny_checkpoints["llama"])
+    serve(engine, request)
+    assert engine.stats()["drafts rejected (tokens)"] == 0
+    assert engine.runner.num_forwards == 1 + 10
+    assert engine.drafter.runner.num_forwards == 1 + 10 * 5
+    assert engine.drafter.runner.num_tokens_computed == 20 + 60 - 1, "each token once, and the last draft never"
+
+
+def test_a_draft_model_that_fails_costs_drafts_alone(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoints["llama"]
+    expected = serve(Plain(EngineConfig(model=str(folder), max_seq_len=128)), MIXED)[0]
+    engine = make(folder, drafts["llama"])
+    forward, calls = engine.drafter.model.forward, []
+
+    def failing(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) % 5 == 3:
+            raise RuntimeError("no memory")
+        return forward(*args)
+
+    monkeypatch.setattr(engine.drafter.model, "forward", failing)
+    assert seen(serve(engine, MIXED)[0]) == seen(expected)
+    assert has_guessed(engine)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_checkpoints["llama"], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    token = next(token for token, number in vocabulary.items() if number == 77)
+    vocabulary["another"] = vocabulary.pop(token)
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"token 77 is 'another' there and"):
+        make(tiny_checkpoints["llama"], other)
+
+
+def test_requests_longer_than_the_draft_model_can_read_go_on_without(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(drafts["llama"], short)
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 40}
+    (short / "config.json").write_text(json.dumps(config))
+    requests: Requests = [([5, 6, 7], GREEDY | {"max_new_tokens": 80})]
+    engine = make(tiny_checkpoints["llama"], short)
+    expected = serve(Plain(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=128)), requests)[0]
+    assert seen(serve(engine, requests)[0]) == seen(expected)
+    assert has_guessed(engine)
+    assert engine.runner.num_forwards > 40
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_rejection_needs_the_distributions_of_the_drafts(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str
+) -> None:
+    """Greedy requests are the same; others are repeatable, and another draft model gives other tokens."""
+    folder, requests = tiny_checkpoints[family], [*ALIKE, *MIXED]
+    expected = serve(Plain(EngineConfig(model=str(folder), max_seq_len=128)), requests)[0]
+    engines = [make(folder, drafts[family], acceptance_method="rejection") for _ in range(2)]
+    found = [serve(engine, requests)[0] for engine in engines]
+    assert seen(found[0]) == seen(found[1])
+    assert has_guessed(engines[0])
+    for (_, params), mine, theirs in zip(requests, found[0], expected, strict=True):
+        assert params.get("temperature") != 0 or tokens_of(mine) == tokens_of(theirs)
+    assert seen(found[0]) != seen(expected)
+
+
+def test_with_rejection_a_model_that_drafts_for_itself_is_always_right(tiny_checkpoints: dict[str, Path]) -> None:
+    """p equals q, so each draft is accepted: the distributions arrive at the right rows."""
+    requests: Requests = [
+        (list(range(20)), {"seed": n, "max_new_tokens": 31, "ignore_eos": True, "top_k": 40 + n}) for n in range(3)
+    ]
+    engine = make(tiny_checkpoints["qwen3"], tiny_checkpoints["qwen3"], acceptance_method="rejection")
+    serve(engine, requests)
+    stats = engine.stats()
+    assert stats["drafts accepted (tokens)"] > 60
+    assert stats["drafts rejected (tokens)"] <= 3, "p and q differ by rounding"
+
+
+def test_both_caches_are_counted_in_the_memory(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    alone = Engine(EngineConfig(model=str(folder), max_seq_len=128, max_batch_size=2))
+    both = make(folder, folder, max_batch_size=2)
+    assert both.pool.draft.capacity_tokens == both.pool.target.capacity_tokens <= alone.pool.capacity_tokens
+    params = SamplingParams(max_new_tokens=4)
+    assert both.add_request([1, 2, 3], params)
