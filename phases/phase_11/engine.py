@@ -38,6 +38,7 @@ from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter
 from shared.speculation.ngram import NGramDrafter
+from shared.speculation.step_times import tune
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = {
@@ -115,6 +116,8 @@ class Engine:
         if self.drafter is not None and config.acceptance_method == "rejection":
             sampling["make_sampler"] = partial(RejectionSampler, distributions=self.drafter.distributions)
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
+        if self.drafter is not None:
+            tune(self.scheduler, self.runner, self.drafter)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)

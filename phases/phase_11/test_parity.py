@@ -18,7 +18,7 @@ from shared.engine.request import RequestStatus
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
-from shared.speculation.adaptive import DRAFT_COST
+from shared.speculation.adaptive import UNMEASURED
 from shared.text.stopping import FinishReason
 from tests.mixed_requests import (
     ALIKE,
@@ -362,9 +362,11 @@ def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_che
     requests: Requests = [([n, *range(9)], {"seed": n, "max_new_tokens": 100, "ignore_eos": True}) for n in range(4)]
     answers = serve(plain := make(folder, Plain, max_seq_len=128), requests)[0]
     good, useless = (make(folder, answers=answers, error_rate=rate, **about) for rate in (0.1, 0.0))
+    for engine in (good, useless):
+        engine.scheduler.lengths.times = UNMEASURED  # a tiny model's are mostly noise
     useless.drafter.answers = [[token_id ^ 1 for token_id in answer] for answer in useless.drafter.answers]
     for engine in (good, useless):
         assert seen(serve(engine, requests)[0]) == seen(answers)
     assert good.runner.num_forwards < plain.runner.num_forwards / 2
     assert useless.num_accepted == 0
-    assert useless.num_rejected * DRAFT_COST < 0.03 * 400, "of the time of 400 plain steps"
+    assert useless.num_rejected * 0.1 < 0.03 * 400, "of the time of 400 plain steps, if a draft takes a tenth of one"

@@ -38,8 +38,9 @@ class SpeculativeScheduler(OverlappedScheduler):
             return schedule
         budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
         entries = []
-        for entry in schedule.decoding:
-            entry = self._grant_drafts(entry, min(self.lengths.next_length(entry.request), budget))
+        lengths = self.lengths.next_lengths(schedule.decoding.requests)
+        for entry, length in zip(schedule.decoding, lengths, strict=True):
+            entry = self._grant_drafts(entry, min(length, budget))
             budget -= entry.num_drafts
             entries.append(entry)
         return _ordered(schedule, entries)

@@ -1,27 +1,62 @@
-"""How many drafts a request gets: as many as its measured acceptance is worth. Introduced in phase 11.
+"""How many drafts each request gets: as many as their acceptance is worth at their cost. Introduced in phase 11.
 
-If a draft is accepted with probability a, a step with K drafts gives 1 + a + a^2 + ... + a^K tokens, and takes the time
-of a plain step plus K times that of a draft. The length is the K with most tokens per time. It may be 0; then a single
-draft is tried from time to time, at intervals that double up to ``LONGEST_WAIT``, since a text that could not be
-guessed may turn into one that can. A drafter that repeatedly finds nothing is asked at such intervals too: a step that
-asks for drafts cannot be prepared while the one before it runs.
+If a request's drafts are accepted with probability a each, its j-th draft of a step gives a token with probability a^j,
+since all before it must be accepted too. Verifying costs time: little where a step waits for weights, much in a large
+batch, whose rows are computed one as slowly as the other. So the drafts of all requests of a step are sorted by their
+probability, and the first n are computed, with n such that the step gives most tokens per second. The times are
+measured when the engine starts (:mod:`shared.speculation.step_times`).
 
-Invariants: lengths depend on what was counted, never on time, so the same requests get the same lengths; a length
-decides how fast tokens come, never which.
+The best n may be 0 for a request, or for all; then a single draft is tried from time to time, since a text that could
+not be guessed may turn into one that can. The intervals double up to ``LONGEST_WAIT``, and end in the same steps for
+all requests: a step with drafts cannot be prepared while the one before it runs. A drafter that repeatedly finds
+nothing is asked at such intervals too.
+
+Invariants: the estimate of a request depends on its own drafts alone; a length decides how fast tokens come, never
+which.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.engine.request import Request
 
 MEMORY = 0.9
 """What a step's evidence is worth a step later: the estimate is that of the last ten steps or so."""
-DRAFT_COST = 0.1
-"""The time of a draft, verified, in plain steps; on a CPU with few cores. A GPU verifies for less."""
 LONGEST_WAIT = 32
 PATIENCE = 4
 """Steps in a row in which a drafter may find nothing before it is asked less often."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of decode steps in any unit, by the number of their requests: that of the column in ``sizes``.
+
+    ``plain`` is a step without drafts, prepared while another runs; ``short`` and ``long`` are steps that verify one
+    draft, or the most, for each request, and are waited for. ``drafting`` is a forward of the draft model.
+    """
+
+    sizes: Sequence[int]  # ascending
+    plain: Sequence[float]
+    short: Sequence[float]
+    long: Sequence[float]
+    drafting: Sequence[float]
+
+    def of(self, num_requests: int) -> tuple[float, float, float, float]:
+        """Each of the times, interpolated; behind the largest size they go on as between the last two."""
+        rows = (self.plain, self.short, self.long, self.drafting)
+        excess = num_requests - self.sizes[-1]
+        if excess <= 0 or len(self.sizes) == 1:
+            return tuple(float(np.interp(num_requests, self.sizes, row)) for row in rows)  # type: ignore[return-value]
+        share = excess / (self.sizes[-1] - self.sizes[-2])
+        return tuple(row[-1] + share * (row[-1] - row[-2]) for row in rows)  # type: ignore[return-value]
+
+
+UNMEASURED = StepTimes([1], [1.0], [1.1], [1.5], [0.0])
+"""A draft costs a tenth of a step."""
 
 
 @dataclass
@@ -32,6 +67,7 @@ class Acceptance:
     num_judged: float = 3.0  # accepted drafts, and the first rejected one of a step: those behind it were not judged
     wait: int = 0  # steps without drafts before the next attempt
     next_wait: int = 1
+    is_due: bool = True  # for an attempt, though drafts do not seem worthwhile
     num_empty: int = 0  # attempts in a row for which the drafter found nothing
     is_asked: bool = False  # for drafts of which none was counted yet
 
@@ -42,32 +78,33 @@ class Acceptance:
 
 
 class DraftLengths:
-    """The number of drafts of each request, at most ``longest``.
+    """The number of drafts of each request, at most ``longest``; ``is_adaptive`` False gives each the longest."""
 
-    Args:
-        is_adaptive: False gives every request the longest.
-        draft_cost: the time of a draft, in plain steps.
-    """
-
-    def __init__(self, longest: int, *, is_adaptive: bool = True, draft_cost: float = DRAFT_COST) -> None:
-        self.longest, self.is_adaptive, self.draft_cost = longest, is_adaptive, draft_cost
+    def __init__(self, longest: int, *, is_adaptive: bool = True, times: StepTimes = UNMEASURED) -> None:
+        self.longest, self.is_adaptive, self.times = longest, is_adaptive, times
         self.known: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
+        self.num_steps = 0
 
-    def next_length(self, request: Request) -> int:
-        """The number of drafts to try in the request's next step; call it once a step."""
-        if not self.is_adaptive:
-            return self.longest
-        known = self.known.setdefault(request, Acceptance())
-        if known.is_asked:  # in the step before, and nothing was counted
-            known.is_asked = False
-            known.num_empty += 1
-            if known.num_empty >= PATIENCE:
-                self._back_off(known)
-        if known.wait:
-            known.wait -= 1
-            return 0
-        known.is_asked = True
-        return max(1, best_length(known.rate, self.longest, self.draft_cost))
+    def next_lengths(self, requests: Sequence[Request]) -> list[int]:
+        """The numbers of drafts to try in the next step, which decodes these requests; call it once a step."""
+        if not self.is_adaptive or not requests:
+            return [self.longest] * len(requests)
+        self.num_steps += 1
+        known = [self.known.setdefault(request, Acceptance()) for request in requests]
+        is_waiting = [self._waits(acceptance) for acceptance in known]
+        rates = [0.0 if waits else acceptance.rate for acceptance, waits in zip(known, is_waiting, strict=True)]
+        lengths = best_lengths(rates, self.longest, *self.times.of(len(requests)))
+        for n, (acceptance, waits) in enumerate(zip(known, is_waiting, strict=True)):
+            if waits:
+                continue
+            if lengths[n] > 0:
+                acceptance.next_wait = acceptance.next_wait if acceptance.num_empty else 1
+            elif acceptance.is_due:
+                lengths[n] = 1
+            else:
+                self._back_off(acceptance)
+            acceptance.is_due, acceptance.is_asked = False, lengths[n] > 0
+        return lengths
 
     def count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a step: at least one, of which the first ``num_accepted`` were accepted."""
@@ -77,23 +114,44 @@ class DraftLengths:
         known.is_asked, known.num_empty = False, 0
         known.num_accepted = MEMORY * known.num_accepted + num_accepted
         known.num_judged = MEMORY * known.num_judged + min(num_accepted + 1, num_drafts)
-        if best_length(known.rate, self.longest, self.draft_cost) == 0:
-            self._back_off(known)
-        else:
-            known.next_wait = 1
+
+    def _waits(self, known: Acceptance) -> bool:
+        """Whether a request has no drafts in this step, whatever they are worth."""
+        if known.is_asked:  # in the step before, and nothing was counted
+            known.is_asked = False
+            known.num_empty += 1
+            if known.num_empty >= PATIENCE:
+                self._back_off(known)
+        if known.wait == 0:
+            return False
+        known.wait -= 1
+        known.is_due = known.wait == 0
+        return True
 
     def _back_off(self, known: Acceptance) -> None:
-        known.wait = known.next_wait
+        """Wait until a step whose number is a multiple of ``next_wait``."""
+        known.wait = known.next_wait - self.num_steps % known.next_wait
         known.next_wait = min(2 * known.next_wait, LONGEST_WAIT)
 
 
-def best_length(rate: float, longest: int, draft_cost: float) -> int:
-    """The number of drafts, up to ``longest``, with most tokens per time, if each is accepted with chance ``rate``."""
-    best, most_tokens_per_time, num_tokens, term = 0, 1.0, 1.0, 1.0
-    for length in range(1, longest + 1):
-        term *= rate
-        num_tokens += term
-        tokens_per_time = num_tokens / (1 + draft_cost * length)
-        if tokens_per_time > most_tokens_per_time:
-            best, most_tokens_per_time = length, tokens_per_time
-    return best
+def best_lengths(
+    rates: Sequence[float], longest: int, plain: float, short: float, long: float, drafting: float
+) -> list[int]:
+    """The number of drafts of each of B requests, up to ``longest``, with most tokens per time.
+
+    Args:
+        rates: the probability that a draft is accepted, if those before it are; of each request.
+        plain, short, long, drafting: the times of :class:`StepTimes` for B requests.
+    """
+    B = len(rates)
+    chances: NDArray[np.float64] = np.array(rates)[:, None] ** np.arange(1, longest + 1)  # [B, longest]
+    most, lengths = B / plain, [0] * B
+    for depth in range(1, longest + 1) if drafting else (longest,):  # the draft model runs once for each
+        sorted_chances = -np.sort(-chances[:, :depth], axis=None)
+        num_drafts = np.arange(1, B * depth + 1)
+        seconds = np.interp(num_drafts, [B, B * longest], [short, long]) + depth * drafting
+        speeds = (B + sorted_chances.cumsum()) / seconds
+        n = int(speeds.argmax())
+        if speeds[n] > most:
+            most, lengths = speeds[n], (chances[:, :depth] >= sorted_chances[n]).sum(1).tolist()
+    return lengths

@@ -41,6 +41,7 @@ from shared.models.packed import pack
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.speculative import num_equal
 from shared.speculation.draft_sampler import DraftSampler
+from shared.speculation.step_times import step_seconds
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
 
@@ -127,6 +128,10 @@ class DraftModel:
                 launched = self._run(schedule, entries)
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.wait())
+
+    def forward_seconds(self, sizes: Sequence[int]) -> list[float]:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return [step_seconds(self.runner, self.pool, size) for size in sizes]
 
     def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
         """The entries of the first forward, those of one token first, and the requests for which it draws."""

@@ -4,7 +4,7 @@ The scheduler grants drafts as counts; a drafter fills them with token ids. Inva
 drafts as its entry of the schedule grants; drafts follow the request's known tokens, so no token of it is in flight.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -37,4 +37,8 @@ class Drafter(Protocol):
 
         It is called in every step. A schedule without drafts may have tokens in flight; its prompts are known.
         """
+        ...
+
+    def forward_seconds(self, sizes: Sequence[int]) -> Sequence[float]:
+        """Seconds of a forward of the draft model for each of these numbers of requests; 0 without a model."""
         ...

@@ -1,5 +1,6 @@
 """The number of drafts follows the acceptance that was measured."""
 
+from itertools import product
 from random import Random
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
-from shared.speculation.adaptive import LONGEST_WAIT, PATIENCE, DraftLengths, best_length
+from shared.speculation.adaptive import LONGEST_WAIT, PATIENCE, UNMEASURED, DraftLengths, StepTimes, best_lengths
 
 
 def make_request() -> Request:
@@ -19,7 +20,7 @@ def run(lengths: DraftLengths, request: Request, rate: float, num_steps: int, se
     """Drafts and tokens of steps in which each draft behind accepted ones is accepted with chance ``rate``."""
     chance, num_drafts, num_tokens = Random(seed), 0, 0
     for _ in range(num_steps):
-        length = lengths.next_length(request)
+        length = lengths.next_lengths([request])[0]
         accepted = 0
         while accepted < length and chance.random() < rate:
             accepted += 1
@@ -30,12 +31,57 @@ def run(lengths: DraftLengths, request: Request, rate: float, num_steps: int, se
     return num_drafts, num_tokens
 
 
-@given(rate=st.floats(0, 1), longest=st.integers(1, 9), cost=st.floats(0.001, 1))
-def test_the_best_length_gives_most_tokens_per_time(rate: float, longest: int, cost: float) -> None:
-    def speed(length: int) -> float:
-        return sum(rate**n for n in range(length + 1)) / (1 + cost * length)
+@given(
+    rates=st.lists(st.floats(0, 1), min_size=1, max_size=3),
+    longest=st.integers(1, 3),
+    plain=st.floats(0.5, 2),
+    overhead=st.floats(0, 1),
+    row=st.floats(0, 1),
+    drafting=st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_the_best_lengths_give_most_tokens_per_time(
+    rates: list[float], longest: int, plain: float, overhead: float, row: float, drafting: float
+) -> None:
+    """Compared with all other choices."""
+    B = len(rates)
+    times = plain, plain + overhead + B * row, plain + overhead + longest * B * row, drafting
 
-    assert speed(best_length(rate, longest, cost)) == pytest.approx(max(map(speed, range(longest + 1))))
+    def speed(lengths: tuple[int, ...]) -> float:
+        num_tokens = sum(rate**n for rate, length in zip(rates, lengths, strict=True) for n in range(length + 1))
+        num_drafts = sum(lengths)
+        verifying = plain + overhead + max(num_drafts, B) * row if num_drafts else plain
+        return num_tokens / (verifying + max(lengths) * drafting)
+
+    choices = product(range(longest + 1), repeat=B)
+    assert speed(tuple(best_lengths(rates, longest, *times))) == pytest.approx(max(map(speed, choices)))
+
+
+def test_where_rows_cost_as_much_as_steps_only_likely_drafts_are_verified() -> None:
+    """On a large batch a draft must be likelier than a request's next token is cheap."""
+    cheap, dear = (1.0, 1.02, 1.1, 0.0), (1.0, 1.9, 5.0, 0.0)
+    rates = [0.9, 0.5, 0.1]
+    assert best_lengths(rates, 5, *cheap) == [5, 4, 1]
+    assert best_lengths(rates, 5, *dear) == [0, 0, 0]
+    assert best_lengths([0.98, 0.5, 0.1], 5, *(1.0, 1.2, 3.0, 0.0))[1:] == [0, 0]
+
+
+def test_probes_of_all_requests_fall_into_the_same_steps() -> None:
+    lengths, requests = DraftLengths(5), [make_request() for _ in range(20)]
+    steps_with_drafts = 0
+    for number in range(600):
+        chosen = lengths.next_lengths(requests[: 1 + number // 10])  # they arrive one by one
+        for request, length in zip(requests, chosen, strict=False):
+            if length:
+                lengths.count(request, length, 0)
+        steps_with_drafts += number >= 400 and any(chosen)
+    assert 5 <= steps_with_drafts <= 7
+
+
+def test_times_between_and_behind_the_measured_sizes() -> None:
+    times = StepTimes([1, 2, 4], [1, 2, 4], [2, 3, 5], [5, 6, 8], [0, 0, 1])
+    assert times.of(3) == (3.0, 4.0, 7.0, 0.5)
+    assert times.of(8) == (8.0, 9.0, 12.0, 3.0)
+    assert StepTimes([1], [1], [2], [3], [0]).of(9) == (1.0, 2.0, 3.0, 0.0)
 
 
 def test_drafts_that_are_accepted_become_more_and_useless_ones_cease() -> None:
@@ -48,7 +94,7 @@ def test_useless_drafts_cost_less_than_three_percent_of_a_long_answer() -> None:
     lengths = DraftLengths(5)
     num_drafts, num_tokens = run(lengths, make_request(), 0.0, 500)
     assert num_tokens == 500
-    assert num_drafts * lengths.draft_cost < 0.03 * 500
+    assert num_drafts * (UNMEASURED.short[0] - 1) < 0.03 * 500
 
 
 def test_a_text_that_becomes_predictable_is_noticed() -> None:
@@ -62,12 +108,12 @@ def test_a_text_that_becomes_predictable_is_noticed() -> None:
 
 def test_a_drafter_that_finds_nothing_is_asked_less_often() -> None:
     lengths, request = DraftLengths(5), make_request()
-    asked = [bool(lengths.next_length(request)) for _ in range(200)]
+    asked = [bool(lengths.next_lengths([request])[0]) for _ in range(200)]
     assert all(asked[:PATIENCE])
     assert sum(asked[100:]) <= 5
     lengths = DraftLengths(5)
     for n in range(100):  # and one that finds something at times is asked always
-        assert lengths.next_length(request) > 0
+        assert lengths.next_lengths([request])[0] > 0
         if n % PATIENCE == 0:
             lengths.count(request, 5, 4)
 
@@ -76,7 +122,7 @@ def test_each_request_has_its_own_estimate_and_adaptation_can_be_turned_off() ->
     lengths, good, bad = DraftLengths(5), make_request(), make_request()
     run(lengths, good, 1.0, 50)
     run(lengths, bad, 0.0, 50)
-    assert lengths.next_length(good) == 5
-    assert lengths.next_length(bad) <= 1
+    assert lengths.next_lengths([good])[0] == 5
+    assert lengths.next_lengths([bad])[0] <= 1
     constant = DraftLengths(3, is_adaptive=False)
     assert run(constant, bad, 0.0, 50)[0] == 150

@@ -61,12 +61,7 @@ class Checked(Engine):
 
 
 def make(folder: Path, draft: Path, **config: Any) -> Any:
-    about = {
-        "use_speculative_decoding": True,
-        "draft_model": str(draft),
-        "adapt_spec_length": False,
-        "max_seq_len": 128,
-    }
+    about = {"use_speculative_decoding": True, "adapt_spec_length": False, "max_seq_len": 128}
     return Checked(EngineConfig(model=str(folder), draft_model=str(draft), **about | config))
 
 
@@ -255,3 +250,16 @@ def test_both_caches_are_counted_in_the_memory(tiny_checkpoints: dict[str, Path]
     assert both.pool.draft.capacity_tokens == both.pool.target.capacity_tokens <= alone.pool.capacity_tokens
     params = SamplingParams(max_new_tokens=4)
     assert both.add_request([1, 2, 3], params)
+
+
+def test_times_are_measured_when_the_engine_starts(tiny_checkpoints: dict[str, Path], drafts: dict[str, Path]) -> None:
+    """And nothing of the measurement stays."""
+    about: dict[str, Any] = {"adapt_spec_length": True, "max_batch_size": 3, "block_size": 4, "num_gpu_blocks": 33}
+    engine = make(tiny_checkpoints["qwen3"], drafts["qwen3"], **about)
+    times = engine.scheduler.lengths.times
+    assert times.sizes == [1, 2, 3]
+    for row in (times.plain, times.short, times.long, times.drafting):
+        assert len(row) == 3
+        assert min(row) > 0
+    assert engine.pool.audit() == []
+    assert engine.pool.free_tokens == engine.pool.capacity_tokens

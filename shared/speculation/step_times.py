@@ -1,0 +1,74 @@
+"""Measures what steps with and without drafts take, so that drafts are weighed against them. Introduced in phase 11.
+
+It runs steps of made-up requests when the engine starts, through the pool and the runner that serve. Plain steps are
+launched one behind the other, as they run with ``overlap_scheduling``; a step with drafts is waited for.
+
+Invariant: nothing of it stays in the pool.
+"""
+
+import time
+
+from shared.cache.pool import CachePoolProtocol
+from shared.engine.batch import Batch
+from shared.engine.request import Request
+from shared.engine.runner import Runner
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
+from shared.scheduling.scheduler import Scheduler
+from shared.scheduling.speculative import SpeculativeScheduler
+from shared.speculation.adaptive import StepTimes
+from shared.speculation.drafter import Drafter
+
+MOST_ON_CPU = 4  # requests; the time of a CPU's step grows evenly from there
+ROUNDS = {"cuda": (3, 4), "cpu": (2, 1)}  # the fastest round counts, and the steps of each
+
+
+def tune(scheduler: Scheduler, runner: Runner, drafter: Drafter) -> None:
+    """Measure the times by which the scheduler chooses lengths, if it adapts them."""
+    if not isinstance(scheduler, SpeculativeScheduler) or not scheduler.lengths.is_adaptive:
+        return
+    pool, longest = scheduler.pool, scheduler.lengths.longest
+    most = pool.max_sequences if runner.model.device.type == "cuda" else min(MOST_ON_CPU, pool.max_sequences)
+    longest_request = min(longest + 1, pool.request_capacity)
+    while most > 1 and most * longest_request > pool.free_tokens:
+        most //= 2
+    sizes = sorted({most, *(2**n for n in range(most.bit_length()))})
+
+    def seconds(num_drafts: int, *, waits: bool) -> list[float]:
+        return [step_seconds(runner, pool, size, min(num_drafts, longest_request - 1), waits=waits) for size in sizes]
+
+    measured = seconds(0, waits=False), seconds(1, waits=True), seconds(longest, waits=True)
+    scheduler.lengths.times = StepTimes(sizes, *measured, drafter.forward_seconds(sizes))
+
+
+def step_seconds(
+    runner: Runner, pool: CachePoolProtocol, num_requests: int, num_drafts: int = 0, *, waits: bool = False
+) -> float:
+    """Seconds of a step that decodes made-up requests with ``num_drafts`` each; ``waits``: for the tokens of each step.
+
+    Without waiting, a step is launched while the one before it runs.
+    """
+    params = SamplingParams(temperature=0.0, max_new_tokens=1)
+    size = num_drafts + 1
+    requests = [Request(f"timing {n}", [0], params, 0, draft_ids=[0] * num_drafts) for n in range(num_requests)]
+    num_rounds, num_steps = ROUNDS[runner.model.device.type]
+    rounds = []
+    try:
+        for request in requests:
+            pool.admit(request)
+            pool.reserve(request, size)
+        schedule = Schedule(
+            0, tuple(Scheduled(request, 0, size, num_drafts, size) for request in requests), num_requests
+        )
+        for _ in range(num_rounds):
+            started = time.perf_counter()
+            for _ in range(num_steps):
+                sampled = runner.sample(runner.forward(Batch.of(schedule, pool)), schedule.sampling_rows())
+                if waits:
+                    sampled.wait()
+            sampled.wait()
+            rounds.append(time.perf_counter() - started)
+    finally:
+        for request in requests:
+            pool.release(request)
+    return min(rounds) / num_steps
