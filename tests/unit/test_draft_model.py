@@ -263,3 +263,24 @@ def test_times_are_measured_when_the_engine_starts(tiny_checkpoints: dict[str, P
         assert min(row) > 0
     assert engine.pool.audit() == []
     assert engine.pool.free_tokens == engine.pool.capacity_tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str, drafter: str
+) -> None:
+    """Captured, overlapped, and with lengths that adapt to measured times."""
+    folder, requests, arrivals = tiny_checkpoints[family], [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
+    about: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 8, "prefill_chunk_size": 30, "dtype": "float32"}
+    expected = serve(Plain(EngineConfig(model=str(folder), **about)), requests, arrivals)[0]
+    guesses = {"drafter": "ngram"} if drafter == "ngram" else {"draft_model": str(drafts[family])}
+    for adapts in (False, None):
+        settings = {"use_speculative_decoding": True, "adapt_spec_length": adapts, **guesses, **about}
+        engine = Engine(EngineConfig(model=str(folder), device="cuda", **settings))
+        for _ in range(2):
+            answers = serve(engine, requests, arrivals)[0]
+            assert [tokens_of(answer) for answer in answers] == [tokens_of(answer) for answer in expected]
+        assert has_guessed(engine)
+        assert engine.runner.num_replays > 50

@@ -1,0 +1,287 @@
+"""What speculative decoding buys: at an acceptance that is imposed, and on texts. Introduced in phase 11.
+
+    python -m benchmarks.speculation imposed TARGET --draft DRAFT --device cuda
+    python -m benchmarks.speculation texts
+
+``imposed`` runs drafter and verification as they are, and decides by lot which drafts are accepted: the speed depends
+on how many, and random weights accept none. ``texts`` lets the demo model answer, and compares each answer with the
+plain one. Invariant: engines that are compared take turns, in one process, on the same requests.
+"""
+
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.report import Report, describe_model, engine_settings, ratio, rounded
+from benchmarks.view import Column, Lines, Table, View, percent, text, times
+from phases.phase_10.engine import Engine as Plain
+from phases.phase_11.engine import Engine
+from shared.cli.bench_options import present
+from shared.engine.config import EngineConfig
+from shared.sampling.params import SamplingParams
+from shared.speculation.ngram import NGramDrafter
+
+CONTEXT, WARM = 256, 4  # tokens of a prompt; steps that are not timed
+FILLER = 7  # the id of a draft where the lookup finds none
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+CODE = """class Queue:
+    def __init__(self, size):
+        self.size = size
+        self.items = []
+
+    def push(self, item):
+        if len(self.items) >= self.size:
+            raise OverflowError("the queue is full")
+        self.items.append(item)
+
+    def pop(self):
+        return self.items.pop(0)
+"""
+FACTS = (
+    "The lighthouse at Cape Wrath was built in 1828 by Robert Stevenson. It stands 122 metres above the sea, and its "
+    "lamp is seen from a distance of 22 nautical miles. The keepers left in 1998, when the light was automated. Today "
+    "walkers visit the tower, and the crews of the ferry that crosses the Kyle of Durness in summer."
+)
+TASKS = {
+    "edit": f"Here is a text:\n\n{FACTS}\n\nRepeat the text above word for word, but write 1999 instead of 1998.",
+    "summary": f"Summarize this text in three sentences, using its own words:\n\n{FACTS}",
+    "code": f"```python\n{CODE}```\n\nRewrite this class with the name Buffer instead of Queue. Answer with the code.",
+    "story": "Write a short story about a dragon who learns to bake bread.",
+}
+app = typer.Typer(add_completion=False)
+Folder = Annotated[Path | None, typer.Option(help="Where the report is written.")]
+
+
+class Lot:
+    """Decides by lot which drafts of an engine are accepted, each with probability ``acceptance``."""
+
+    def __init__(self, engine: Any) -> None:
+        self.running, self.drafter = engine.scheduler.running, engine.drafter
+        self.commit, self.propose = engine.scheduler.commit, engine.drafter.propose
+        self.acceptance, self.chance = 0.0, random.Random(0)
+        engine.scheduler.commit, engine.drafter.propose = self.decide, self.fill
+
+    def fill(self, schedule: Any) -> None:
+        """Propose, and fill up what a lookup in random tokens does not find."""
+        self.propose(schedule)
+        for request, *_, num_drafts, _, _ in schedule:
+            if request.request_id in self.running and isinstance(self.drafter, NGramDrafter):
+                request.draft_ids += [FILLER] * (num_drafts - len(request.draft_ids))
+
+    def decide(self, schedule: Any, sampled: Any) -> None:
+        """Commit the drafts that are drawn by lot, and another token behind them."""
+        ids, first = list(sampled.token_ids), 0
+        for request, _, _, num_drafts, num_rows, _ in schedule:
+            for n, draft in enumerate(request.draft_ids[:num_drafts]):
+                is_accepted = self.chance.random() < self.acceptance
+                ids[first + n] = draft if is_accepted else draft ^ 1
+                if not is_accepted:
+                    break
+            first += num_rows
+        self.commit(schedule, dataclasses.replace(sampled, token_ids=ids))
+
+
+def tokens_per_second(engine: Any, num_requests: int, num_steps: int, salt: int) -> float:
+    """Tokens of ``num_requests`` requests that all decode, over the time of ``num_steps`` steps."""
+    vocab_size = engine.model.config.vocab_size - 10
+    params = SamplingParams(**GREEDY, max_new_tokens=engine.max_seq_len - CONTEXT, ignore_eos=True)
+    names = [
+        engine.add_request([(salt + 7 * n + 31 * k) % vocab_size + 1 for k in range(CONTEXT)], params)
+        for n in range(num_requests)
+    ]
+    while any(request.num_computed_tokens < CONTEXT for request in requests_of(engine)):
+        engine.step()
+    for _ in range(WARM):
+        engine.step()
+    started = time.perf_counter()
+    num_tokens = sum(len(engine.step()) for _ in range(num_steps))
+    seconds = time.perf_counter() - started
+    for name in names:
+        engine.abort(name)
+    while engine.has_work():
+        engine.step()
+    return num_tokens / seconds
+
+
+def requests_of(engine: Any) -> list[Any]:
+    """The waiting and the running requests."""
+    return [*engine.scheduler.waiting.values(), *engine.scheduler.running.values()]
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Tokens of a step with ``length`` drafts, each accepted with this probability if those before it are."""
+    return sum(acceptance**n for n in range(length + 1))
+
+
+@app.command()
+def imposed(
+    target: str,
+    draft: Annotated[str | None, typer.Option(help="A draft model; none: lookup alone.")] = None,
+    device: str = "cpu",
+    lengths: Annotated[str, typer.Option(help="Drafts a step, separated by commas.")] = "1,2,3,5,8",
+    acceptances: Annotated[str, typer.Option(help="Probabilities, separated by commas.")] = "0.6,0.8,0.95",
+    batches: Annotated[str, typer.Option(help="Numbers of requests, separated by commas.")] = "1,16",
+    steps: int = 40,
+    trials: int = 3,
+    out: Folder = None,
+) -> None:
+    """Speed by length and acceptance; also with useless drafts and adaptive lengths, and with speculation off."""
+    chosen, rates = [int(n) for n in lengths.split(",")], [float(a) for a in acceptances.split(",")]
+    sizes, longest = [int(n) for n in batches.split(",")], max(map(int, lengths.split(",")))
+    max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2) + 16
+    about: dict[str, Any] = {"device": device, "max_batch_size": max(sizes), "max_seq_len": max_seq_len}
+    about |= {"num_gpu_blocks": max(sizes) * (max_seq_len // 16 + 1), "use_prefix_caching": False}
+    ours = {"use_speculative_decoding": True, "spec_length": longest}
+    settings: dict[str, tuple[Any, dict[str, Any]]] = {"phase 10": (Plain, {})}
+    settings["ngram"] = Engine, ours | {"drafter": "ngram"}
+    if draft is not None:
+        settings["model"] = Engine, ours | {"draft_model": draft}
+    engines: dict[str, Any] = {
+        name: make(EngineConfig(target, **about, **more)) for name, (make, more) in settings.items()
+    }
+    lots = {name: Lot(engine) for name, engine in engines.items() if name != "phase 10"}
+    cases = [(size, "phase 10", 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
+    cases += [(size, name, k, a) for size in sizes for name in lots for k in chosen for a in rates]
+    cases += [(size, name, 0, a) for size in sizes for name in lots for a in (0.0, *rates)]  # 0: adaptive
+    speeds: dict[tuple[int, str, int, float], list[float]] = {case: [] for case in cases}
+    for trial in range(trials + 1):  # the first warms up
+        for size, name, length, acceptance in cases:
+            engine = engines["ngram" if name == "off" else name]
+            if name in lots:
+                lots[name].acceptance = acceptance
+                engine.scheduler.lengths.is_adaptive, engine.scheduler.lengths.longest = length == 0, length or longest
+            engine.scheduler.is_speculating = name in lots
+            num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become few with time
+            speed = tokens_per_second(engine, size, num_steps, salt=1000 * trial)
+            speeds[size, name, length, acceptance] += [speed] if trial else []
+    medians = {case: statistics.median(found) for case, found in speeds.items()}
+    rows = [
+        {
+            "requests": size,
+            "drafter": name,
+            "length": length or ("adaptive" if name in lots else "–"),
+            "acceptance": acceptance,
+            "tokens_per_second": rounded(medians[size, name, length, acceptance]),
+            "over_plain": ratio(medians[size, name, length, acceptance], medians[size, "phase 10", 0, 0.0]),
+            "expected_tokens": rounded(expected_tokens(acceptance, length)) if length else None,
+        }
+        for size, name, length, acceptance in cases
+    ]
+    times_of = {
+        name: dataclasses.asdict(engines[name].scheduler.lengths.times) if name in lots else None for name in engines
+    }
+    flags = {"steps": steps, "trials": trials, "draft": draft and describe_model(draft)["name"]}
+    model = describe_model(target)
+    shown = {name: engine_settings(engine.config, model["name"]) for name, engine in engines.items()}
+    report = Report("speculation", model, shown, 0, flags, {"rows": rows, "times": times_of}, device)
+    present(report, imposed_view(report), out)
+
+
+def imposed_view(report: Report) -> View:
+    """The table, and speed over length for each acceptance."""
+    rows = report.results["rows"]
+    columns = [
+        Column("requests", "requests", str),
+        text("drafter", "drafter"),
+        Column("drafts", "length", str),
+        Column("accepted", "acceptance", percent),
+        Column("tokens/s", "tokens_per_second"),
+        Column("over phase 10", "over_plain", times),
+        Column("tokens a step", "expected_tokens", lambda value: "–" if value is None else f"{value:.2f}"),
+    ]
+    fixed = [row for row in rows if isinstance(row["length"], int)]
+    lengths = sorted({row["length"] for row in fixed})
+    names: dict[tuple[int, str, float], dict[int, float]] = {
+        (row["requests"], row["drafter"], row["acceptance"]): {} for row in fixed
+    }
+    for row in fixed:
+        names[row["requests"], row["drafter"], row["acceptance"]][row["length"]] = row["over_plain"]
+    panels = [
+        Lines(
+            f"{drafter}, {requests} requests: times phase 10, by drafts a step",
+            lengths,
+            [
+                (f"{100 * rate:.0f} % accepted", [found[k] for k in lengths])
+                for (size, name, rate), found in names.items()
+                if (size, name) == (requests, drafter)
+            ],
+        )
+        for requests, drafter in dict.fromkeys(key[:2] for key in names)
+    ]
+    draft = report.flags["draft"]
+    about = [report.machine_title, f"draft model {draft}" if draft else "drafts by lookup alone"]
+    return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:2])
+
+
+def answer(engine: Any, prompt: str, max_new_tokens: int) -> tuple[list[int], float]:
+    """A greedy answer, and the seconds between its first and its last token."""
+    started, ids = 0.0, []
+    for output in engine.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=max_new_tokens)):
+        started = started or time.perf_counter()
+        ids.append(output.token_id)
+    return ids, time.perf_counter() - started
+
+
+@app.command()
+def texts(
+    target: str = "smollm2-135m",
+    draft: Annotated[str | None, typer.Option(help="A draft model, beside lookup.")] = None,
+    device: str = "cpu",
+    length: Annotated[int, typer.Option(help="The longest run of drafts.")] = 5,
+    max_new_tokens: int = 160,
+    trials: int = 3,
+    out: Folder = None,
+) -> None:
+    """Answers of the demo model to four tasks: acceptance, forward passes and time, beside the plain engine."""
+    about: dict[str, Any] = {"device": device, "max_batch_size": 1, "max_seq_len": 1024, "use_prefix_caching": False}
+    ours = {"use_speculative_decoding": True, "spec_length": length}
+    settings: dict[str, tuple[Callable[[EngineConfig], Any], dict[str, Any]]] = {"plain": (Plain, {})}
+    settings["ngram"] = Engine, ours | {"drafter": "ngram"}
+    if draft is not None:
+        settings["model"] = Engine, ours | {"draft_model": draft}
+    engines = {name: make(EngineConfig(target, **about, **more)) for name, (make, more) in settings.items()}
+    rows: list[dict[str, Any]] = []
+    for task, said in TASKS.items():
+        prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+        found: dict[str, list[tuple[list[int], float]]] = {name: [] for name in engines}
+        before = {name: engine.stats() for name, engine in engines.items()}
+        for _ in range(trials):
+            for name, engine in engines.items():
+                found[name].append(answer(engine, prompt, max_new_tokens))
+        plain = statistics.median(seconds for _, seconds in found["plain"])
+        for name, engine in list(engines.items())[1:]:
+            stats = {key: (value - before[name][key]) // trials for key, value in engine.stats().items()}
+            accepted, rejected = stats["drafts accepted (tokens)"], stats["drafts rejected (tokens)"]
+            rows.append(
+                {
+                    "task": task,
+                    "drafter": name,
+                    "tokens": len(found[name][0][0]),
+                    "equal": all(ids == found["plain"][0][0] for ids, _ in found[name]),
+                    "forwards": stats["forward passes"],
+                    "accepted": accepted,
+                    "rejected": rejected,
+                    "acceptance": ratio(accepted, accepted + rejected) or 0.0,
+                    "over_plain": ratio(plain, statistics.median(seconds for _, seconds in found[name])),
+                }
+            )
+    model = describe_model(target)
+    shown = {name: engine_settings(engine.config, model["name"]) for name, engine in engines.items()}
+    flags = {"length": length, "trials": trials, "draft": draft and describe_model(draft)["name"]}
+    report = Report("speculation-texts", model, shown, 0, flags, {"rows": rows}, device)
+    columns = [text("task", "task"), text("drafter", "drafter")]
+    columns += [Column(name, name, str) for name in ("tokens", "forwards", "accepted", "rejected")]
+    columns += [Column("share", "acceptance", percent), Column("over plain", "over_plain", times)]
+    columns += [Column("tokens equal", "equal", lambda value: "yes" if value else "no")]
+    title = f"Speculative decoding on texts: {report.model['name']}"
+    present(report, View(title, [report.machine_title], [Table("", columns, rows)]), out)
+
+
+if __name__ == "__main__":
+    app()
