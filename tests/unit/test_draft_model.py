@@ -158,6 +158,35 @@ def test_whatever_the_sizes_arrivals_and_aborts(
         assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_draft_models_cache_holds_the_text(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str
+) -> None:
+    """After rejected drafts too: keys and values of a twin are those that the draft model computes from the text."""
+    engine = make(tiny_checkpoints[family], drafts[family], block_size=3)
+    plain = Plain(EngineConfig(model=str(drafts[family]), max_seq_len=128, block_size=3))
+    engine.add_request(list(range(30)), SamplingParams(**GREEDY, max_new_tokens=60))
+    while engine.has_work():
+        engine.step()
+        if not engine.scheduler.running or engine.stats()["tokens computed"] % 4:
+            continue
+        ((request, twin),) = engine.pool.twins.items()
+        text = request.token_ids[: engine.pool.draft.length(twin)]
+        found = kept(engine.pool.draft, engine.drafter.runner.view, twin)
+        name = plain.add_request([*text, 0], SamplingParams(max_new_tokens=2, ignore_eos=True))
+        plain.step()
+        torch.testing.assert_close(found, kept(plain.pool, plain.view, plain.scheduler.running[name])[:, : len(text)])
+        plain.abort(name)
+    assert has_guessed(engine)
+
+
+def kept(pool: Any, view: Any, request: Any) -> torch.Tensor:
+    """Keys and values of the last layer, ``[2, tokens, heads, dimensions]``."""
+    table = pool.table(request)
+    rows = [part[-1][table].flatten(0, 1)[: pool.length(request)] for part in (view.keys, view.values)]
+    return torch.stack(rows)
+
+
 def test_a_model_that_drafts_for_itself_is_always_right(tiny_checkpoints: dict[str, Path]) -> None:
     """So its forwards are few: a prompt, and for each six tokens K = 5 small ones and one of six rows."""
     request: Requests = [(list(range(20)), {"seed": 1, "max_new_tokens": 61, "ignore_eos": True})]
