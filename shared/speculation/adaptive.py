@@ -36,18 +36,20 @@ class StepTimes:
     """The times of decode steps in any unit, by the number of their requests: that of the column in ``sizes``.
 
     ``plain`` is a step without drafts, prepared while another runs; ``short`` and ``long`` are steps that verify one
-    draft, or the most, for each request, and are waited for. ``drafting`` is a forward of the draft model.
+    draft, or the most, for each request, and are waited for. ``first`` and ``more`` are forwards of the draft model:
+    with two tokens for each request, which it lacks if all drafts of the step before were accepted, and with one.
     """
 
     sizes: Sequence[int]  # ascending
     plain: Sequence[float]
     short: Sequence[float]
     long: Sequence[float]
-    drafting: Sequence[float]
+    first: Sequence[float]
+    more: Sequence[float]
 
-    def of(self, num_requests: int) -> tuple[float, float, float, float]:
+    def of(self, num_requests: int) -> tuple[float, float, float, float, float]:
         """Each of the times, interpolated; behind the largest size they go on as between the last two."""
-        rows = (self.plain, self.short, self.long, self.drafting)
+        rows = (self.plain, self.short, self.long, self.first, self.more)
         excess = num_requests - self.sizes[-1]
         if excess <= 0 or len(self.sizes) == 1:
             return tuple(float(np.interp(num_requests, self.sizes, row)) for row in rows)  # type: ignore[return-value]
@@ -55,7 +57,7 @@ class StepTimes:
         return tuple(row[-1] + share * (row[-1] - row[-2]) for row in rows)  # type: ignore[return-value]
 
 
-UNMEASURED = StepTimes([1], [1.0], [1.1], [1.5], [0.0])
+UNMEASURED = StepTimes([1], [1.0], [1.1], [1.5], [0.0], [0.0])
 """A draft costs a tenth of a step."""
 
 
@@ -135,21 +137,21 @@ class DraftLengths:
 
 
 def best_lengths(
-    rates: Sequence[float], longest: int, plain: float, short: float, long: float, drafting: float
+    rates: Sequence[float], longest: int, plain: float, short: float, long: float, first: float, more: float
 ) -> list[int]:
     """The number of drafts of each of B requests, up to ``longest``, with most tokens per time.
 
     Args:
         rates: the probability that a draft is accepted, if those before it are; of each request.
-        plain, short, long, drafting: the times of :class:`StepTimes` for B requests.
+        plain, short, long, first, more: the times of :class:`StepTimes` for B requests.
     """
     B = len(rates)
     chances: NDArray[np.float64] = np.array(rates)[:, None] ** np.arange(1, longest + 1)  # [B, longest]
     most, lengths = B / plain, [0] * B
-    for depth in range(1, longest + 1) if drafting else (longest,):  # the draft model runs once for each
+    for depth in range(1, longest + 1) if first else (longest,):  # of the draft model's forwards
         sorted_chances = -np.sort(-chances[:, :depth], axis=None)
         num_drafts = np.arange(1, B * depth + 1)
-        seconds = np.interp(num_drafts, [B, B * longest], [short, long]) + depth * drafting
+        seconds = np.interp(num_drafts, [B, B * longest], [short, long]) + first + (depth - 1) * more
         speeds = (B + sorted_chances.cumsum()) / seconds
         n = int(speeds.argmax())
         if speeds[n] > most:

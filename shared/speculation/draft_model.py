@@ -129,9 +129,10 @@ class DraftModel:
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.wait())
 
-    def forward_seconds(self, sizes: Sequence[int]) -> list[float]:
+    def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         """See :class:`shared.speculation.drafter.Drafter`."""
-        return [step_seconds(self.runner, self.pool, size) for size in sizes]
+        first, more = ([step_seconds(self.runner, self.pool, size, extra) for size in sizes] for extra in (1, 0))
+        return first, more
 
     def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
         """The entries of the first forward, those of one token first, and the requests for which it draws."""

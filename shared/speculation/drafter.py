@@ -39,6 +39,9 @@ class Drafter(Protocol):
         """
         ...
 
-    def forward_seconds(self, sizes: Sequence[int]) -> Sequence[float]:
-        """Seconds of a forward of the draft model for each of these numbers of requests; 0 without a model."""
+    def forward_seconds(self, sizes: Sequence[int]) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of forwards of the draft model, with two tokens and with one for each of these numbers of requests.
+
+        Zeros without a model.
+        """
         ...

@@ -92,9 +92,9 @@ class NGramDrafter:
                 is_running = request.status is RequestStatus.RUNNING
                 request.draft_ids = self._index(request).following(num_drafts) if is_running else []
 
-    def forward_seconds(self, sizes: Sequence[int]) -> list[float]:
+    def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         """See :class:`shared.speculation.drafter.Drafter`."""
-        return [0.0] * len(sizes)
+        return [0.0] * len(sizes), [0.0] * len(sizes)
 
     def _index(self, request: Request) -> NGramIndex:
         """The index of all known tokens of a request."""

@@ -38,7 +38,7 @@ def tune(scheduler: Scheduler, runner: Runner, drafter: Drafter) -> None:
         return [step_seconds(runner, pool, size, min(num_drafts, longest_request - 1), waits=waits) for size in sizes]
 
     measured = seconds(0, waits=False), seconds(1, waits=True), seconds(longest, waits=True)
-    scheduler.lengths.times = StepTimes(sizes, *measured, drafter.forward_seconds(sizes))
+    scheduler.lengths.times = StepTimes(sizes, *measured, *drafter.forward_seconds(sizes))
 
 
 def step_seconds(

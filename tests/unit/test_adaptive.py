@@ -44,13 +44,13 @@ def test_the_best_lengths_give_most_tokens_per_time(
 ) -> None:
     """Compared with all other choices."""
     B = len(rates)
-    times = plain, plain + overhead + B * row, plain + overhead + longest * B * row, drafting
+    times = plain, plain + overhead + B * row, plain + overhead + longest * B * row, 1.5 * drafting, drafting
 
     def speed(lengths: tuple[int, ...]) -> float:
         num_tokens = sum(rate**n for rate, length in zip(rates, lengths, strict=True) for n in range(length + 1))
         num_drafts = sum(lengths)
         verifying = plain + overhead + max(num_drafts, B) * row if num_drafts else plain
-        return num_tokens / (verifying + max(lengths) * drafting)
+        return num_tokens / (verifying + (max(lengths) + 0.5 * any(lengths)) * drafting)
 
     choices = product(range(longest + 1), repeat=B)
     assert speed(tuple(best_lengths(rates, longest, *times))) == pytest.approx(max(map(speed, choices)))
@@ -58,11 +58,11 @@ def test_the_best_lengths_give_most_tokens_per_time(
 
 def test_where_rows_cost_as_much_as_steps_only_likely_drafts_are_verified() -> None:
     """On a large batch a draft must be likelier than a request's next token is cheap."""
-    cheap, dear = (1.0, 1.02, 1.1, 0.0), (1.0, 1.9, 5.0, 0.0)
+    cheap, dear = (1.0, 1.02, 1.1, 0.0, 0.0), (1.0, 1.9, 5.0, 0.0, 0.0)
     rates = [0.9, 0.5, 0.1]
     assert best_lengths(rates, 5, *cheap) == [5, 4, 1]
     assert best_lengths(rates, 5, *dear) == [0, 0, 0]
-    assert best_lengths([0.98, 0.5, 0.1], 5, *(1.0, 1.2, 3.0, 0.0))[1:] == [0, 0]
+    assert best_lengths([0.98, 0.5, 0.1], 5, *(1.0, 1.2, 3.0, 0.0, 0.0))[1:] == [0, 0]
 
 
 def test_probes_of_all_requests_fall_into_the_same_steps() -> None:
@@ -78,10 +78,10 @@ def test_probes_of_all_requests_fall_into_the_same_steps() -> None:
 
 
 def test_times_between_and_behind_the_measured_sizes() -> None:
-    times = StepTimes([1, 2, 4], [1, 2, 4], [2, 3, 5], [5, 6, 8], [0, 0, 1])
-    assert times.of(3) == (3.0, 4.0, 7.0, 0.5)
-    assert times.of(8) == (8.0, 9.0, 12.0, 3.0)
-    assert StepTimes([1], [1], [2], [3], [0]).of(9) == (1.0, 2.0, 3.0, 0.0)
+    times = StepTimes([1, 2, 4], [1, 2, 4], [2, 3, 5], [5, 6, 8], [0, 0, 1], [0, 0, 2])
+    assert times.of(3) == (3.0, 4.0, 7.0, 0.5, 1.0)
+    assert times.of(8) == (8.0, 9.0, 12.0, 3.0, 6.0)
+    assert StepTimes([1], [1], [2], [3], [0], [0]).of(9) == (1.0, 2.0, 3.0, 0.0, 0.0)
 
 
 def test_drafts_that_are_accepted_become_more_and_useless_ones_cease() -> None:

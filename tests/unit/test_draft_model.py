@@ -287,7 +287,7 @@ def test_times_are_measured_when_the_engine_starts(tiny_checkpoints: dict[str, P
     engine = make(tiny_checkpoints["qwen3"], drafts["qwen3"], **about)
     times = engine.scheduler.lengths.times
     assert times.sizes == [1, 2, 3]
-    for row in (times.plain, times.short, times.long, times.drafting):
+    for row in (times.plain, times.short, times.long, times.first, times.more):
         assert len(row) == 3
         assert min(row) > 0
     assert engine.pool.audit() == []
