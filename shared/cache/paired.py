@@ -26,7 +26,7 @@ class PairedPool:
         self.granted: dict[Request, int] = {}  # tokens
         self.max_sequences = target.max_sequences
         self.request_capacity = target.request_capacity
-        self.capacity_tokens = target.capacity_tokens
+        self.capacity_tokens = min(target.capacity_tokens, draft.capacity_tokens)
         self.watermark_tokens = target.watermark_tokens
 
     def admit(self, request: Request) -> int:

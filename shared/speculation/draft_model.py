@@ -20,6 +20,7 @@ where they are, and are counted if the drafts are accepted. A failure of the dra
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -116,15 +117,13 @@ class DraftModel:
         numbers = [number for number, entry in enumerate(entries) if entry.num_logit_rows]
         while asking:
             rows = [twin.sampling_row(len(drawn))._replace(num_drafts=0) for _, twin, _ in asking]
-            drawn.append((asking, numbers, self.runner.sample(launched, rows)))
-            left = [n for n, (_, _, count) in enumerate(asking) if count > len(drawn)]
-            asking, entries, numbers = (
-                [asking[n] for n in left],
-                [entries[numbers[n]] for n in left],
-                [*range(len(left))],
-            )
-            if asking:
-                entries = [Scheduled(entry.request, entry.start + entry.num_tokens, num_tokens=1) for entry in entries]
+            sampled = self.runner.sample(launched, rows)
+            drawn.append((asking, numbers, sampled))
+            goes_on = [ask[2] > len(drawn) and n not in sampled.errors for ask, n in zip(asking, numbers, strict=True)]
+            before = [entries[number] for number in compress(numbers, goes_on)]
+            entries = [Scheduled(entry.request, entry.start + entry.num_tokens, num_tokens=1) for entry in before]
+            asking, numbers = list(compress(asking, goes_on)), list(range(len(entries)))
+            if entries:
                 launched = self._run(schedule, entries)
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.wait())
