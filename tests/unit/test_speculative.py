@@ -89,7 +89,8 @@ def test_a_step_gives_a_token_more_than_it_accepts(num_right: int) -> None:
     drafts = [*ANSWER[1 : 1 + num_right], WRONG, *ANSWER[2 + num_right :]][:LENGTH]
     step(scheduler, [drafts])
     assert_equal(request.output_ids, ANSWER[: num_right + 2], "outputs")
-    assert (request.num_accepted_drafts, request.num_rejected_drafts) == (num_right, LENGTH - num_right)
+    assert_equal(request.num_accepted_drafts, num_right, "accepted drafts")
+    assert_equal(request.num_rejected_drafts, LENGTH - num_right, "rejected drafts")
 
 
 @pytest.mark.parametrize("num_right", range(LENGTH + 1))
