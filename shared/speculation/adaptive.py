@@ -89,10 +89,6 @@ class DraftLengths:
 
 def best_length(rate: float, longest: int, draft_cost: float) -> int:
     """The number of drafts, up to ``longest``, with most tokens per time, if each is accepted with chance ``rate``."""
-    # exercise 11x5: how many drafts are worth their time
-    # hint: K drafts give 1 + rate + rate^2 + ... + rate^K tokens
-    # hint: they take 1 + draft_cost * K; without drafts it is one token in one step
-    # hint: the smallest of equally good lengths
     best, most_tokens_per_time, num_tokens, term = 0, 1.0, 1.0, 1.0
     for length in range(1, longest + 1):
         term *= rate
@@ -101,4 +97,3 @@ def best_length(rate: float, longest: int, draft_cost: float) -> int:
         if tokens_per_time > most_tokens_per_time:
             best, most_tokens_per_time = length, tokens_per_time
     return best
-    # end exercise
