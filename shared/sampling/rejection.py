@@ -45,9 +45,14 @@ def accept_or_replace(
     q = torch.zeros_like(p).scatter_(1, drafts[:, None], 1.0) if draft_probabilities is None else draft_probabilities
     seeds, indices = batch.seeds[rows], batch.indices[rows]
     chance = uniform(seeds, indices, Stream.ACCEPT, 1).squeeze(1)
+    # exercise 11x4: accept a draft, or draw from what is left
+    # hint: a draft is accepted if chance < p / q of its token; without a division, q may be small
+    # hint: the residual is p - q where p is larger, and 0 elsewhere; the arg-max of its logarithm plus noise is a draw
+    # hint: the noise is gumbel(...) of Stream.RESIDUAL; index_copy puts the results into the rows of `ids`
     p_draft, q_draft = (probabilities.gather(1, drafts[:, None]).squeeze(1) for probabilities in (p, q))
     residual = (p - q).clamp(min=0)
     # Where rounding leaves no residual, p and q are equal; a draft that rounding rejects is replaced by a draw from p.
     residual = torch.where(residual.amax(-1, keepdim=True) > 0, residual, p)
     replacements = (residual.log() + gumbel(seeds, indices, Stream.RESIDUAL, p.shape[1])).argmax(-1)
     return ids.index_copy(0, rows, torch.where(chance * q_draft < p_draft, drafts, replacements))
+    # end exercise

@@ -70,11 +70,16 @@ class SpeculativeScheduler(OverlappedScheduler):
                     counts.num_accepted_drafts += num_accepted
                     counts.num_rejected_drafts += entry.num_drafts - num_accepted
                 self.lengths.count(request, entry.num_drafts, num_accepted)
+                # exercise 11x3: keep what was accepted, and roll back the rest
+                # hint: _resized gives the entry with another number of drafts, and the request's counts follow
+                # hint: append the accepted drafts; each was a pending token
+                # hint: super().commit appends the next token: leave it in `drawn`, and an `entry` of one logit row
                 entry = _resized(entry, num_accepted)
                 for token_id, logprobs in drawn[:num_accepted]:  # the KV cache has them already
                     request.append(token_id, logprobs)
                 request.num_pending_tokens -= num_accepted
                 entry, drawn = entry._replace(num_logit_rows=1), drawn[num_accepted : num_accepted + 1]
+                # end exercise
             entries.append(entry)
             kept += drawn
         ids, all_logprobs = [token_id for token_id, _ in kept], [logprobs for _, logprobs in kept]
@@ -109,10 +114,15 @@ def num_equal(drawn: Sequence[int], drafts: Sequence[int], end_ids: Collection[i
     A draft in ``end_ids``, which may end the output, is not counted, nor are those behind it: the token is drawn, and
     has no successor.
     """
+    # exercise 11x2: accept while they are equal
+    # hint: drawn has one token more than there are drafts; drawn[0] stands in the place of drafts[0]
+    # hint: stop at the first that differs: what was drawn behind it followed a wrong token
+    # hint: stop before a token of end_ids too
     count = 0
     while count < len(drafts) and drawn[count] == drafts[count] and drawn[count] not in end_ids:
         count += 1
     return count
+    # end exercise
 
 
 def _resized(entry: Scheduled, num_drafts: int) -> Scheduled:

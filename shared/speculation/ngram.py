@@ -51,6 +51,11 @@ class NGramIndex:
         A suffix that overlaps its own repetition is continued periodically.
         """
         ids, size = self.ids, len(self.ids)
+        # exercise 11x1: find the suffix
+        # hint: self.last has where the newest pair occurred last, and self.before[end] where before that; 0: nowhere
+        # hint: from each place count back while the tokens equal the text's last ones, up to LONGEST tokens
+        # hint: keep the longest, and of equals the one that was found first; compare at most MOST_VISITED places
+        # hint: the tokens from `end` on followed; where they run out, the first of them are next again
         if size < 3:
             return []
         best, best_length = 0, 1
@@ -70,6 +75,7 @@ class NGramIndex:
             return []
         period = size - best
         return [ids[best + n % period] for n in range(count)]
+        # end exercise
 
 
 class NGramDrafter:

@@ -11,6 +11,7 @@ from shared.engine.request import Request, RequestStatus
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.speculation.ngram import NGramDrafter, NGramIndex
+from tests.comparison import assert_equal
 
 
 def longest_suffix(ids: list[int], longest: int) -> tuple[int, int]:
@@ -55,16 +56,31 @@ def test_the_longest_suffix_is_continued_from_its_last_occurrence(
         ("", ""),
         ("abc", ""),
         ("abcab", "cabca"),
-        ("abXabYab", "Yab"),  # the later of equals
-        ("cabXabYcab", "Xab"),  # the longer, although earlier
+        ("abXabYab", "YabYa"),  # the later of equals
+        ("cabXabYcab", "XabYc"),  # the longer, although earlier
         ("aaaa", "aaaaa"),
     ],
 )
 def test_examples(text: str, expected: str) -> None:
+    assert_equal(following(text), expected, f"what follows {text!r}")
+
+
+def following(text: str) -> str:
+    """Five letters, or none; a letter is a token."""
     index = NGramIndex()
     index.extend([ord(letter) for letter in text])
-    assert "".join(map(chr, index.following(5))).startswith(expected)
-    assert bool(index.following(5)) == bool(expected)
+    return "".join(map(chr, index.following(5)))
+
+
+def test_a_search_compares_the_latest_places_and_no_suffix_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a search takes the same time however long the text is."""
+    text = "ZwcabXYwcabYZwcab"
+    assert_equal(following(text), "XYwca", "the longest of all")
+    monkeypatch.setattr(ngram, "MOST_VISITED", 1)
+    assert_equal(following(text), "YZwca", "the latest, if one place is compared")
+    monkeypatch.setattr(ngram, "MOST_VISITED", 32)
+    monkeypatch.setattr(ngram, "LONGEST", 2)
+    assert_equal(following(text), "YZwca", "the latest of equals, if two tokens are compared")
 
 
 def test_a_step_costs_the_same_in_a_long_text() -> None:

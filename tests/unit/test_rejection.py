@@ -11,6 +11,7 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.rejection import accept_or_replace
 from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits, filter_logits, sample
 from shared.scheduling.speculative import num_equal
+from tests.comparison import assert_close, assert_equal
 
 VOCABULARY = 7
 NUM_DRAWS = 6000
@@ -56,6 +57,17 @@ def answers(params: SamplingParams, target: torch.Tensor, draft: torch.Tensor | 
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
+def test_the_shares_of_three_tokens_are_those_of_the_target(is_certain: bool) -> None:
+    """Drawn drafts are accepted with probability 1, 0.6 and 1 / 3, which is 0.6 of them; certain ones with p = 0.6."""
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.5, 0.3])
+    kept = answers(SamplingParams(), p.log().expand(2, 3), None if is_certain else q.log()[None])
+    shares = torch.bincount(torch.tensor([tokens[0] for tokens in kept]), minlength=3) / NUM_DRAWS
+    assert_close(shares, p, "shares", ("token",), atol=0.025)
+    share = torch.tensor(sum(len(tokens) == 2 for tokens in kept) / NUM_DRAWS)
+    assert_close(share, torch.tensor(0.6), "share of accepted drafts", atol=0.025)
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
 @pytest.mark.parametrize(("K", "options"), [*((k, {}) for k in (2, 3, 8)), *((1, o) for o in OPTIONS), (4, OPTIONS[2])])
 def test_the_tokens_of_every_position_are_distributed_as_without_drafts(
     K: int, options: dict[str, Any], is_certain: bool
@@ -85,10 +97,11 @@ def test_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:
     p, q = target.softmax(-1)[0], draft.softmax(-1)[0]
     for proposed, chance in ((draft, torch.minimum(p, q).sum()), (None, p.max())):
         kept = answers(SamplingParams(), target, proposed)
-        share = sum(len(tokens) == 2 for tokens in kept) / NUM_DRAWS
-        assert share == pytest.approx(float(chance), abs=4 * (0.25 / NUM_DRAWS) ** 0.5)
+        share = torch.tensor(sum(len(tokens) == 2 for tokens in kept) / NUM_DRAWS)
+        assert_close(share, chance, "share of accepted drafts", atol=4 * (0.25 / NUM_DRAWS) ** 0.5)
 
 
 def test_equal_distributions_accept_every_draft() -> None:
     target = logits_of(7, 4)
-    assert all(len(tokens) == 4 for tokens in answers(SamplingParams(), target, target[:3]))
+    kept = answers(SamplingParams(), target, target[:3])
+    assert_equal({len(tokens) for tokens in kept}, {4}, "tokens that steps with three drafts keep")

@@ -1,0 +1,117 @@
+"""What is kept of a step with drafts: how many are accepted, and what the commit leaves behind."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from shared.cache.paged import PagedKVCachePool
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.engine.sampler import SampledTokens
+from shared.sampling.params import SamplingParams
+from shared.scheduling.speculative import SpeculativeScheduler, num_equal, settle
+from tests.comparison import assert_equal
+
+MAX_SEQ_LEN, BLOCK_SIZE, LENGTH = 32, 2, 4
+ANSWER = [30, 31, 32, 33, 34, 35, 36, 37]
+WRONG = 99
+
+
+def make_scheduler() -> SpeculativeScheduler:
+    config = EngineConfig(
+        use_speculative_decoding=True, drafter="ngram", spec_length=LENGTH, adapt_spec_length=False, max_batch_size=4
+    )
+    return SpeculativeScheduler(config, PagedKVCachePool(40, BLOCK_SIZE, 4, MAX_SEQ_LEN), MAX_SEQ_LEN)
+
+
+def add(scheduler: SpeculativeScheduler, name: str) -> Request:
+    request = Request(name, [1, 2, 3], SamplingParams(max_new_tokens=len(ANSWER), ignore_eos=True), 0)
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler: SpeculativeScheduler, drafts: Sequence[Sequence[int]] = ()) -> None:
+    """Each request proposes its own drafts, or none, and draws what a model does whose answer is ``ANSWER``: behind a
+    wrong draft any token."""
+    schedule = scheduler.schedule()
+    for entry, ids in zip(schedule, drafts, strict=False):
+        entry.request.draft_ids = list(ids)
+    if schedule.has_drafts:
+        schedule = settle(schedule, scheduler.pool)
+    drawn = []
+    for entry in schedule:
+        done = len(entry.request.output_ids)
+        expected = ANSWER[done : done + entry.num_logit_rows]
+        num_right = num_equal_to(expected, entry.request.draft_ids[: entry.num_drafts])
+        drawn += expected[: num_right + 1] + [WRONG] * (entry.num_logit_rows - num_right - 1)
+    scheduler.commit(schedule, SampledTokens(drawn, None, {}))
+
+
+def num_equal_to(expected: Sequence[int], drafts: Sequence[int]) -> int:
+    return max(n for n in range(len(drafts) + 1) if list(expected[:n]) == list(drafts[:n]))
+
+
+def counts(scheduler: SpeculativeScheduler, request: Request) -> dict[str, int]:
+    pool = scheduler.pool
+    return {
+        "tokens in the cache": pool.length(request),
+        "computed tokens": request.num_computed_tokens,
+        "scheduled tokens": request.num_scheduled_tokens,
+        "pending tokens": request.num_pending_tokens,
+        "free tokens": pool.free_tokens,
+    }
+
+
+def test_drafts_are_accepted_up_to_the_first_that_differs() -> None:
+    drawn = [7, 8, 9, 5]
+    for drafts, expected in (([7, 8, 9], 3), ([7, 8, 1], 2), ([7, 1, 9], 1), ([1, 8, 9], 0), ([8, 9, 5], 0), ([], 0)):
+        assert_equal(num_equal(drawn[: len(drafts) + 1], drafts), expected, f"of the drafts {drafts} for {drawn}")
+
+
+def test_a_run_ends_before_a_token_that_may_end_the_output() -> None:
+    for end, expected in ((7, 0), (8, 1), (9, 2), (5, 3)):
+        assert_equal(num_equal([7, 8, 9, 5], [7, 8, 9], (2, end)), expected, f"of three equal drafts, {end} is an end")
+    assert_equal(num_equal([7, 8, 9, 5], [7, 1, 1], (8,)), 1, "of drafts that differ where an end is drawn")
+
+
+def test_all_short_runs_are_accepted_as_their_longest_equal_prefix() -> None:
+    for drawn in product(range(2), repeat=4):
+        for drafts in product(range(2), repeat=3):
+            assert_equal(num_equal(drawn, drafts), num_equal_to(drawn, drafts), f"of the drafts {drafts} for {drawn}")
+
+
+@pytest.mark.parametrize("num_right", range(LENGTH + 1))
+def test_a_step_gives_a_token_more_than_it_accepts(num_right: int) -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, "a")
+    step(scheduler)
+    drafts = [*ANSWER[1 : 1 + num_right], WRONG, *ANSWER[2 + num_right :]][:LENGTH]
+    step(scheduler, [drafts])
+    assert_equal(request.output_ids, ANSWER[: num_right + 2], "outputs")
+    assert_equal(request.num_accepted_drafts, num_right, "accepted drafts")
+    assert_equal(request.num_rejected_drafts, LENGTH - num_right, "rejected drafts")
+
+
+@pytest.mark.parametrize("num_right", range(LENGTH + 1))
+def test_a_rejected_draft_leaves_no_trace(num_right: int) -> None:
+    """Counts and memory are those of a request that has decoded the same tokens one at a time."""
+    scheduler, plain = make_scheduler(), make_scheduler()
+    request, other = add(scheduler, "a"), add(plain, "a")
+    step(scheduler)
+    drafts = [*ANSWER[1 : 1 + num_right], WRONG, *ANSWER[2 + num_right :]][:LENGTH]
+    step(scheduler, [drafts])
+    for _ in range(num_right + 2):
+        step(plain, [[]])
+    assert_equal(counts(scheduler, request), counts(plain, other), f"after {num_right} right drafts", ("the",))
+
+
+def test_requests_of_one_step_keep_their_own_tokens() -> None:
+    scheduler = make_scheduler()
+    requests = [add(scheduler, name) for name in "abc"]
+    step(scheduler)
+    step(scheduler, [[31, 32, WRONG, 34], [], [WRONG]])
+    step(scheduler, [[], [32], []])
+    assert_equal([len(request.output_ids) for request in requests], [5, 4, 3], "outputs", ("request",))
+    for request in requests:
+        assert_equal(request.output_ids, ANSWER[: len(request.output_ids)], f"outputs of {request.request_id}")
