@@ -1,29 +1,21 @@
 """What speculative decoding buys: at an acceptance that is imposed, and on texts. Introduced in phase 11.
 
-    python -m benchmarks.speculation imposed TARGET --draft DRAFT --device cuda
-    python -m benchmarks.speculation texts
-
-``imposed`` runs drafter and verification as they are, and decides by lot which drafts are accepted: the speed depends
-on how many, and random weights accept none. ``texts`` lets the demo model answer, and compares each answer with the
-plain one. Invariant: engines that are compared take turns, in one process, on the same requests.
+The first runs drafter and verification as they are, and decides by lot which drafts are accepted: the speed depends on
+how many, and random weights accept none. The second lets the demo model answer, and compares each answer with the plain
+one. Invariant: engines that are compared take turns, in one process, on the same requests.
 """
 
 import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.report import Report, describe_model, engine_settings, ratio, rounded
 from benchmarks.view import Column, Lines, Table, View, percent, text, times
-from phases.phase_10.engine import Engine as Plain
-from phases.phase_11.engine import Engine
-from shared.cli.bench_options import present
 from shared.engine.config import EngineConfig
+from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
 from shared.speculation.ngram import NGramDrafter
 
@@ -54,8 +46,7 @@ TASKS = {
     "code": f"```python\n{CODE}```\n\nRewrite this class with the name Buffer instead of Queue. Answer with the code.",
     "story": "Write a short story about a dragon who learns to bake bread.",
 }
-app = typer.Typer(add_completion=False)
-Folder = Annotated[Path | None, typer.Option(help="Where the report is written.")]
+PLAIN = "phase 10"
 
 
 class Lot:
@@ -119,34 +110,46 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return sum(acceptance**n for n in range(length + 1))
 
 
-@app.command()
-def imposed(
+def make_engines(target: str, draft: str | None, length: int, **about: Any) -> dict[str, Any]:
+    """Phase 10's engine, and phase 11's with each drafter."""
+    ours = {"use_speculative_decoding": True, "spec_length": length}
+    settings: dict[str, dict[str, Any]] = {PLAIN: {}, "ngram": ours | {"drafter": "ngram"}}
+    if draft is not None:
+        settings["model"] = ours | {"draft_model": draft}
+    return {
+        name: find_lesson("10" if name == PLAIN else "11").engine(EngineConfig(target, **about, **more))
+        for name, more in settings.items()
+    }
+
+
+def report_of(name: str, target: str, engines: dict[str, Any], flags: dict[str, Any], results: Any) -> Report:
+    """The report of engines for one target; ``flags`` may name a draft model."""
+    model, draft = describe_model(target), flags["draft"]
+    flags = flags | {"draft": draft and describe_model(draft)["name"]}
+    shown = {key: engine_settings(engine.config, model["name"]) for key, engine in engines.items()}
+    shown = {key: value | {"draft_model": value["draft_model"] and flags["draft"]} for key, value in shown.items()}
+    return Report(name, model, shown, 0, flags, results, str(engines[PLAIN].model.device.type))
+
+
+def measure_imposed(
     target: str,
-    draft: Annotated[str | None, typer.Option(help="A draft model; none: lookup alone.")] = None,
+    *,
+    draft: str | None = None,
     device: str = "cpu",
-    lengths: Annotated[str, typer.Option(help="Drafts a step, separated by commas.")] = "1,2,3,5,8",
-    acceptances: Annotated[str, typer.Option(help="Probabilities, separated by commas.")] = "0.6,0.8,0.95",
-    batches: Annotated[str, typer.Option(help="Numbers of requests, separated by commas.")] = "1,16",
+    lengths: Sequence[int] = (1, 3, 5, 8),
+    acceptances: Sequence[float] = (0.6, 0.8, 0.95),
+    batches: Sequence[int] = (1, 16),
     steps: int = 40,
     trials: int = 3,
-    out: Folder = None,
-) -> None:
+) -> Report:
     """Speed by length and acceptance; also with useless drafts and adaptive lengths, and with speculation off."""
-    chosen, rates = [int(n) for n in lengths.split(",")], [float(a) for a in acceptances.split(",")]
-    sizes, longest = [int(n) for n in batches.split(",")], max(map(int, lengths.split(",")))
+    chosen, rates, sizes, longest = list(lengths), list(acceptances), list(batches), max(lengths)
     max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2) + 16
     about: dict[str, Any] = {"device": device, "max_batch_size": max(sizes), "max_seq_len": max_seq_len}
     about |= {"num_gpu_blocks": max(sizes) * (max_seq_len // 16 + 1), "use_prefix_caching": False}
-    ours = {"use_speculative_decoding": True, "spec_length": longest}
-    settings: dict[str, tuple[Any, dict[str, Any]]] = {"phase 10": (Plain, {})}
-    settings["ngram"] = Engine, ours | {"drafter": "ngram"}
-    if draft is not None:
-        settings["model"] = Engine, ours | {"draft_model": draft}
-    engines: dict[str, Any] = {
-        name: make(EngineConfig(target, **about, **more)) for name, (make, more) in settings.items()
-    }
-    lots = {name: Lot(engine) for name, engine in engines.items() if name != "phase 10"}
-    cases = [(size, "phase 10", 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
+    engines = make_engines(target, draft, longest, **about)
+    lots = {name: Lot(engine) for name, engine in engines.items() if name != PLAIN}
+    cases = [(size, PLAIN, 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
     cases += [(size, name, k, a) for size in sizes for name in lots for k in chosen for a in rates]
     cases += [(size, name, 0, a) for size in sizes for name in lots for a in (0.0, *rates)]  # 0: adaptive
     speeds: dict[tuple[int, str, int, float], list[float]] = {case: [] for case in cases}
@@ -168,7 +171,7 @@ def imposed(
             "length": length or ("adaptive" if name in lots else "–"),
             "acceptance": acceptance,
             "tokens_per_second": rounded(medians[size, name, length, acceptance]),
-            "over_plain": ratio(medians[size, name, length, acceptance], medians[size, "phase 10", 0, 0.0]),
+            "over_plain": ratio(medians[size, name, length, acceptance], medians[size, PLAIN, 0, 0.0]),
             "expected_tokens": rounded(expected_tokens(acceptance, length)) if length else None,
         }
         for size, name, length, acceptance in cases
@@ -176,11 +179,8 @@ def imposed(
     times_of = {
         name: dataclasses.asdict(engines[name].scheduler.lengths.times) if name in lots else None for name in engines
     }
-    flags = {"steps": steps, "trials": trials, "draft": draft and describe_model(draft)["name"]}
-    model = describe_model(target)
-    shown = {name: engine_settings(engine.config, model["name"]) for name, engine in engines.items()}
-    report = Report("speculation", model, shown, 0, flags, {"rows": rows, "times": times_of}, device)
-    present(report, imposed_view(report), out)
+    flags = {"steps": steps, "trials": trials, "draft": draft}
+    return report_of("speculation", target, engines, flags, {"rows": rows, "times": times_of})
 
 
 def imposed_view(report: Report) -> View:
@@ -228,24 +228,18 @@ def answer(engine: Any, prompt: str, max_new_tokens: int) -> tuple[list[int], fl
     return ids, time.perf_counter() - started
 
 
-@app.command()
-def texts(
+def measure_texts(
     target: str = "smollm2-135m",
-    draft: Annotated[str | None, typer.Option(help="A draft model, beside lookup.")] = None,
+    *,
+    draft: str | None = None,
     device: str = "cpu",
-    length: Annotated[int, typer.Option(help="The longest run of drafts.")] = 5,
+    length: int = 5,
     max_new_tokens: int = 160,
     trials: int = 3,
-    out: Folder = None,
-) -> None:
-    """Answers of the demo model to four tasks: acceptance, forward passes and time, beside the plain engine."""
+) -> Report:
+    """Answers of a chat model to four tasks: acceptance, forward passes and time, beside the plain engine."""
     about: dict[str, Any] = {"device": device, "max_batch_size": 1, "max_seq_len": 1024, "use_prefix_caching": False}
-    ours = {"use_speculative_decoding": True, "spec_length": length}
-    settings: dict[str, tuple[Callable[[EngineConfig], Any], dict[str, Any]]] = {"plain": (Plain, {})}
-    settings["ngram"] = Engine, ours | {"drafter": "ngram"}
-    if draft is not None:
-        settings["model"] = Engine, ours | {"draft_model": draft}
-    engines = {name: make(EngineConfig(target, **about, **more)) for name, (make, more) in settings.items()}
+    engines = make_engines(target, draft, length, **about)
     rows: list[dict[str, Any]] = []
     for task, said in TASKS.items():
         prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
@@ -254,7 +248,7 @@ def texts(
         for _ in range(trials):
             for name, engine in engines.items():
                 found[name].append(answer(engine, prompt, max_new_tokens))
-        plain = statistics.median(seconds for _, seconds in found["plain"])
+        plain = statistics.median(seconds for _, seconds in found[PLAIN])
         for name, engine in list(engines.items())[1:]:
             stats = {key: (value - before[name][key]) // trials for key, value in engine.stats().items()}
             accepted, rejected = stats["drafts accepted (tokens)"], stats["drafts rejected (tokens)"]
@@ -263,7 +257,7 @@ def texts(
                     "task": task,
                     "drafter": name,
                     "tokens": len(found[name][0][0]),
-                    "equal": all(ids == found["plain"][0][0] for ids, _ in found[name]),
+                    "equal": all(ids == found[PLAIN][0][0] for ids, _ in found[name]),
                     "forwards": stats["forward passes"],
                     "accepted": accepted,
                     "rejected": rejected,
@@ -271,17 +265,14 @@ def texts(
                     "over_plain": ratio(plain, statistics.median(seconds for _, seconds in found[name])),
                 }
             )
-    model = describe_model(target)
-    shown = {name: engine_settings(engine.config, model["name"]) for name, engine in engines.items()}
-    flags = {"length": length, "trials": trials, "draft": draft and describe_model(draft)["name"]}
-    report = Report("speculation-texts", model, shown, 0, flags, {"rows": rows}, device)
+    return report_of("speculation-texts", target, engines, {"length": length, "draft": draft}, {"rows": rows})
+
+
+def texts_view(report: Report) -> View:
+    """The table."""
     columns = [text("task", "task"), text("drafter", "drafter")]
     columns += [Column(name, name, str) for name in ("tokens", "forwards", "accepted", "rejected")]
     columns += [Column("share", "acceptance", percent), Column("over plain", "over_plain", times)]
     columns += [Column("tokens equal", "equal", lambda value: "yes" if value else "no")]
     title = f"Speculative decoding on texts: {report.model['name']}"
-    present(report, View(title, [report.machine_title], [Table("", columns, rows)]), out)
-
-
-if __name__ == "__main__":
-    app()
+    return View(title, [report.machine_title], [Table("", columns, report.results["rows"])])

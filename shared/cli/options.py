@@ -178,10 +178,11 @@ def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
     """The option of a field, without its ``use_``. Help shows it as soon as the phase exists that brings the field."""
     name = field.name.removeprefix("use_").replace("_", "-")
     is_flag = bool in (kind, *get_args(kind))
+    has_negative = is_flag and field.default is not False  # what is off by default is only turned on
     return typer.Option(
-        f"--{name}/--no-{name}" if is_flag else f"--{name}",
+        f"--{name}/--no-{name}" if has_negative else f"--{name}",
         help=field.metadata["help"],
-        rich_help_panel=OPTIMIZATIONS if is_flag else _ENGINE,
+        rich_help_panel=OPTIMIZATIONS if has_negative else _ENGINE,
         envvar="INFER_DEVICE" if field.name == "device" else None,
         hidden=field.metadata["phase"] not in {lesson.number for lesson in lessons()},
     )

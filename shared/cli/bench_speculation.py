@@ -1,0 +1,64 @@
+"""``infer bench speculation``: what drafts buy. Introduced in phase 11.
+
+The command only reads its options and prints; :mod:`benchmarks.speculation` measures. Invariant: the last line on
+standard output is one JSON line; progress goes to standard error.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shared.cli.bench_options import Device, Model, computing_device, present
+from shared.cli.terminal import examples, working
+
+
+def speculation(
+    model: Model = "smollm2-135m",
+    draft: Annotated[str | None, typer.Option("--draft", help="A draft model, beside lookup.")] = None,
+    texts: Annotated[
+        bool, typer.Option("--texts", help="Instead, let a chat model answer, with its true acceptance.")
+    ] = False,
+    length: Annotated[
+        list[int] | None, typer.Option("--length", help="Drafts of a step; repeat it. Default: 1, 3, 5 and 8.")
+    ] = None,
+    acceptance: Annotated[
+        list[float] | None, typer.Option("--acceptance", help="Of a draft; repeat it. Default: 0.6, 0.8 and 0.95.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", help="Requests at a time; repeat it. Default: 1 and 16.")
+    ] = None,
+    trials: Annotated[int, typer.Option("--trials", help="Of each case; the median counts.", min=1)] = 3,
+    device: Device = "auto",
+    out: Annotated[Path | None, typer.Option("--out", help="Write the report into this folder.")] = None,
+) -> None:
+    """Time drafting and verification at an acceptance decided by lot, beside phase 10, or on texts.
+
+    The last line on standard output is the result as JSON.
+    """
+    from benchmarks.speculation import imposed_view, measure_imposed, measure_texts, texts_view
+
+    where = computing_device(device)
+    with working("drafting and verifying"):
+        if texts:
+            report = measure_texts(model, draft=draft, device=where, length=max(length or [5]), trials=trials)
+        else:
+            report = measure_imposed(
+                model,
+                draft=draft,
+                device=where,
+                lengths=length or (1, 3, 5, 8),
+                acceptances=acceptance or (0.6, 0.8, 0.95),
+                batches=batch or (1, 16),
+                trials=trials,
+            )
+    present(report, (texts_view if texts else imposed_view)(report), out)
+
+
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "speculation": (
+        speculation,
+        examples("infer bench speculation --texts", "infer bench speculation --draft small-model --length 5 --batch 1"),
+    ),
+}
