@@ -322,6 +322,21 @@ def test_an_interrupted_step_is_repeated_and_loses_nothing(
     assert has_guessed(engine)
 
 
+def test_requests_with_and_without_drafts_share_steps(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    requests: Requests = [
+        (ids, params | {"use_speculative_decoding": n % 2 == 0}) for n, (ids, params) in enumerate(ALIKE)
+    ]
+    answers = serve(make(folder, Plain, max_seq_len=128), requests)[0]
+    engine = make(folder, answers=answers, max_seq_len=128)
+    found = serve(engine, requests)[0]
+    assert seen(found) == seen(answers)
+    drafted = [answer[-1].num_accepted_drafts + answer[-1].num_rejected_drafts > 0 for answer in found]
+    assert drafted == [n % 2 == 0 for n in range(len(requests))]
+    assert sum(answer[-1].num_rejected_drafts for answer in found) == engine.num_rejected
+    assert sum(engine.scheduler.num_accepted_at) == engine.num_accepted
+
+
 def test_without_drafts_it_is_the_loop_of_phase_9(tiny_checkpoints: dict[str, Path]) -> None:
     folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
     for overlaps in (False, True):

@@ -19,7 +19,8 @@ class StepOutput(NamedTuple):
     admitted. It has the log-probabilities of the prompt, if the request's parameters ask for them: an entry for each
     prompt token, None for the first, which follows nothing. A request that generates nothing (``max_new_tokens``
     0) has this one output, without a token, and finishes by length. The last output of a failed request has no token
-    either: ``finish_reason`` is ERROR and ``error`` is a message for the client.
+    either: ``finish_reason`` is ERROR and ``error`` is a message for the client. The last output
+    of any other request counts its drafts (phase 11).
     """
 
     request_id: str
@@ -31,6 +32,8 @@ class StepOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
 
 class OutputStream:

@@ -61,6 +61,9 @@ class EngineLoad:
     num_preemptions: int  # since the engine started
     num_prefix_queries: int = 0  # tokens looked up in a prefix tree since the engine started
     num_prefix_hits: int = 0  # and found there
+    num_drafts: int = 0  # runs of drafts that were verified since the engine started
+    num_draft_tokens: int = 0  # the drafts in them
+    num_accepted_at: tuple[int, ...] = ()  # by their position, how many of them were accepted
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:
@@ -74,4 +77,7 @@ class EngineLoad:
             scheduler.num_preemptions,
             scheduler.num_prefix_queries,
             scheduler.num_prefix_hits,
+            scheduler.num_drafts,
+            scheduler.num_accepted_drafts + scheduler.num_rejected_drafts,
+            tuple(scheduler.num_accepted_at),
         )

@@ -29,6 +29,7 @@ class SpeculativeScheduler(OverlappedScheduler):
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
         self.is_speculating = config.use_speculative_decoding
+        self.num_accepted_at = [0] * config.spec_length
         self.lengths = DraftLengths(config.spec_length, is_adaptive=config.is_on("adapt_spec_length"))
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
@@ -38,9 +39,10 @@ class SpeculativeScheduler(OverlappedScheduler):
             return schedule
         budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
         entries = []
-        lengths = self.lengths.next_lengths(schedule.decoding.requests)
-        for entry, length in zip(schedule.decoding, lengths, strict=True):
-            entry = self._grant_drafts(entry, min(length, budget))
+        asking = [request for request in schedule.decoding.requests if request.params.use_speculative_decoding]
+        lengths = dict(zip(asking, self.lengths.next_lengths(asking), strict=True))
+        for entry in schedule.decoding:
+            entry = self._grant_drafts(entry, min(lengths.get(entry.request, 0), budget))
             budget -= entry.num_drafts
             entries.append(entry)
         return _ordered(schedule, entries)
@@ -69,6 +71,9 @@ class SpeculativeScheduler(OverlappedScheduler):
                 for counts in (self, request):
                     counts.num_accepted_drafts += num_accepted
                     counts.num_rejected_drafts += entry.num_drafts - num_accepted
+                self.num_drafts += 1
+                for position in range(num_accepted):
+                    self.num_accepted_at[position] += 1
                 self.lengths.count(request, entry.num_drafts, num_accepted)
                 # exercise 11x3: keep what was accepted, and roll back the rest
                 # hint: _resized gives the entry with another number of drafts, and the request's counts follow

@@ -49,6 +49,7 @@ class AnswerStream:
         self.param = param
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, known with the first output
+        self.num_accepted_drafts = self.num_rejected_drafts = 0  # known with the last output
         self.arrived = time.perf_counter()
         self.scheduled: float | None = None
         self.first_token: float | None = None
@@ -80,6 +81,8 @@ class AnswerStream:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
+        self.num_accepted_drafts += output.num_accepted_drafts
+        self.num_rejected_drafts += output.num_rejected_drafts
         if output.token_id is not None:
             self.num_tokens += 1
             self.first_token = self.first_token or at

@@ -161,6 +161,11 @@ class EngineClient:
         num_unseen = self._num_submitted - num_added
         num_queries = load.num_prefix_queries - self.load.num_prefix_queries
         self._observer.on_prefix_lookups(num_queries, load.num_prefix_hits - self.load.num_prefix_hits)
+        if load.num_drafts > self.load.num_drafts:
+            before = self.load.num_accepted_at or (0,) * len(load.num_accepted_at)
+            accepted_at = [now - then for now, then in zip(load.num_accepted_at, before, strict=True)]
+            num_tokens = load.num_draft_tokens - self.load.num_draft_tokens
+            self._observer.on_drafts(load.num_drafts - self.load.num_drafts, num_tokens, accepted_at)
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         self._handle.delivered()
         match event:

@@ -4,7 +4,7 @@ Names and meanings are those of vLLM with the prefix ``infer:``, so vLLM's dashb
 values from small fixed sets, never text of a client.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -80,6 +80,15 @@ class ServerMetrics:
         self._preemptions = self._counter("infer:num_preemptions", "Preemptions.")
         self._prefix_queries = self._counter("infer:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._prefix_hits = self._counter("infer:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._drafts = self._counter("infer:spec_decode_num_drafts", "Runs of draft tokens that were verified.")
+        self._draft_tokens = self._counter("infer:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
+        self._accepted = self._counter("infer:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self._accepted_at = Counter(
+            "infer:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were accepted, by their position in the run.",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
         self._ttft = self._histogram("infer:time_to_first_token_seconds", "From arrival to the first token.", LONG)
         self._gap = self._histogram("infer:inter_token_latency_seconds", "Between a token and the next.", SHORT)
         self._whole = self._histogram("infer:e2e_request_latency_seconds", "From arrival to the end.", LONG)
@@ -133,6 +142,14 @@ class ServerMetrics:
         """Both count tokens."""
         self._prefix_queries.inc(num_queries)
         self._prefix_hits.inc(num_hits)
+
+    def on_drafts(self, num_drafts: int, num_tokens: int, num_accepted_at: Sequence[int]) -> None:
+        """Runs of drafts, their tokens, and the accepted ones by position."""
+        self._drafts.inc(num_drafts)
+        self._draft_tokens.inc(num_tokens)
+        self._accepted.inc(sum(num_accepted_at))
+        for position, count in enumerate(num_accepted_at):
+            self._accepted_at.labels(self._model, str(position)).inc(count)
 
     def on_end(self, stream: AnswerStream) -> None:
         assert stream.ended is not None

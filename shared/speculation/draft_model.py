@@ -141,7 +141,8 @@ class DraftModel:
             if num_drafts:
                 request.draft_ids = []
             twin = self.pair.twins.get(request)  # None: it has ended in the step that was in flight
-            if twin is None or not (num_drafts or number >= schedule.num_decoding):
+            is_following = number >= schedule.num_decoding and request.params.use_speculative_decoding
+            if twin is None or not (num_drafts or is_following):
                 continue
             end = request.num_tokens if num_drafts else min(start + num_tokens, request.num_tokens)
             begin = self._follow(twin, request)
