@@ -31,9 +31,11 @@ _FLEET, _SERVER = "Replicas", "Server"
 class _ModelFirst(TyperGroup):
     """A group whose first argument is a model's name unless it is a command's."""
 
+    default = "start"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
-            args = ["start", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 

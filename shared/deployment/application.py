@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray is imported; nothing is reported home
-# One event loop in each process, and buffered logs: 7 ms less to the first token. Workers inherit the variable.
-os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+# Read when Ray is imported; its processes inherit them.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported home
+os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # less time to the first token
+os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
+os.environ.setdefault("RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "1000")
+os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
 
 import ray
 from ray import serve
