@@ -145,18 +145,17 @@ def start(
     options.fetch_if_known(model)
     resolve_model(model)
     load = partial(load_warm, lesson.number, model, "json", False, **settings)
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         if is_ours:
             with working("starting Ray"):
                 application.start(host, port)
+        signal.signal(signal.SIGTERM, _interrupt)  # Ray has a handler of its own, which prints a stack
         with working(f"deploying {model} on {replicas} replicas"):
             application.deploy(load, config, fleet, is_process=is_gpu)
         typer.echo(f"{config.model_name} is served at {url} by {replicas} replicas of phase {lesson.number}", err=True)
         while is_ours and application.is_deployed():
             time.sleep(1)
     finally:
-        signal.signal(signal.SIGTERM, before)
         if is_ours:
             application.end()
 

@@ -35,6 +35,8 @@ ROUTERS = {
 HEALTH_PERIOD = 2.0
 """Seconds between two health checks of a replica; a killed one is replaced after at most this time."""
 HEALTH_TIMEOUT = 60.0
+GATEWAY_GRACE = 10.0
+"""Seconds for which a gateway outlives the replicas that are replaced with it, to end their streams with an error."""
 
 _INIT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "infer"}
 
@@ -103,7 +105,7 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
                 target_ongoing_requests=fleet.target_ongoing_requests,
             )
         }
-    drains = {"graceful_shutdown_timeout_s": config.grace, "graceful_shutdown_wait_loop_s": 0.5}
+    drain = {"graceful_shutdown_timeout_s": config.grace, "graceful_shutdown_wait_loop_s": 0.5}
     replicas = serve.deployment(
         Replica,
         name=REPLICAS,
@@ -112,7 +114,7 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=HEALTH_TIMEOUT,
         request_router_config=RequestRouterConfig(request_router_class=ROUTERS[fleet.router]),
-        **drains,
+        **drain,
         **scaling,
     )
     gateway = serve.deployment(
@@ -120,7 +122,7 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
         num_replicas=fleet.gateways,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=config.max_connections,
-        **drains,
+        **drain | {"graceful_shutdown_timeout_s": config.grace + GATEWAY_GRACE},
     )
     try:
         serve.run(gateway.bind(replicas.bind(load, config, is_process), config), name=APPLICATION)

@@ -79,6 +79,19 @@ def infer(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*INFER, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS)
 
 
+def test_an_interrupt_ends_everything_that_was_started(folder: Path, tmp_path: Path) -> None:
+    """The first test, because later ones share a cluster that this command would join."""
+    running = Deployed(folder, tmp_path / "log")
+    processes = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(processes) > 5
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(PATIENCE) == 130
+    assert "interrupted" in running.text()
+    assert "logging.cc" not in running.text()
+    _, alive = psutil.wait_procs(processes, PATIENCE)
+    assert not alive
+
+
 @pytest.fixture(scope="module")
 def deployed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     running = Deployed(folder, tmp_path_factory.mktemp("deployed") / "log")
