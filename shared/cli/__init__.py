@@ -12,7 +12,7 @@ if is_enabled():
 
 import typer
 
-from shared.cli import bench, models, phases, workshop
+from shared.cli import bench, deploy, models, phases, workshop
 from shared.cli.chat import EPILOG as CHAT_EPILOG
 from shared.cli.chat import chat
 from shared.cli.compare import EPILOG as COMPARE_EPILOG
@@ -40,6 +40,7 @@ app = typer.Typer(
         'infer generate --prompt "The capital of France is"',
         "infer chat",
         "infer serve smollm2-135m --port 8000",
+        "infer deploy smollm2-135m --replicas 2",
         "infer trace --compare contiguous,paged",
         "infer phases",
         "infer diff 01b 02",
@@ -52,6 +53,7 @@ app = typer.Typer(
 app.command("generate", epilog=GENERATE_EPILOG)(generate)
 app.command("chat", epilog=CHAT_EPILOG)(chat)
 app.command("serve", epilog=SERVE_EPILOG)(serve)
+app.add_typer(deploy.app, name="deploy")
 app.add_typer(phases.app, name="phases")
 app.command("diff", epilog=DIFF_EPILOG)(diff)
 app.command("ladder", epilog=LADDER_EPILOG)(ladder)

@@ -115,6 +115,9 @@ def command_error(line: str, infer: Any) -> str | None:
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         subcommands = words[0].split("|")  # `infer model pull|list|make`
         if not set(subcommands) <= set(command.commands):
+            if (default := getattr(command, "default", None)) is not None:
+                command = command.commands[default]  # `infer deploy MODEL` is `infer deploy start MODEL`
+                break
             if not is_root and command.params:
                 break  # a group with arguments of its own
             return f"there is no command `infer {line.strip()}`"

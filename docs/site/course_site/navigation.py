@@ -16,7 +16,8 @@ from course_site import phase_sections, reports
 from course_site.repository import read
 from shared.lessons import Lesson, lessons
 
-HOME, REFERENCE, MEASURED = "README", ("docs/API", "docs/GLOSSARY", "docs/PERFORMANCE"), "docs/PERFORMANCE"
+HOME, MEASURED = "README", "docs/PERFORMANCE"
+REFERENCE = ("docs/API", "docs/DEPLOY", "docs/GLOSSARY", MEASURED)
 BEGINNING, TEACHING = "tutorial/start", "tutorial/teachers"
 DESIGN, CODE_ENDS = "docs/OVERALL_DESIGN", "\n## Run it\n"
 _PLANNED = re.compile(r"^\| ([\d.]+) \| (?:\*side track:\* )?([^|]+?) \|", re.MULTILINE)

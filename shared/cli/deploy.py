@@ -1,0 +1,203 @@
+"""``infer deploy``: the server on many replicas, through Ray Serve. Follows phase 11.
+
+Invariant: a setting is judged before Ray starts; without Ray each command says in one sentence what to install.
+"""
+
+import signal
+import time
+from functools import partial
+from importlib.util import find_spec
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from shared.cli import options
+from shared.cli.serve import Served, load_warm, model_name, serving_lesson
+from shared.cli.terminal import examples, stdout_console, working
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError
+
+EPILOG = examples(
+    "infer deploy smollm2-135m --replicas 2",
+    "infer deploy ./my-model --replicas 2 --max-replicas 8 --address auto",
+    "infer deploy status",
+    "infer deploy down",
+)
+_FLEET, _SERVER = "Replicas", "Server"
+
+
+class _ModelFirst(TyperGroup):
+    """A group whose first argument is a model's name unless it is a command's."""
+
+    default = "start"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="deploy",
+    help="Serve a model on many replicas, through Ray Serve: MODEL, or one of the commands.",
+    cls=_ModelFirst,
+    no_args_is_help=True,
+    epilog=EPILOG,
+)
+
+
+def _fleet(*names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_FLEET, **more)
+
+
+def _server(*names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_SERVER, **more)
+
+
+Address = Annotated[
+    str | None,
+    typer.Option("--address", help="The Ray cluster to join; default: the one on this machine.", envvar="RAY_ADDRESS"),
+]
+
+
+@app.command("start", epilog=EPILOG)
+@options.engine_options()
+def start(
+    model: Served = options.DEFAULT_MODEL,
+    replicas: Annotated[int, _fleet("--replicas", "-r", text="The replicas; the fewest if they scale.")] = 1,
+    max_replicas: Annotated[
+        int | None, _fleet("--max-replicas", text="Scale up to this many by load; default: never scale.")
+    ] = None,
+    target_ongoing_requests: Annotated[
+        int | None,
+        _fleet("--target-ongoing-requests", text="Requests per replica to scale for; default: --max-batch-size."),
+    ] = None,
+    router: Annotated[str, _fleet("--router", text="prefix, two-choices or round-robin.")] = "prefix",
+    gateways: Annotated[int, _fleet("--gateways", text="Processes that read requests and choose replicas.")] = 1,
+    cpus: Annotated[float, _fleet("--cpus", text="Processors that Ray reserves for each replica.")] = 1.0,
+    gpus: Annotated[
+        float | None, _fleet("--gpus", text="GPUs that Ray reserves for each replica; default: 1 if --device is one.")
+    ] = None,
+    address: Address = None,
+    host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 for every interface.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, _server("--port", text="The port; 0 for a free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        str | None, _server("--served-model-name", text="The model's name in requests; default: as infer serve.")
+    ] = None,
+    api_key: Annotated[
+        str | None, _server("--api-key", text="The API key that requests must send.", envvar="INFER_API_KEY")
+    ] = None,
+    named_events: Annotated[
+        bool, _server("--named-events", text="Always stream /v1/completions as the events token, done and error.")
+    ] = False,
+    allowed_hosts: Annotated[
+        str | None, _server("--allowed-hosts", text="Hosts, with commas, that requests may name in the header Host.")
+    ] = None,
+    grace: Annotated[
+        float, _server("--grace", text="Seconds in which the requests of a replica may finish before it ends.")
+    ] = 30.0,
+    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
+    phase: options.Phase = None,
+    **settings: Any,
+) -> None:
+    """Serve MODEL on replicas: starts Ray and stays until interrupted, or updates a cluster that runs and returns."""
+    _check_ray()
+    from shared.deployment import application
+    from shared.loading.placement import check_device
+    from shared.loading.resolve import resolve_model
+    from shared.server.process import address_of, bind
+    from shared.server.settings import ServerConfig
+
+    lesson = serving_lesson(phase)
+    config = ServerConfig(
+        model_name=served_model_name or model_name(model),
+        api_key=api_key,
+        named_events=named_events,
+        allowed_hosts=tuple(name.strip() for name in (allowed_hosts or "").split(",") if name.strip()),
+        grace=grace,
+        max_body_bytes=max_body_bytes,
+    )
+    device = settings["device"] = str(check_device(settings["device"]))
+    engine_config = EngineConfig(model=model, **settings)
+    engine_config.check(lesson.load("engine").SUPPORTED)
+    is_gpu = device.startswith("cuda")
+    most = engine_config.max_batch_size
+    fleet = application.Fleet(
+        replicas=replicas,
+        max_replicas=max_replicas or replicas,
+        target_ongoing_requests=target_ongoing_requests or most,
+        max_ongoing_requests=most + engine_config.max_waiting_requests,
+        gateways=gateways,
+        cpus=cpus,
+        gpus=float(is_gpu) if gpus is None else gpus,
+        router=router,
+    )
+    is_ours = not application.join(address)
+    url = "the address of that cluster"
+    if is_ours:
+        bound = bind(host, port)
+        url, port = address_of(bound), bound.getsockname()[1]
+        bound.close()
+    options.fetch_if_known(model)
+    resolve_model(model)
+    load = partial(load_warm, lesson.number, model, "json", False, **settings)
+    try:
+        if is_ours:
+            with working("starting Ray"):
+                application.start(host, port)
+        signal.signal(signal.SIGTERM, _interrupt)  # Ray has a handler of its own, which prints a stack
+        with working(f"deploying {model} on {replicas} replicas"):
+            application.deploy(load, config, fleet, is_process=is_gpu)
+        typer.echo(f"{config.model_name} is served at {url} by {replicas} replicas of phase {lesson.number}", err=True)
+        while is_ours and application.is_deployed():
+            time.sleep(1)
+    finally:
+        if is_ours:
+            application.end()
+
+
+@app.command("status")
+def status(address: Address = None) -> None:
+    """Show the replicas that run, start and stop."""
+    _check_ray()
+    from rich.table import Table
+
+    from shared.deployment import application
+
+    _join(address)
+    table = Table("application", "part", "status", "replicas", "message", box=None)
+    for name, one in application.status().applications.items():
+        for part, found in one.deployments.items():
+            states = ", ".join(f"{num} {state.lower()}" for state, num in found.replica_states.items() if num)
+            table.add_row(name, part, found.status.lower(), states, found.message)
+    stdout_console().print(table)
+
+
+@app.command("down")
+def down(address: Address = None) -> None:
+    """Take the application down; open requests may finish first. A Ray that `infer deploy` started ends with it."""
+    _check_ray()
+    from shared.deployment import application
+
+    _join(address)
+    application.remove()
+
+
+def _check_ray() -> None:
+    if find_spec("ray") is None:
+        raise ConfigError("infer deploy needs Ray Serve: pip install 'infer-course[ray]', or '.[ray]' in a checkout.")
+
+
+def _join(address: str | None) -> None:
+    from shared.deployment import application
+
+    if not application.join(address):
+        raise ConfigError("No Ray cluster runs on this machine; start one with infer deploy MODEL, or name --address.")
+
+
+def _interrupt(sig: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

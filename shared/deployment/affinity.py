@@ -1,0 +1,128 @@
+"""Which replica a request goes to: the one that has its prefix, unless it is much busier. Follows phase 11.
+
+The gateway has no tokenizer and needs none: prompts whose text begins alike have tokens that begin alike, but for the
+last of them. The text is cut into chunks, and the key of a chunk hashes all text up to its end: equal keys mean equal
+prefixes (as in SGLang's router, which keeps a tree of characters). Invariant: what is decided here depends on the
+arguments alone, so the simulator and the router decide alike.
+"""
+
+import hashlib
+import json
+import random
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+CHUNK = 64
+"""Bytes of a chunk of text: about one block of the KV cache."""
+MAX_CHUNKS = 512
+MIN_SHARE = 0.5
+"""The least share of a prompt's chunks that a replica must have. A shared system prompt before a longer question is
+then no reason to send every request to one replica."""
+SLACK = 4
+"""Ongoing requests that the replica with the prefix may have above the less busy of two others."""
+
+Replica = TypeVar("Replica")
+
+
+def prefix_keys(body: bytes, session: str | None = None) -> tuple[bytes, ...]:
+    """The keys of a request's prompt, one for each whole chunk; none if the body is no request with a prompt.
+
+    A session, which a client names in a header, replaces the prompt by one key. A ``cache_salt`` is part of every key,
+    as it is in the prefix tree.
+    """
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):  # the replica refuses it
+        return ()
+    if not isinstance(request, dict):
+        return ()
+    salt = _digest(b"", json.dumps(request.get("cache_salt")).encode())
+    if session is not None:
+        return (_digest(salt, b"session " + session.encode()),)
+    text = _prompt(request).encode(errors="surrogatepass")
+    keys, parent = [], salt
+    for start in range(0, min(len(text), MAX_CHUNKS * CHUNK) - CHUNK + 1, CHUNK):
+        parent = _digest(parent, text[start : start + CHUNK])
+        keys.append(parent)
+    return tuple(keys)
+
+
+def ranked(
+    loads: Mapping[Replica, int],
+    matches: Mapping[Replica, int],
+    num_keys: int,
+    draw: random.Random,
+    *,
+    min_share: float = MIN_SHARE,
+    slack: int = SLACK,
+) -> list[list[Replica]]:
+    """Groups of replicas, the best first; the least busy one of a group is meant.
+
+    Two replicas are drawn: the less busy of two is hardly worse than the least busy of all, and many gateways do not
+    choose the same one (Mitzenmacher, "The power of two choices in randomized load balancing", 2001). The replica with
+    the longest matching prefix comes before them, if it has at least ``min_share`` of the keys and at most ``slack``
+    ongoing requests more than the less busy of the two.
+
+    Args:
+        loads: the ongoing requests of each replica that may be chosen.
+        matches: how many keys of the request each replica has, from :meth:`PrefixTable.matches`.
+    """
+    if not loads:
+        return []
+    two = draw.sample(list(loads), min(2, len(loads)))
+    known = [replica for replica in matches if replica in loads]
+    if known:
+        best = max(known, key=lambda replica: (matches[replica], -loads[replica]))
+        if matches[best] >= min_share * num_keys and loads[best] <= min(loads[one] for one in two) + slack:
+            return [[best], two]
+    return [two]
+
+
+class PrefixTable(Generic[Replica]):
+    """Which replicas were sent which keys; the keys that were not used for longest are forgotten.
+
+    It says where a prefix was computed, not whether the replica still has it: a replica never reports evictions.
+    """
+
+    def __init__(self, max_keys: int = 2**18) -> None:
+        self._max_keys = max_keys
+        self._replicas: OrderedDict[bytes, set[Replica]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def matches(self, keys: Sequence[bytes]) -> dict[Replica, int]:
+        """How many keys, from the first on without a gap, each replica was sent."""
+        found: dict[Replica, int] = {}
+        for num, key in enumerate(keys):
+            have = [replica for replica in self._replicas.get(key, ()) if found.get(replica, 0) == num]
+            if not have:
+                break
+            found |= dict.fromkeys(have, num + 1)
+        return found
+
+    def record(self, keys: Sequence[bytes], replica: Replica) -> None:
+        """A request with these keys was sent to ``replica``."""
+        for key in reversed(keys):  # the first key is the last to be forgotten
+            self._replicas.setdefault(key, set()).add(replica)
+            self._replicas.move_to_end(key)
+        while len(self._replicas) > self._max_keys:
+            self._replicas.popitem(last=False)
+
+    def keep(self, replicas: Collection[Replica]) -> None:
+        """Forget every replica that is not among ``replicas``."""
+        for key in list(self._replicas):
+            self._replicas[key].intersection_update(replicas)
+            if not self._replicas[key]:
+                del self._replicas[key]
+
+
+def _prompt(request: dict[str, Any]) -> str:
+    """The prompt as text: as it is, or as JSON if it consists of messages or of token ids."""
+    prompt = request.get("messages", request.get("prompt", ""))
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+def _digest(parent: bytes, text: bytes) -> bytes:
+    return hashlib.blake2b(text, key=parent[:64], digest_size=16).digest()

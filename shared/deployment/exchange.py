@@ -1,0 +1,24 @@
+"""One HTTP request on its way from the gateway to a replica. Follows phase 11.
+
+Invariant: the response comes back as ASGI messages, so the replica's application decides every byte of it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request with its whole body.
+
+    ``prefix`` are the keys of :func:`shared.deployment.affinity.prefix_keys`, by which the router chooses. ``index``
+    chooses the replica with this index, in the order of their ids, in place of the router's choice.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    client: tuple[str, int] | None
+    prefix: tuple[bytes, ...] = ()
+    index: int | None = None

@@ -1,0 +1,63 @@
+"""Ray Serve's interface to the decision of :mod:`shared.deployment.affinity`. Follows phase 11.
+
+Ray Serve makes one in each process that holds a handle of the replicas: in each gateway. Invariant: a request whose
+``index`` is set goes to that replica, which is how a gateway asks each of them for its metrics.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.request_router import (
+    FIFOMixin,
+    MultiplexMixin,
+    PendingRequest,
+    ReplicaID,
+    ReplicaResult,
+    RequestRouter,
+    RunningReplica,
+)
+
+from shared.deployment.affinity import PrefixTable, ranked
+from shared.deployment.exchange import Exchange
+
+
+class PrefixRouter(FIFOMixin, MultiplexMixin, RequestRouter):
+    """Chooses by prefix, else by power of two choices. Ray Serve takes the least busy replica of the first group."""
+
+    def initialize_state(self, **settings: Any) -> None:
+        """``settings`` are the keyword arguments of :func:`shared.deployment.affinity.ranked`."""
+        self._settings = settings
+        self._table: PrefixTable[ReplicaID] = PrefixTable()
+        self._draw = random.Random()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Sequence[list[RunningReplica]]:
+        exchange = _exchange(pending_request)
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # between two tries while every replica is full
+        if not candidate_replicas or exchange is None:
+            return [candidate_replicas]
+        if exchange.index is not None:
+            in_order = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
+            return [[in_order[exchange.index % len(in_order)]]]
+        replicas = {replica.replica_id: replica for replica in candidate_replicas}
+        loads = {replica_id: self.replica_queue_len_cache.get(replica_id) or 0 for replica_id in replicas}
+        matches = self._table.matches(exchange.prefix)
+        groups = ranked(loads, matches, len(exchange.prefix), self._draw, **self._settings)
+        return [[replicas[replica_id] for replica_id in group] for group in groups]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        exchange = _exchange(pending_request)
+        if exchange is not None:
+            self._table.record(exchange.prefix, replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._table.keep({replica.replica_id for replica in replicas})
+
+
+def _exchange(pending: PendingRequest | None) -> Exchange | None:
+    found = pending.args[0] if pending is not None and pending.args else None
+    return found if isinstance(found, Exchange) else None

@@ -1,0 +1,100 @@
+"""The choice of a replica: properties that hold for all loads and prompts."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.deployment.affinity import CHUNK, PrefixTable, prefix_keys, ranked
+
+LOADS = st.dictionaries(st.integers(0, 20), st.integers(0, 50), min_size=1)
+
+
+def body(prompt: str, **fields: object) -> bytes:
+    return json.dumps({"prompt": prompt, **fields}).encode()
+
+
+@given(LOADS, st.data())
+def test_the_first_group_has_the_prefix_or_is_two_random_ones(loads: dict[int, int], data: st.DataObject) -> None:
+    num_keys = data.draw(st.integers(1, 20))
+    matches = data.draw(st.dictionaries(st.integers(0, 25), st.integers(1, num_keys)))
+    slack = data.draw(st.integers(0, 10))
+    groups = ranked(loads, matches, num_keys, random.Random(0), min_share=0.5, slack=slack)
+    assert {replica for group in groups for replica in group} <= set(loads)
+    assert len(groups[-1]) == len(set(groups[-1])) == min(2, len(loads))
+    known = {replica: matches[replica] for replica in loads if replica in matches}
+    if len(groups) == 2:
+        (best,) = groups[0]
+        assert known[best] == max(known.values()) >= 0.5 * num_keys
+        assert loads[best] <= min(loads[one] for one in groups[1]) + slack
+        assert loads[best] == min(loads[one] for one in known if known[one] == known[best])
+    elif known and max(known.values()) >= 0.5 * num_keys:
+        longest = [replica for replica in known if known[replica] == max(known.values())]
+        assert min(loads[replica] for replica in longest) > min(loads[one] for one in groups[0]) + slack
+
+
+@given(st.text(max_size=400), st.text(max_size=400), st.text(max_size=400))
+def test_prompts_share_as_many_keys_as_whole_chunks(common: str, one: str, other: str) -> None:
+    first, second = prefix_keys(body(common + one)), prefix_keys(body(common + other))
+    texts = (common + one).encode(errors="surrogatepass"), (common + other).encode(errors="surrogatepass")
+    for num, (a, b) in enumerate(zip(first, second, strict=False), 1):
+        assert (a == b) == (texts[0][: num * CHUNK] == texts[1][: num * CHUNK])
+
+
+def test_a_salt_changes_every_key_and_a_session_is_one_key() -> None:
+    prompt = "word " * 100
+    plain, salted = prefix_keys(body(prompt)), prefix_keys(body(prompt, cache_salt="s"))
+    assert len(plain) == len(salted) == 500 // CHUNK
+    assert not {*plain} & {*salted}
+    session = prefix_keys(body(prompt), "s")
+    assert session == prefix_keys(body("another prompt"), "s") != prefix_keys(body(prompt), "t")
+    assert session != prefix_keys(body(prompt, cache_salt="s"), "s")
+
+
+def test_a_prompt_that_has_no_utf8_has_keys() -> None:
+    assert len(prefix_keys(json.dumps({"prompt": "\ud800" * 100}).encode())) == 300 // CHUNK
+
+
+def test_the_turns_of_a_chat_share_a_prefix() -> None:
+    turns = [{"role": "user", "content": "tell me more " * 20}, {"role": "assistant", "content": "of what?"}]
+    first = prefix_keys(json.dumps({"messages": turns[:1]}).encode())
+    second = prefix_keys(json.dumps({"messages": turns}).encode())
+    assert 3 < len(first) == len([key for key in first if key in second])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no JSON", b"[]", b"{}", b'{"prompt": 3}', b"\xff", b'{"messages": null}', b"[" * 10**5]
+)
+def test_what_is_no_prompt_has_no_keys(content: bytes) -> None:
+    assert prefix_keys(content) == ()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), max_size=6)), max_size=20))
+def test_the_table_finds_the_longest_prefix_that_each_replica_was_sent(sent: list[tuple[int, list[int]]]) -> None:
+    def keys(path: list[int]) -> list[bytes]:
+        return [bytes(path[: end + 1]) for end in range(len(path))]
+
+    table = PrefixTable[int]()
+    for replica, path in sent:
+        table.record(keys(path), replica)
+    for _, asked in sent:
+        expected: dict[int, int] = {}
+        for replica, path in sent:
+            is_same = [a == b for a, b in zip(path, asked, strict=False)]
+            num = [*is_same, False].index(False)
+            if num > expected.get(replica, 0):
+                expected[replica] = num
+        assert table.matches(keys(asked)) == expected
+
+
+def test_the_table_is_bounded_and_forgets_replicas_that_are_gone() -> None:
+    table = PrefixTable[str](max_keys=3)
+    table.record([b"a", b"b"], "one")
+    table.record([b"c", b"d"], "two")
+    assert len(table) == 3
+    assert table.matches([b"a", b"b"]) == {"one": 1}  # the last key of the older prefix is forgotten first
+    table.keep({"two"})
+    assert table.matches([b"a"]) == {}
+    assert table.matches([b"c", b"d"]) == {"two": 2}
