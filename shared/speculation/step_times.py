@@ -30,7 +30,8 @@ def tune(scheduler: Scheduler, runner: Runner, drafter: Drafter) -> None:
     pool, longest = scheduler.pool, scheduler.lengths.longest
     most = pool.max_sequences if runner.model.device.type == "cuda" else min(MOST_ON_CPU, pool.max_sequences)
     longest_request = min(longest + 1, pool.request_capacity)
-    while most > 1 and most * longest_request > pool.free_tokens:
+    room = min(pool.free_tokens, scheduler.config.most_tokens_of_a_step(scheduler.max_seq_len))
+    while most > 1 and most * longest_request > room:
         most //= 2
     sizes = sorted({most, *(2**n for n in range(most.bit_length()))})
 

@@ -292,6 +292,9 @@ def test_times_are_measured_when_the_engine_starts(tiny_checkpoints: dict[str, P
         assert min(row) > 0
     assert engine.pool.audit() == []
     assert engine.pool.free_tokens == engine.pool.capacity_tokens
+    small: dict[str, Any] = {"max_batch_size": 8, "max_num_batched_tokens": 8, "max_seq_len": 12, "spec_length": 11}
+    engine = make(tiny_checkpoints["qwen3"], drafts["qwen3"], adapt_spec_length=True, **small)
+    assert engine.scheduler.lengths.times.sizes == [1], "a step of two requests with 11 drafts each has no room"
 
 
 @pytest.mark.gpu
