@@ -357,6 +357,30 @@ def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repea
     assert not all(same), "drawn tokens differ"
 
 
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_requests_with_and_without_drafts_share_a_batch(tiny_checkpoints: dict[str, Path], is_adaptive: bool) -> None:
+    """Every other request refuses drafts."""
+    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 128}
+    requests: Requests = [
+        (prompt, params | {"use_speculative_decoding": number % 2 == 0})
+        for number, (prompt, params) in enumerate([*ALIKE, *MIXED])
+    ]
+    answers = serve(make(folder, Plain, **about), requests)[0]
+    engine = make(folder, answers=answers, adapt_spec_length=is_adaptive, **about)
+    commit, steps = engine.scheduler.commit, []
+
+    def noted(schedule: Schedule, sampled: Any) -> None:
+        steps.append([(int(entry.request.request_id), entry.num_drafts) for entry in schedule.decoding])
+        commit(schedule, sampled)
+
+    engine.scheduler.commit = noted
+    assert seen(serve(engine, requests)[0]) == seen(answers)
+    assert has_guessed(engine)
+    drafted = {number for step in steps for number, num_drafts in step if num_drafts}
+    assert drafted <= set(range(0, len(requests), 2))
+    assert any(any(n for _, n in step) and any(number % 2 for number, _ in step) for step in steps), "in one batch"
+
+
 def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_checkpoints: dict[str, Path]) -> None:
     folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "adapt_spec_length": None}
     requests: Requests = [([n, *range(9)], {"seed": n, "max_new_tokens": 100, "ignore_eos": True}) for n in range(4)]

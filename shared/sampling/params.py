@@ -45,6 +45,7 @@ class SamplingParams:
             omit ``logprobs`` and refuse ``prompt_logprobs``.
         cache_salt: requests share cached prefixes only with requests that have the same salt (phase 8). It keeps the
             time to a first token from telling one tenant what prompts another has sent.
+        use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -67,6 +68,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    use_speculative_decoding: bool = True
 
     def __post_init__(self) -> None:
         temperature = _real(
@@ -104,7 +106,8 @@ class SamplingParams:
         if self.seed is not None:
             seed = _integer("seed", self.seed, "an integer from 0 to 2**64 - 1, or left out for a random one")
             _require(0 <= seed <= MAX_SEED, "seed", self.seed, "from 0 to 2**64 - 1; leave it out for a random one")
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        for flag in ("ignore_eos", "use_speculative_decoding"):
+            _require(isinstance(getattr(self, flag), bool), flag, getattr(self, flag), "True or False")
         if self.cache_salt is not None:
             remedy = f"a string of 1 to {MAX_CACHE_SALT} characters, or left out"
             is_valid = isinstance(self.cache_salt, str) and 1 <= len(self.cache_salt) <= MAX_CACHE_SALT

@@ -54,6 +54,7 @@ _SAMPLING = (
     "seed",
     "ignore_eos",
     "cache_salt",
+    "use_speculative_decoding",
 )
 
 
@@ -90,6 +91,7 @@ class SamplingFields(BaseModel):
     seed: Annotated[Whole | None, optional("integer", minimum=0, maximum=MAX_SEED)] = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[Any, WithJsonSchema(CACHE_SALT_SCHEMA)] = None
+    use_speculative_decoding: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -45,7 +45,7 @@ class DraftLengths:
     """The number of drafts of each request, at most ``longest``.
 
     Args:
-        is_adaptive: False gives every request the longest.
+        is_adaptive: False gives every request the longest, unless its parameters refuse drafts.
         draft_cost: the time of a draft, in plain steps.
     """
 
@@ -55,6 +55,8 @@ class DraftLengths:
 
     def next_length(self, request: Request) -> int:
         """The number of drafts to try in the request's next step; call it once a step."""
+        if not request.params.use_speculative_decoding:
+            return 0
         if not self.is_adaptive:
             return self.longest
         known = self.known.setdefault(request, Acceptance())

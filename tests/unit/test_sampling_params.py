@@ -58,7 +58,7 @@ def test_stop_becomes_a_tuple(given, kept):
         *(("prompt_logprobs", v) for v in (-1, 21, 1.0, True, "1")),
         *(("seed", v) for v in (-1, 2**64, 1.0, True, "1")),
         *(("stop", v) for v in ("", ("a", ""), [""], (1,), ["a", None], 3, None, b"x", {"a"})),
-        *(("ignore_eos", v) for v in (0, 1, None, "yes")),
+        *((flag, v) for flag in ("ignore_eos", "use_speculative_decoding") for v in (0, 1, None, "yes")),
     ],
 )
 def test_bad_values_are_refused(field, value):
