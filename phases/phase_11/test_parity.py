@@ -216,9 +216,16 @@ def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints:
             foreseen += [answer] * len(ends)
     expected = serve(make(folder, Plain, **about), requests)[0]
     engine = make(folder, answers=foreseen, error_rate=0.2, **about)
-    assert seen(serve(engine, requests)[0]) == seen(expected)
+    found = serve(engine, requests)[0]
+    assert seen(found) == seen(expected)
     assert {answer[-1].finish_reason for answer in expected} == {FinishReason.STOP, FinishReason.LENGTH}
     assert has_guessed(engine)
+    assert all(answer[-1].num_accepted_drafts < len(answer) for answer in found)
+    num_accepted, num_rejected = (
+        sum(getattr(answer[-1], name) for answer in found) for name in ("num_accepted_drafts", "num_rejected_drafts")
+    )
+    assert num_accepted + num_rejected == engine.num_accepted + engine.num_rejected
+    assert num_accepted < engine.num_accepted, "some are accepted behind a stop string"
 
 
 def test_an_end_of_sequence_inside_a_run(tiny_checkpoints: dict[str, Path]) -> None:

@@ -60,6 +60,8 @@ class OutputProcessor:
             ids, all_logprobs = request.output_ids, request.output_logprobs
             while (number := stream.num_tokens) < len(ids) and not stream.has_ended:
                 output = stream.push(ids[number], all_logprobs[number] if all_logprobs else None)
+                if stream.has_ended:
+                    output = _last(output, request, stream.num_tokens)
                 self.ready.append(_first(output, request) if number == 0 else output)
             if stream.limit == 0 and request.num_computed_tokens == request.num_prompt_tokens:
                 self.ready.append(_first(stream.end(), request))
@@ -75,3 +77,12 @@ def _first(output: StepOutput, request: Request) -> StepOutput:
     """The first output of a request, with what is known of its prompt."""
     logprobs = tuple(request.prompt_logprobs) or None
     return output._replace(prompt_logprobs=logprobs, num_cached_tokens=request.num_cached_tokens)
+
+
+def _last(output: StepOutput, request: Request, num_tokens: int) -> StepOutput:
+    """The last output of a request, its ``num_tokens``-th, with what became of its drafts."""
+    num_dropped = max(0, len(request.output_ids) - num_tokens - 1)  # accepted drafts: the last token was no draft
+    return output._replace(
+        num_accepted_drafts=request.num_accepted_drafts - num_dropped,
+        num_rejected_drafts=request.num_rejected_drafts + num_dropped,
+    )

@@ -67,11 +67,15 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The token counts, in OpenAI's form."""
-        return self.usage_after(self.num_tokens)
+        """The token counts of the complete answer, in OpenAI's form."""
+        drafts = {
+            "accepted_prediction_tokens": sum(choice.num_accepted_drafts for choice in self.choices),
+            "rejected_prediction_tokens": sum(choice.num_rejected_drafts for choice in self.choices),
+        }
+        return {**self.usage_after(self.num_tokens), "completion_tokens_details": drafts}
 
     def usage_after(self, num_tokens: int) -> dict[str, Any]:
-        """The usage when so many tokens are generated.
+        """The usage when so many tokens are generated; drafts are counted at the end.
 
         A prompt counts once, however many choices it has, and of its cached tokens those of its first choice.
         """

@@ -49,6 +49,7 @@ class AnswerStream:
         self.param = param
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, known with the first output
+        self.num_accepted_drafts = self.num_rejected_drafts = 0  # known with the last output
         self.arrived = time.perf_counter()
         self.scheduled: float | None = None
         self.first_token: float | None = None
@@ -91,6 +92,7 @@ class AnswerStream:
         if output.finish_reason is FinishReason.ERROR:
             self._end(FinishReason.ERROR, at, engine_failure(output.error))
         elif output.finish_reason is not None:
+            self.num_accepted_drafts, self.num_rejected_drafts = output.num_accepted_drafts, output.num_rejected_drafts
             is_stop = output.finish_reason is FinishReason.STOP
             self.stop = output.token_id if is_stop and output.stop is None else output.stop
             self._end(output.finish_reason, at)

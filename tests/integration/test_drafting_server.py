@@ -1,0 +1,62 @@
+"""``infer serve`` with speculative decoding: what OpenAI's client is told about drafts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.server_process import MODEL, ServerProcess
+
+LENGTH = 4
+REPEATING: dict[str, Any] = {"prompt": "one two three, one two three, one", "seed": 7, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    options = ("--speculative-decoding", "--drafter", "ngram", "--spec-length", str(LENGTH), "--no-adapt-spec-length")
+    running = ServerProcess(folder, tmp_path_factory.mktemp("drafting") / "log", *options)
+    yield running
+    assert running.end() == 0
+    assert "Traceback" not in running.log.read_text()
+
+
+def drafts_of(usage: Any) -> tuple[int, int]:
+    """The accepted and the rejected drafts of an answer."""
+    details = usage.completion_tokens_details
+    return details.accepted_prediction_tokens, details.rejected_prediction_tokens
+
+
+def complete(server: ServerProcess, **more: Any) -> Any:
+    extra = {"ignore_eos": True, **more.pop("extra_body", {})}
+    return server.openai().completions.create(model=MODEL, **{"temperature": 0, **REPEATING, **more}, extra_body=extra)
+
+
+def test_usage_counts_accepted_and_rejected_drafts_in_every_form_of_an_answer(server: ServerProcess) -> None:
+    whole = complete(server)
+    accepted, rejected = drafts_of(whole.usage)
+    assert 0 < accepted < 60
+    assert rejected > 0
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = complete(server, stream=True, stream_options=options)
+    assert drafts_of(last.usage) == (accepted, rejected)
+    assert {chunk.usage.completion_tokens_details for chunk in chunks} == {None}, "they are counted at the end"
+    both = complete(server, n=2)
+    assert drafts_of(both.usage) == (2 * accepted, 2 * rejected)
+    messages: Any = [{"role": "user", "content": REPEATING["prompt"]}]
+    about: Any = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 60}
+    about["extra_body"] = {"ignore_eos": True}
+    chat = server.openai().chat.completions
+    answer = chat.create(**about)
+    *_, end = chat.create(**about, stream=True, stream_options={"include_usage": True})
+    assert drafts_of(answer.usage) == drafts_of(end.usage)
+    assert drafts_of(answer.usage)[0] > 0
+
+
+def test_a_request_that_refuses_drafts_has_none_and_the_same_answer(server: ServerProcess) -> None:
+    for more in ({}, {"temperature": 1.0}):
+        drafted = complete(server, **more)
+        plain = complete(server, **more, extra_body={"use_speculative_decoding": False})
+        assert plain.choices[0].text == drafted.choices[0].text
+        assert drafts_of(plain.usage) == (0, 0)
+        assert sum(drafts_of(drafted.usage)) > 0
