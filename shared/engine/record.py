@@ -28,6 +28,7 @@ class StepRecord:
     kv_capacity_tokens: int
     preempted: tuple[str, ...] = ()  # when the step was scheduled
     prefill_starts: tuple[int, ...] = ()  # the first token that each of `prefilled` computed, 0 that of its prompt
+    verified: tuple[tuple[str, int, int], ...] = ()  # (request id, accepted drafts, rejected drafts)
 
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
@@ -44,6 +45,7 @@ class StepRecord:
             failed=failed,
             preempted=schedule.preempted,
             prefill_starts=tuple(entry.start for entry in prefilled),
+            verified=tuple(scheduler.verified) if schedule.has_drafts else (),
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             kv_used_tokens=scheduler.pool.used_tokens,
@@ -61,6 +63,8 @@ class EngineLoad:
     num_preemptions: int  # since the engine started
     num_prefix_queries: int = 0  # tokens looked up in a prefix tree since the engine started
     num_prefix_hits: int = 0  # and found there
+    num_drafts_by_position: tuple[int, ...] = ()  # drafts verified since the engine started, the first of a step first
+    num_accepted_by_position: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:
@@ -74,4 +78,6 @@ class EngineLoad:
             scheduler.num_preemptions,
             scheduler.num_prefix_queries,
             scheduler.num_prefix_hits,
+            tuple(scheduler.num_drafts_by_position),
+            tuple(scheduler.num_accepted_by_position),
         )

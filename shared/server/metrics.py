@@ -4,7 +4,7 @@ Names and meanings are those of vLLM with the prefix ``infer:``, so vLLM's dashb
 values from small fixed sets, never text of a client.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -80,6 +80,15 @@ class ServerMetrics:
         self._preemptions = self._counter("infer:num_preemptions", "Preemptions.")
         self._prefix_queries = self._counter("infer:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._prefix_hits = self._counter("infer:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._drafts = self._counter("infer:spec_decode_num_drafts", "Times that a request had drafts in a step.")
+        self._draft_tokens = self._counter("infer:spec_decode_num_draft_tokens", "Draft tokens.")
+        self._accepted_tokens = self._counter("infer:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        self._accepted_by_position = Counter(
+            "infer:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens, by their position among the drafts of a request in a step, from 0.",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
         self._ttft = self._histogram("infer:time_to_first_token_seconds", "From arrival to the first token.", LONG)
         self._gap = self._histogram("infer:inter_token_latency_seconds", "Between a token and the next.", SHORT)
         self._whole = self._histogram("infer:e2e_request_latency_seconds", "From arrival to the end.", LONG)
@@ -133,6 +142,14 @@ class ServerMetrics:
         """Both count tokens."""
         self._prefix_queries.inc(num_queries)
         self._prefix_hits.inc(num_hits)
+
+    def on_drafts(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Both count tokens by position; every request that has drafts has one at position 0."""
+        self._drafts.inc(num_drafts[0] if num_drafts else 0)
+        self._draft_tokens.inc(sum(num_drafts))
+        self._accepted_tokens.inc(sum(num_accepted))
+        for position, count in enumerate(num_accepted):
+            self._accepted_by_position.labels(self._model, str(position)).inc(count)
 
     def on_end(self, stream: AnswerStream) -> None:
         assert stream.ended is not None

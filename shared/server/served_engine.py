@@ -3,6 +3,7 @@
 Invariant: the server uses only these members of an engine, so every phase that has them can be served.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from shared.engine.output import StepOutput
@@ -44,5 +45,7 @@ class Observer(Protocol):
     def on_preemptions(self, count: int) -> None: ...
 
     def on_prefix_lookups(self, num_queries: int, num_hits: int) -> None: ...
+
+    def on_drafts(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None: ...
 
     def on_end(self, stream: AnswerStream) -> None: ...

@@ -1,5 +1,6 @@
 """``infer serve`` with speculative decoding: what OpenAI's client is told about drafts."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,34 @@ def test_usage_counts_accepted_and_rejected_drafts_in_every_form_of_an_answer(se
     *_, end = chat.create(**about, stream=True, stream_options={"include_usage": True})
     assert drafts_of(answer.usage) == drafts_of(end.usage)
     assert drafts_of(answer.usage)[0] > 0
+
+
+def samples(server: ServerProcess) -> dict[str, float]:
+    """The metrics of drafts, by what follows the name that they have in common."""
+    with server.client() as client:
+        text = client.get("/metrics").text
+    pattern = r'^infer:spec_decode_num_(\w+)_total{model_name="[^"]*"(?:,position="(\d)")?} (\S+)$'
+    found = re.findall(pattern, text, re.MULTILINE)
+    return {name + position: float(count) for name, position, count in found}
+
+
+def test_metrics_and_statistics_count_drafts_by_position(server: ServerProcess) -> None:
+    before = samples(server)
+    accepted, rejected = drafts_of(complete(server).usage)
+    found = {name: count - before[name] for name, count in samples(server).items()}
+    at = [found[f"accepted_tokens_per_pos{n}"] for n in range(LENGTH)]
+    assert found["accepted_tokens"] == sum(at) == accepted
+    assert found["draft_tokens"] == accepted + rejected
+    assert found["drafts"] >= at[0] > 0
+    assert LENGTH * found["drafts"] >= found["draft_tokens"]
+    assert at == sorted(at, reverse=True)
+    state = server.state()
+    positions = [state["stats"][f"accepted at position {n}"] for n in range(LENGTH)]
+    assert positions == state["load"]["num_accepted_by_position"]
+    assert sum(positions) == state["stats"]["drafts accepted (tokens)"]
+    num_drafts = state["load"]["num_drafts_by_position"]
+    assert sum(num_drafts) - sum(positions) == state["stats"]["drafts rejected (tokens)"]
+    assert {"verified"} <= state["last_step"].keys()
 
 
 def test_a_request_that_refuses_drafts_has_none_and_the_same_answer(server: ServerProcess) -> None:
