@@ -89,3 +89,34 @@ def test_a_request_that_refuses_drafts_has_none_and_the_same_answer(server: Serv
         assert plain.choices[0].text == drafted.choices[0].text
         assert drafts_of(plain.usage) == (0, 0)
         assert sum(drafts_of(drafted.usage)) > 0
+
+
+def test_a_prediction_is_proposed_and_changes_no_token(server: ServerProcess) -> None:
+    """The answer is random letters, each of which is a token: only a prediction can foresee them."""
+    letters = {str(token_id): 100 for token_id in range(70, 96)}
+    about: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Letters?"}],
+        "max_tokens": 60,
+        "logit_bias": letters,
+    }
+
+    def answer(content: Any = None, **extra: Any) -> tuple[str, int, int]:
+        create = server.openai().chat.completions.create
+        prediction: Any = {} if content is None else {"prediction": {"type": "content", "content": content}}
+        found = create(model=MODEL, seed=5, temperature=2, **about, **prediction, extra_body=extra)
+        return found.choices[0].message.content, *drafts_of(found.usage)
+
+    text, accepted, _ = answer()
+    assert len(text) == 60
+    assert len(set(text)) > 9
+    assert accepted < 5
+    steps = -(-59 // (1 + LENGTH))  # behind the first token, if every step accepts all
+    assert answer(text) == (text, 59 - steps, 0)
+    assert answer([{"type": "text", "text": part} for part in (text[:7], text[7:])]) == (text, 59 - steps, 0)
+    edited = text[:20] + text[20].upper() + text[21:40] + text[45:]
+    same, accepted, rejected = answer(edited)
+    assert same == text
+    assert accepted > 30
+    assert rejected > 0
+    assert answer("".join(reversed(text)))[0] == text
+    assert answer(text, use_speculative_decoding=False) == (text, 0, 0)
