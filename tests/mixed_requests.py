@@ -97,6 +97,6 @@ def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
 
 
 def seen(answers: Sequence[Sequence[StepOutput]]) -> list[list[StepOutput]]:
-    """All that clients receive, except for request ids, and for what was cached and drafted."""
-    unlike = {"request_id": "", "num_cached_tokens": 0, "num_accepted_drafts": 0, "num_rejected_drafts": 0}
-    return [[output._replace(**unlike) for output in answer] for answer in answers]
+    """All that clients receive, except for request ids and for what was cached and drafted."""
+    uncounted: dict[str, Any] = {"num_cached_tokens": 0, "num_accepted_drafts": 0, "num_rejected_drafts": 0}
+    return [[output._replace(request_id="", **uncounted) for output in answer] for answer in answers]

@@ -225,6 +225,7 @@ class Engine:
             "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
             "drafts accepted (tokens)": self.scheduler.num_accepted_drafts,
             "drafts rejected (tokens)": self.scheduler.num_rejected_drafts,
+            **{f"accepted at position {n}": count for n, count in enumerate(self.scheduler.num_accepted_by_position)},
             "kernels launched": LAUNCHES.total(),
         }
 

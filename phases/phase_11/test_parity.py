@@ -216,9 +216,16 @@ def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints:
             foreseen += [answer] * len(ends)
     expected = serve(make(folder, Plain, **about), requests)[0]
     engine = make(folder, answers=foreseen, error_rate=0.2, **about)
-    assert seen(serve(engine, requests)[0]) == seen(expected)
+    found = serve(engine, requests)[0]
+    assert seen(found) == seen(expected)
     assert {answer[-1].finish_reason for answer in expected} == {FinishReason.STOP, FinishReason.LENGTH}
     assert has_guessed(engine)
+    assert all(answer[-1].num_accepted_drafts < len(answer) for answer in found)
+    num_accepted, num_rejected = (
+        sum(getattr(answer[-1], name) for answer in found) for name in ("num_accepted_drafts", "num_rejected_drafts")
+    )
+    assert num_accepted + num_rejected == engine.num_accepted + engine.num_rejected
+    assert num_accepted < engine.num_accepted, "some are accepted behind a stop string"
 
 
 def test_an_end_of_sequence_inside_a_run(tiny_checkpoints: dict[str, Path]) -> None:
@@ -334,7 +341,7 @@ def test_requests_with_and_without_drafts_share_steps(tiny_checkpoints: dict[str
     drafted = [answer[-1].num_accepted_drafts + answer[-1].num_rejected_drafts > 0 for answer in found]
     assert drafted == [n % 2 == 0 for n in range(len(requests))]
     assert sum(answer[-1].num_rejected_drafts for answer in found) == engine.num_rejected
-    assert sum(engine.scheduler.num_accepted_at) == engine.num_accepted
+    assert sum(engine.scheduler.num_accepted_by_position) == engine.num_accepted
 
 
 def test_without_drafts_it_is_the_loop_of_phase_9(tiny_checkpoints: dict[str, Path]) -> None:
@@ -370,6 +377,30 @@ def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repea
     same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found[0], answers, strict=True)]
     assert all(is_same for is_same, is_certain in zip(same, is_greedy, strict=True) if is_certain)
     assert not all(same), "drawn tokens differ"
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_requests_with_and_without_drafts_share_a_batch(tiny_checkpoints: dict[str, Path], is_adaptive: bool) -> None:
+    """Every other request refuses drafts."""
+    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 128}
+    requests: Requests = [
+        (prompt, params | {"use_speculative_decoding": number % 2 == 0})
+        for number, (prompt, params) in enumerate([*ALIKE, *MIXED])
+    ]
+    answers = serve(make(folder, Plain, **about), requests)[0]
+    engine = make(folder, answers=answers, adapt_spec_length=is_adaptive, **about)
+    commit, steps = engine.scheduler.commit, []
+
+    def noted(schedule: Schedule, sampled: Any) -> None:
+        steps.append([(int(entry.request.request_id), entry.num_drafts) for entry in schedule.decoding])
+        commit(schedule, sampled)
+
+    engine.scheduler.commit = noted
+    assert seen(serve(engine, requests)[0]) == seen(answers)
+    assert has_guessed(engine)
+    drafted = {number for step in steps for number, num_drafts in step if num_drafts}
+    assert drafted <= set(range(0, len(requests), 2))
+    assert any(any(n for _, n in step) and any(number % 2 for number, _ in step) for step in steps), "in one batch"
 
 
 def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_checkpoints: dict[str, Path]) -> None:

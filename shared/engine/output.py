@@ -19,8 +19,10 @@ class StepOutput(NamedTuple):
     admitted. It has the log-probabilities of the prompt, if the request's parameters ask for them: an entry for each
     prompt token, None for the first, which follows nothing. A request that generates nothing (``max_new_tokens``
     0) has this one output, without a token, and finishes by length. The last output of a failed request has no token
-    either: ``finish_reason`` is ERROR and ``error`` is a message for the client. The last output
-    of any other request counts its drafts (phase 11).
+    either: ``finish_reason`` is ERROR and ``error`` is a message for the client.
+
+    The last output of a request that has not failed says how many drafts are part of its output, and how many were
+    computed in vain (phase 11): rejected, or accepted behind the stop string that ended it.
     """
 
     request_id: str
@@ -31,9 +33,9 @@ class StepOutput(NamedTuple):
     logprobs: TokenLogprobs | None = None  # if the request's parameters ask for them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
-    error: str | None = None
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
+    error: str | None = None
 
 
 class OutputStream:

@@ -61,7 +61,7 @@ class OutputProcessor:
             while (number := stream.num_tokens) < len(ids) and not stream.has_ended:
                 output = stream.push(ids[number], all_logprobs[number] if all_logprobs else None)
                 if stream.has_ended:
-                    output = _last(output, request)
+                    output = _last(output, request, stream.num_tokens)
                 self.ready.append(_first(output, request) if number == 0 else output)
             if stream.limit == 0 and request.num_computed_tokens == request.num_prompt_tokens:
                 self.ready.append(_first(stream.end(), request))
@@ -79,7 +79,10 @@ def _first(output: StepOutput, request: Request) -> StepOutput:
     return output._replace(prompt_logprobs=logprobs, num_cached_tokens=request.num_cached_tokens)
 
 
-def _last(output: StepOutput, request: Request) -> StepOutput:
-    """The last output of a request, with what became of its drafts; those behind its end count for nothing."""
-    num_accepted = min(request.num_accepted_drafts, len(request.output_ids))
-    return output._replace(num_accepted_drafts=num_accepted, num_rejected_drafts=request.num_rejected_drafts)
+def _last(output: StepOutput, request: Request, num_tokens: int) -> StepOutput:
+    """The last output of a request, its ``num_tokens``-th, with what became of its drafts."""
+    num_dropped = max(0, len(request.output_ids) - num_tokens - 1)  # accepted drafts: the last token was no draft
+    return output._replace(
+        num_accepted_drafts=request.num_accepted_drafts - num_dropped,
+        num_rejected_drafts=request.num_rejected_drafts + num_dropped,
+    )

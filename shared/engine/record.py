@@ -28,6 +28,7 @@ class StepRecord:
     kv_capacity_tokens: int
     preempted: tuple[str, ...] = ()  # when the step was scheduled
     prefill_starts: tuple[int, ...] = ()  # the first token that each of `prefilled` computed, 0 that of its prompt
+    verified: tuple[tuple[str, int, int], ...] = ()  # (request id, accepted drafts, rejected drafts)
 
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
@@ -44,6 +45,7 @@ class StepRecord:
             failed=failed,
             preempted=schedule.preempted,
             prefill_starts=tuple(entry.start for entry in prefilled),
+            verified=tuple(scheduler.verified) if schedule.has_drafts else (),
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             kv_used_tokens=scheduler.pool.used_tokens,
@@ -61,9 +63,8 @@ class EngineLoad:
     num_preemptions: int  # since the engine started
     num_prefix_queries: int = 0  # tokens looked up in a prefix tree since the engine started
     num_prefix_hits: int = 0  # and found there
-    num_drafts: int = 0  # runs of drafts that were verified since the engine started
-    num_draft_tokens: int = 0  # the drafts in them
-    num_accepted_at: tuple[int, ...] = ()  # by their position, how many of them were accepted
+    num_drafts_by_position: tuple[int, ...] = ()  # drafts verified since the engine started, the first of a step first
+    num_accepted_by_position: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:
@@ -77,7 +78,6 @@ class EngineLoad:
             scheduler.num_preemptions,
             scheduler.num_prefix_queries,
             scheduler.num_prefix_hits,
-            scheduler.num_drafts,
-            scheduler.num_accepted_drafts + scheduler.num_rejected_drafts,
-            tuple(scheduler.num_accepted_at),
+            tuple(scheduler.num_drafts_by_position),
+            tuple(scheduler.num_accepted_by_position),
         )

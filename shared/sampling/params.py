@@ -45,8 +45,9 @@ class SamplingParams:
             omit ``logprobs`` and refuse ``prompt_logprobs``.
         cache_salt: requests share cached prefixes only with requests that have the same salt (phase 8). It keeps the
             time to a first token from telling one tenant what prompts another has sent.
-        use_speculative_decoding: False proposes no tokens for this request (phase 11). No token depends on it with
-            coupled acceptance; an engine that does not speculate ignores it.
+        use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
+        prediction_ids: what the output may be, where much of it is known before. An engine that looks drafts up in the
+            text looks here too; others ignore it. It changes how fast tokens come, never which.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -70,6 +71,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     use_speculative_decoding: bool = True
+    prediction_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         temperature = _real(
@@ -107,8 +109,8 @@ class SamplingParams:
         if self.seed is not None:
             seed = _integer("seed", self.seed, "an integer from 0 to 2**64 - 1, or left out for a random one")
             _require(0 <= seed <= MAX_SEED, "seed", self.seed, "from 0 to 2**64 - 1; leave it out for a random one")
-        for name in ("ignore_eos", "use_speculative_decoding"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        for flag in ("ignore_eos", "use_speculative_decoding"):
+            _require(isinstance(getattr(self, flag), bool), flag, getattr(self, flag), "True or False")
         if self.cache_salt is not None:
             remedy = f"a string of 1 to {MAX_CACHE_SALT} characters, or left out"
             is_valid = isinstance(self.cache_salt, str) and 1 <= len(self.cache_salt) <= MAX_CACHE_SALT
@@ -125,7 +127,8 @@ class SamplingParams:
             "max_new_tokens": max_new_tokens,
             "min_tokens": min_tokens,
             "stop": _stop_strings(self.stop),
-            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            "prediction_ids": _token_ids("prediction_ids", self.prediction_ids),
             "seed": seed,
             "logprobs": _num_logprobs("logprobs", self.logprobs),
             "prompt_logprobs": prompt_logprobs,
@@ -162,9 +165,10 @@ class SamplingParams:
         _require(value is None, field, value, remedy)
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raise RequestError if ``logit_bias`` or ``stop_token_ids`` has an id outside the vocabulary."""
-        for field, ids in (("logit_bias", dict(self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
-            largest = max(ids, default=0)
+        """Raise RequestError if a field holds an id outside the vocabulary."""
+        for field in ("logit_bias", "stop_token_ids", "prediction_ids"):
+            ids = getattr(self, field)
+            largest = max(dict(ids) if field == "logit_bias" else ids, default=0)
             remedy = f"ids of this model's vocabulary, from 0 to {vocab_size - 1}"
             _require(largest < vocab_size, field, largest, remedy)
 
@@ -221,14 +225,14 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _stop_token_ids(value: object) -> tuple[int, ...]:
-    remedy = f"a list of at most {MAX_STOP_TOKEN_IDS} token ids, which are integers from 0 on"
-    _require(isinstance(value, tuple | list), "stop_token_ids", value, remedy)
+def _token_ids(field: str, value: object, most: int | None = None) -> tuple[int, ...]:
+    limit = "" if most is None else f"at most {most} "
+    remedy = f"a list of {limit}token ids, which are integers from 0 on"
+    _require(isinstance(value, tuple | list), field, value, remedy)
     ids: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
-    is_valid = len(ids) <= MAX_STOP_TOKEN_IDS and all(
-        _is(numbers.Integral, token_id) and token_id >= 0 for token_id in ids
-    )
-    _require(is_valid, "stop_token_ids", value, remedy)
+    is_valid = most is None or len(ids) <= most
+    is_valid = is_valid and all(_is(numbers.Integral, token_id) and token_id >= 0 for token_id in ids)
+    _require(is_valid, field, value, remedy)
     return tuple(map(int, ids))
 
 

@@ -42,9 +42,10 @@ class Scheduler(ABC):
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in a prefix tree, and found there
-        self.num_accepted_drafts = self.num_rejected_drafts = 0  # tokens of all requests (phase 11)
-        self.num_drafts = 0  # runs of drafts that were verified, and of each position how many were accepted
-        self.num_accepted_at: list[int] = []
+        self.num_accepted_drafts = self.num_rejected_drafts = 0  # of all requests (phase 11)
+        self.num_drafts_by_position: list[int] = []  # verified drafts; position 0 follows the newest token of a request
+        self.num_accepted_by_position: list[int] = []
+        self.verified: list[tuple[str, int, int]] = []  # by the last step with drafts: request, accepted, rejected
 
     @abstractmethod
     def schedule(self) -> Schedule:

@@ -29,8 +29,10 @@ class SpeculativeScheduler(OverlappedScheduler):
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
         self.is_speculating = config.use_speculative_decoding
-        self.num_accepted_at = [0] * config.spec_length
         self.lengths = DraftLengths(config.spec_length, is_adaptive=config.is_on("adapt_spec_length"))
+        if self.is_speculating:
+            self.num_drafts_by_position = [0] * config.spec_length
+            self.num_accepted_by_position = [0] * config.spec_length
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """As :class:`shared.scheduling.chunked.ChunkedScheduler` does, and drafts within the rest of the budget."""
@@ -61,6 +63,7 @@ class SpeculativeScheduler(OverlappedScheduler):
             super().commit(schedule, sampled)
             return
         entries, kept, tokens = [], [], list(sampled)
+        self.verified = []
         for number, entry in enumerate(schedule):
             drawn = tokens[: entry.num_logit_rows] if number not in sampled.errors else []
             del tokens[: len(drawn)]
@@ -68,13 +71,7 @@ class SpeculativeScheduler(OverlappedScheduler):
             is_awaited = request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start
             if entry.num_drafts and drawn and is_awaited:
                 num_accepted = num_equal([token_id for token_id, _ in drawn], request.draft_ids, request.end_ids)
-                for counts in (self, request):
-                    counts.num_accepted_drafts += num_accepted
-                    counts.num_rejected_drafts += entry.num_drafts - num_accepted
-                self.num_drafts += 1
-                for position in range(num_accepted):
-                    self.num_accepted_at[position] += 1
-                self.lengths.count(request, entry.num_drafts, num_accepted)
+                self._count(request, entry.num_drafts, num_accepted)
                 # exercise 11x3: keep what was accepted, and roll back the rest
                 # hint: _resized gives the entry with another number of drafts, and the request's counts follow
                 # hint: append the accepted drafts; each was a pending token
@@ -93,6 +90,18 @@ class SpeculativeScheduler(OverlappedScheduler):
         for request, *_, num_drafts, _, _ in schedule:
             if num_drafts and request.status is RequestStatus.RUNNING:
                 self.pool.shrink(request, request.num_computed_tokens)
+
+    def _count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a request in a step, of which the first ``num_accepted`` were accepted."""
+        num_rejected = num_drafts - num_accepted
+        for counts in (self, request):
+            counts.num_accepted_drafts += num_accepted
+            counts.num_rejected_drafts += num_rejected
+        for position in range(num_drafts):
+            self.num_drafts_by_position[position] += 1
+            self.num_accepted_by_position[position] += position < num_accepted
+        self.verified.append((request.request_id, num_accepted, num_rejected))
+        self.lengths.count(request, num_drafts, num_accepted)
 
     def drop_in_flight(self) -> None:
         """See :class:`shared.scheduling.scheduler.Scheduler`; what was reserved for drafts is given back."""

@@ -67,26 +67,23 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The token counts, in OpenAI's form."""
-        return self.usage_after(self.num_tokens)
+        """The token counts of the complete answer, in OpenAI's form."""
+        drafts = {
+            "accepted_prediction_tokens": sum(choice.num_accepted_drafts for choice in self.choices),
+            "rejected_prediction_tokens": sum(choice.num_rejected_drafts for choice in self.choices),
+        }
+        return {**self.usage_after(self.num_tokens), "completion_tokens_details": drafts}
 
     def usage_after(self, num_tokens: int) -> dict[str, Any]:
-        """The usage when so many tokens are generated.
+        """The usage when so many tokens are generated; drafts are counted at the end.
 
-        A prompt counts once, however many choices it has, and of its cached tokens those of its first choice. Drafts
-        are counted once a choice has ended that had any.
+        A prompt counts once, however many choices it has, and of its cached tokens those of its first choice.
         """
-        accepted, rejected = (
-            sum(getattr(choice, name) for choice in self.choices)
-            for name in ("num_accepted_drafts", "num_rejected_drafts")
-        )
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": self.num_prompt_tokens + num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in self._first_choices)},
-            **({"completion_tokens_details": details} if accepted or rejected else {}),
         }
 
     @property

@@ -81,8 +81,6 @@ class AnswerStream:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
-        self.num_accepted_drafts += output.num_accepted_drafts
-        self.num_rejected_drafts += output.num_rejected_drafts
         if output.token_id is not None:
             self.num_tokens += 1
             self.first_token = self.first_token or at
@@ -94,6 +92,7 @@ class AnswerStream:
         if output.finish_reason is FinishReason.ERROR:
             self._end(FinishReason.ERROR, at, engine_failure(output.error))
         elif output.finish_reason is not None:
+            self.num_accepted_drafts, self.num_rejected_drafts = output.num_accepted_drafts, output.num_rejected_drafts
             is_stop = output.finish_reason is FinishReason.STOP
             self.stop = output.token_id if is_stop and output.stop is None else output.stop
             self._end(output.finish_reason, at)

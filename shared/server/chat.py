@@ -6,6 +6,7 @@ same choice in one body.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -40,6 +41,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(max_tokens, logprobs)
     prompt_ids = await intake.chat_ids(body.messages, thinking)
+    params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl")
     frames = ChatFrames(
         answer,

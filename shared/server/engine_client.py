@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Sequence
+from operator import sub
 from typing import Any
 
 from shared.engine.memory_map import MemoryMap
@@ -159,13 +160,13 @@ class EngineClient:
 
     def _handle_event(self, event: Event, load: EngineLoad, num_added: int) -> None:
         num_unseen = self._num_submitted - num_added
-        num_queries = load.num_prefix_queries - self.load.num_prefix_queries
-        self._observer.on_prefix_lookups(num_queries, load.num_prefix_hits - self.load.num_prefix_hits)
-        if load.num_drafts > self.load.num_drafts:
-            before = self.load.num_accepted_at or (0,) * len(load.num_accepted_at)
-            accepted_at = [now - then for now, then in zip(load.num_accepted_at, before, strict=True)]
-            num_tokens = load.num_draft_tokens - self.load.num_draft_tokens
-            self._observer.on_drafts(load.num_drafts - self.load.num_drafts, num_tokens, accepted_at)
+        before = self.load
+        num_queries = load.num_prefix_queries - before.num_prefix_queries
+        self._observer.on_prefix_lookups(num_queries, load.num_prefix_hits - before.num_prefix_hits)
+        if load.num_drafts_by_position != before.num_drafts_by_position:
+            num_drafts = map(sub, load.num_drafts_by_position, before.num_drafts_by_position)
+            num_accepted = map(sub, load.num_accepted_by_position, before.num_accepted_by_position)
+            self._observer.on_drafts(list(num_drafts), list(num_accepted))
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         self._handle.delivered()
         match event:

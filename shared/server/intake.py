@@ -22,7 +22,7 @@ from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
 from shared.server.errors import ApiError, invalid, overloaded
 from shared.server.middleware import record_of
-from shared.server.protocol import Message, SamplingFields
+from shared.server.protocol import Message, Prediction, SamplingFields
 from shared.server.settings import ServerConfig
 from shared.text.chat import THINKING_TEMPLATES, ChatMessage, chat_parts, choose_template
 from shared.text.token_length import TextBound
@@ -74,6 +74,27 @@ class Intake:
             return [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
 
         return await self._encode("messages", sum(len(turn.content) for turn in turns), encode)
+
+    async def prediction_ids(self, prediction: Prediction | None) -> tuple[int, ...]:
+        """The tokens of a predicted answer; raises ApiError if no answer can be so long."""
+        if prediction is None:
+            return ()
+        text: str = prediction.content
+
+        def check(least_tokens: int) -> None:
+            if least_tokens >= self.max_seq_len:
+                raise RequestError(
+                    f"prediction.content has at least {least_tokens} tokens; it may have at most "
+                    f"{self.max_seq_len - 1}, since no answer of this server is longer: shorten it."
+                )
+
+        def encode() -> list[int]:
+            check(self._bound.least_tokens(text))
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            check(len(ids))
+            return ids
+
+        return tuple(await self._encode("prediction.content", len(text), encode))
 
     def within_limit(self, field: str, max_tokens: int | None) -> int | None:
         """The value of a field that bounds the answer; raises ApiError if no sequence can be so long."""

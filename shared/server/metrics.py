@@ -80,12 +80,12 @@ class ServerMetrics:
         self._preemptions = self._counter("infer:num_preemptions", "Preemptions.")
         self._prefix_queries = self._counter("infer:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._prefix_hits = self._counter("infer:prefix_cache_hits", "Tokens found in the prefix cache.")
-        self._drafts = self._counter("infer:spec_decode_num_drafts", "Runs of draft tokens that were verified.")
-        self._draft_tokens = self._counter("infer:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
-        self._accepted = self._counter("infer:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
-        self._accepted_at = Counter(
+        self._drafts = self._counter("infer:spec_decode_num_drafts", "Times that a request had drafts in a step.")
+        self._draft_tokens = self._counter("infer:spec_decode_num_draft_tokens", "Draft tokens.")
+        self._accepted_tokens = self._counter("infer:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        self._accepted_by_position = Counter(
             "infer:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that were accepted, by their position in the run.",
+            "Accepted draft tokens, by their position among the drafts of a request in a step, from 0.",
             ["model_name", "position"],
             registry=self.registry,
         )
@@ -143,13 +143,13 @@ class ServerMetrics:
         self._prefix_queries.inc(num_queries)
         self._prefix_hits.inc(num_hits)
 
-    def on_drafts(self, num_drafts: int, num_tokens: int, num_accepted_at: Sequence[int]) -> None:
-        """Runs of drafts, their tokens, and the accepted ones by position."""
-        self._drafts.inc(num_drafts)
-        self._draft_tokens.inc(num_tokens)
-        self._accepted.inc(sum(num_accepted_at))
-        for position, count in enumerate(num_accepted_at):
-            self._accepted_at.labels(self._model, str(position)).inc(count)
+    def on_drafts(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Both count tokens by position; every request that has drafts has one at position 0."""
+        self._drafts.inc(num_drafts[0] if num_drafts else 0)
+        self._draft_tokens.inc(sum(num_drafts))
+        self._accepted_tokens.inc(sum(num_accepted))
+        for position, count in enumerate(num_accepted):
+            self._accepted_by_position.labels(self._model, str(position)).inc(count)
 
     def on_end(self, stream: AnswerStream) -> None:
         assert stream.ended is not None

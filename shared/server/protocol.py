@@ -6,7 +6,7 @@ ignored. Any other field is refused by name. Invariants: ``SamplingParams`` vali
 value gives the same message here, on the command line and in Python; a field's JSON schema allows what is accepted.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -203,6 +203,15 @@ class TemplateOptions(BaseModel):
     enable_thinking: bool | None = None
 
 
+class Prediction(BaseModel):
+    """A text that the answer may repeat in part. It changes how fast tokens come, never which."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["content"]
+    content: Annotated[Any, AfterValidator(content_text), WithJsonSchema(CONTENT_SCHEMA)]
+
+
 class ChatRequest(SamplingFields):
     """The body of ``POST /v1/chat/completions``. ``max_completion_tokens`` comes before ``max_tokens``."""
 
@@ -214,6 +223,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)] = None
     chat_template_kwargs: TemplateOptions | None = None
+    prediction: Prediction | None = None
 
     response_format: Annotated[Any, Only({"type": "text"}, None)] = None  # other formats arrive in phase 12
     tools: Annotated[Any, Only([], None)] = None  # tools arrive in phase 12
@@ -222,7 +232,6 @@ class ChatRequest(SamplingFields):
     function_call: Annotated[Any, Only("none", "auto", None)] = None
     modalities: Annotated[Any, Only(["text"], None)] = None
     audio: Annotated[Any, Only(None)] = None
-    prediction: Annotated[Any, Only(None)] = None
     reasoning_effort: Annotated[Any, Only(None)] = None
     verbosity: Annotated[Any, Only(None)] = None
     web_search_options: Annotated[Any, Only(None)] = None

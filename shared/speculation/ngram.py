@@ -8,6 +8,10 @@ The search is that of LZ77 in zlib: a table has the last place of each pair of t
 to the one before with the same pair. A new token costs one entry, and a search visits at most ``MOST_VISITED`` places,
 so neither grows with the text.
 
+A request may bring a prediction of its answer (``SamplingParams.prediction_ids``). Then its text is looked up as if the
+prompt had been answered with the prediction before, and its last token came again: the prediction's first token follows
+that token there, so the prediction is found once the first token of the answer is known.
+
 Invariant: the index has every pair of known tokens but the newest, which is looked up.
 """
 
@@ -33,6 +37,7 @@ class NGramIndex:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.offset = 0  # where a request's tokens begin in ids; with a prediction, only its last prompt token is there
         self.last: dict[tuple[int, int], int] = {}  # the end of the latest indexed occurrence of a pair
         self.before = [0, 0]  # by the end of an occurrence: the end of the one before it, or 0; no pair ends at 0 or 1
 
@@ -107,5 +112,8 @@ class NGramDrafter:
         index = self.indices.get(request)
         if index is None:
             index = self.indices[request] = NGramIndex()
-        index.extend(request.ids(len(index.ids), request.num_tokens))
+            if request.params.prediction_ids:
+                index.extend([*request.prompt_ids, *request.params.prediction_ids])
+                index.offset = len(index.ids) - (request.num_prompt_tokens - 1)
+        index.extend(request.ids(len(index.ids) - index.offset, request.num_tokens))
         return index

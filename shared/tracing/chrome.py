@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shared.tracing.lanes import LANES, activity_lanes
-from shared.tracing.trace import CellKind, Outcome, Trace, TracedRequest
+from shared.tracing.trace import CellKind, Outcome, Trace, TracedRequest, TracedToken
 
 STEPS_THREAD = 0
 IDLE = (CellKind.QUEUE, CellKind.STALL, CellKind.PREEMPTED)
@@ -66,12 +66,18 @@ def _request_events(trace: Trace, request: TracedRequest, pid: int, tid: int) ->
     queue_ns = first_ns if first_ns is not None else (trace.steps[-1].ended_ns if trace.steps else request.arrived_ns)
     about = {"prompt tokens": request.num_prompt_tokens, "max new tokens": request.max_new_tokens}
     yield _span("queue", "queue", pid, tid, request.arrived_ns, queue_ns, about)
-    tokens = {token.step: token for token in request.tokens}
+    tokens: dict[int, list[TracedToken]] = {}
+    for token in request.tokens:
+        tokens.setdefault(token.step, []).append(token)
     for cell in cells:
         step = trace.steps[cell.step]
         args: dict[str, Any] = {"step": cell.step, "tokens": cell.num_tokens}
+        if cell.num_drafts:
+            args |= {"accepted drafts": cell.num_accepted_drafts, "rejected drafts": cell.num_rejected_drafts}
         if cell.step in tokens:
-            args |= {"token id": tokens[cell.step].token_id, "text": tokens[cell.step].text}
+            ids = [token.token_id for token in tokens[cell.step]]
+            args |= {"token ids": ids} if len(ids) > 1 else {"token id": ids[0]}
+            args["text"] = "".join(token.text for token in tokens[cell.step])
         if cell.kind is CellKind.FAILED:
             args["error"] = request.error
         yield _span(cell.kind.value, cell.kind.value, pid, tid, step.started_ns, step.ended_ns, args)

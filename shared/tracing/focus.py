@@ -18,9 +18,15 @@ class Focus:
 
 
 def focus(trace: Trace) -> Focus:
-    """The first of these that the run has: a prompt that begins in the cache, a preemption, a stalled request, a chunk
-    of a prompt beside decoding, empty rows while requests wait, a wait.
+    """The first of these that the run has: accepted drafts, a prompt that begins in the cache, a preemption, a stalled
+    request, a chunk of a prompt beside decoding, empty rows while requests wait, a wait.
     """
+    verified = [(step, *counts) for step, each in enumerate(trace.steps) for counts in each.record.verified]
+    step, name, num_accepted, num_rejected = max(verified, key=lambda counts: counts[2], default=(0, "", 0, 0))
+    if num_accepted:
+        num_drafts = num_accepted + num_rejected
+        drafts = "1 draft" if num_drafts == 1 else f"{num_drafts} drafts"
+        return Focus(step, f"step {step} verifies {drafts} of request {name}, and accepts {num_accepted}.")
     found = {
         next(step for kind, step, _ in trace.runs(request) if kind is not CellKind.QUEUE): request
         for request in reversed(trace.requests)

@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from shared.engine.record import StepRecord
 from shared.tracing.focus import focus
 from shared.tracing.holdings import memory_data
 from shared.tracing.lanes import LANES, activity_lanes
@@ -85,6 +86,7 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
         return unknown if value is None else pattern.format(value)
 
     cached = [f"{each.num_cached_tokens} of {each.num_prompt_tokens}" for each in totals]
+    accepted = [f"{each.num_accepted_drafts} of {each.num_drafts}" for each in totals]
     return [
         ("steps", [str(each.num_steps) for each in totals]),
         ("batch utilisation", [f"{each.batch_utilisation:.1%}" for each in totals]),
@@ -100,6 +102,7 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
         ("preemptions", [str(each.num_preemptions) for each in totals]),
         ("recomputed tokens", [str(each.num_recomputed_tokens) for each in totals]),
         *([("prompt tokens from the cache", cached)] if any(each.num_cached_tokens for each in totals) else []),
+        *([("accepted drafts", accepted)] if any(each.num_drafts for each in totals) else []),
         ("time in steps", [f"{each.seconds:.3f} s" for each in totals]),
         ("tokens per second", [f"{each.tokens_per_second:.1f}" for each in totals]),
     ]
@@ -126,14 +129,16 @@ def _totals_table(traces: Sequence[Trace]) -> str:
 def _tables(trace: Trace) -> str:
     """The timeline as tables: by request and by step."""
     requests = []
-    has_cached = trace.totals.num_cached_tokens > 0
+    has_cached, has_drafts = trace.totals.num_cached_tokens > 0, trace.totals.num_drafts > 0
     for request in trace.requests:
         cells = trace.cells(request)
         counts = [sum(cell.kind is kind for cell in cells) for kind in COUNTED]
         cached = [request.num_cached_tokens] if has_cached else []
         lengths = (request.num_prompt_tokens, *cached, len(request.tokens))
+        accepted = f"{sum(cell.num_accepted_drafts for cell in cells)} of {sum(cell.num_drafts for cell in cells)}"
+        drafts = [accepted] if has_drafts else []
         end = request.outcome + (f" ({request.finish_reason})" if request.finish_reason else "")
-        requests.append([request.request_id, *lengths, request.arrival_step, *counts, end])
+        requests.append([request.request_id, *lengths, *drafts, request.arrival_step, *counts, end])
     activity = activity_lanes(trace)
     steps = [
         [
@@ -142,6 +147,7 @@ def _tables(trace: Trace) -> str:
             " ".join(step.record.preempted) or "–",
             " ".join(f"{name} ({count})" for name, count in step.record.prefilled) or "–",
             " ".join(step.record.decoded) or "–",
+            *([_verified(step.record)] if has_drafts else []),
             " ".join((*step.record.finished, *step.record.failed)) or "–",
             *(lane.value(step) for lane in LANES),
             *(_durations(spans[step.record.step]) for _, spans in activity),
@@ -149,15 +155,22 @@ def _tables(trace: Trace) -> str:
         for step in trace.steps
     ]
     by_request = ["request", "prompt tokens", *(["from the cache"] if has_cached else []), "output tokens"]
+    by_request += ["accepted drafts"] if has_drafts else []
     by_request += ["arrived before step", "steps in the queue"]
     by_request += ["prefill steps", "decode steps", "stalled steps", "preempted steps", "recompute steps", "end"]
-    by_step = ["step", "ms", "preempted", "prefill (tokens)", "decode", "ended", *(lane.name for lane in LANES)]
+    by_step = ["step", "ms", "preempted", "prefill (tokens)", "decode", *(["accepted drafts"] if has_drafts else [])]
+    by_step += ["ended", *(lane.name for lane in LANES)]
     by_step += [f"{name}, ms" for name, _ in activity]
     return (
         f"<details><summary>{escape(trace.title)}, as tables</summary>\n"
         f"{_table(f'Requests, {trace.title}', by_request, requests)}\n"
         f"{_table(f'Steps, {trace.title}', by_step, steps)}\n</details>"
     )
+
+
+def _verified(record: StepRecord) -> str:
+    found = [f"{name} ({accepted} of {accepted + rejected})" for name, accepted, rejected in record.verified]
+    return " ".join(found) or "–"
 
 
 def _durations(spans: Sequence[Span]) -> str:

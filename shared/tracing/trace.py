@@ -44,12 +44,21 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One request in one step, which computed ``num_tokens`` of its tokens, of a prompt from ``start`` on."""
+    """One request in one step, which computed ``num_tokens`` of its tokens, of a prompt from ``start`` on.
+
+    Drafts are not among these tokens.
+    """
 
     step: int
     kind: CellKind
     num_tokens: int = 0
     start: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
+
+    @property
+    def num_drafts(self) -> int:
+        return self.num_accepted_drafts + self.num_rejected_drafts
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,8 @@ class Totals:
     num_recomputed_tokens: int = 0  # after preemptions
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that were found in the KV cache
+    num_accepted_drafts: int = 0
+    num_drafts: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -211,6 +222,8 @@ class Trace:
             ),
             num_prompt_tokens=sum(request.num_prompt_tokens for request in self.requests),
             num_cached_tokens=sum(request.num_cached_tokens for request in self.requests),
+            num_accepted_drafts=sum(accepted for step in self.steps for _, accepted, _ in step.record.verified),
+            num_drafts=sum(sum(counts) for step in self.steps for _, *counts in step.record.verified),
         )
 
     def _span(self, request: TracedRequest) -> range:
@@ -224,8 +237,11 @@ class Trace:
         for index, step in enumerate(self.steps):
             for (request_id, num_tokens), start in zip(step.record.prefilled, step.record.prefill_starts, strict=True):
                 served.setdefault(request_id, {})[index] = Cell(index, CellKind.PREFILL, num_tokens, start)
+            drafts = {request_id: counts for request_id, *counts in step.record.verified}
             for request_id in step.record.decoded:
-                served.setdefault(request_id, {})[index] = Cell(index, CellKind.DECODE, 1)
+                accepted, rejected = drafts.get(request_id, (0, 0))
+                cell = Cell(index, CellKind.DECODE, 1, 0, accepted, rejected)
+                served.setdefault(request_id, {})[index] = cell
             for request_id in step.record.failed:
                 served.setdefault(request_id, {})[index] = Cell(index, CellKind.FAILED)
         return served

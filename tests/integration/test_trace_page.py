@@ -277,6 +277,33 @@ def test_a_chunked_step_is_drawn_and_told(browser: Any, model: str, tmp_path: Pa
         assert tab.evaluate(WIDE) == []
 
 
+def test_the_drafts_of_a_step_are_drawn_and_told(browser: Any, model: str, tmp_path: Path) -> None:
+    speculating = ("--speculative-decoding", "--drafter", "ngram", "--no-adapt-spec-length", "--spec-length", "3")
+    traced("--model", model, "--phase", "11", *speculating, "--max-seq-len", "128", "-n", "40", "--out", tmp_path)
+    (trace,) = page_data(tmp_path / "trace.html")
+    record = trace["steps"][trace["focus"]["step"]]
+    verified = {name: (accepted, rejected) for name, accepted, rejected in record["verified"]}
+    drafts = {name: f"{accepted} of {accepted + rejected} draft" for name, (accepted, rejected) in verified.items()}
+    drafts = {name: f"{text}{'' if sum(verified[name]) == 1 else 's'} accepted" for name, text in drafts.items()}
+    assert drafts
+    for tab in opened(browser, tmp_path / "trace.html"):
+        told = tab.locator(".step-tokens span").all_inner_texts()
+        tracks = {text: tab.locator(".track").nth(n) for n, text in enumerate(told)}
+        for name, (accepted, rejected) in verified.items():
+            track = tracks[f"decode {name}: {drafts[name]}"]
+            assert track.locator("i.decode").count() == 1 + accepted
+            assert track.locator("i.rejected").count() == rejected
+        tab.locator("section input[type=range]").fill(str(trace["focus"]["step"]))
+        decoded = ", ".join(f"{name}: {drafts[name]}" if name in drafts else name for name in record["decoded"])
+        assert f"decode {decoded} ·" in tab.inner_text("#details")
+        tab.locator(".scroller").focus()
+        name = next(iter(verified))
+        for _ in range(int(name)):
+            tab.keyboard.press("ArrowDown")
+        assert tab.inner_text("#details").startswith(f"Request {name} · decode · {drafts[name]}")
+        assert tab.inner_text("#details").split("\n")[0].count(" is “") == 1 + verified[name][0], "tokens of the step"
+
+
 def test_without_its_script_the_page_has_the_tables(browser: Any, written: Path) -> None:
     for tab in opened(browser, written, java_script_enabled=False):
         assert tab.locator("noscript p").is_visible()

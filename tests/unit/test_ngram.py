@@ -116,3 +116,42 @@ def test_only_what_was_granted_is_proposed_and_nothing_for_a_request_that_has_en
     drafter.propose(schedule)
     assert requests[0].draft_ids == []
     assert drafter.indices[requests[0]].ids == [1, 2, 3, 1, 2, 3, 4]
+
+
+def proposals(prompt: list[int], prediction: list[int], output: list[int]) -> list[int]:
+    """Four tokens that are proposed behind an output, of which each token comes in a step of its own."""
+    params = SamplingParams(prediction_ids=tuple(prediction))
+    request = Request("a", prompt, params, 0, status=RequestStatus.RUNNING)
+    drafter = NGramDrafter()
+    for token_id in output:
+        request.append(token_id)
+        drafter.propose(Schedule(1, (Scheduled(request, request.num_tokens - 1, 5, 4, 5),)))
+        index = drafter.indices[request]
+        known = index.ids[index.offset + len(prompt) - 1 :]
+        assert known == [prompt[-1], *request.output_ids]
+    return request.draft_ids
+
+
+PREDICTION = [50, 51, 52, 53, 54, 55, 56]
+VARIED = [n % 7 for n in range(100)]
+
+
+@pytest.mark.parametrize("prompt", [[9], [8, 9], [*VARIED, 9], [*VARIED, *[9, 50] * 60, 9]], ids=len)
+def test_a_prediction_is_proposed_from_the_first_token_of_the_answer_on(prompt: list[int]) -> None:
+    """Also where the two newest tokens are at many places of the prompt."""
+    assert proposals(prompt, PREDICTION, [50]) == [51, 52, 53, 54]
+    assert proposals(prompt, PREDICTION, [50, 51, 52]) == [53, 54, 55, 56]
+
+
+def test_a_prediction_is_found_again_behind_what_differs() -> None:
+    assert proposals([*VARIED, 9], PREDICTION, [60, 61]) == []
+    assert proposals([*VARIED, 9], PREDICTION, [60, 61, 51, 52]) == [53, 54, 55, 56]
+    assert proposals([*VARIED, 9], PREDICTION, [50, 51, 70, 71, 52]) == [], "one token is not enough"
+    assert proposals([*VARIED, 9], PREDICTION, [50, 51, 70, 71, 52, 53])[:3] == [54, 55, 56]
+
+
+def test_a_prediction_is_preferred_to_the_prompt_and_the_answer_to_both() -> None:
+    prompt = [1, 2, 3, 4, 9, 1, 2, 5, 6, 8]
+    assert proposals(prompt, [], [7, 1, 2]) == [5, 6, 8, 7]
+    assert proposals(prompt, [0, 1, 2, 20, 21, 22, 23], [7, 1, 2]) == [20, 21, 22, 23]
+    assert proposals(prompt, [0, 1, 2, 20, 21, 22, 23], [7, 1, 2, 30, 31, 1, 2]) == [30, 31, 1, 2]

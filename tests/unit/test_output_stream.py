@@ -58,6 +58,26 @@ def test_no_output_follows_the_one_that_ends_a_request(tokenizer: Tokenizer) -> 
     assert [output.token_id for output in processor.take()] == ids[:2]
 
 
+@pytest.mark.parametrize(("stop", "num_accepted"), [((), 3), (("c",), 2), (("b",), 1)])
+def test_accepted_drafts_behind_a_stop_string_are_not_part_of_the_output(
+    tokenizer: Tokenizer, stop: tuple[str, ...], num_accepted: int
+) -> None:
+    """A prompt gives the first token; of five drafts that follow three are accepted, and a fifth token follows them."""
+    ids = [tokenizer.encode(letter)[0] for letter in "abcde"]
+    request = Request("a", [1], SamplingParams(max_new_tokens=5, stop=stop), 0)
+    processor = OutputProcessor(tokenizer, 100)
+    processor.add(request)
+    request.append(ids[0])
+    processor.catch_up()
+    for token_id in ids[1:]:
+        request.append(token_id)
+    request.num_accepted_drafts, request.num_rejected_drafts = 3, 2
+    processor.catch_up()
+    *outputs, last = processor.take()
+    assert (last.num_accepted_drafts, last.num_rejected_drafts) == (num_accepted, 5 - num_accepted)
+    assert not any(output.num_accepted_drafts or output.num_rejected_drafts for output in outputs)
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_stop_token_ends_the_output_and_its_text_is_not_part_of_it(tokenizer: Tokenizer, ignore_eos: bool) -> None:
     """Also where end-of-sequence ids are ignored, as in vLLM."""

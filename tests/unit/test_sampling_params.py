@@ -55,10 +55,11 @@ def test_stop_becomes_a_tuple(given, kept):
         *(("logit_bias", v) for v in (None, [(1, 2)], (1, 2), ((1, 2, 3),), "1", dict.fromkeys(range(1025), 1.0))),
         *(("min_tokens", v) for v in (-1, 129, 1.0, True, None)),
         *(("stop_token_ids", v) for v in (5, None, "1", [-1], [1.0], [True], list(range(129)))),
+        *(("prediction_ids", v) for v in (5, None, "1", [-1], [1.0], [True])),
         *(("prompt_logprobs", v) for v in (-1, 21, 1.0, True, "1")),
         *(("seed", v) for v in (-1, 2**64, 1.0, True, "1")),
         *(("stop", v) for v in ("", ("a", ""), [""], (1,), ["a", None], 3, None, b"x", {"a"})),
-        *(("ignore_eos", v) for v in (0, 1, None, "yes")),
+        *((flag, v) for flag in ("ignore_eos", "use_speculative_decoding") for v in (0, 1, None, "yes")),
     ],
 )
 def test_bad_values_are_refused(field, value):
@@ -96,7 +97,9 @@ def test_min_tokens_does_not_exceed_the_longest_output(given):
         SamplingParams(**given)
 
 
-@pytest.mark.parametrize("given", [{"logit_bias": {3: 1.0, 100: 1.0}}, {"stop_token_ids": [3, 100]}])
+@pytest.mark.parametrize(
+    "given", [{"logit_bias": {3: 1.0, 100: 1.0}}, {"stop_token_ids": [3, 100]}, {"prediction_ids": [3, 100]}]
+)
 def test_ids_outside_the_vocabulary_are_refused_by_field(given):
     params = SamplingParams(**given)
     params.check_token_ids(101)

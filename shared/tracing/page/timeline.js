@@ -242,7 +242,7 @@ class Timeline {
       milliseconds(record.ended_ns - record.started_ns),
       record.preempted.length && `preempted ${record.preempted.join(", ")}`,
       prompts.length && `prefill ${prompts.join(", ")}`,
-      record.decoded.length && `decode ${record.decoded.join(", ")}`,
+      record.decoded.length && `decode ${record.decoded.map((id) => [id, draftsOf(record, id)].filter(Boolean).join(": ")).join(", ")}`,
       record.finished.length && `finished ${record.finished.join(", ")}`,
       record.failed.length && `failed ${record.failed.join(", ")}`,
       ...this.trace.lanes.map(({ name, values, capacity }) => `${name} ${values[step]}${capacity ? ` of ${capacity}` : ""}`),
@@ -275,7 +275,8 @@ class Timeline {
     const part = chunksOf(this.trace, step).find((each) => each.request === request);
     const prompt = part?.isChunk ? part.text : some(request.num_prompt_tokens, "prompt token");
     const what = kind === "prefill" ? `prefill of ${prompt}${cached}` : "decode";
-    return [what, ...this.given(request, step)].join(" · ");
+    const drafts = draftsOf(this.trace.steps[step], request.request_id);
+    return [what, drafts, ...this.given(request, step)].filter(Boolean).join(" · ");
   }
 
   // The token that the step gave, and the end.

@@ -1,4 +1,4 @@
-// The tokens of a step: its decoding requests, and of each prompt the chunk that the step computes. Loaded after timeline.js.
+// The tokens of a step: its decoding requests with their drafts, and of each prompt the chunk that the step computes. Loaded after timeline.js.
 
 // The prompts of a step, in the order of the batch: the chunk, those before it, and a text.
 function chunksOf(trace, step) {
@@ -17,6 +17,12 @@ function chunksOf(trace, step) {
   });
 }
 
+// What became of the drafts of a request in a step, as a text; empty without drafts.
+function draftsOf(record, id) {
+  const [, accepted, rejected] = record.verified.find(([name]) => name === id) ?? [id, 0, 0];
+  return accepted + rejected ? `${accepted} of ${some(accepted + rejected, "draft")} accepted` : "";
+}
+
 class StepTokens {
   constructor(trace, section) {
     this.trace = trace;
@@ -25,11 +31,20 @@ class StepTokens {
   }
 
   show(step) {
-    const { decoded } = this.trace.steps[step];
+    const record = this.trace.steps[step];
+    const alone = record.decoded.filter((id) => !draftsOf(record, id));
+    const drafted = record.verified.filter(([id]) => record.decoded.includes(id));
     this.element.replaceChildren();
     make("b", `Tokens of step ${step}`, this.element);
-    const track = this.row(decoded.length ? `decode ${decoded.join(", ")}: 1 token each` : "none decodes");
-    for (const id of decoded) make("i", "", track, "decode").title = id;
+    if (alone.length || !drafted.length) {
+      const track = this.row(alone.length ? `decode ${alone.join(", ")}: 1 token each` : "none decodes");
+      for (const id of alone) make("i", "", track, "decode").title = id;
+    }
+    for (const [id, accepted, rejected] of drafted) {
+      const track = this.row(`decode ${id}: ${draftsOf(record, id)}`);
+      for (let place = 0; place <= accepted; place++) make("i", "", track, "decode");
+      for (let place = 0; place < rejected; place++) make("i", "", track, "rejected");
+    }
     for (const part of chunksOf(this.trace, step)) {
       const { request, first, count, total, text, cached, before, isChunk } = part;
       const bar = this.row(`prompt of ${request.request_id}: ${isChunk ? text : some(count, "token")}`);

@@ -83,6 +83,7 @@ class EchoEngine:
         self.streams: dict[Request, OutputStream] = {}
         self.preempted: tuple[str, ...] = ()  # said of the next step
         self.prefix_lookups = 0, 0  # tokens, and those that were found
+        self.drafts: tuple[tuple[int, ...], ...] = (), ()  # by position, and those that were accepted
 
     @property
     def scheduler(self) -> Any:
@@ -149,7 +150,7 @@ class EchoEngine:
 
     def load(self) -> EngineLoad:
         kv_usage = len(self.running) / self.config.max_batch_size
-        return EngineLoad(len(self.running), len(self.waiting), kv_usage, 0, *self.prefix_lookups)
+        return EngineLoad(len(self.running), len(self.waiting), kv_usage, 0, *self.prefix_lookups, *self.drafts)
 
     def _next(self, request: Request) -> StepOutput:
         output = self._next_token(request) if request.params.max_new_tokens else nothing(request)

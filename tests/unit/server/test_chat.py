@@ -1,11 +1,14 @@
 """Chat: the stream, the whole body, logprobs, messages of several kinds."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 
-from tests.unit.server.echo import EchoEngine, serving
-from tests.unit.server.exchange import chat, error_of, events
+from tests.unit.server.echo import LIMIT, EchoEngine, serving
+from tests.unit.server.exchange import chat, completion, error_of, events
 
 
 def test_chat_streams_as_openai_does(client: httpx.Client) -> None:
@@ -68,3 +71,49 @@ def test_a_model_without_a_chat_format_is_refused_by_name(folder: Path) -> None:
         assert response.status_code == 422
         assert error_of(response)["param"] == "model"
         assert str(Path.home()) not in response.text
+
+
+TEXT = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize("content", ["", "a text", TEXT, []], ids=repr)
+def test_a_prediction_changes_no_answer(content: Any, client: httpx.Client) -> None:
+    answers = [
+        client.post("/v1/chat/completions", json=chat(prediction=prediction)).json()
+        for prediction in (None, {"type": "content", "content": content})
+    ]
+    assert [answer["choices"] for answer in answers[:1]] == [answer["choices"] for answer in answers[1:]]
+    assert answers[0]["usage"] == answers[1]["usage"]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "status", "param", "told"),
+    [
+        ("a text", 422, "prediction", "prediction is 'a text'; "),
+        ({}, 400, "prediction.type", "The field prediction.type is missing."),
+        ({"type": "content"}, 400, "prediction.content", "The field prediction.content is missing."),
+        ({"type": "other", "content": "a"}, 422, "prediction.type", "prediction.type is 'other'; input should be 'c"),
+        ({"type": "content", "content": 5}, 422, "prediction.content", "content is 5; it must be a text or a list"),
+        ({"type": "content", "content": [{"type": "image"}]}, 422, "prediction.content", "content holds the part"),
+        ({"type": "content", "content": "a", "more": 1}, 422, "prediction.more", "The field prediction.more is unk"),
+        (
+            {"type": "content", "content": "x " * LIMIT},
+            422,
+            "prediction.content",
+            rf"prediction.content has at least \d+ tokens; it may have at most {LIMIT - 1}, since no answer",
+        ),
+    ],
+)
+def test_a_prediction_that_is_none_is_refused(
+    prediction: Any, status: int, param: str, told: str, client: httpx.Client
+) -> None:
+    response = client.post("/v1/chat/completions", json=chat(prediction=prediction))
+    assert response.status_code == status, response.text
+    error = error_of(response)
+    assert error["param"] == param
+    assert re.match(told, error["message"])
+
+
+def test_completions_know_no_prediction(client: httpx.Client) -> None:
+    body = completion(prediction={"type": "content", "content": "a"})
+    assert error_of(client.post("/v1/completions", json=body))["code"] == "unknown_field"

@@ -104,14 +104,18 @@ def test_a_stream_gives_everything_once_and_then_nothing() -> None:
         await asyncio.sleep(0)
         assert not taking.done()
         assert answer.is_open
-        stream.push(output("c", finish_reason=FinishReason.STOP, stop="d"), 3.0)
+        drafts = {"num_accepted_drafts": 1, "num_rejected_drafts": 4}
+        stream.push(output("c", finish_reason=FinishReason.STOP, stop="d", **drafts), 3.0)
         assert await taking == ["c"]
         assert not answer.is_open
         assert await answer.take() == []
         assert (stream.num_tokens, stream.first_token, stream.last_token, stream.ended) == (3, 1.0, 3.0, 3.0)
         assert (stream.finish_reason, stream.stop, stream.error) == (FinishReason.STOP, "d", None)
         counts = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
-        assert answer.usage == {**counts, "prompt_tokens_details": {"cached_tokens": 2}}
+        so_far = {**counts, "prompt_tokens_details": {"cached_tokens": 2}}
+        assert answer.usage_after(3) == so_far
+        details = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 4}
+        assert answer.usage == {**so_far, "completion_tokens_details": details}
         stream.cancel("late")
         stream.push(output("z"), 4.0)
         assert (stream.num_tokens, stream.cause, abandoned) == (3, None, [])

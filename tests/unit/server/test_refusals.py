@@ -31,6 +31,7 @@ NEUTRAL = {
     "skip_special_tokens": [True],
     "min_p": [0, 0.0, 1, None],
     "ignore_eos": [True, False, None],
+    "use_speculative_decoding": [True, False, None],
 }
 REFUSED = {
     "n": [17, 0, "1", True, 1.5],
@@ -50,6 +51,7 @@ REFUSED = {
     "stream_options": [{"include_usage": "yes"}, {"whatever": 1}],
     "model": ["other", "", 3],
     "min_p": [-0.1, 1.1, "0"],
+    "use_speculative_decoding": ["no", 0],
     "tools": [[{}]],
     "response_format": [{"type": "json_object"}],
     "unheard_of": [None, 1],

@@ -105,6 +105,29 @@ def test_what_is_looked_up_in_the_prefix_cache_is_counted_from_the_start_of_the_
     assert found["infer:prefix_cache_hits_total{}"] == 16
 
 
+def test_drafts_are_counted_by_position_from_the_start_of_the_server(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.drafts = (10, 10, 9), (9, 8, 7)  # of the warm-up
+    with serving(engine) as running, running.client() as client:
+        for drafts in (((12, 12, 11), (11, 9, 7)), ((12, 12, 11), (11, 9, 7)), ((15, 14, 12), (13, 10, 7))):
+            engine.drafts = drafts
+            client.post("/v1/completions", json=completion())
+        found = samples(client)
+    counts = {name: count for name, count in found.items() if "spec_decode" in name}
+    assert counts == {
+        "infer:spec_decode_num_drafts_total{}": 5,
+        "infer:spec_decode_num_draft_tokens_total{}": 5 + 4 + 3,
+        "infer:spec_decode_num_accepted_tokens_total{}": 4 + 2,
+        "infer:spec_decode_num_accepted_tokens_per_pos_total{position=0}": 4,
+        "infer:spec_decode_num_accepted_tokens_per_pos_total{position=1}": 2,
+        "infer:spec_decode_num_accepted_tokens_per_pos_total{position=2}": 0,
+    }
+
+
+def test_a_server_without_drafts_counts_none(client: httpx.Client) -> None:
+    assert {count for name, count in samples(client).items() if "spec_decode" in name} == {0}
+
+
 def test_the_memory_between_two_steps(folder: Path) -> None:
     engine = EchoEngine(folder, max_batch_size=2)
     with (

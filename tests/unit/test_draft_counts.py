@@ -1,0 +1,50 @@
+"""What a scheduler counts of drafts: for each request, and by their position in a step."""
+
+from shared.cache.paged import PagedKVCachePool
+from shared.engine.config import EngineConfig
+from shared.engine.record import EngineLoad, StepRecord
+from shared.engine.request import Request
+from shared.engine.sampler import SampledTokens
+from shared.sampling.params import SamplingParams
+from shared.scheduling.speculative import SpeculativeScheduler, settle
+
+LENGTH, WRONG = 3, 99
+
+
+def step(scheduler: SpeculativeScheduler, drafts: dict[str, list[int]]) -> StepRecord:
+    """Each request proposes its drafts, if it may have any; every token that is drawn is 7."""
+    schedule = scheduler.schedule()
+    for entry in schedule:
+        entry.request.draft_ids = list(drafts.get(entry.request.request_id, ()))[: entry.num_drafts]
+    schedule = settle(schedule, scheduler.pool)
+    scheduler.commit(schedule, SampledTokens([7] * int(schedule.num_logit_rows.sum()), None, {}))
+    return StepRecord.of(scheduler, schedule, [])
+
+
+def test_drafts_are_counted_by_request_step_and_position() -> None:
+    config = EngineConfig(use_speculative_decoding=True, drafter="ngram", spec_length=LENGTH, adapt_spec_length=False)
+    scheduler = SpeculativeScheduler(config, PagedKVCachePool(40, 2, 4, 32), 32)
+    requests = {
+        name: Request(name, [1, 2], SamplingParams(max_new_tokens=20, use_speculative_decoding=name != "c"), 0)
+        for name in "abc"
+    }
+    for request in requests.values():
+        scheduler.add(request)
+    assert step(scheduler, {}).verified == ()
+    record = step(scheduler, {"a": [7, 7, WRONG], "b": [WRONG], "c": [7, 7, 7]})
+    assert set(record.verified) == {("a", 2, 1), ("b", 0, 1)}
+    assert set(record.decoded) == {"a", "b", "c"}
+    assert step(scheduler, {"a": [7, 7, 7], "b": [7, WRONG, 7]}).verified == (("a", 3, 0), ("b", 1, 2))
+    assert step(scheduler, {}).verified == ()
+    counts = {name: (request.num_accepted_drafts, request.num_rejected_drafts) for name, request in requests.items()}
+    assert counts == {"a": (5, 1), "b": (1, 3), "c": (0, 0)}
+    assert (scheduler.num_accepted_drafts, scheduler.num_rejected_drafts) == (6, 4)
+    load = EngineLoad.of(scheduler)
+    assert load.num_drafts_by_position == (4, 3, 3)
+    assert load.num_accepted_by_position == (3, 2, 1)
+    assert {name: len(request.output_ids) for name, request in requests.items()} == {"a": 9, "b": 5, "c": 4}
+
+
+def test_an_engine_that_does_not_speculate_has_no_positions() -> None:
+    scheduler = SpeculativeScheduler(EngineConfig(), PagedKVCachePool(40, 2, 4, 32), 32)
+    assert EngineLoad.of(scheduler).num_drafts_by_position == ()
