@@ -47,7 +47,7 @@ class SamplingParams:
             time to a first token from telling one tenant what prompts another has sent.
         use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
         prediction_ids: what the output may be, where much of it is known before. An engine that looks drafts up in the
-            text looks here too; others ignore it. It changes how fast tokens come, never which.
+            text looks here too; others ignore it. No token depends on it with coupled acceptance.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.

@@ -204,7 +204,7 @@ class TemplateOptions(BaseModel):
 
 
 class Prediction(BaseModel):
-    """A text that the answer may repeat in part. It changes how fast tokens come, never which."""
+    """A text that the answer may repeat in part, in which drafts are looked up."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
