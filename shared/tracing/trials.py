@@ -1,6 +1,7 @@
 """Records runs that are compared: a round to warm up, then trials in turns. Introduced in phase 5.
 
-Steps and tokens of a run are the same in every trial. Times are not: whatever runs first in a process is slower.
+Tokens of a run are the same in every trial, and so are its steps, unless the engine adapts the number of its drafts
+(phase 11). Times are not: whatever runs first in a process is slower.
 Invariant: every run is warm before the first trial, and none always begins a round.
 """
 
@@ -42,7 +43,9 @@ def record(runs: Sequence[TracedRun]) -> list[Trace]:
 
 
 def _median(first: Trace, trials: Sequence[Trace]) -> Trace:
-    """The trial of median time, with the blocks of the first round."""
+    """The trial of median time, with the blocks of the first round, or its own if its steps are others."""
     median = sorted(trials, key=lambda trace: trace.totals.seconds)[len(trials) // 2]
+    if [each.record for each in median.steps] != [each.record for each in first.steps]:
+        return median
     pairs = zip(first.steps, median.steps, strict=True)
     return replace(median, steps=tuple(replace(timed, memory=held.memory) for held, timed in pairs))

@@ -46,6 +46,17 @@ def test_runs_take_turns_and_the_first_round_counts_for_nothing(folder: Path, mo
     assert len(record(runs[:1])) == len(order) == 1, "a run that is compared with none runs once"
 
 
+def test_a_run_whose_steps_differ_between_trials_shows_those_of_its_median(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [TracedRun(title, make_engine(folder, "06"), arrivals(3, 2, 4), {}) for title in "xy"]
+    lengths = iter([1, 1, 2, 2, 2, 2, 2, 2])  # requests in each turn: as adaptive drafts do, the steps change
+    monkeypatch.setattr(trials, "run", lambda recorder, workload: run(recorder, workload[: next(lengths)]))
+    for trace in record(runs):
+        assert len(trace.requests) == 2
+        assert max(step.num_served for step in trace.steps) == 2
+
+
 def _blocks(engine: Any) -> Any:
     """The blocks of the same requests in a pool that nothing has used before."""
     held = memory_data(recorded(engine, arrivals(3, 2, 4)))
