@@ -50,11 +50,11 @@ def test_a_run_whose_steps_differ_between_trials_shows_those_of_its_median(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [TracedRun(title, make_engine(folder, "06"), arrivals(3, 2, 4), {}) for title in "xy"]
-    lengths = iter([1, 1, 2, 2, 2, 2, 2, 2])  # requests in each turn: as adaptive drafts do, the steps change
+    lengths = iter([2, 2, 3, 3, 3, 3, 3, 3])  # requests in each turn: as adaptive drafts do, the steps change
     monkeypatch.setattr(trials, "run", lambda recorder, workload: run(recorder, workload[: next(lengths)]))
     for trace in record(runs):
-        assert len(trace.requests) == 2
-        assert max(step.num_served for step in trace.steps) == 2
+        assert len(trace.requests) == 3
+        assert max(step.num_served for step in trace.steps) == 3
 
 
 def _blocks(engine: Any) -> Any:
