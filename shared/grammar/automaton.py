@@ -1,0 +1,229 @@
+"""The automaton behind every grammar: it reads bytes, and keeps a stack of what is open. Introduced in phase 12.
+
+JSON shows its own nesting: ``{``, ``[`` and the quote that opens a string push, ``}``, ``]`` and the quote that
+closes it pop. So each object, array and string rule is a deterministic automaton over bytes, and one stack joins them,
+although schemas are recursive (a *visibly pushdown* automaton, Alur and Madhusudan, STOC 2004). Numbers, literals and
+the keys of an object are spelled out inside the rule. A regex or a choice pushes nothing: its automaton has states
+alone.
+
+Beside the stack, a few counters keep the tables small: a string counts its characters, an object's frame holds the set
+of the keys that it has seen, and whitespace is bounded by the length of its run.
+
+Invariants: an automaton never changes; every state that can be reached can reach an end (the compilers prune); a
+configuration never needs a stack of more than ``MAX_DEPTH`` frames to come to its end.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_DEPTH = 64
+"""Frames of the stack: how deep an output may nest."""
+MAX_BLANKS = 20
+"""Blanks that may follow a line break between two parts of a document."""
+UNBOUNDED = 2**31 - 1
+"""The most characters of a string without ``maxLength``."""
+SPACE_ENDED = MAX_BLANKS + 1
+"""``Configuration.blanks`` behind a single space, which nothing blank may follow."""
+ACTION_BITS = 3
+REFUSED = -1
+
+
+class Action(IntEnum):
+    """What a byte does, in the lowest bits of a table's entry; the other bits are its argument.
+
+    GOTO    the argument is the next state
+    PUSH    opens a rule: the argument is a row of ``pushes``
+    POP     closes a rule: the argument is a row of ``pops``
+    COUNT   ends a character of a string: the argument is the next state; refused where the string may not grow
+    KEY     ends a key of an object: the argument is a row of ``keys``; refused for a key that was seen
+    GUARD   the argument is a row of ``guards``; refused where the object may have no further key
+    BLANK   whitespace between two parts of a document: the argument is the next state
+    """
+
+    GOTO = 0
+    PUSH = 1
+    POP = 2
+    COUNT = 3
+    KEY = 4
+    GUARD = 5
+    BLANK = 6
+
+
+def entry(action: Action, argument: int) -> int:
+    """An entry of the table."""
+    return argument << ACTION_BITS | action
+
+
+Integers = NDArray[np.int32]
+Masks = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """A compiled grammar over bytes; S states, C columns. State 0 is the first.
+
+    Attributes:
+        columns: uint8 ``[256]``, the column of each byte: bytes that no state tells apart share one.
+        table: int32 ``[S, C]``, an entry (action and argument) or ``REFUSED``.
+        is_final: bool ``[S]``: the text may end here, if the stack is empty.
+        depths: int32 ``[S]``, the least number of further frames with which this state's rule can be ended.
+        pushes: int32 ``[P, 5]``: first state of the rule, its frame (an index of ``returns``), fewest and most
+            characters (0 and ``UNBOUNDED`` for what is not a string), and the frames that the rule, or what follows it,
+            needs beside those below: the larger of 1 + ``depths`` of its first state and ``depths`` of all states to
+            which it returns.
+        returns: int32 ``[R]``, the state behind a rule: that of a frame and a colour stands at their sum.
+        pops: int32 ``[Q, 3]``: the colour, a set of alternatives as bits, and the range of ``clauses`` to check.
+        clauses: uint64 ``[L, 4]``: bits of the colour, trigger, keys, least. If the object has seen all keys of the
+            trigger, and fewer than ``least`` of ``keys``, the bits are removed from the colour.
+        keys: uint64 ``[K, 3]``: next state, keys, whether they are bounded. The lowest key of these that was not seen
+            becomes seen. If all were seen, a bounded one is refused.
+        guards: uint64 ``[G, 4]``: next state, keys, preset, most. Refused if the object has seen at least ``most`` of
+            ``keys``, where those of ``preset`` count as seen.
+    """
+
+    columns: NDArray[np.uint8]
+    table: Integers
+    is_final: NDArray[np.bool_]
+    depths: Integers
+    pushes: Integers
+    returns: Integers
+    pops: Integers
+    clauses: Masks
+    keys: Masks
+    guards: Masks
+
+    @classmethod
+    def of_states(cls, columns: NDArray[np.uint8], next_states: Integers, is_final: NDArray[np.bool_]) -> "Automaton":
+        """An automaton without a stack.
+
+        Args:
+            next_states: int32 ``[S, C]``, ``REFUSED`` where there is none.
+        """
+        table = np.where(next_states == REFUSED, REFUSED, next_states << ACTION_BITS | Action.GOTO).astype(np.int32)
+        return cls(
+            columns=columns,
+            table=table,
+            is_final=is_final,
+            depths=np.zeros(len(table), np.int32),
+            pushes=np.empty((0, 5), np.int32),
+            returns=np.empty(0, np.int32),
+            pops=np.empty((0, 3), np.int32),
+            clauses=np.empty((0, 4), np.uint64),
+            keys=np.empty((0, 3), np.uint64),
+            guards=np.empty((0, 4), np.uint64),
+        )
+
+    @property
+    def num_states(self) -> int:
+        return len(self.table)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tables."""
+        return sum(array.nbytes for array in vars(self).values())
+
+    def step(self, now: "Configuration", byte: int) -> "Configuration | None":
+        """The configuration behind one more byte; None if the grammar refuses it.
+
+        The specification of what kernels and numpy do for many tokens at a time.
+        """
+        value = int(self.table[now.state, self.columns[byte]])
+        if value == REFUSED:
+            return None
+        argument = value >> ACTION_BITS
+        match Action(value & (1 << ACTION_BITS) - 1):
+            case Action.GOTO:
+                return now._replace(state=argument, blanks=0)
+            case Action.BLANK:
+                blanks = _blanks(now.blanks, byte)
+                return None if blanks is None else now._replace(state=argument, blanks=blanks)
+            case Action.COUNT:
+                if now.most == 0:
+                    return None
+                most = now.most if now.most == UNBOUNDED else now.most - 1
+                return now._replace(state=argument, fewest=max(now.fewest - 1, 0), most=most, blanks=0)
+            case Action.PUSH:
+                return self._push(now, argument)
+            case Action.POP:
+                return self._pop(now, argument)
+            case Action.KEY:
+                state, keys, is_bounded = (int(number) for number in self.keys[argument])
+                missing = keys & ~now.seen
+                if not missing and is_bounded:
+                    return None
+                return now._replace(state=state, seen=now.seen | missing & -missing, blanks=0)
+            case Action.GUARD:
+                state, keys, preset, most = (int(number) for number in self.guards[argument])
+                is_full = ((now.seen | preset) & keys).bit_count() >= most
+                return None if is_full else now._replace(state=state, blanks=0)
+
+    def _push(self, now: "Configuration", argument: int) -> "Configuration | None":
+        state, frame, fewest, most, depth = (int(number) for number in self.pushes[argument])
+        if len(now.stack) + depth > MAX_DEPTH:
+            return None
+        return Configuration(state, fewest, most, 0, 0, (*now.stack, (frame, now.seen)))
+
+    def _pop(self, now: "Configuration", argument: int) -> "Configuration | None":
+        if now.fewest > 0:
+            return None
+        colour, first, last = (int(number) for number in self.pops[argument])
+        for bits, trigger, keys, least in self.clauses[first:last].tolist():
+            if now.seen & trigger == trigger and (now.seen & keys).bit_count() < least:
+                colour &= ~bits
+        frame, seen = now.stack[-1]
+        state = int(self.returns[frame + colour])
+        return None if state == REFUSED else Configuration(state, 0, UNBOUNDED, 0, seen, now.stack[:-1])
+
+    def walk(self, now: "Configuration", text: Iterable[int]) -> "Configuration | None":
+        """The configuration behind the bytes of one token; None if the grammar refuses one of them.
+
+        It is also refused if its end would need too deep a stack.
+        """
+        configuration: Configuration | None = now
+        for byte in text:
+            configuration = self.step(configuration, byte)  # type: ignore[arg-type]
+            if configuration is None:
+                return None
+        assert configuration is not None
+        is_too_deep = len(configuration.stack) + int(self.depths[configuration.state]) > MAX_DEPTH
+        return None if is_too_deep else configuration
+
+    def is_end(self, now: "Configuration") -> bool:
+        """Whether the text may end here."""
+        return not now.stack and bool(self.is_final[now.state])
+
+    def accepts(self, text: bytes) -> bool:
+        """Whether the whole text is one of the grammar."""
+        end = self.walk(START, text)
+        return end is not None and self.is_end(end)
+
+
+class Configuration(NamedTuple):
+    """Where a text has led: the state, its counters, and the stack.
+
+    ``fewest`` and ``most`` are the characters that a string must and may still have, ``blanks`` the length of the run
+    of whitespace, ``seen`` the keys that the object has, as bits. A frame of the stack holds an index of ``returns``
+    and the ``seen`` of the object below.
+    """
+
+    state: int = 0
+    fewest: int = 0
+    most: int = UNBOUNDED
+    blanks: int = 0
+    seen: int = 0
+    stack: tuple[tuple[int, int], ...] = ()
+
+
+START = Configuration()
+
+
+def _blanks(run: int, byte: int) -> int | None:
+    """The length of a run of whitespace with one more byte: one space, or a line break and up to ``MAX_BLANKS``."""
+    if run == 0:
+        return {ord(" "): SPACE_ENDED, ord("\n"): 1}.get(byte)
+    return run + 1 if run <= MAX_BLANKS and byte in b" \t" else None

@@ -1,0 +1,58 @@
+"""Bounds of a compilation, and the error of a grammar that cannot be compiled. Introduced in phase 12.
+
+A hostile grammar costs its sender only: whatever builds states asks the budget before it builds more, so that
+compilation ends within the limits whatever the grammar is.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.errors import RequestError
+
+
+class GrammarError(RequestError):
+    """A grammar cannot be compiled. The message names the keyword or the construct, and where it stands."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one grammar: states of its automaton and of any automaton on the way to it, bytes of its tables, seconds of
+    compilation, and the nesting of a schema.
+    """
+
+    states: int = 60_000
+    bytes: int = 16_000_000
+    seconds: float = 1.0
+    nesting: int = 64
+
+
+@dataclass
+class Budget:
+    """What a compilation has left of its limits. ``clock`` gives seconds."""
+
+    limits: Limits = Limits()
+    clock: Callable[[], float] = time.perf_counter
+    num_states: int = field(default=0, init=False)  # of finished parts
+    deadline: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline = self.clock() + self.limits.seconds
+
+    def check(self, num_states: int) -> None:
+        """Raise GrammarError if an automaton under construction, with those that are kept, exceeds a limit."""
+        if self.num_states + num_states > self.limits.states:
+            raise GrammarError(
+                f"The grammar needs more than {self.limits.states} states; shorten bounded repeats, minLength and "
+                "maxLength, or the number of alternatives."
+            )
+        if self.clock() > self.deadline:
+            raise GrammarError(
+                f"The grammar took more than {self.limits.seconds:g} s to compile; shorten bounded repeats, or reduce "
+                "the number of alternatives."
+            )
+
+    def keep(self, num_states: int) -> None:
+        """Count the states of a finished part of the grammar. Raises GrammarError as ``check`` does."""
+        self.check(num_states)
+        self.num_states += num_states

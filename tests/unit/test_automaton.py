@@ -1,0 +1,122 @@
+"""The automaton of a grammar, byte by byte: a small document language written as tables by hand."""
+
+import numpy as np
+
+from shared.grammar.automaton import MAX_DEPTH, REFUSED, START, UNBOUNDED, Action, Automaton, entry
+
+
+def states(words: list[bytes]) -> Automaton:
+    """An automaton of the words, as a trie."""
+    rows: list[dict[int, int]] = [{}]
+    ends = set()
+    for word in words:
+        state = 0
+        for byte in word:
+            if byte not in rows[state]:
+                rows[state][byte] = len(rows)
+                rows.append({})
+            state = rows[state][byte]
+        ends.add(state)
+    table = np.full((len(rows), 256), REFUSED, np.int32)
+    for state, row in enumerate(rows):
+        table[state, list(row)] = list(row.values())
+    is_final = np.array([state in ends for state in range(len(rows))])
+    return Automaton.of_states(np.arange(256, dtype=np.uint8), table, is_final)
+
+
+def test_words() -> None:
+    automaton = states([b"red", b"green", b"re"])
+    assert automaton.accepts(b"red")
+    assert automaton.accepts(b"re")
+    for text in (b"", b"r", b"reed", b"redd", b"green "):
+        assert not automaton.accepts(text)
+
+
+def nested() -> Automaton:
+    """``value = "[" value? "]" | '"' of two or three letters a '"'``, with blanks inside the brackets.
+
+    States: 0 the value, 1 the end, 2 behind a bracket that opens, 3 behind its value, 4 inside a string.
+    """
+    letters = b'[]"a \n\t'
+    columns = np.full(256, len(letters), np.uint8)
+    columns[list(letters)] = range(len(letters))
+    bracket, string = entry(Action.PUSH, 0), entry(Action.PUSH, 1)
+    inner_bracket, inner_string = entry(Action.PUSH, 2), entry(Action.PUSH, 3)
+    close, end = entry(Action.POP, 0), REFUSED
+    blank2, blank3 = entry(Action.BLANK, 2), entry(Action.BLANK, 3)
+    table = [
+        [bracket, end, string, end, end, end, end, end],
+        [end] * 8,
+        [inner_bracket, close, inner_string, end, blank2, blank2, blank2, end],
+        [end, close, end, end, blank3, blank3, blank3, end],
+        [end, end, close, entry(Action.COUNT, 4), end, end, end, end],
+    ]
+    return Automaton(
+        columns=columns,
+        table=np.array(table, np.int32),
+        is_final=np.array([False, True, False, False, False]),
+        depths=np.zeros(5, np.int32),
+        pushes=np.array([[s, f, n, m, 1] for f in (0, 1) for s, n, m in ((2, 0, UNBOUNDED), (4, 2, 3))], np.int32),
+        returns=np.array([1, 3], np.int32),
+        pops=np.zeros((1, 3), np.int32),
+        clauses=np.empty((0, 4), np.uint64),
+        keys=np.empty((0, 3), np.uint64),
+        guards=np.empty((0, 4), np.uint64),
+    )
+
+
+def test_brackets_nest_strings_count_and_blanks_end() -> None:
+    automaton = nested()
+    for text in (b"[]", b'"aa"', b'[["aaa"]]', b"[ ]", b"[\n\t  [ ]\n]", b"[\n" + b" " * 20 + b"]"):
+        assert automaton.accepts(text), text
+    for text in (b"", b"]", b"[", b'"a"', b'"aaaa"', b"[] ", b"[  ]", b"[\n\n]", b"[\n" + b" " * 21 + b"]", b"[][]"):
+        assert not automaton.accepts(text), text
+
+
+def test_a_stack_is_never_too_deep_to_end() -> None:
+    automaton = nested()
+    assert automaton.accepts(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    assert automaton.walk(START, b"[" * MAX_DEPTH) is not None
+    assert automaton.walk(START, b"[" * (MAX_DEPTH + 1)) is None
+
+
+def objects() -> Automaton:
+    """An object of keys a, b and c without values, each at most once: a is required, and b needs c.
+
+    States: 0 the object, 1 the end, 2 behind the brace, 3 behind a comma, 4 behind a key.
+    """
+    letters = b"{},abc"
+    columns = np.full(256, len(letters), np.uint8)
+    columns[list(letters)] = range(len(letters))
+    close, comma = entry(Action.POP, 0), entry(Action.GUARD, 0)
+    end = REFUSED
+    names = [entry(Action.KEY, number) for number in range(3)]
+    table = [
+        [entry(Action.PUSH, 0), end, end, end, end, end, end],
+        [end] * 7,
+        [end, end, end, *names, end],
+        [end, end, end, *names, end],
+        [end, close, comma, end, end, end, end],
+    ]
+    empty = np.empty((0, 4), np.uint64)
+    return Automaton(
+        columns=columns,
+        table=np.array(table, np.int32),
+        is_final=np.array([False, True, False, False, False]),
+        depths=np.zeros(5, np.int32),
+        pushes=np.array([[2, 0, 0, UNBOUNDED, 1]], np.int32),
+        returns=np.array([REFUSED, 1], np.int32),
+        pops=np.array([[1, 0, 2]], np.int32),
+        clauses=np.array([[1, 0, 0b001, 1], [1, 0b010, 0b100, 1]], np.uint64),
+        keys=np.array([[4, 1 << number, True] for number in range(3)], np.uint64),
+        guards=np.concatenate([empty, np.array([[3, 0b111, 0, 3]], np.uint64)]),
+    )
+
+
+def test_keys_in_any_order() -> None:
+    automaton = objects()
+    for text in (b"{a}", b"{a,c}", b"{c,a}", b"{b,c,a}", b"{a,b,c}"):
+        assert automaton.accepts(text), text
+    for text in (b"{}", b"{c}", b"{a,b}", b"{a,a}", b"{a,}", b"{b,c}"):
+        assert not automaton.accepts(text), text
+    assert automaton.walk(START, b"{a,b,c,") is None, "behind all keys no comma, since no key could follow"
