@@ -17,7 +17,7 @@ import torch
 
 from shared.kernels import NO_TRITON
 from shared.kernels.launch import INTERPRETED, LAUNCHES
-from tests.comparison import assert_within
+from tests.comparison import assert_equal, assert_rows_close, assert_within
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch's deterministic mode asks of cuBLAS
 
@@ -115,6 +115,23 @@ def assert_near() -> Callable[..., None]:
         steps = (expected.abs() if scale is None else scale).clamp(min=numbers.tiny) * numbers.eps
         unit = f"{ulps:g} rounding steps of {str(actual.dtype).removeprefix('torch.')}"
         assert_within(actual, expected, ulps * steps, what, axes, unit)
+
+    return check
+
+
+@pytest.fixture
+def assert_same_rows() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """``assert_same_rows(alone, together)``: bit for bit on a GPU.
+
+    The interpreter multiplies with numpy, whose sums depend on the place of a row on some CPUs: there rows may differ
+    by the rounding of a sum.
+    """
+
+    def check(alone: torch.Tensor, together: torch.Tensor) -> None:
+        if INTERPRETED:
+            assert_rows_close(alone, together, 8 * torch.finfo(alone.dtype).eps, "rows alone", ("row", "column"))
+        else:
+            assert_equal(alone, together, "rows alone", ("row", "column"))
 
     return check
 
