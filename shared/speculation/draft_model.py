@@ -163,7 +163,8 @@ class DraftModel:
             twin.append(token_id)
         length = self.pool.length(twin)
         written = twin.draft_ids[:-1]  # the last draft was not computed
-        num_right = num_equal(request.ids(length, length + len(written)), written)
+        known = request.ids(length, length + len(written))  # fewer than drafts if their step was interrupted
+        num_right = num_equal(known, written[: len(known)])
         self.pool.commit(twin, num_right)
         twin.draft_ids = []
         twin.num_computed_tokens = length + num_right

@@ -316,3 +316,35 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(
             assert [tokens_of(answer) for answer in answers] == [tokens_of(answer) for answer in expected]
         assert has_guessed(engine)
         assert engine.runner.num_replays > 50
+
+
+def test_a_step_that_is_interrupted_behind_its_drafts_can_be_made_again(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path]
+) -> None:
+    prompt, params = [5, 6, 7], SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    engine = make(tiny_checkpoints["llama"], drafts["llama"])
+    forward, num_interrupted = engine.runner.forward, 0
+
+    def interrupted(batch: Any) -> Any:
+        nonlocal num_interrupted
+        if (
+            not batch.is_decode
+            and num_interrupted < 3
+            and len(engine.scheduler.running["0"].output_ids) > num_interrupted
+        ):
+            num_interrupted += 1
+            raise KeyboardInterrupt
+        return forward(batch)
+
+    engine.runner.forward = interrupted
+    engine.add_request(prompt, params)
+    token_ids: list[int | None] = []
+    while engine.has_work():
+        try:
+            token_ids += [output.token_id for output in engine.step()]
+        except KeyboardInterrupt:
+            continue
+    assert num_interrupted == 3
+    plain = Plain(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=128))
+    assert token_ids == [output.token_id for output in plain.generate(prompt, params)]
+    assert has_guessed(engine)
