@@ -1,0 +1,107 @@
+"""From a regular expression to an automaton over bytes. Introduced in phase 12.
+
+The tree of a pattern becomes an NFA (Thompson, 1968), and the NFA a minimal DFA.
+"""
+
+from functools import cache
+
+from shared.grammar.automaton import Automaton
+from shared.grammar.characters import ANY, Characters, Sequence, Spelling, spelled
+from shared.grammar.dfa import DFA, NFA, determinize, words
+from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.pattern import Alternatives, Anchor, Concatenation, Members, Node, Parser, Repeat, shown
+
+
+def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spelling: Spelling = Spelling.UTF8) -> DFA:
+    """The DFA of the texts that match a pattern, in bytes.
+
+    Args:
+        search: the pattern may match anywhere in the text, as in JSON Schema; otherwise it matches the whole text.
+        spelling: how texts are written; in JSON without the quotes.
+
+    Raises:
+        GrammarError: the pattern is invalid, unsupported, too large, or matches nothing.
+    """
+    tree = Parser(pattern).parse()
+    nfa = NFA()
+    start, end = nfa.state(), nfa.state()
+    builder = Builder(nfa, budget, spelling)
+    if search:
+        builder.add(Repeat(Members(ANY), 0, None), start, begin := nfa.state())
+        matched = nfa.state()
+        builder.add(tree, begin, matched)
+        nfa.free[matched].append(end)
+        builder.add(Members(ANY), end, end)
+        nfa.absorbing = end
+    else:
+        builder.add(tree, start, end)
+    nfa.accepts[end] = 1
+    dfa = determinize(nfa, budget)
+    if dfa.is_empty:
+        raise GrammarError(f"The pattern {shown(pattern)} matches no text; give one that matches at least one.")
+    return dfa
+
+
+def compile_choice(texts: "list[str] | tuple[str, ...]", budget: Budget) -> DFA:
+    """The DFA of the given texts. Raises GrammarError if there are none, or as :class:`Budget` does."""
+    if not texts:
+        raise GrammarError("The choice is empty; give at least one text.")
+    return words([text.encode() for text in texts], budget)
+
+
+def automaton_of(dfa: DFA) -> Automaton:
+    """The grammar that a DFA is: it has no stack."""
+    return Automaton.of_states(dfa.columns, dfa.next, dfa.accepts != 0)
+
+
+class Builder:
+    """Adds the parts of a pattern to an NFA."""
+
+    def __init__(self, nfa: NFA, budget: Budget, spelling: Spelling) -> None:
+        self.nfa, self.budget, self.spelling = nfa, budget, spelling
+
+    def add(self, node: Node, start: int, end: int) -> None:
+        """Add paths from ``start`` to ``end`` that read what the node matches."""
+        nfa = self.nfa
+        if len(nfa.edges) % 256 == 0:
+            self.budget.check(len(nfa.edges) // 16)  # a character has up to some ten states
+        match node:
+            case Members(members):
+                for sequence in _spelled(members, self.spelling):
+                    state = start
+                    for low, high in sequence[:-1]:
+                        nfa.edges[state].append((low, high, state := nfa.state()))
+                    nfa.edges[state].append((*sequence[-1], end))
+            case Concatenation(parts):
+                for part in parts[:-1]:
+                    self.add(part, start, start := nfa.state())
+                if parts:
+                    self.add(parts[-1], start, end)
+                else:
+                    nfa.free[start].append(end)
+            case Alternatives(parts):
+                for part in parts:
+                    begin = nfa.state()
+                    nfa.free[start].append(begin)
+                    self.add(part, begin, end)
+            case Repeat(part, least, most):
+                for _ in range(least):
+                    self.add(part, start, start := nfa.state())
+                if most is None:
+                    loop, back = nfa.state(), nfa.state()
+                    nfa.free[start].append(loop)
+                    self.add(part, loop, back)
+                    nfa.free[back].append(loop)
+                    nfa.free[loop].append(end)
+                else:
+                    for _ in range(most - least):
+                        nfa.free[start].append(end)
+                        self.add(part, start, start := nfa.state())
+                    nfa.free[start].append(end)
+            case Anchor(is_begin):
+                (nfa.begins if is_begin else nfa.ends).setdefault(start, []).append(end)
+
+
+@cache
+def _spelled(members: Characters, spelling: Spelling) -> list[Sequence]:
+    return spelled(members, spelling)

@@ -1,0 +1,122 @@
+"""Automata over bytes: made, combined, and as small as can be."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.grammar.dfa import DEAD, DFA, NFA, combine, determinize, difference, intersection, minimize, union, words
+from shared.grammar.limits import Budget, GrammarError, Limits
+from tests.comparison import assert_equal
+
+LETTERS = b"abc"
+TEXTS = [bytes(text) for size in range(5) for text in itertools.product(LETTERS, repeat=size)]
+WORDS = st.lists(st.sampled_from(TEXTS), min_size=1, max_size=8)
+
+
+def accepted(dfa: DFA) -> list[bytes]:
+    return [text for text in TEXTS if dfa.run(text)]
+
+
+def ends_with_ab() -> NFA:
+    """Texts of a and b that end with "ab": states 0 (any), 1 behind an a, 2 the end."""
+    nfa = NFA()
+    any_, behind, end = nfa.state(), nfa.state(), nfa.state()
+    nfa.edges[any_] += [(ord("a"), ord("b"), any_), (ord("a"), ord("a"), behind)]
+    nfa.edges[behind].append((ord("b"), ord("b"), end))
+    nfa.accepts[end] = 1
+    return nfa
+
+
+def test_the_sets_of_an_nfa_become_states() -> None:
+    dfa = determinize(ends_with_ab(), Budget())
+    expected = [text for text in TEXTS if text.endswith(b"ab") and b"c" not in text]
+    assert_equal(accepted(dfa), expected, "the texts that are accepted", ("text",))
+    assert len(dfa) == 3
+    assert len(dfa.next[0]) == 3, "a column for a, one for b, one for all other bytes"
+
+
+def test_free_edges_are_followed() -> None:
+    nfa = NFA()
+    start, middle, end = nfa.state(), nfa.state(), nfa.state()
+    nfa.free[start].append(middle)
+    nfa.edges[middle].append((ord("a"), ord("c"), end))
+    nfa.free[end].append(start)
+    nfa.accepts[end] = 1
+    assert_equal(accepted(determinize(nfa, Budget())), TEXTS[1:], "the texts that are accepted", ("text",))
+
+
+@given(WORDS)
+def test_words(texts: list[bytes]) -> None:
+    dfa = words(texts, Budget())
+    assert accepted(dfa) == sorted(set(texts), key=lambda text: (len(text), text))
+    assert len(minimize(dfa, Budget())) == len(dfa) == num_distinguishable(dfa)
+
+
+def num_distinguishable(dfa: DFA) -> int:
+    """The number of states that differ in some text, by comparing the languages of all of them."""
+    languages = set()
+    for state in range(len(dfa)):
+        rows = np.array([state, *range(len(dfa))])
+        order = np.append(dfa.next, [[DEAD] * dfa.next.shape[1]], axis=0)
+        found = []
+        for text in TEXTS:
+            place = int(rows[0])
+            for byte in text:
+                place = int(order[place, dfa.columns[byte]]) if place != DEAD else DEAD
+            found.append(0 if place == DEAD else int(dfa.accepts[place]))
+        languages.add(tuple(found))
+    return len(languages)
+
+
+def test_words_with_bits_and_many_of_them() -> None:
+    dfa = words([b"ab", b"abc", b"b"], Budget(), [1, 2, 4])
+    assert [dfa.run(text) for text in (b"ab", b"abc", b"b", b"a", b"")] == [1, 2, 4, 0, 0]
+    many = words([f"word {n}".encode() for n in range(10_000)], Budget())
+    assert len(many) < 30
+    assert many.run(b"word 9999")
+    assert not many.run(b"word 10000")
+
+
+@given(WORDS, WORDS, WORDS)
+def test_combinations(first: list[bytes], second: list[bytes], third: list[bytes]) -> None:
+    dfas = [words(texts, Budget()) for texts in (first, second, third)]
+    sets = [set(texts) for texts in (first, second, third)]
+    everything = combine(dfas, Budget())
+    for text in TEXTS:
+        assert everything.run(text) == sum((text in texts) << n for n, texts in enumerate(sets))
+    for dfa, expected in (
+        (union(dfas, Budget()), sets[0] | sets[1] | sets[2]),
+        (intersection(dfas[:2], Budget()), sets[0] & sets[1]),
+        (difference(dfas[0], dfas[1:], Budget()), sets[0] - sets[1] - sets[2]),
+    ):
+        assert set(accepted(dfa)) == expected
+        assert dfa.is_empty == (not expected)
+        assert all(reaches_an_end(dfa)) or dfa.is_empty
+
+
+def reaches_an_end(dfa: DFA) -> Iterator[bool]:
+    for state in range(len(dfa)):
+        found, waiting = {state}, [state]
+        while waiting:
+            more = set(dfa.next[waiting.pop()].tolist()) - found - {DEAD}
+            found |= more
+            waiting += more
+        yield any(dfa.accepts[list(found)])
+
+
+def test_a_budget_ends_what_is_too_large() -> None:
+    nfa = NFA()
+    states = [nfa.state() for _ in range(19)]
+    nfa.edges[0] += [(97, 98, 0), (97, 97, states[1])]
+    for state, after in itertools.pairwise(states[1:]):
+        nfa.edges[state].append((97, 98, after))
+    nfa.accepts[states[-1]] = 1
+    with pytest.raises(GrammarError, match="more than 1000 states"):
+        determinize(nfa, Budget(Limits(states=1000)))
+    ticks = itertools.count()
+    with pytest.raises(GrammarError, match="more than 5 s to compile"):
+        determinize(nfa, Budget(Limits(seconds=5), clock=lambda: next(ticks)))

@@ -1,0 +1,120 @@
+"""Regular expressions as automata over bytes, compared with Python's."""
+
+import json
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.grammar.characters import Spelling
+from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.regex import automaton_of, compile_choice, compile_regex
+
+ATOM = st.sampled_from(["a", "b", "é", ".", "[a-c]", "[^ab]", r"\d", r"\w", r"\s", r"\S", "-", "^", "$", "[é-ü1]"])
+PATTERN = st.recursive(
+    ATOM,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map("|".join).map("(?:{})".format),
+        st.tuples(
+            inner.map("({})".format), st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "{0,2}?"])
+        ).map("".join),
+    ),
+    max_leaves=6,
+)
+TEXT = st.text("abcéü1- \n", max_size=6)
+
+
+def as_python(pattern: str) -> re.Pattern[str]:
+    """``$`` is the end of the text alone, and a dot no line end."""
+    return re.compile(pattern.replace("$", r"\Z"), re.ASCII)
+
+
+@given(PATTERN, st.lists(TEXT, max_size=8), st.booleans())
+def test_as_in_python(pattern: str, texts: list[str], is_search: bool) -> None:
+    expected = as_python(pattern)
+    match = expected.search if is_search else expected.fullmatch
+    try:
+        dfas = {
+            spelling: compile_regex(pattern, Budget(), search=is_search, spelling=spelling) for spelling in Spelling
+        }
+    except GrammarError:
+        assert not any(map(match, texts)), "refused for the reason that it matches nothing"
+        return
+    for text in texts:
+        assert bool(dfas[Spelling.UTF8].run(text.encode())) == bool(match(text)), text
+        spelled = json.dumps(text, ensure_ascii=False)[1:-1].encode()
+        assert bool(dfas[Spelling.JSON].run(spelled)) == bool(match(text)), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"\u00e9\x41\t\n\0", "éA\t\n\0", "éA\t\n0"),
+        (r"\u{1F600}|\ud83d\ude01", "\U0001f601", "\U0001f602"),
+        (r"\cA[\b]", "\x01\x08", "A\x08"),
+        (r"\p{Lu}\p{N}\P{L}", "É²-", "é²-"),
+        (r"[\]\-a^.]+", "]-a^.", "b"),
+        (r"(?<year>\d{4})-(?P<month>\d\d)", "2026-11", "2026-1"),
+        (r"\s", "\u2003", "x"),
+        (r"a{,2}|x{", "a{,2}", "a"),
+        (r"[a-\d]+", "a-1", "b"),
+        (r"\.\$\/", ".$/", "x$/"),
+    ],
+)
+def test_syntax(pattern: str, right: str, wrong: str) -> None:
+    dfa = compile_regex(pattern, Budget())
+    assert dfa.run(right.encode())
+    assert not dfa.run(wrong.encode())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(a", "an opening parenthesis without a closing one at position 0"),
+        ("ab)", "a closing parenthesis without an opening one at position 2"),
+        ("x[a", "an opening bracket without a closing one at position 1"),
+        ("a**", "a quantifier behind a quantifier at position 1"),
+        ("a|*", "nothing to repeat at position 2"),
+        ("^*", "repeats an anchor at position 1"),
+        ("a(?=b)", "a lookaround, which is not supported, at position 1"),
+        ("(?<!b)a", "a lookaround"),
+        (r"(a)\1", "a backreference, which no automaton can follow, at position 3"),
+        (r"a\b", r"the word border \\b"),
+        ("a{3,2}", "the bounds 3 and 2 in the wrong order"),
+        ("a{20000}", "more than 10000 times"),
+        ("[z-a]", "the range z-a in the wrong order"),
+        ("a\\", "ends too early"),
+        (r"\u12", "4 hexadecimal digits"),
+        (r"\ud800", r"the surrogate U\+D800"),
+        (r"\q", r"the unknown escape \\q"),
+        (r"\p{Klingon}", "not a general category"),
+        ("(?i)a", "a group of an unknown kind at position 0"),
+        (r"a[^\s\S]", "matches no text"),
+        ("a^b", "matches no text"),
+        ("(" * 200 + ")" * 200, "more than 100 groups"),
+    ],
+)
+def test_what_is_refused(pattern: str, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        compile_regex(pattern, Budget())
+
+
+@pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){17}", "([^x]{0,90}){90}", "((a{0,99}){0,99}){0,99}"])
+def test_a_hostile_pattern_ends_within_its_budget(pattern: str) -> None:
+    began = time.perf_counter()
+    with pytest.raises(GrammarError, match="more than"):
+        compile_regex(pattern, Budget(), spelling=Spelling.JSON)
+    assert time.perf_counter() - began < 4, "a second, and what a busy machine adds"
+
+
+def test_a_choice() -> None:
+    automaton = automaton_of(compile_choice(["yes", "no", "no way", "naïve"], Budget()))
+    for text in ("yes", "no", "no way", "naïve"):
+        assert automaton.accepts(text.encode())
+    for text in ("", "y", "no ", "naive", "yesno"):
+        assert not automaton.accepts(text.encode())
+    with pytest.raises(GrammarError, match="at least one text"):
+        compile_choice([], Budget())
