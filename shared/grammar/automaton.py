@@ -190,8 +190,11 @@ class Automaton:
             if configuration is None:
                 return None
         assert configuration is not None
-        is_too_deep = len(configuration.stack) + int(self.depths[configuration.state]) > MAX_DEPTH
-        return None if is_too_deep else configuration
+        return configuration if self.has_room(configuration) else None
+
+    def has_room(self, now: "Configuration") -> bool:
+        """Whether the stack is deep enough for an end."""
+        return len(now.stack) + int(self.depths[now.state]) <= MAX_DEPTH
 
     def is_end(self, now: "Configuration") -> bool:
         """Whether the text may end here."""

@@ -212,6 +212,16 @@ def _merge_columns(dfa: DFA) -> DFA:
     return DFA(numbers[inverse.reshape(-1)[dfa.columns]], np.ascontiguousarray(dfa.next[:, firsts[order]]), dfa.accepts)
 
 
+def restrict(dfa: DFA, is_usable: NDArray[np.bool_]) -> DFA:
+    """The texts that are made of usable bytes alone, bool ``[256]``."""
+    if is_usable.all():
+        return dfa
+    num_columns = dfa.next.shape[1]
+    columns = np.where(is_usable, dfa.columns, num_columns).astype(np.uint8)
+    dead = np.full((len(dfa), 1), DEAD, np.int32)
+    return trim(DFA(columns, np.append(dfa.next, dead, axis=1), dfa.accepts))
+
+
 def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = lambda bits: bits) -> DFA:
     """All of them run side by side: bit i accepts where the i-th accepts (with any bit).
 

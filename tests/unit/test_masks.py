@@ -1,0 +1,120 @@
+"""Masks over a vocabulary: those of all tokens at once are those of each token by itself."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.grammar.automaton import START, Automaton, Configuration
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.masks import TokenMasks
+from shared.grammar.regex import automaton_of, compile_regex
+from shared.grammar.vocabulary import GrammarVocabulary
+from tests.comparison import assert_equal
+from tests.unit.test_automaton import nested, objects
+
+AUTOMATA = {
+    "nested": (nested(), b'[]"a \n\t'),
+    "objects": (objects(), b"{},abc"),
+    "regex": (automaton_of(compile_regex(r"(a{2,}|[bé]+,){1,3}", Budget())), "abé,".encode()),
+}
+END = 0
+
+
+def vocabulary(tokens: Sequence[bytes]) -> GrammarVocabulary:
+    return GrammarVocabulary.of_tokens([b"</s>", b"", *tokens], [END])
+
+
+def by_hand(automaton: Automaton, tokens: GrammarVocabulary, now: Configuration) -> list[int]:
+    allowed = [n for n, token in enumerate(tokens.tokens) if token and automaton.walk(now, token) is not None]
+    return [END, *allowed] if automaton.is_end(now) else allowed
+
+
+@pytest.mark.parametrize("name", AUTOMATA)
+@given(data=st.data())
+def test_the_mask_is_that_of_each_token(name: str, data: st.DataObject) -> None:
+    automaton, letters = AUTOMATA[name]
+    token = st.lists(st.sampled_from(letters), min_size=1, max_size=12).map(bytes)
+    tokens = vocabulary([bytes([letter]) for letter in letters] + data.draw(st.lists(token, max_size=30)))
+    fsm, now = TokenFSM(automaton, tokens), START
+    for _ in range(data.draw(st.integers(0, 25))):
+        expected = by_hand(automaton, tokens, now)
+        assert np.flatnonzero(fsm.mask(now)).tolist() == expected, now
+        assert fsm.allowed_tokens(now) == expected
+        assert expected, "an end can be reached from every state"
+        chosen = data.draw(st.sampled_from(expected))
+        after = fsm.next_state(now, chosen)
+        assert (after is None) == (chosen == END)
+        if after is None:
+            break
+        now = after
+    assert fsm.is_terminal(now) == (END in by_hand(automaton, tokens, now))
+
+
+WORDS = ["a", "b", "[", "]", '"', "[[", "[]", '"aa', "aa", 'a"', '"]', "]]", '["', " ", "\n  "]
+
+
+def test_the_tokens_that_may_follow() -> None:
+    """Whole tokens, those that end one value and begin the next, and the end of the output."""
+    tokens = vocabulary([word.encode() for word in WORDS])
+    fsm = TokenFSM(nested(), tokens)
+    for text, expected in {
+        "": ["[", '"', "[[", "[]", '"aa', '["'],
+        "[": ["[", "]", '"', "[[", "[]", '"aa', '["', " ", "\n  "],
+        '"aa': ["a", '"', 'a"'],
+        '["aa': ["a", '"', 'a"', '"]'],
+        '["aa"': ["]", " ", "\n  "],
+        "[]": ["</s>"],
+    }.items():
+        now = nested().walk(START, text.encode())
+        assert now is not None
+        shown = ["</s>" if n == END else tokens.tokens[n].decode() for n in fsm.allowed_tokens(now)]
+        assert_equal(
+            shown, (["</s>"] if "</s>" in expected else []) + [w for w in WORDS if w in expected], f"behind {text!r}"
+        )
+
+
+def test_special_and_empty_tokens_are_never_allowed() -> None:
+    tokens = GrammarVocabulary.of_tokens([b"a", b"</s>", b"", b"aa"], [1])
+    fsm = TokenFSM(automaton_of(compile_regex("[^]*".replace("[^]", r"[\s\S]"), Budget())), tokens)
+    assert fsm.mask(START).tolist() == [True, True, False, True]
+    assert fsm.next_state(START, 1) is None
+    assert fsm.next_state(START, 2) is None
+
+
+def test_a_mask_is_made_once_for_all_that_it_depends_on() -> None:
+    """Strings of any length, and stacks that no token can close, share a mask."""
+    tokens = vocabulary([bytes([letter]) for letter in b'[]"a \n'] + [b"aaa", b'a"', b"]]"])
+    masks = TokenMasks(nested(), tokens)
+    for depth in range(1, 30):
+        now = nested().walk(START, b"[" * depth)
+        assert now is not None
+        masks.mask(now)
+    assert masks.num_walks <= 4, "a token closes two frames at most"
+    small = TokenMasks(nested(), tokens, cache_bytes=1)
+    for text in (b"", b"[", b'"', b""):
+        now = nested().walk(START, text)
+        assert now is not None
+        assert np.flatnonzero(small.mask(now)).tolist() == by_hand(nested(), tokens, now)
+    assert small.num_walks == 4, "one mask is kept"
+
+
+def test_a_grammar_that_no_token_begins_is_refused() -> None:
+    with pytest.raises(GrammarError, match="No token of this model's vocabulary"):
+        TokenFSM(automaton_of(compile_regex("z+", Budget())), vocabulary([b"a"]))
+
+
+@given(st.lists(st.binary(max_size=6), max_size=40))
+def test_the_trie_holds_every_token(tokens: list[bytes]) -> None:
+    found = GrammarVocabulary.of_tokens(tokens, [])
+    for token_id, token in enumerate(tokens):
+        node = 0
+        for byte in token:
+            node = dict(found.children(node))[byte]
+        assert node == found.node_of[token_id]
+    prefixes = {token[:n] for token in tokens for n in range(len(token) + 1)} | {b""}
+    assert len(found.byte_of) == len(found.first_child) - 1 == len(prefixes)
+    assert [n for n in range(256) if found.usable_bytes[n]] == sorted({t[0] for t in tokens if len(t) == 1})
