@@ -41,12 +41,19 @@ class GrammarCache(Generic[Compiled]):
         self._running: dict[Grammar, Future[Compiled]] = {}
         self._lock = Lock()
 
-    def get(self, grammar: Grammar) -> Compiled:
-        """The compiled grammar; waits if it is being compiled. Raises GrammarError."""
+    def known(self, grammar: Grammar) -> Compiled | None:
+        """The compiled grammar, if it is kept; does not wait."""
         with self._lock:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
-                return self._kept[grammar]
+            return self._kept.get(grammar)
+
+    def get(self, grammar: Grammar) -> Compiled:
+        """The compiled grammar; waits if it is being compiled. Raises GrammarError."""
+        kept = self.known(grammar)
+        if kept is not None:
+            return kept
+        with self._lock:
             future = self._running.get(grammar)
             is_first = future is None
             if future is None:

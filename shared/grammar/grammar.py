@@ -101,6 +101,8 @@ class Grammar:
 def compile_grammar(grammar: Grammar, usable_bytes: NDArray[np.bool_], limits: Limits) -> Automaton:
     """The automaton of a grammar. Raises GrammarError."""
     budget = Budget(limits)
+    if grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
+        raise GrammarError("JSON schemas cannot be compiled yet.")
     if grammar.kind is GrammarKind.REGEX:
         dfa = compile_regex(grammar.text, budget, spelling=Spelling.UTF8)
     else:
@@ -114,14 +116,14 @@ def compile_grammar(grammar: Grammar, usable_bytes: NDArray[np.bool_], limits: L
     return automaton
 
 
-def parameters(**described: Any) -> Grammar | None:
-    """The grammar of the one that is described, by the name of its class method; None if none is.
+def grammar_of(**described: Any) -> Grammar | None:
+    """The grammar of the argument that is not None, each named as the class method that takes it; None without one.
 
-    Raises GrammarError if several are.
+    Raises GrammarError if several are given, or as the method does.
     """
     given = {name: value for name, value in described.items() if value is not None}
     if len(given) > 1:
-        raise GrammarError(f"An output has one grammar; {' and '.join(given)} were given.")
+        raise GrammarError(f"An output has one grammar, and {' and '.join(given)} are given; choose one of them.")
     for name, value in given.items():
         found: Grammar = getattr(Grammar, name)(value)
         return found
