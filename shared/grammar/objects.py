@@ -49,6 +49,8 @@ class ObjectRule(Rule):
             return UNLIMITED
         if any(key in self.allowed[number] and key not in self.needed[number] for key, _ in shape.dependents):
             raise self.members.document.error("#", "maxProperties cannot be combined with dependentRequired")
+        if self.requirements.num_sums > 1 and self.requirements.others[number] and most >= self.requirements.num_sums:
+            raise self.members.document.error("#", f"maxProperties above {most} cannot be combined with minProperties")
         return most
 
     def _state(self, part: str, alive: Alive) -> int:
