@@ -13,16 +13,16 @@ Invariant: every text that is accepted has an accepted value, and every state ca
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
 
-from shared.grammar.limits import GrammarError
+from shared.grammar.limits import Budget
 from shared.grammar.shapes import Literal, Number
 
-MAX_STATES = 20_000
+MOST_REMEMBERED = 512
 TINY, HUGE = Fraction(1, 10_000), Fraction(10**16)
 WHOLE_PART = Fraction(10**9)
 ALWAYS_KEPT = 6
@@ -40,7 +40,7 @@ EXPONENTS = {
     "either": (("-", "-"), ("+", "+")),
     "tiny": (("-", "-"),),
     "huge": (("+", "+"),),
-    "-": (("0", "-0"), ("12", "-1"), ("3456789", "last")),
+    "-": (("0", "-0"), ("12", "-1"), ("3", "+3"), ("456789", "last")),
     "-0": (("56789", "no more"),),
     "-1": ((ALL, "one more"),),
     "+": (("1", "+1"), ("2", "+2"), ("3", "+3"), ("456789", "last")),
@@ -153,19 +153,30 @@ class State(NamedTuple):
     num_digits: int = 0  # behind the point, where they are limited
 
 
-@lru_cache(512)
-def machine(shape: Number | Literal) -> Machine:
-    """The automaton of a shape's texts. Raises GrammarError if it has more than ``MAX_STATES`` states."""
+_machines: OrderedDict[Number | Literal, Machine] = OrderedDict()
+
+
+def machine(shape: Number | Literal, budget: Budget) -> Machine:
+    """The automaton of a shape's texts; the last few hundred are remembered. Raises GrammarError as ``Budget`` does."""
+    found = _machines.get(shape)
+    if found is None:
+        found = _machines[shape] = _build(shape, budget)
+        while len(_machines) > MOST_REMEMBERED:
+            _machines.popitem(last=False)
+    return found
+
+
+def _build(shape: Number | Literal, budget: Budget) -> Machine:
     if isinstance(shape, Literal):
         return _spell([shape.text])
     if shape.values is not None:
         return _spell([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
     reader = _Reader(shape)
-    return explore(State(), reader.steps, reader.is_end)
+    return explore(State(), reader.steps, reader.is_end, budget)
 
 
 def explore(
-    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool]
+    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool], budget: Budget
 ) -> Machine:
     """The automaton of a state and what follows from it, without states that cannot reach an end."""
     numbers = {first: 0}
@@ -179,8 +190,7 @@ def explore(
                 states.append(following)
             row[ord(text)] = numbers[following]
         rows.append(row)
-        if len(states) > MAX_STATES:
-            raise GrammarError(f"The bounds or the divisor of a number need more than {MAX_STATES} states.")
+        budget.check(len(states))
     return _trim(rows, [is_end(state) for state in states])
 
 

@@ -72,7 +72,7 @@ class Members:
             return min(NEVER, 1 + max((self.depth(shape.item(i)) for i in self._needed_items(shape)), default=0))
         if isinstance(shape, Object):
             return min(NEVER, 1 + self.closing_depth(shape))
-        return NEVER if machine(shape).is_empty else 0
+        return NEVER if machine(shape, self.document.budget).is_empty else 0
 
     @staticmethod
     def _needed_items(shape: Array) -> Iterable[int]:
