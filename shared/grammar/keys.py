@@ -149,7 +149,7 @@ class KeyStates:
         if not followers:
             return {}
         colon, bit = self.rule.colon(followers), self.requirements.other_bit(accepts)
-        is_bounded = any(left >= 0 for _, left, _ in followers)
+        is_bounded = self.requirements.num_sums > 1 and any(left >= 0 for _, left, _ in followers)
         return {QUOTE: self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)}
 
     def _rows(self) -> NDArray[np.int32]:

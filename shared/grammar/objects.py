@@ -38,6 +38,7 @@ class ObjectRule(Rule):
         self.allowed = self.requirements.allowed
         self.needed = [self.members.needed(shape) for shape in shapes]
         self.trie = Trie(self.requirements.names)
+        self.closing = [self.members.closing_depth(shape) for shape in shapes]
         self._keys: dict[Alive, KeyStates] = {}
         self.first = self._state("open", tuple((number, self._limit(number)) for number in range(len(shapes))))
 
@@ -49,6 +50,8 @@ class ObjectRule(Rule):
             return UNLIMITED
         if any(key in self.allowed[number] and key not in self.needed[number] for key, _ in shape.dependents):
             raise self.members.document.error("#", "maxProperties cannot be combined with dependentRequired")
+        if self.requirements.num_sums > 1 and self.requirements.others[number] and most >= self.requirements.num_sums:
+            raise self.members.document.error("#", f"maxProperties above {most} cannot be combined with minProperties")
         return most
 
     def _state(self, part: str, alive: Alive) -> int:
@@ -90,14 +93,14 @@ class ObjectRule(Rule):
         found: dict[int, list[tuple[Clause, ...]]] = {}
         depths: dict[int, list[int]] = {}
         for number, _ in alive:
-            group, shape = self.alternatives[number]
+            group = self.alternatives[number][0]
             clauses = self.requirements.clauses[number]
             if is_new:  # no key was seen
                 if any(not trigger for trigger, _, _ in clauses):
                     continue
                 clauses = ()
             found.setdefault(group, []).append(clauses)
-            depths.setdefault(group, []).append(self.members.closing_depth(shape) if clauses else 0)
+            depths.setdefault(group, []).append(self.closing[number] if clauses else 0)
         always = 0
         classes: dict[tuple[Clause, ...], int] = {}
         for group, choices in found.items():
