@@ -1,4 +1,4 @@
-"""What the rules of objects, arrays and strings share: the values that may stand inside them. Introduced in phase 12."""
+"""What the rules of objects, arrays and strings share: the values that may stand in them. Introduced in phase 12."""
 
 from typing import Protocol
 
