@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from shared.grammar.counting import any_text
 from shared.grammar.dfa import DEAD, DFA, combine, trim, words
 from shared.grammar.digits import machine
 from shared.grammar.disjuncts import Disjuncts
 from shared.grammar.limits import Budget
 from shared.grammar.schema_document import SchemaDocument, escape
 from shared.grammar.shapes import NEVER, Array, Object, Shape, String, Value
-from shared.grammar.texts import Texts, any_text, spell
+from shared.grammar.texts import Texts, spell
 
 SUM_SHIFT = 48
 NUM_SUMS = 31

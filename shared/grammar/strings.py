@@ -3,9 +3,11 @@
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
+from shared.grammar.counting import character_steps
 from shared.grammar.dfa import DEAD, DFA
 from shared.grammar.rules import ValueRules
 from shared.grammar.shapes import String
@@ -33,15 +35,10 @@ class StringRule(Rule):
         return build
 
 
-def plain_rule(values: ValueRules) -> StringRule:
-    """The rule of all strings, which count their characters."""
-    return StringRule(values, (frozenset({String()}),), is_counted=True)
-
-
-def rows_of(dfa: DFA, first: int, *, is_counted: bool) -> np.ndarray:
+def rows_of(dfa: DFA, first: int, *, is_counted: bool) -> NDArray[np.int32]:
     """int32 ``[S, 256]``: the entries of a DFA whose states are numbered from ``first`` on."""
     targets = dfa.next[:, dfa.columns]
     action = np.full_like(targets, Action.GOTO)
     if is_counted:
-        action[0] = Action.COUNT  # state 0 stands between two characters, so its bytes begin one
+        action[list(character_steps(dfa))] = Action.COUNT
     return np.where(targets == DEAD, REFUSED, (targets + first) << ACTION_BITS | action).astype(np.int32)

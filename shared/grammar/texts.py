@@ -6,13 +6,14 @@ which patterns, formats, lengths and lists are combined.
 
 import json
 from collections import OrderedDict
-from functools import lru_cache
+from dataclasses import replace
 
 import numpy as np
 
 from shared.grammar.automaton import UNBOUNDED
 from shared.grammar.characters import Spelling
-from shared.grammar.dfa import DEAD, DFA, combine, difference, intersection, minimize, union, words
+from shared.grammar.counting import any_text, is_free_to_count
+from shared.grammar.dfa import DEAD, DFA, combine, difference, intersection, trim, union, words
 from shared.grammar.formats import FORMATS
 from shared.grammar.limits import Budget, GrammarError
 from shared.grammar.regex import compile_regex
@@ -28,12 +29,6 @@ def spell(text: str) -> bytes | None:
         return json.dumps(text, ensure_ascii=False)[1:-1].encode()
     except UnicodeEncodeError:
         return None
-
-
-@lru_cache(1)
-def any_text() -> DFA:
-    """All strings. State 0 stands between two characters."""
-    return compile_regex(r"[\s\S]*", Budget(), spelling=Spelling.JSON)
 
 
 _patterns: OrderedDict[tuple[str, bool], DFA] = OrderedDict()
@@ -63,9 +58,7 @@ def of_length(fewest: int, most: int, budget: Budget) -> DFA:
     targets = np.where(copies == 0, np.where(following == DEAD, DEAD, following * size), copies + level * size)
     accepts = np.zeros((count, size), np.int64)
     accepts[fewest:, 0] = 1
-    return minimize(
-        DFA(text.columns, np.where(copies == DEAD, DEAD, targets).astype(np.int32), accepts.reshape(-1)), budget
-    )
+    return trim(DFA(text.columns, np.where(copies == DEAD, DEAD, targets).astype(np.int32), accepts.reshape(-1)))
 
 
 class Texts:
@@ -73,6 +66,7 @@ class Texts:
 
     def __init__(self, document: SchemaDocument) -> None:
         self.document, self.budget = document, document.budget
+        self._counted: dict[tuple[String, int, int], bool] = {}
         self._dfas: dict[String, DFA] = {}
         self._groups: dict[tuple[frozenset[String], ...], DFA] = {}
 
@@ -123,8 +117,20 @@ class Texts:
         dfa = intersection(parts, self.budget) if parts else any_text()
         return difference(dfa, denied, self.budget)
 
+    def is_counted(self, shape: String) -> bool:
+        """Whether the characters of a shape are counted by a counter, not by states."""
+        if shape.is_plain or shape.values is not None:
+            return shape.values is None
+        free = replace(shape, fewest=0, most=UNBOUNDED)
+        if shape == free:
+            return False
+        key = free, shape.fewest, shape.most
+        if key not in self._counted:
+            self._counted[key] = is_free_to_count(self.dfa(free), shape.fewest, shape.most)
+        return self._counted[key]
+
     def is_empty(self, shape: String) -> bool:
-        return shape.fewest > shape.most or (not shape.is_plain and self.dfa(shape).is_empty)
+        return shape.fewest > shape.most or not (self.is_counted(shape) or not self.dfa(shape).is_empty)
 
     def group(self, shapes: frozenset[String]) -> DFA:
         """Of the strings of any of these shapes."""

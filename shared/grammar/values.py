@@ -6,19 +6,19 @@ place, since only what follows them shows where they end.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shared.grammar.arrays import ArrayRule
 from shared.grammar.assembler import Assembler, Continuation, Entries, Rule
-from shared.grammar.automaton import Action, entry
+from shared.grammar.automaton import UNBOUNDED, Action, entry
 from shared.grammar.digits import Machine, machine
 from shared.grammar.limits import Budget
 from shared.grammar.members import Members
 from shared.grammar.objects import ObjectRule
 from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.shapes import Array, Literal, Number, Object, Shape, String, Value
-from shared.grammar.strings import StringRule, plain_rule
+from shared.grammar.strings import StringRule
 from shared.grammar.texts import Texts
 
 Kind = TypeVar("Kind", Array, Object, String)
@@ -90,11 +90,13 @@ class Values:
 
     def _string(self, groups: tuple[frozenset[String], ...], masks: tuple[int, ...], continuation: Continuation) -> int:
         (shape, *others), is_single = groups[0], len(groups) == 1
-        if not (is_single and not others and shape.is_plain):
+        if not is_single or others or not self.texts.is_counted(shape):
             return self._push(StringRule, groups, masks, continuation)
-        if "plain" not in self._rules:
-            self._rules["plain"] = plain_rule(self)
-        return self.assembler.push(self._rules["plain"], Mapped(continuation, masks), shape.fewest, shape.most)
+        free = replace(shape, fewest=0, most=UNBOUNDED)
+        key = StringRule, free
+        if key not in self._rules:
+            self._rules[key] = StringRule(self, (frozenset({free}),), is_counted=True)
+        return self.assembler.push(self._rules[key], Mapped(continuation, masks), shape.fewest, shape.most)
 
     # Numbers and literals
 
@@ -104,9 +106,8 @@ class Values:
             for shape in group:
                 if isinstance(shape, (Number, Literal)):
                     masks[shape] = masks.get(shape, 0) | 1 << number
-        parts = tuple(
-            (machine(shape, self.budget), mask, 0) for shape, mask in sorted(masks.items(), key=lambda item: repr(item))
-        )
+        ordered = sorted(masks.items(), key=repr)
+        parts = tuple((machine(shape, self.budget), mask, 0) for shape, mask in ordered)
         return self._read(parts, continuation)
 
     def _read(self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation) -> Entries:

@@ -384,3 +384,20 @@ def test_large_schemas() -> None:
 def test_repeated_keys_do_not_count_twice() -> None:
     for text, is_valid in ((b'{"x":1,"x":2}', False), (b'{"x":1,"y":2}', True), (b'{"x":1,"x":2,"y":3}', True)):
         assert accepts({"minProperties": 2, "type": "object"}, text) is is_valid
+
+
+def test_patterns_that_contradict_each_other() -> None:
+    schema = {"allOf": [{"pattern": "^a$"}, {"pattern": "^b$"}], "maxLength": 5, "type": ["string", "null"]}
+    assert accepts(schema, b"null")
+    assert not accepts(schema, b'"a"')
+
+
+def test_lengths_beside_a_pattern_need_no_states() -> None:
+    automaton = compile_schema({"type": "string", "pattern": "^[a-zé]+$", "minLength": 3, "maxLength": 5000}, Budget())
+    assert automaton.num_states < 20
+    for length, is_valid in ((2, False), (3, True), (5000, True), (5001, False)):
+        assert automaton.accepts(b'"' + "é".encode() * length + b'"') is is_valid
+    ends_with_b = {"type": "string", "pattern": "b$", "maxLength": 3}  # a counter could stop it before the b
+    automaton = compile_schema(ends_with_b, Budget())
+    assert automaton.accepts(b'"aab"')
+    assert automaton.walk(START, b'"aaa') is None
