@@ -85,6 +85,14 @@ def test_special_and_empty_tokens_are_never_allowed() -> None:
     assert fsm.next_state(START, 2) is None
 
 
+def test_tokens_of_many_brackets_are_never_allowed() -> None:
+    """The kernel that walks tokens has room for so many frames; shorter tokens spell the same bytes."""
+    words = [b"[", b'[[["', b"[[[[", b"[" * 20]
+    fsm = TokenFSM(nested(), vocabulary(words))
+    assert [fsm.vocabulary.tokens[n] for n in fsm.allowed_tokens(START)] == words[:2]
+    assert np.flatnonzero(fsm.mask(START)).tolist() == fsm.allowed_tokens(START)
+
+
 def test_a_mask_is_made_once_for_all_that_it_depends_on() -> None:
     """Strings of any length, and stacks that no token can close, share a mask."""
     tokens = vocabulary([bytes([letter]) for letter in b'[]"a \n'] + [b"aaa", b'a"', b"]]"])
