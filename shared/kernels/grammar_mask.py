@@ -18,7 +18,7 @@ from shared.kernels.grammar_walk import BASE, HEIGHT, MOST, ROW, STATE, walk
 from shared.kernels.launch import launch, launches, tl, triton
 
 BLOCK, NUM_WARPS = 256, 4  # tokens that a program walks at a time
-MOST_PROGRAMS = 128  # of a row
+PROGRAMS = 4096  # of a launch, about
 APPLY_BLOCK = 2048
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
 BANNED = tl.constexpr(NEVER)
@@ -105,11 +105,13 @@ def grammar_mask(
             f"the bits have the shape {[B, stride]}; {len(slots)} rows of the vocabulary take "
             f"{[len(slots), tokens.num_words]}"
         )
+    if B == 0:
+        return
     if not launches(words):
         _mask_by_numpy(tokens, rows, slots, words, grammars)
         return
     size = len(tokens.starts)
-    grid = (min(triton.cdiv(size, BLOCK), MOST_PROGRAMS), B)
+    grid = (min(triton.cdiv(size, BLOCK), max(1, PROGRAMS // B)), B)
     launch(
         grammar_mask_kernel,
         grid,
