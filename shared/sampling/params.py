@@ -10,9 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from reprlib import repr as short_repr
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import RequestError
+
+if TYPE_CHECKING:
+    from shared.grammar.grammar import Grammar
 
 MAX_SEED = 2**64 - 1  # a Philox key is 64 bits
 MAX_LOGPROBS = 20  # maximum number of top log-probabilities per token, as in the OpenAI API
@@ -48,6 +51,8 @@ class SamplingParams:
         use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
         prediction_ids: what the output may be, where much of it is known before. An engine that looks drafts up in the
             text looks here too; others ignore it. No token depends on it with coupled acceptance.
+        structured_output: the grammar of the output (phase 12), which ends with an end-of-sequence id where the grammar
+            is at its end. It comes before ``min_tokens``; if ``max_new_tokens`` ends the output, it is a beginning.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -72,6 +77,7 @@ class SamplingParams:
     cache_salt: str | None = None
     use_speculative_decoding: bool = True
     prediction_ids: tuple[int, ...] = ()
+    structured_output: "Grammar | None" = None
 
     def __post_init__(self) -> None:
         temperature = _real(
@@ -115,6 +121,8 @@ class SamplingParams:
             remedy = f"a string of 1 to {MAX_CACHE_SALT} characters, or left out"
             is_valid = isinstance(self.cache_salt, str) and 1 <= len(self.cache_salt) <= MAX_CACHE_SALT
             _require(is_valid, "cache_salt", self.cache_salt, remedy)
+        if self.structured_output is not None:
+            _check_grammar(self.structured_output, self.ignore_eos)
         values = {
             "temperature": temperature,
             "top_p": top_p,
@@ -171,6 +179,15 @@ class SamplingParams:
             largest = max(dict(ids) if field == "logit_bias" else ids, default=0)
             remedy = f"ids of this model's vocabulary, from 0 to {vocab_size - 1}"
             _require(largest < vocab_size, field, largest, remedy)
+
+
+def _check_grammar(grammar: object, ignore_eos: bool) -> None:
+    from shared.grammar.grammar import Grammar  # what earlier phases need not load
+
+    remedy = "a Grammar, such as Grammar.regex('[0-9]+'), or left out"
+    _require(isinstance(grammar, Grammar), "structured_output", grammar, remedy)
+    remedy = "False with structured_output, because the end of a grammar is an end-of-sequence id"
+    _require(not ignore_eos, "ignore_eos", ignore_eos, remedy)
 
 
 def _require(is_valid: bool, field: str, value: object, remedy: str) -> None:

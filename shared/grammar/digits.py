@@ -1,0 +1,294 @@
+"""Numbers by their value: automata over the digits of JSON numbers. Introduced in phase 12.
+
+A number is compared with a bound while its digits are read: how many digits the whole part has had, whether it is less,
+equal or greater so far, and then the digits of the fraction. Divisors keep a remainder.
+
+A number is written with an exponent only where its size is then known: freely where its value does not matter, else as
+Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
+exponent. Exponents stop at 307, so that no number that ends in one overflows the range of a float (``1E400`` is refused).
+
+Invariant: every text that is accepted has an accepted value, and every state can reach an end.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from shared.grammar.limits import GrammarError
+from shared.grammar.shapes import Literal, Number
+
+MAX_STATES = 20_000
+TINY, HUGE = Fraction(1, 10_000), Fraction(10**16)
+ALL = "0123456789"
+EXPONENTS = {
+    "free": (("-", "minus"), ("+", "plus"), ("012", "two more"), ("3", "3"), ("456789", "one more")),
+    "minus": ((ALL, "two more"),),
+    "plus": (("012", "two more"), ("3", "3"), ("456789", "one more")),
+    "two more": ((ALL, "one more"),),
+    "one more": ((ALL, "no more"),),
+    "3": (("0", "30"), ("123456789", "no more")),
+    "30": (("01234567", "no more"),),
+    "either": (("-", "-"), ("+", "+")),
+    "tiny": (("-", "-"),),
+    "huge": (("+", "+"),),
+    "-": (("0", "-0"), ("123456789", "-1")),
+    "-0": (("56789", "no more"),),
+    "-1": ((ALL, "one more"),),
+    "+": (("1", "+1"), ("2", "+2"), ("3", "+3"), ("456789", "last")),
+    "+1": (("6789", "one more"), ("012345", "last")),
+    "+2": ((ALL, "one more"),),
+    "+3": (("0", "30"), ("123456789", "no more")),
+    "last": ((ALL, "no more"),),
+}
+EXPONENT_ENDS = ("two more", "one more", "no more", "3", "30")
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """A small automaton as one dictionary a state; state 0 is the first."""
+
+    rows: list[dict[int, int]]
+    ends: list[bool]
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.ends)
+
+    def accepts(self, text: str) -> bool:
+        state: int | None = 0
+        for byte in text.encode():
+            state = self.rows[state].get(byte) if state is not None else None
+        return state is not None and self.ends[state]
+
+
+class Bound(NamedTuple):
+    """A comparison of a magnitude with a decimal number; ``allowed`` is a part of ``"<=>"``."""
+
+    whole: str
+    fraction: str
+    allowed: str
+    value: Fraction
+
+    @classmethod
+    def of(cls, value: Fraction, allowed: str) -> "Bound":
+        whole, rest = divmod(value, 1)
+        digits = ""
+        while rest:
+            digit, rest = divmod(rest * 10, 1)
+            digits += str(digit)
+        return cls(str(whole), digits, allowed, value)
+
+    def read_whole(self, state: tuple[int, str], digit: str) -> tuple[int, str]:
+        """``state``: the number of digits so far, and how they compare to as many digits of the bound."""
+        count, order = state
+        if count >= len(self.whole):
+            return len(self.whole) + 1, ">"
+        if order == "=":
+            order = _order(digit, self.whole[count])
+        return count + 1, order
+
+    def end_whole(self, state: tuple[int, str]) -> tuple[int, str]:
+        """The state before the first digit of the fraction."""
+        count, order = state
+        if count != len(self.whole):
+            order = "<" if count < len(self.whole) else ">"
+        return (0, order) if order == "=" else (-1, order)
+
+    def read_fraction(self, state: tuple[int, str], digit: str) -> tuple[int, str]:
+        count, order = state
+        if order != "=":
+            return state
+        order = _order(digit, self.fraction[count] if count < len(self.fraction) else "0")
+        return (min(count + 1, len(self.fraction)), "=") if order == "=" else (-1, order)
+
+    def allows(self, state: tuple[int, str]) -> bool:
+        """Whether a number may end here, in its fraction."""
+        count, order = state
+        if order == "=" and count < len(self.fraction):
+            order = "<"
+        return order in self.allowed
+
+    def allows_tiny(self) -> bool:
+        """Whether all numbers between 0 and ``TINY`` are allowed."""
+        return (">" if self.value == 0 else "<" if self.value >= TINY else "no") in self.allowed
+
+    def allows_huge(self) -> bool:
+        """Whether all numbers from ``HUGE`` on are allowed."""
+        return self.value < HUGE and ">" in self.allowed
+
+
+def _order(one: str, other: str) -> str:
+    return "=" if one == other else "<" if one < other else ">"
+
+
+class State(NamedTuple):
+    """Where a number stands: its part, its sign, a state of each bound, the remainder, and what its digits were."""
+
+    part: str = "start"
+    sign: str = ""
+    orders: tuple[tuple[int, str], ...] = ()
+    remainder: int = 0
+    is_short: bool = False  # one digit that is not 0 before the point
+    has_fraction: bool = False  # a digit that is not 0 behind the point
+
+
+@lru_cache(512)
+def machine(shape: Number | Literal) -> Machine:
+    """The automaton of a shape's texts. Raises GrammarError if it has more than ``MAX_STATES`` states."""
+    if isinstance(shape, Literal):
+        return _spell([shape.text])
+    if shape.values is not None:
+        return _spell([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
+    reader = _Reader(shape)
+    return explore(State(), reader.steps, reader.is_end)
+
+
+def explore(
+    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool]
+) -> Machine:
+    """The automaton of a state and what follows from it, without states that cannot reach an end."""
+    numbers = {first: 0}
+    states = [first]
+    rows: list[dict[int, int]] = []
+    for state in states:  # which grows
+        row = {}
+        for text, following in steps(state):
+            if following not in numbers:
+                numbers[following] = len(states)
+                states.append(following)
+            row[ord(text)] = numbers[following]
+        rows.append(row)
+        if len(states) > MAX_STATES:
+            raise GrammarError(f"The bounds or the divisor of a number need more than {MAX_STATES} states.")
+    return _trim(rows, [is_end(state) for state in states])
+
+
+def _trim(rows: list[dict[int, int]], ends: list[bool]) -> Machine:
+    sources: list[list[int]] = [[] for _ in rows]
+    for state, row in enumerate(rows):
+        for target in row.values():
+            sources[target].append(state)
+    alive = {state for state, is_end in enumerate(ends) if is_end}
+    waiting = list(alive)
+    while waiting:
+        for source in sources[waiting.pop()]:
+            if source not in alive:
+                alive.add(source)
+                waiting.append(source)
+    numbers = {state: number for number, state in enumerate(sorted(alive | {0}))}
+    kept = [{byte: numbers[target] for byte, target in rows[state].items() if target in alive} for state in numbers]
+    return Machine(kept, [ends[state] for state in numbers])
+
+
+def _spell(texts: list[str]) -> Machine:
+    rows: list[dict[int, int]] = [{}]
+    ends = [False]
+    for text in texts:
+        state = 0
+        for byte in text.encode():
+            if byte not in rows[state]:
+                rows[state][byte] = len(rows)
+                rows.append({})
+                ends.append(False)
+            state = rows[state][byte]
+        ends[state] = True
+    return Machine(rows, ends)
+
+
+def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
+    """How Python and people write a number."""
+    if value.denominator == 1:
+        yield str(value)
+        if value == 0:
+            yield "-0"
+        if is_whole:
+            return
+    try:
+        text = repr(float(value))
+    except OverflowError:
+        return
+    if Fraction(text) == value:
+        yield text
+
+
+class _Reader:
+    """The steps of the automaton of a shape."""
+
+    def __init__(self, shape: Number) -> None:
+        self.shape = shape
+        self.bounds = {sign: self._bounds(sign) for sign in ("", "-")}
+
+    def _bounds(self, sign: str) -> tuple[Bound, ...] | None:
+        """What holds for the magnitudes of the numbers of one sign; None: there are none."""
+        low, high = self.shape.low, self.shape.high
+        if sign:
+            low, high = (high and (-high[0], high[1])), (low and (-low[0], low[1]))
+        if high and high[0] < 0:
+            return None
+        found = [
+            Bound.of(abs(value), "<>")
+            for value in sorted(self.shape.excluded)
+            if value == 0 or (value < 0) == bool(sign)
+        ]
+        if low and low[0] >= 0 and low != (0, False):
+            found.append(Bound.of(low[0], ">" if low[1] else "=>"))
+        if high:
+            found.append(Bound.of(high[0], "<" if high[1] else "<="))
+        return tuple(found)
+
+    def steps(self, state: State) -> Iterator[tuple[str, State]]:
+        part, sign = state.part, state.sign
+        if part == "start" and not sign and self.bounds["-"] is not None:
+            yield "-", State("start", "-")
+        bounds = self.bounds[sign]
+        if bounds is None:
+            return
+        if part in ("start", "whole"):
+            yield from self._read_whole(state, bounds)
+        if part in ("whole", "zero") and self.shape.is_whole is not True:
+            orders = tuple(bound.end_whole(order) for bound, order in zip(bounds, state.orders, strict=True))
+            yield ".", state._replace(part="point", orders=orders)
+        if part in ("point", "fraction"):
+            for digit in ALL:
+                orders = tuple(b.read_fraction(order, digit) for b, order in zip(bounds, state.orders, strict=True))
+                has_fraction = self.shape.is_whole is False and (state.has_fraction or digit != "0")
+                yield digit, state._replace(part="fraction", orders=orders, has_fraction=has_fraction)
+        if part in ("whole", "zero", "fraction") and self.shape.is_whole is not True:
+            yield from self._begin_exponent(state, bounds)
+        for characters, following in EXPONENTS.get(part, ()):
+            for character in characters:
+                yield character, State(following)
+
+    def _read_whole(self, state: State, bounds: tuple[Bound, ...]) -> Iterator[tuple[str, State]]:
+        is_first = state.part == "start"
+        before = state.orders or ((0, "="),) * len(bounds)
+        for number, digit in enumerate(ALL):
+            orders = tuple(bound.read_whole(order, digit) for bound, order in zip(bounds, before, strict=True))
+            remainder = (state.remainder * 10 + number) % self.shape.multiple
+            is_short = is_first and number > 0 and bool(bounds or self.shape.is_whole is False)
+            part = "zero" if is_first and number == 0 else "whole"
+            yield digit, State(part, state.sign, orders, remainder, is_short)
+
+    def _begin_exponent(self, state: State, bounds: tuple[Bound, ...]) -> Iterator[tuple[str, State]]:
+        is_free = not bounds and self.shape.is_whole is None
+        if is_free:
+            yield from (("e", State("free")), ("E", State("free")))
+        elif state.is_short:
+            tiny = all(bound.allows_tiny() for bound in bounds)
+            huge = all(bound.allows_huge() for bound in bounds) and self.shape.is_whole is None
+            if tiny or huge:
+                yield "e", State("either" if tiny and huge else "tiny" if tiny else "huge")
+
+    def is_end(self, state: State) -> bool:
+        if state.part not in ("zero", "whole", "fraction"):
+            return state.part in EXPONENT_ENDS
+        orders, bounds = state.orders, self.bounds[state.sign] or ()
+        if state.part != "fraction":
+            orders = tuple(bound.end_whole(order) for bound, order in zip(bounds, orders, strict=True))
+            if self.shape.is_whole is False or state.remainder:
+                return False
+        elif self.shape.is_whole is False and not state.has_fraction:
+            return False
+        return all(bound.allows(order) for bound, order in zip(bounds, orders, strict=True))

@@ -1,0 +1,39 @@
+"""The formats of JSON Schema that are known, as patterns of the whole string. Introduced in phase 12.
+
+A format that is not here is an annotation, as the standard says.
+"""
+
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"{_OCTET}(\.{_OCTET}){{3}}"
+_YEAR = r"([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([2468][048]|0[48]|[13579][26])00)"
+_DAY = r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = rf"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DAYS = r"[0-9]+D|[0-9]+M([0-9]+D)?|[0-9]+Y([0-9]+M([0-9]+D)?)?"
+_SECONDS = r"[0-9]+S|[0-9]+M([0-9]+S)?|[0-9]+H([0-9]+M([0-9]+S)?)?"
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_URI_CHARACTER = r"([A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})"
+_HEX4 = r"[0-9A-Fa-f]{1,4}"
+_IPV6 = "|".join(
+    [
+        rf"({_HEX4}:){{7}}{_HEX4}",
+        rf"({_HEX4}:){{1,7}}:",
+        *(rf"({_HEX4}:){{1,{7 - count}}}(:{_HEX4}){{1,{count}}}" for count in range(1, 7)),
+        rf":((:{_HEX4}){{1,7}}|:)",
+    ]
+)
+
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": rf"{_DATE}[Tt]{_TIME}",
+    "duration": rf"P([0-9]+W|({_DAYS})(T({_SECONDS}))?|T({_SECONDS}))",
+    "uuid": r"[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
+    "hostname": rf"{_LABEL}(\.{_LABEL})*",
+    "email": rf"[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+(\.[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+)*@{_LABEL}(\.{_LABEL})*",
+    "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:{_URI_CHARACTER}*(#{_URI_CHARACTER}*)?",
+    "json-pointer": r"(/([^~/]|~[01])*)*",
+}
