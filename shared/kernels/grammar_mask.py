@@ -78,7 +78,7 @@ def remove_kernel(words, slots, ranks, logits, vocabulary, stride, logit_stride,
             word = tl.load(words + (rank >> 5), mask=rank >= 0, other=0)
             is_allowed = ((word >> (rank & 31)) & 1) != 0
             is_allowed = is_allowed | ((rank == ENDS) & (about_row == MAY_END))
-            removed = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
+            removed = tl.full([BLOCK], float("-inf"), tl.float32)
             tl.store(logits + b.to(tl.int64) * logit_stride + ids, removed, mask=(ids < vocabulary) & (is_allowed == 0))
 
 
