@@ -119,7 +119,7 @@ def any_json(fewest: int = 0, most: int = UNBOUNDED) -> Automaton:
     )
 
 
-ALPHABET = b'"[]{}ab, \n\\\xc3\xa9\xe2\x80\xa8\x00'
+ALPHABET = b'"[]{}ab, \n\t\\\xc3\xa9\xe2\x80\xa8\x00'
 
 
 def random_automaton(chance: random.Random) -> Automaton:
@@ -152,6 +152,10 @@ def random_automaton(chance: random.Random) -> Automaton:
                 if state in free and byte >= 0x20 and byte not in b'"\\':
                     continue
                 action = chance.choice([None, *Action, Action.GOTO, Action.COUNT])
+                if byte in b" \n\t" and chance.random() < 0.4:
+                    action = Action.BLANK
+                elif byte not in b" \n\t" and action is Action.BLANK:
+                    action = Action.GOTO
                 if byte in b"[{" and chance.random() < 0.7:
                     action = Action.PUSH
                 elif byte not in b'[{"' and action is Action.PUSH:  # so that no token holds too many frames open

@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.grammar.plain_tokens import PlainTokens
 from shared.text.tokenizer import Tokenizer
 
 Nodes = NDArray[np.int32]
@@ -94,6 +95,11 @@ class GrammarVocabulary:
         usable = np.zeros(256, bool)
         usable[[token[0] for token in self.tokens if len(token) == 1]] = True
         return usable
+
+    @cached_property
+    def plain(self) -> PlainTokens:
+        """What free states allow without a walk."""
+        return PlainTokens.of(self)
 
     def children(self, node: int) -> list[tuple[int, int]]:
         """The byte and the node of each child."""
