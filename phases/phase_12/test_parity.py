@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +40,10 @@ ENDED = {"ignore_eos": False, "temperature": 0.0}
 def constrained(requests: Requests, **more: Any) -> Requests:
     """The requests, with a grammar each, but for every third."""
     return [
-        (prompt, params if n % 3 == 2 else params | ENDED | {"structured_output": GRAMMARS[n // 2 % len(GRAMMARS)]} | more)
+        (
+            prompt,
+            params if n % 3 == 2 else params | ENDED | {"structured_output": GRAMMARS[n // 2 % len(GRAMMARS)]} | more,
+        )
         for n, (prompt, params) in enumerate(requests)
     ]
 
@@ -61,6 +65,81 @@ def is_valid(answer: Sequence[StepOutput], grammar: Grammar | None) -> bool:
     if grammar.kind == "choice":
         return text in json.loads(grammar.text)
     return re.fullmatch(grammar.text, text) is not None
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4},
+    {"type": "string", "minLength": 2, "maxLength": 5},
+    {"type": "string", "pattern": "^[a-c]{2,4}$"},
+    {"type": "string", "format": "date"},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "integer", "multipleOf": 5, "minimum": 10, "maximum": 95},
+    {"enum": ["red", 5, None, [1, 2], {"a": 1}]},
+    {"const": {"name": "é", "list": []}},
+    {"type": ["boolean", "null"]},
+    {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]},
+    {"oneOf": [{"type": "integer", "maximum": 20}, {"type": "integer", "minimum": 10, "maximum": 40}]},
+    {"allOf": [{"minimum": 5, "type": "integer"}, {"maximum": 7}]},
+    {"not": {"type": ["object", "array", "string"]}},
+    {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}, "additionalProperties": False},
+    {
+        "type": "object",
+        "patternProperties": {"^x": {"type": "integer"}},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
+    {
+        "type": "object",
+        "propertyNames": {"enum": ["k", "kk"]},
+        "minProperties": 1,
+        "additionalProperties": {"const": 1},
+    },
+    {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"const": 2}},
+        "dependentRequired": {"a": ["b"]},
+        "required": ["a"],
+    }
+    | {"additionalProperties": False},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False, "minItems": 2},
+    {
+        "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/tree"}},
+        "required": ["tree"],
+        "additionalProperties": False,
+    },
+    {"if": {"type": "integer"}, "then": {"minimum": 3}, "else": {"type": "boolean"}},
+    {
+        "type": "array",
+        "items": {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]},
+        "maxItems": 2,
+    },
+]
+
+
+def test_answers_are_valid_json(model_folder: Path) -> None:
+    """Greedy, and drawn at a high temperature; as another library judges."""
+    engine = make(model_folder, max_seq_len=512)
+    requests: Requests = [
+        (STEM[: 3 + n], {**more, "max_new_tokens": 200, "structured_output": Grammar.json_schema(schema)})
+        for n, schema in enumerate(SCHEMAS)
+        for more in ({"temperature": 0.0}, {"temperature": 1.5, "seed": n})
+    ]
+    answers = serve(engine, requests)[0]
+    num_judged = 0
+    for n, answer in enumerate(answers):
+        text, schema = "".join(output.text for output in answer), SCHEMAS[n // 2]
+        if answer[-1].finish_reason is FinishReason.EOS:
+            assert jsonschema_rs.is_valid(schema, json.loads(text)), (schema, text)
+            num_judged += 1
+    assert num_judged > len(SCHEMAS)
+    whole = list(
+        engine.generate(STEM[:5], SamplingParams(seed=3, max_new_tokens=300, structured_output=Grammar.json_object()))
+    )
+    if whole[-1].finish_reason is FinishReason.EOS:
+        assert isinstance(json.loads("".join(output.text for output in whole)), dict)
 
 
 class Foresight:

@@ -5,7 +5,7 @@ equal or greater so far, and then the digits of the fraction. Divisors keep a re
 
 A number is written with an exponent only where its size is then known: freely where its value does not matter, else as
 Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
-exponent. Exponents stop at 307, so that no number that ends in one overflows the range of a float (``1E400`` is refused).
+exponent. Exponents stop at 307, so that no such number overflows the range of a float (``1E400`` is refused).
 
 Invariant: every text that is accepted has an accepted value, and every state can reach an end.
 """

@@ -13,7 +13,6 @@ _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]([01][0-9
 _DAYS = r"[0-9]+D|[0-9]+M([0-9]+D)?|[0-9]+Y([0-9]+M([0-9]+D)?)?"
 _SECONDS = r"[0-9]+S|[0-9]+M([0-9]+S)?|[0-9]+H([0-9]+M([0-9]+S)?)?"
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_URI_CHARACTER = r"([A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})"
 _HEX4 = r"[0-9A-Fa-f]{1,4}"
 _IPV6 = "|".join(
     [
@@ -23,6 +22,11 @@ _IPV6 = "|".join(
         rf":((:{_HEX4}){{1,7}}|:)",
     ]
 )
+_PLAIN = r"[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}"
+_AUTHORITY = rf"(({_PLAIN}|:)*@)?(({_PLAIN})*|\[({_IPV6})\])(:[0-9]*)?"
+_SEGMENT = rf"({_PLAIN}|[:@])"
+_PATH = rf"//{_AUTHORITY}(/{_SEGMENT}*)*|/({_SEGMENT}+(/{_SEGMENT}*)*)?|{_SEGMENT}+(/{_SEGMENT}*)*"
+_REST = rf"(\?({_SEGMENT}|[/?])*)?(#({_SEGMENT}|[/?])*)?"
 
 FORMATS = {
     "date": _DATE,
@@ -34,6 +38,6 @@ FORMATS = {
     "ipv6": _IPV6,
     "hostname": rf"{_LABEL}(\.{_LABEL})*",
     "email": rf"[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+(\.[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+)*@{_LABEL}(\.{_LABEL})*",
-    "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:{_URI_CHARACTER}*(#{_URI_CHARACTER}*)?",
+    "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:({_PATH})?{_REST}",
     "json-pointer": r"(/([^~/]|~[01])*)*",
 }

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.automaton import Automaton
-from shared.grammar.characters import Spelling
-from shared.grammar.dfa import restrict
+from shared.grammar.dfa import DFA, restrict
+from shared.grammar.json_schema import compile_json, compile_schema
 from shared.grammar.limits import Budget, GrammarError, Limits
 from shared.grammar.regex import automaton_of, compile_choice, compile_regex
+from shared.grammar.spelling import spellable
 
 MAX_TEXT = 1_000_000
 """Characters of a grammar's description."""
@@ -101,19 +102,25 @@ class Grammar:
 def compile_grammar(grammar: Grammar, usable_bytes: NDArray[np.bool_], limits: Limits) -> Automaton:
     """The automaton of a grammar. Raises GrammarError."""
     budget = Budget(limits)
-    if grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
-        raise GrammarError("JSON schemas cannot be compiled yet.")
-    if grammar.kind is GrammarKind.REGEX:
-        dfa = compile_regex(grammar.text, budget, spelling=Spelling.UTF8)
-    else:
-        dfa = compile_choice(json.loads(grammar.text), budget)
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            automaton = spellable(compile_schema(json.loads(grammar.text), budget), usable_bytes)
+        case GrammarKind.JSON_OBJECT:
+            automaton = spellable(compile_json(budget), usable_bytes)
+        case GrammarKind.REGEX:
+            automaton = _of_dfa(compile_regex(grammar.text, budget), usable_bytes)
+        case GrammarKind.CHOICE:
+            automaton = _of_dfa(compile_choice(json.loads(grammar.text), budget), usable_bytes)
+    if automaton.num_bytes > limits.bytes:
+        raise GrammarError(f"The grammar's tables take {automaton.num_bytes} bytes, more than {limits.bytes}.")
+    return automaton
+
+
+def _of_dfa(dfa: DFA, usable_bytes: NDArray[np.bool_]) -> Automaton:
     dfa = restrict(dfa, usable_bytes)
     if dfa.is_empty:
         raise GrammarError("Every text of the grammar needs a byte that this model's vocabulary cannot spell.")
-    automaton = automaton_of(dfa)
-    if automaton.num_bytes > limits.bytes:
-        raise GrammarError(f"The grammar's tables take {automaton.num_bytes} bytes; they may take {limits.bytes}.")
-    return automaton
+    return automaton_of(dfa)
 
 
 def grammar_of(**described: Any) -> Grammar | None:

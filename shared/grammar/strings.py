@@ -46,5 +46,5 @@ def rows_of(dfa: DFA, first: int, *, is_counted: bool) -> np.ndarray:
     targets = dfa.next[:, dfa.columns]
     action = np.full_like(targets, Action.GOTO)
     if is_counted:
-        action[targets == 0] = Action.COUNT  # state 0 stands between two characters
+        action[0] = Action.COUNT  # state 0 stands between two characters, so its bytes begin one
     return np.where(targets == DEAD, REFUSED, (targets + first) << ACTION_BITS | action).astype(np.int32)
