@@ -33,10 +33,14 @@ class Table:
             state = following
         self.put(state, text[-1:], Action.GOTO, end)
 
-    def characters(self, state: int, action: Action) -> None:
-        """Every plain character leads from the state back to it; also U+2028 and U+2029."""
+    def characters(self, state: int, action: Action, *, counts_last: bool = False) -> None:
+        """Every plain character leads from the state back to it; also U+2028 and U+2029.
+
+        The action stands at the first byte of a character, or at the last.
+        """
+        lead, tail = (Action.GOTO, action) if counts_last else (action, Action.GOTO)
         tails = [self.state() for _ in range(3)]
-        self.put(tails[0], CONTINUATION, action, state)
+        self.put(tails[0], CONTINUATION, tail, state)
         self.put(tails[1], CONTINUATION, Action.GOTO, tails[0])
         self.put(tails[2], CONTINUATION, Action.GOTO, tails[1])
         for sequence in PLAIN_SEQUENCES:
@@ -47,9 +51,9 @@ class Table:
             elif len(rest) > 1 and rest[0] not in ((0x80, 0xBF), (0x80, 0x80), (0x81, 0xBF)):
                 special = self.state()
                 self.put(special, range(rest[0][0], rest[0][1] + 1), Action.GOTO, tails[len(rest) - 2])
-                self.put(state, symbols, Action.GOTO, special)
+                self.put(state, symbols, lead, special)
             else:
-                self.put(state, symbols, Action.GOTO, tails[len(rest) - 1])
+                self.put(state, symbols, lead, tails[len(rest) - 1])
 
 
 def any_json(fewest: int = 0, most: int = UNBOUNDED) -> Automaton:
@@ -147,7 +151,7 @@ def random_automaton(chance: random.Random) -> Automaton:
     for rule, states in enumerate(rules):
         for state in states:
             if state in free:
-                table.characters(state, free[state])
+                table.characters(state, free[state], counts_last=chance.random() < 0.3)
             for byte in ALPHABET:
                 if state in free and byte >= 0x20 and byte not in b'"\\':
                     continue

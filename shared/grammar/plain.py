@@ -60,7 +60,9 @@ def plain_from(tokens: Sequence[bytes], usable_bytes: NDArray[np.bool_]) -> Inte
 
 
 def free_loops(automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> Integers:
-    """The entry by which every plain character leads from a state back to it, ``REFUSED`` if one does not: ``[S]``.
+    """The entry by which letters lead from a state back to it, ``REFUSED`` if any plain character does not: ``[S]``.
+
+    With a COUNT every character counts once, at any of its bytes; with a GOTO none does.
 
     Args:
         usable_bytes: bool ``[256]``; characters with another byte are not asked.
@@ -86,12 +88,13 @@ def _columns(automaton: Automaton, first: int, last: int, usable_bytes: NDArray[
 def _leads_back(
     automaton: Automaton, state: int, loop: int, sequence: tuple[tuple[int, int], ...], usable: NDArray[np.bool_]
 ) -> bool:
-    """Whether all characters of one sequence of ranges lead from a state back to it, the last byte by ``loop``."""
-    states = np.array([state])
-    for first, last in sequence[:-1]:
+    """Whether all characters of one sequence of ranges lead from a state back to it, and count as ``loop`` does."""
+    states, num_counted = np.array([state]), 0
+    for first, last in sequence:
         entries = np.unique(automaton.table[np.ix_(states, _columns(automaton, first, last, usable))])
-        if (entries == REFUSED).any() or (entries & ACTION_MASK != Action.GOTO).any():
+        actions = np.unique(entries & ACTION_MASK).tolist()
+        if (entries == REFUSED).any() or actions not in ([], [Action.GOTO], [Action.COUNT]):
             return False
-        states = entries >> ACTION_BITS
-    entries = automaton.table[np.ix_(states, _columns(automaton, *sequence[-1], usable))]
-    return bool((entries == loop).all())
+        states = np.unique(entries >> ACTION_BITS)
+        num_counted += Action.COUNT in actions
+    return not len(states) or (states.tolist() == [state] and num_counted == (loop & ACTION_MASK == Action.COUNT))
