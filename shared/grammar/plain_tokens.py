@@ -7,16 +7,15 @@ which on it is plain and its characters.
 Invariant: nothing here depends on a grammar.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.plain import plain_from
-
-if TYPE_CHECKING:
-    from shared.grammar.vocabulary import GrammarVocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +40,26 @@ class PlainTokens:
     is_whole: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, vocabulary: "GrammarVocabulary") -> "PlainTokens":
-        byte, first_child, node_of = vocabulary.byte_of, vocabulary.first_child, vocabulary.node_of
+    def of(
+        cls,
+        tokens: Sequence[bytes],
+        usable_bytes: NDArray[np.bool_],
+        node_of: NDArray[np.int32],
+        first_child: NDArray[np.int32],
+        byte: NDArray[np.uint8],
+    ) -> "PlainTokens":
+        """Of a vocabulary's tokens and trie: see :class:`shared.grammar.vocabulary.GrammarVocabulary`."""
         size = len(byte)
         parents = np.append(0, np.arange(size).repeat(np.diff(first_child)))
         bounds = [1]
         while bounds[-1] < size:
             bounds.append(int(first_child[bounds[-1]]))
-        levels = [slice(*pair) for pair in zip(bounds[:-1], bounds[1:], strict=True)]
+        levels = [slice(*pair) for pair in itertools.pairwise(bounds)]
         is_end = np.zeros(size, np.bool_)
         is_end[node_of] = True
         is_end[0] = False
         ends_at = np.zeros(size, np.int64)
-        ends_at[node_of] = plain_from(vocabulary.tokens, vocabulary.usable_bytes)
+        ends_at[node_of] = plain_from(tokens, usable_bytes)
         ends_at[0] = 0
         chars, missing = np.zeros(size, np.int64), np.zeros(size, np.int64)
         for level in levels:  # `missing` counts the bytes that the last character still needs

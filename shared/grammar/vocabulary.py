@@ -99,7 +99,7 @@ class GrammarVocabulary:
     @cached_property
     def plain(self) -> PlainTokens:
         """What free states allow without a walk."""
-        return PlainTokens.of(self)
+        return PlainTokens.of(self.tokens, self.usable_bytes, self.node_of, self.first_child, self.byte_of)
 
     def children(self, node: int) -> list[tuple[int, int]]:
         """The byte and the node of each child."""
