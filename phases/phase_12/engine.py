@@ -137,7 +137,7 @@ class Engine:
         if request_id is None:
             request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
         self.scheduler.check(request_id, len(prompt_ids), params)
-        self.constraints.check(params.structured_output)
+        self.constraints.check(params)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
         request = Request(request_id, prompt_ids, params, seed, end_ids)
         self.scheduler.add(request)

@@ -1,24 +1,17 @@
 """Rules of arrays: the alternatives that are alive, and how many items each has had. Introduced in phase 12."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
+from shared.grammar.rules import BLANKS, Alive, ValueRules
 from shared.grammar.shapes import Array
-
-if TYPE_CHECKING:
-    from shared.grammar.values import Values
-
-BLANKS = b" \n\t"
-Alive = tuple[tuple[int, int], ...]
-"""(alternative, its number of items as far as it matters), sorted."""
 
 
 class ArrayRule(Rule):
-    """The rule of some groups of arrays."""
+    """The rule of some groups of arrays; of an alternative counts its items, as far as they matter."""
 
-    def __init__(self, values: "Values", groups: tuple[frozenset[Array], ...]) -> None:
+    def __init__(self, values: ValueRules, groups: tuple[frozenset[Array], ...]) -> None:
         super().__init__(values.assembler)
         self.values = values
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]

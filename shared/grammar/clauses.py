@@ -9,17 +9,13 @@ from collections.abc import Iterable
 from itertools import combinations
 from math import comb
 
-import numpy as np
-
 from shared.grammar.automaton import UNBOUNDED
-from shared.grammar.dfa import DEAD, DFA
 from shared.grammar.limits import GrammarError
-from shared.grammar.members import COUNTED_KEYS, Members
+from shared.grammar.members import NUM_SUMS, SUM_SHIFT, Members, with_sums
 from shared.grammar.shapes import NEVER, Object, Value
 
 REGISTER_BITS = 64
 MAX_CLAUSES = 256
-SUM_SHIFT = 48
 Clause = tuple[int, int, int]
 """(trigger, keys, least), as in ``Automaton.clauses``."""
 
@@ -45,8 +41,8 @@ class Requirements:
         needs = [members.needed(shape) for shape in shapes]
         self._is_counted = [shape.fewest > len(need) for shape, need in zip(shapes, needs, strict=True)]
         missing = max((s.fewest - len(n) for s, n in zip(shapes, needs, strict=True)), default=0)
-        self.num_sums = COUNTED_KEYS if missing > 1 else 1
-        self.other_dfa = _with_sums(dfa, self.num_sums)
+        self.num_sums = NUM_SUMS if missing > 1 else 1
+        self.other_dfa = with_sums(dfa, self.num_sums)
         self._values: dict[tuple[int, int], Value | None] = {}
         classes = set(self.other_dfa.accepts.tolist()) - {0}
         self.others = [any(self.other_value(n, bits) is not None for bits in classes) for n in range(len(shapes))]
@@ -168,15 +164,3 @@ def _without_implied(found: set[tuple[int, int]]) -> set[tuple[int, int]]:
         if len(kept) > MAX_CLAUSES:
             raise GrammarError("The schema has too many objects alive at once that differ in their required keys.")
     return set(kept)
-
-
-def _with_sums(dfa: DFA, count: int) -> DFA:
-    """The automaton with the sum of the bytes read, modulo ``count``, in the bits of its ends."""
-    if count == 1:
-        return dfa
-    size = len(dfa)
-    targets = dfa.next[:, dfa.columns]  # [S, 256]
-    sums = (np.arange(count)[:, None] + np.arange(256)) % count  # [count, 256]
-    following = np.where(targets == DEAD, DEAD, sums[:, None, :] * size + targets).astype(np.int32)
-    ends = np.where(dfa.accepts == 0, 0, dfa.accepts | (np.arange(count) << SUM_SHIFT)[:, None])
-    return DFA(np.arange(256, dtype=np.uint8), following.reshape(-1, 256), ends.reshape(-1))

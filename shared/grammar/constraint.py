@@ -23,6 +23,7 @@ from shared.grammar.fsm import TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Limits
 from shared.grammar.vocabulary import GrammarVocabulary
+from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
 
@@ -57,8 +58,9 @@ class Constraints:
         self.requests: WeakKeyDictionary[Request, Constraint] = WeakKeyDictionary()
         self.num_masks = 0
 
-    def check(self, grammar: Grammar | None) -> None:
-        """Compile a grammar, unless it is known. Raises GrammarError, or RequestError if nothing can end the output."""
+    def check(self, params: SamplingParams) -> None:
+        """Compile a request's grammar, unless it is known. Raises GrammarError, RequestError if it could not end."""
+        grammar = _grammar(params)
         if grammar is not None and not self.grammars.get(grammar).vocabulary.end_ids:
             raise RequestError("This model has no end-of-sequence token, so an output with a grammar could not end.")
 
@@ -68,7 +70,7 @@ class Constraints:
             return rows
         result, first = list(rows), 0
         for request, _, _, num_drafts, num_rows, _ in schedule:
-            grammar = request.params.structured_output
+            grammar = _grammar(request.params)
             if grammar is not None and num_rows:
                 state = self._constraint(request, grammar).follow(request.output_ids)
                 self._mask(result, first, state, grammar, [*request.draft_ids[:num_drafts], None][:num_rows])
@@ -106,6 +108,12 @@ class Constraints:
         automaton = grammar.compiled(self.vocabulary.usable_bytes, self.limits).automaton
         assert automaton is not None
         return TokenFSM(automaton, self.vocabulary)
+
+
+def _grammar(params: SamplingParams) -> Grammar | None:
+    grammar = params.structured_output
+    assert grammar is None or isinstance(grammar, Grammar)
+    return grammar
 
 
 def _masked(masked_ids: Sequence[int], allowed: NDArray[np.bool_]) -> Sequence[int]:

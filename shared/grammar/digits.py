@@ -7,20 +7,27 @@ A number is written with an exponent only where its size is then known: freely w
 Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
 exponent. Exponents stop at 307, so that no such number overflows the range of a float (``1E400`` is refused).
 
+Readers round a number to a float, so a fraction has no more digits than tell it from an excluded bound.
+
 Invariant: every text that is accepted has an accepted value, and every state can reach an end.
 """
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
 
-from shared.grammar.limits import GrammarError
+from shared.grammar.limits import Budget
 from shared.grammar.shapes import Literal, Number
 
-MAX_STATES = 20_000
+MOST_REMEMBERED = 512
 TINY, HUGE = Fraction(1, 10_000), Fraction(10**16)
+WHOLE_PART = Fraction(10**9)
+ALWAYS_KEPT = 6
+"""Digits of a fraction that a float keeps behind a whole part below ``WHOLE_PART``."""
+MOST_DIGITS = 20
 ALL = "0123456789"
 EXPONENTS = {
     "free": (("-", "minus"), ("+", "plus"), ("012", "two more"), ("3", "3"), ("456789", "one more")),
@@ -33,7 +40,7 @@ EXPONENTS = {
     "either": (("-", "-"), ("+", "+")),
     "tiny": (("-", "-"),),
     "huge": (("+", "+"),),
-    "-": (("0", "-0"), ("123456789", "-1")),
+    "-": (("0", "-0"), ("12", "-1"), ("3", "+3"), ("456789", "last")),
     "-0": (("56789", "no more"),),
     "-1": ((ALL, "one more"),),
     "+": (("1", "+1"), ("2", "+2"), ("3", "+3"), ("456789", "last")),
@@ -110,6 +117,17 @@ class Bound(NamedTuple):
             order = "<"
         return order in self.allowed
 
+    def num_digits(self) -> int | None:
+        """How many digits of a fraction a float surely tells from an excluded bound; None: it does not matter."""
+        if "=" in self.allowed:
+            return None
+        if not self.value:
+            return MOST_DIGITS
+        bound = float(self.value)
+        spacing = math.ulp(bound if ">" in self.allowed else math.nextafter(bound, 0))
+        is_exact = Fraction(bound) == self.value
+        return min(max(math.ceil(-math.log10(spacing / 2 if is_exact else spacing)) - 1, 0), MOST_DIGITS)
+
     def allows_tiny(self) -> bool:
         """Whether all numbers between 0 and ``TINY`` are allowed."""
         return (">" if self.value == 0 else "<" if self.value >= TINY else "no") in self.allowed
@@ -132,21 +150,33 @@ class State(NamedTuple):
     remainder: int = 0
     is_short: bool = False  # one digit that is not 0 before the point
     has_fraction: bool = False  # a digit that is not 0 behind the point
+    num_digits: int = 0  # behind the point, where they are limited
 
 
-@lru_cache(512)
-def machine(shape: Number | Literal) -> Machine:
-    """The automaton of a shape's texts. Raises GrammarError if it has more than ``MAX_STATES`` states."""
+_machines: OrderedDict[Number | Literal, Machine] = OrderedDict()
+
+
+def machine(shape: Number | Literal, budget: Budget) -> Machine:
+    """The automaton of a shape's texts; the last few hundred are remembered. Raises GrammarError as ``Budget`` does."""
+    found = _machines.get(shape)
+    if found is None:
+        found = _machines[shape] = _build(shape, budget)
+        while len(_machines) > MOST_REMEMBERED:
+            _machines.popitem(last=False)
+    return found
+
+
+def _build(shape: Number | Literal, budget: Budget) -> Machine:
     if isinstance(shape, Literal):
         return _spell([shape.text])
     if shape.values is not None:
         return _spell([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
     reader = _Reader(shape)
-    return explore(State(), reader.steps, reader.is_end)
+    return explore(State(), reader.steps, reader.is_end, budget)
 
 
 def explore(
-    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool]
+    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool], budget: Budget
 ) -> Machine:
     """The automaton of a state and what follows from it, without states that cannot reach an end."""
     numbers = {first: 0}
@@ -160,8 +190,7 @@ def explore(
                 states.append(following)
             row[ord(text)] = numbers[following]
         rows.append(row)
-        if len(states) > MAX_STATES:
-            raise GrammarError(f"The bounds or the divisor of a number need more than {MAX_STATES} states.")
+        budget.check(len(states))
     return _trim(rows, [is_end(state) for state in states])
 
 
@@ -217,8 +246,14 @@ class _Reader:
     """The steps of the automaton of a shape."""
 
     def __init__(self, shape: Number) -> None:
+        if shape.is_whole is False:  # few enough digits for a float to keep the fraction
+            shape = shape.at_most(WHOLE_PART, True).at_least(-WHOLE_PART, True)
         self.shape = shape
         self.bounds = {sign: self._bounds(sign) for sign in ("", "-")}
+        limits = [bound.num_digits() for bounds in self.bounds.values() for bound in bounds or ()]
+        self.most_digits = min(
+            [ALWAYS_KEPT] * (shape.is_whole is False) + [n for n in limits if n is not None], default=None
+        )
 
     def _bounds(self, sign: str) -> tuple[Bound, ...] | None:
         """What holds for the magnitudes of the numbers of one sign; None: there are none."""
@@ -247,16 +282,19 @@ class _Reader:
             return
         if part in ("start", "whole"):
             yield from self._read_whole(state, bounds)
+        if part in ("whole", "zero", "fraction") and self.shape.is_whole is not True:
+            yield from self._begin_exponent(state, bounds)
         if part in ("whole", "zero") and self.shape.is_whole is not True:
             orders = tuple(bound.end_whole(order) for bound, order in zip(bounds, state.orders, strict=True))
             yield ".", state._replace(part="point", orders=orders)
         if part in ("point", "fraction"):
+            if state.num_digits == self.most_digits:
+                return
+            num_digits = state.num_digits + (self.most_digits is not None)
             for digit in ALL:
                 orders = tuple(b.read_fraction(order, digit) for b, order in zip(bounds, state.orders, strict=True))
                 has_fraction = self.shape.is_whole is False and (state.has_fraction or digit != "0")
-                yield digit, state._replace(part="fraction", orders=orders, has_fraction=has_fraction)
-        if part in ("whole", "zero", "fraction") and self.shape.is_whole is not True:
-            yield from self._begin_exponent(state, bounds)
+                yield digit, State("fraction", sign, orders, 0, state.is_short, has_fraction, num_digits)
         for characters, following in EXPONENTS.get(part, ()):
             for character in characters:
                 yield character, State(following)

@@ -26,6 +26,7 @@ class Disjuncts:
     def __init__(self, document: SchemaDocument, depth: Callable[[Value], int]) -> None:
         self.document, self.depth = document, depth
         self._shapes: dict[Value, tuple[Shape, ...] | None] = {}
+        self._checked: set[int] = set()
         self._clauses: dict[int, list[Clause]] = {}
 
     def shapes(self, value: Value) -> tuple[Shape, ...]:
@@ -85,23 +86,19 @@ class Disjuncts:
     def clauses(self, literal: int) -> list[Clause]:
         """What a literal says: of each clause one alternative must hold."""
         if literal not in self._clauses:
-            self._check_references(literal)
+            self._check_references(literal // 2)
             keywords = Keywords(self.document, literal // 2, self._is_disjoint)
             self._clauses[literal] = keywords.denied() if literal % 2 else keywords.stated()
         return self._clauses[literal]
 
-    def _check_references(self, literal: int) -> None:
-        """Refuse a schema that is only a reference to itself."""
-        chain = [literal // 2]
-        while True:
-            schema = self.document.schemas[chain[-1]]
-            if not (isinstance(schema, dict) and "$ref" in schema):
-                return
-            path = self.document.paths[chain[-1]]
-            following = self.document.resolve(schema["$ref"], f"{path}/$ref") // 2
-            if following in chain:
-                raise self.document.error(f"{path}/$ref", "the schema refers to itself")
-            chain.append(following)
+    def _check_references(self, node: int, chain: tuple[int, ...] = ()) -> None:
+        """Refuse a schema that must hold in order to hold, as it refers to itself for the same value."""
+        if node in chain:
+            raise self.document.error(self.document.paths[node], "the schema refers to itself")
+        if node not in self._checked:
+            for other in Keywords(self.document, node, self._is_disjoint).parts():
+                self._check_references(other // 2, (*chain, node))
+            self._checked.add(node)
 
     def _is_disjoint(self, one: int, other: int) -> bool:
         """Whether nothing satisfies both literals, as far as is known."""

@@ -19,6 +19,7 @@ from shared.grammar.json_schema import compile_json, compile_schema
 from shared.grammar.limits import Budget, GrammarError, Limits
 from shared.grammar.regex import automaton_of, compile_choice, compile_regex
 from shared.grammar.spelling import spellable
+from shared.sampling.params import StructuredOutput
 
 MAX_TEXT = 1_000_000
 """Characters of a grammar's description."""
@@ -35,7 +36,7 @@ class GrammarKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Grammar:
+class Grammar(StructuredOutput):
     """A description, made by one of the class methods. Raises GrammarError if it cannot be one.
 
     Attributes:

@@ -27,7 +27,7 @@ def compile_schema(schema: object, budget: Budget) -> Automaton:
     try:
         return _compile(document, frozenset({document.literal(schema, "#")}), budget)
     except RecursionError:
-        raise document.error("#", "the schema refers to itself without end") from None
+        raise document.error("#", "the schema refers to itself without end, or is nested too deeply") from None
 
 
 def compile_json(budget: Budget) -> Automaton:

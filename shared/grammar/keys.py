@@ -5,20 +5,42 @@ allow them. A byte behind which all names that are left were seen is refused by 
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.grammar.assembler import Entries
+from shared.grammar.assembler import Assembler, Entries
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, entry
+from shared.grammar.clauses import Requirements
 from shared.grammar.dfa import DEAD
+from shared.grammar.rules import Alive
+from shared.grammar.shapes import Value
 from shared.grammar.texts import spell
 
-if TYPE_CHECKING:
-    from shared.grammar.objects import Alive, Follower, ObjectRule
-
 QUOTE = ord('"')
+Follower = tuple[int, int, Value]
+"""An alternative that a key leaves alive, what is left to it, and the value that it wants."""
+
+
+class KeyedRule(Protocol):
+    """The rule whose keys are spelled; :class:`shared.grammar.objects.ObjectRule`."""
+
+    assembler: Assembler
+    requirements: Requirements
+    trie: "Trie"
+
+    def follow_name(self, alive: Alive, name: str) -> tuple[Follower, ...]:
+        """The alternatives that a named key leaves alive."""
+        ...
+
+    def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
+        """The alternatives that a key without a name leaves alive."""
+        ...
+
+    def colon(self, followers: tuple[Follower, ...]) -> int:
+        """The state behind a key."""
+        ...
 
 
 class Trie:
@@ -48,7 +70,7 @@ class KeyStates:
         is_possible: whether any key may come.
     """
 
-    def __init__(self, rule: "ObjectRule", alive: "Alive") -> None:
+    def __init__(self, rule: KeyedRule, alive: Alive) -> None:
         self.rule, self.alive, self.assembler = rule, alive, rule.assembler
         self.requirements = rule.requirements
         self.names: dict[str, tuple[Follower, ...]] = {}
@@ -149,7 +171,7 @@ class KeyStates:
         if not followers:
             return {}
         colon, bit = self.rule.colon(followers), self.requirements.other_bit(accepts)
-        is_bounded = any(left >= 0 for _, left, _ in followers)
+        is_bounded = self.requirements.num_sums > 1 and any(left >= 0 for _, left, _ in followers)
         return {QUOTE: self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)}
 
     def _rows(self) -> NDArray[np.int32]:

@@ -5,8 +5,11 @@ The same search tells how many frames of the stack a value needs at least.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from shared.grammar.dfa import DFA, combine, words
+import numpy as np
+
+from shared.grammar.dfa import DEAD, DFA, combine, trim, words
 from shared.grammar.digits import machine
 from shared.grammar.disjuncts import Disjuncts
 from shared.grammar.limits import Budget
@@ -14,8 +17,9 @@ from shared.grammar.schema_document import SchemaDocument, escape
 from shared.grammar.shapes import NEVER, Array, Object, Shape, String, Value
 from shared.grammar.texts import Texts, any_text, spell
 
-COUNTED_KEYS = 16
-"""Different keys without a name that an object can count, at most."""
+SUM_SHIFT = 48
+NUM_SUMS = 31
+"""A prime, for the sums of the bytes of keys that are told apart."""
 NOTHING = words([], Budget())
 
 
@@ -68,7 +72,7 @@ class Members:
             return min(NEVER, 1 + max((self.depth(shape.item(i)) for i in self._needed_items(shape)), default=0))
         if isinstance(shape, Object):
             return min(NEVER, 1 + self.closing_depth(shape))
-        return NEVER if machine(shape).is_empty else 0
+        return NEVER if machine(shape, self.document.budget).is_empty else 0
 
     @staticmethod
     def _needed_items(shape: Array) -> Iterable[int]:
@@ -169,15 +173,22 @@ class Members:
                 found |= keys if key in found else set()
         return frozenset(found)
 
-    def other_keys(self, shape: Object) -> dict[frozenset[str], Value]:
-        """The values of keys that have no name in the schema, by the patterns that such a key matches."""
+    def other_keys(self, shape: Object) -> list[tuple[frozenset[str], Value]]:
+        """Keys that have no name in the schema and are surely different: the patterns that each matches, its value."""
         dfa, patterns = self.other_names([shape])
-        found = {}
-        for bits in set(dfa.accepts.tolist()) - {0}:
-            matched = frozenset(pattern for number, pattern in enumerate(patterns) if bits >> number + 2 & 1)
+        if patterns or shape.names:
+            named = words([text for key in self.named(shape) if (text := spell(key)) is not None], self.document.budget)
+            bits = {number: 1 << number for number in range(len(patterns) + 2)}
+            kept = combine(
+                [*(replace(dfa, accepts=dfa.accepts & bit) for bit in bits.values()), named], self.document.budget
+            )
+            dfa = replace(kept, accepts=np.where(kept.accepts >> len(bits) & 1, 0, kept.accepts))
+        found = []
+        for kind in set(with_sums(dfa, NUM_SUMS).accepts.tolist()) - {0}:
+            matched = frozenset(pattern for number, pattern in enumerate(patterns) if kind >> number + 2 & 1)
             value = self.member(shape, None, matched)
-            if bits & 2 and self.depth(value) < NEVER:
-                found[matched] = value
+            if kind & 2 and self.depth(value) < NEVER:
+                found.append((matched, value))
         return found
 
     def other_names(self, shapes: list[Object]) -> tuple[DFA, list[str]]:
@@ -202,17 +213,29 @@ class Members:
         if len(needed) > shape.most or not needed <= allowed.keys():
             return NEVER
         depths = [self.depth(allowed[key]) for key in needed]
-        others: dict[frozenset[str], Value] = {}
+        others: list[tuple[frozenset[str], Value]] = []
         if shape.fewest > len(needed) or shape.outside:
             others = self.other_keys(shape)
         spare = sorted(self.depth(allowed[key]) for key in allowed if key not in needed)
-        spare += [min(map(self.depth, others.values()))] * COUNTED_KEYS if others else []
+        spare += [self.depth(value) for _, value in others]
         missing = max(shape.fewest - len(needed), 0)
         if missing > len(spare) or (missing and len(needed) + missing > shape.most):
             return NEVER
         depths += sorted(spare)[:missing]
         for node in shape.outside:
             keys = [self.depth(allowed[key]) for key in allowed if self.is_outside(node, key, self.matches(shape, key))]
-            keys += [self.depth(value) for matched, value in others.items() if self.is_outside(node, None, matched)]
+            keys += [self.depth(value) for matched, value in others if self.is_outside(node, None, matched)]
             depths.append(min(keys, default=NEVER))
         return max(depths, default=0)
+
+
+def with_sums(dfa: DFA, count: int) -> DFA:
+    """The automaton with the sum of the bytes read, modulo ``count``, in the bits of its ends."""
+    if count == 1:
+        return dfa
+    size = len(dfa)
+    targets = dfa.next[:, dfa.columns]  # [S, 256]
+    sums = (np.arange(count)[:, None] + np.arange(256)) % count  # [count, 256]
+    following = np.where(targets == DEAD, DEAD, sums[:, None, :] * size + targets).astype(np.int32)
+    ends = np.where(dfa.accepts == 0, 0, dfa.accepts | (np.arange(count) << SUM_SHIFT)[:, None])
+    return trim(DFA(np.arange(256, dtype=np.uint8), following.reshape(-1, 256), ends.reshape(-1)))

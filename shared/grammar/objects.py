@@ -7,29 +7,21 @@ object closes, by clauses over the register.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
 from shared.grammar.clauses import Clause, Requirements, any_of
-from shared.grammar.keys import KeyStates, Trie
-from shared.grammar.shapes import Object, Value
+from shared.grammar.keys import Follower, KeyStates, Trie
+from shared.grammar.rules import BLANKS, Alive, ValueRules
+from shared.grammar.shapes import Object
 
-if TYPE_CHECKING:
-    from shared.grammar.values import Values
-
-BLANKS = b" \n\t"
 UNLIMITED = -1
-Alive = tuple[tuple[int, int], ...]
-"""(alternative, how many keys that it does not need it may still have), sorted."""
-Follower = tuple[int, int, Value]
-"""An alternative that a key leaves alive, what is left to it, and the value that it wants."""
 
 
 class ObjectRule(Rule):
-    """The rule of some groups of objects."""
+    """The rule of some groups of objects; of an alternative counts how many keys it may have that it does not need."""
 
-    def __init__(self, values: "Values", groups: tuple[frozenset[Object], ...]) -> None:
+    def __init__(self, values: ValueRules, groups: tuple[frozenset[Object], ...]) -> None:
         super().__init__(values.assembler)
         self.values, self.members = values, values.members
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]
@@ -38,6 +30,7 @@ class ObjectRule(Rule):
         self.allowed = self.requirements.allowed
         self.needed = [self.members.needed(shape) for shape in shapes]
         self.trie = Trie(self.requirements.names)
+        self.closing = [self.members.closing_depth(shape) for shape in shapes]
         self._keys: dict[Alive, KeyStates] = {}
         self.first = self._state("open", tuple((number, self._limit(number)) for number in range(len(shapes))))
 
@@ -49,6 +42,8 @@ class ObjectRule(Rule):
             return UNLIMITED
         if any(key in self.allowed[number] and key not in self.needed[number] for key, _ in shape.dependents):
             raise self.members.document.error("#", "maxProperties cannot be combined with dependentRequired")
+        if self.requirements.num_sums > 1 and self.requirements.others[number] and most >= self.requirements.num_sums:
+            raise self.members.document.error("#", f"maxProperties above {most} cannot be combined with minProperties")
         return most
 
     def _state(self, part: str, alive: Alive) -> int:
@@ -90,14 +85,14 @@ class ObjectRule(Rule):
         found: dict[int, list[tuple[Clause, ...]]] = {}
         depths: dict[int, list[int]] = {}
         for number, _ in alive:
-            group, shape = self.alternatives[number]
+            group = self.alternatives[number][0]
             clauses = self.requirements.clauses[number]
             if is_new:  # no key was seen
                 if any(not trigger for trigger, _, _ in clauses):
                     continue
                 clauses = ()
             found.setdefault(group, []).append(clauses)
-            depths.setdefault(group, []).append(self.members.closing_depth(shape) if clauses else 0)
+            depths.setdefault(group, []).append(self.closing[number] if clauses else 0)
         always = 0
         classes: dict[tuple[Clause, ...], int] = {}
         for group, choices in found.items():

@@ -22,6 +22,8 @@ REFUSED_KEYWORDS = (
     "$dynamicRef",
     "$recursiveRef",
 )
+MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependencies"})
+"""Keywords whose schemas stand one level of the text further in."""
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
@@ -49,16 +51,19 @@ class SchemaDocument:
         self._anchors: dict[str, tuple[Any, str]] | None = None
 
     def _check_nesting(self, root: Any) -> None:
-        level, nesting = [root], 0
+        """Bound the levels of schemas, and those of the text, which also has lists, maps of schemas and values."""
+        limit = self.budget.limits.nesting
+        level, depth = [(root, 1)], 0
         while level:
-            nesting += 1
-            if nesting > 2 * self.budget.limits.nesting + 1:  # a keyword and its schema are two levels of the text
-                raise GrammarError(f"The schema is nested deeper than {self.budget.limits.nesting} levels.")
+            depth += 1
+            if depth > 2 * limit + 1 or any(schemas > limit for _, schemas in level):
+                raise GrammarError(f"The schema is nested deeper than {limit} levels.")
             level = [
-                child
-                for node in level
+                (child, schemas + (isinstance(node, dict) and key not in MAPS))
+                for node, schemas in level
                 if isinstance(node, (dict, list))
-                for child in (node.values() if isinstance(node, dict) else node)
+                for key, child in (node.items() if isinstance(node, dict) else enumerate(node))
+                if isinstance(child, (dict, list))
             ]
 
     def literal(self, schema: Any, path: str, *, holds: bool = True) -> int:

@@ -81,6 +81,11 @@ class Facts:
         bounded = self.number.at_least if side == "low" else self.number.at_most
         return replace(self, number=bounded(value, is_excluded))
 
+    def multiple_of(self, divisor: int) -> "Facts":
+        """Numbers are whole, and multiples of a whole number."""
+        facts = self.whole(True)
+        return replace(facts, number=facts.number.times(divisor))
+
     def with_texts(self, keyword: str, found: frozenset[tuple[str, bool]]) -> "Facts":
         """Strings match (or do not) a ``pattern`` or a ``format``."""
         shape, name = self.string, f"{keyword}s"

@@ -91,6 +91,22 @@ class Keywords:
         found = [KEYWORDS[keyword][1](self, keyword) for keyword in self.schema if keyword in KEYWORDS]
         return [tuple(alternative for clause in found for alternative in clause)]
 
+    def parts(self) -> list[int]:
+        """The schemas that judge the same value as this one."""
+        if isinstance(self.schema, bool):
+            return []
+        found = [self.reference()] if "$ref" in self.schema else []
+        if found and self.document.is_old:
+            return found
+        found += [self.literal(keyword) for keyword in ("not", "if", "then", "else") if keyword in self.schema]
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            found += self.literals(keyword) if keyword in self.schema else []
+        dependencies = self.schema.get("dependencies", {})
+        found += [
+            self.literal("dependencies", key) for key in dependencies if not isinstance(dependencies[key], (list, str))
+        ]
+        return found
+
     def reference(self) -> int:
         return self.document.resolve(self.schema["$ref"], f"{self.document.paths[self.node]}/$ref")
 
@@ -211,7 +227,7 @@ def _divisor(keywords: Keywords, keyword: str) -> int:
 
 def _multiple(keywords: Keywords, keyword: str) -> list[Clause]:
     divisor = _divisor(keywords, keyword)
-    return _fact(lambda facts: replace(facts, number=facts.number.times(divisor)))
+    return _fact(lambda facts: facts.multiple_of(divisor))
 
 
 def _not_multiple(keywords: Keywords, keyword: str) -> Clause:

@@ -1,17 +1,14 @@
 """Rules of strings: the bytes between the quotes, and the quote that ends them. Introduced in phase 12."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
 from shared.grammar.dfa import DEAD, DFA
+from shared.grammar.rules import ValueRules
 from shared.grammar.shapes import String
-
-if TYPE_CHECKING:
-    from shared.grammar.values import Values
 
 QUOTE = ord('"')
 
@@ -19,7 +16,7 @@ QUOTE = ord('"')
 class StringRule(Rule):
     """The rule of the strings of some groups; ``is_counted``: characters count, as the push says."""
 
-    def __init__(self, values: "Values", groups: tuple[frozenset[String], ...], *, is_counted: bool = False) -> None:
+    def __init__(self, values: ValueRules, groups: tuple[frozenset[String], ...], *, is_counted: bool = False) -> None:
         super().__init__(values.assembler)
         dfa = values.texts.groups(groups)
         self.assembler.budget.check(len(self.assembler.entries) + len(dfa))
@@ -36,7 +33,7 @@ class StringRule(Rule):
         return build
 
 
-def plain_rule(values: "Values") -> StringRule:
+def plain_rule(values: ValueRules) -> StringRule:
     """The rule of all strings, which count their characters."""
     return StringRule(values, (frozenset({String()}),), is_counted=True)
 

@@ -5,6 +5,7 @@ which patterns, formats, lengths and lists are combined.
 """
 
 import json
+from collections import OrderedDict
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +18,8 @@ from shared.grammar.limits import Budget, GrammarError
 from shared.grammar.regex import compile_regex
 from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.shapes import String
+
+MOST_REMEMBERED = 256
 
 
 def spell(text: str) -> bytes | None:
@@ -33,9 +36,18 @@ def any_text() -> DFA:
     return compile_regex(r"[\s\S]*", Budget(), spelling=Spelling.JSON)
 
 
-@lru_cache(256)
-def _matching(pattern: str, is_search: bool) -> DFA:
-    return compile_regex(pattern, Budget(), search=is_search, spelling=Spelling.JSON)
+_patterns: OrderedDict[tuple[str, bool], DFA] = OrderedDict()
+
+
+def matching(pattern: str, budget: Budget, *, is_search: bool) -> DFA:
+    """As :func:`compile_regex` for JSON strings; the last few hundred are remembered."""
+    key = pattern, is_search
+    dfa = _patterns.get(key)
+    if dfa is None:
+        dfa = _patterns[key] = compile_regex(pattern, budget, search=is_search, spelling=Spelling.JSON)
+        while len(_patterns) > MOST_REMEMBERED:
+            _patterns.popitem(last=False)
+    return dfa
 
 
 def of_length(fewest: int, most: int, budget: Budget) -> DFA:
@@ -71,7 +83,7 @@ class Texts:
     def _located(self, keyword: str, text: str, pattern: str, *, is_search: bool) -> DFA:
         self.budget.check(0)
         try:
-            return _matching(pattern, is_search)
+            return matching(pattern, self.budget, is_search=is_search)
         except GrammarError as error:
             raise GrammarError(
                 f"The schema cannot be compiled at {self.document.places.get((keyword, text), '#')}: {error}"

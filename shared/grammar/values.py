@@ -104,7 +104,9 @@ class Values:
             for shape in group:
                 if isinstance(shape, (Number, Literal)):
                     masks[shape] = masks.get(shape, 0) | 1 << number
-        parts = tuple((machine(shape), mask, 0) for shape, mask in sorted(masks.items(), key=lambda item: repr(item)))
+        parts = tuple(
+            (machine(shape, self.budget), mask, 0) for shape, mask in sorted(masks.items(), key=lambda item: repr(item))
+        )
         return self._read(parts, continuation)
 
     def _read(self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation) -> Entries:

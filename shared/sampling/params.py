@@ -10,12 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from reprlib import repr as short_repr
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.errors import RequestError
-
-if TYPE_CHECKING:
-    from shared.grammar.grammar import Grammar
 
 MAX_SEED = 2**64 - 1  # a Philox key is 64 bits
 MAX_LOGPROBS = 20  # maximum number of top log-probabilities per token, as in the OpenAI API
@@ -24,6 +21,10 @@ MAX_LOGIT_BIAS = 100.0  # as in the OpenAI API
 MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, as in the OpenAI API
 MAX_STOP_TOKEN_IDS = 128
 MAX_CACHE_SALT = 256  # characters
+
+
+class StructuredOutput:
+    """What an output must be; phase 12 brings the one kind, ``Grammar``, which earlier phases do not load."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class SamplingParams:
     cache_salt: str | None = None
     use_speculative_decoding: bool = True
     prediction_ids: tuple[int, ...] = ()
-    structured_output: "Grammar | None" = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         temperature = _real(
@@ -182,10 +183,8 @@ class SamplingParams:
 
 
 def _check_grammar(grammar: object, ignore_eos: bool) -> None:
-    from shared.grammar.grammar import Grammar  # what earlier phases need not load
-
     remedy = "a Grammar, such as Grammar.regex('[0-9]+'), or left out"
-    _require(isinstance(grammar, Grammar), "structured_output", grammar, remedy)
+    _require(isinstance(grammar, StructuredOutput), "structured_output", grammar, remedy)
     remedy = "False with structured_output, because the end of a grammar is an end-of-sequence id"
     _require(not ignore_eos, "ignore_eos", ignore_eos, remedy)
 
