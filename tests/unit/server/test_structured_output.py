@@ -109,7 +109,7 @@ def test_what_is_no_grammar_is_refused_by_its_field(
         assert message in error["message"]
 
 
-def test_a_hostile_grammar_delays_nobody_else(client: httpx.Client) -> None:
+def test_a_hostile_grammar_delays_no_other_request(client: httpx.Client) -> None:
     """It is refused after a second, and meanwhile others are answered."""
     refusals: list[httpx.Response] = []
 
