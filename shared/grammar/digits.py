@@ -5,7 +5,8 @@ equal or greater so far, and then the digits of the fraction. Divisors keep a re
 
 A number is written with an exponent only where its size is then known: freely where its value does not matter, else as
 Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
-exponent. Exponents stop at 307, so that no such number overflows the range of a float (``1E400`` is refused).
+exponent. Exponents stop at 307, and behind more than one digit at 99, so that no such number overflows the range of a
+float (``1E400`` is refused).
 
 Readers round a number to a float, so a fraction has no more digits than tell it from an excluded bound.
 
@@ -31,7 +32,9 @@ MOST_DIGITS = 20
 ALL = "0123456789"
 EXPONENTS = {
     "free": (("-", "minus"), ("+", "plus"), ("012", "two more"), ("3", "3"), ("456789", "one more")),
+    "long": (("-", "minus"), ("+", "last but one"), (ALL, "one more")),
     "minus": ((ALL, "two more"),),
+    "last but one": ((ALL, "one more"),),
     "plus": (("012", "two more"), ("3", "3"), ("456789", "one more")),
     "two more": ((ALL, "one more"),),
     "one more": ((ALL, "no more"),),
@@ -305,14 +308,15 @@ class _Reader:
         for number, digit in enumerate(ALL):
             orders = tuple(bound.read_whole(order, digit) for bound, order in zip(bounds, before, strict=True))
             remainder = (state.remainder * 10 + number) % self.shape.multiple
-            is_short = is_first and number > 0 and bool(bounds or self.shape.is_whole is False)
+            is_short = is_first and number > 0 and self.shape.is_whole is not True
             part = "zero" if is_first and number == 0 else "whole"
             yield digit, State(part, state.sign, orders, remainder, is_short)
 
     def _begin_exponent(self, state: State, bounds: tuple[Bound, ...]) -> Iterator[tuple[str, State]]:
         is_free = not bounds and self.shape.is_whole is None
         if is_free:
-            yield from (("e", State("free")), ("E", State("free")))
+            part = "free" if state.is_short else "long"
+            yield from (("e", State(part)), ("E", State(part)))
         elif state.is_short:
             tiny = all(bound.allows_tiny() for bound in bounds)
             huge = all(bound.allows_huge() for bound in bounds) and self.shape.is_whole is None

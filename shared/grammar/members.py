@@ -12,7 +12,7 @@ import numpy as np
 from shared.grammar.counting import any_text
 from shared.grammar.dfa import DEAD, DFA, combine, trim, words
 from shared.grammar.digits import machine
-from shared.grammar.disjuncts import Disjuncts
+from shared.grammar.disjuncts import Disjuncts, Unresolved
 from shared.grammar.limits import Budget
 from shared.grammar.schema_document import SchemaDocument, escape
 from shared.grammar.shapes import NEVER, Array, Object, Shape, String, Value
@@ -33,16 +33,19 @@ class Members:
         self._depths: dict[Value, int] = {}
         self._active: set[Value] = set()
         self._is_provisional = False
+        self._num_guesses = 0
         self._name_dfas: dict[tuple[object, ...], DFA] = {}
         self._groups: dict[Value, frozenset[Shape]] = {}
 
     def shapes(self, value: Value) -> frozenset[Shape]:
         """The shapes of a value that something satisfies."""
-        if value not in self._groups:
-            self._groups[value] = frozenset(
-                shape for shape in self.disjuncts.shapes(value) if self._shape_depth(shape) < NEVER
-            )
-        return self._groups[value]
+        if value in self._groups:
+            return self._groups[value]
+        num_guesses = self._num_guesses
+        found = frozenset(shape for shape in self.disjuncts.shapes(value) if self._shape_depth(shape) < NEVER)
+        if num_guesses == self._num_guesses:
+            self._groups[value] = found
+        return found
 
     def depth(self, value: Value) -> int:
         """The frames that a value needs; ``NEVER`` if nothing satisfies it.
@@ -54,13 +57,17 @@ class Members:
         if value in self._active:
             self._is_provisional = True
             return NEVER
-        is_outermost = not self._active
+        is_outermost, num_guesses = not self._active, self._num_guesses
         self._active.add(value)
         try:
             depth = min(map(self._shape_depth, self.disjuncts.shapes(value)), default=NEVER)
+        except Unresolved:  # while alternatives are compared: assume that something satisfies it
+            self._num_guesses += 1
+            return 0
         finally:
             self._active.remove(value)
-        if is_outermost or depth < NEVER or not self._is_provisional:
+        is_certain = is_outermost or depth < NEVER or not self._is_provisional
+        if is_certain and num_guesses == self._num_guesses:
             self._depths[value] = depth
         if is_outermost:
             self._is_provisional = False
@@ -70,14 +77,20 @@ class Members:
         if isinstance(shape, String):
             return NEVER if self.texts.is_empty(shape) else 1
         if isinstance(shape, Array):
-            return min(NEVER, 1 + max((self.depth(shape.item(i)) for i in self._needed_items(shape)), default=0))
+            return min(NEVER, 1 + self._items_depth(shape))
         if isinstance(shape, Object):
             return min(NEVER, 1 + self.closing_depth(shape))
         return NEVER if machine(shape, self.document.budget).is_empty else 0
 
-    @staticmethod
-    def _needed_items(shape: Array) -> Iterable[int]:
-        return range(min(shape.fewest, len(shape.first) + 1))
+    def _items_depth(self, shape: Array) -> int:
+        depths = [self.depth(shape.item(number)) for number in range(min(shape.fewest, len(shape.first) + 1))]
+        some = [self.depth(shape.rest | value) for value in shape.some]
+        if NEVER in some and not shape.first:
+            return NEVER
+        if some and (NEVER in some or len(some) > 3 or len(shape.first) + len(some) > self.most_items(shape)):
+            raise self.document.error("#", "a negated items cannot be combined with what stands beside it")
+        depths += some
+        return max(depths, default=0)
 
     def most_items(self, shape: Array) -> int:
         """The most items of an array: it ends before an item that nothing satisfies."""

@@ -9,6 +9,7 @@ Invariant: clauses say exactly what the keyword says, for values of every type.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shared.grammar.schema_document import TYPES, SchemaDocument, escape
@@ -90,6 +91,13 @@ class Keywords:
             return [((self.reference() ^ 1,),)]
         found = [KEYWORDS[keyword][1](self, keyword) for keyword in self.schema if keyword in KEYWORDS]
         return [tuple(alternative for clause in found for alternative in clause)]
+
+    def needed_members(self) -> set[str]:
+        """The keys that are required and whose values a schema judges."""
+        required, members = self.schema.get("required"), self.schema.get("properties")
+        if not isinstance(required, list) or not isinstance(members, dict):
+            return set()
+        return {key for key in members if key in required and self.value("properties", key)}
 
     def parts(self) -> list[int]:
         """The schemas that judge the same value as this one."""
@@ -289,9 +297,12 @@ def _not_items(keywords: Keywords, keyword: str) -> Clause:
             wrong = (ANYTHING,) * number + (frozenset({literal ^ 1}),)
             found.append((_wrong_item(number, wrong),))
     for literal in rest:
-        if keywords.document.schemas[literal // 2] is not False:
+        if keywords.document.schemas[literal // 2] is False:
+            found.append((lambda facts: facts.only("array").with_lengths("array", fewest=len(first) + 1),))
+        elif first:
             raise keywords.error(keyword, "the opposite of this keyword cannot be compiled")
-        found.append((lambda facts: facts.only("array").with_lengths("array", fewest=len(first) + 1),))
+        else:
+            found.append((partial(Facts.with_some_item, value=frozenset({literal ^ 1})),))
     return tuple(found)
 
 
@@ -313,8 +324,9 @@ def _members(keywords: Keywords, keyword: str) -> list[Clause]:
 def _not_members(keywords: Keywords, keyword: str) -> Clause:
     if keyword == "properties":
         members = [(key, keywords.value(keyword, key)) for key in keywords.expect(keyword, dict)]
+        needed = keywords.needed_members()  # their opposite: if the key is there, its value is wrong
         return tuple(
-            (_is_object(required=frozenset({key}), members=frozenset({(key, literal ^ 1)})),)
+            (_is_object(required=frozenset({key}) - needed, members=frozenset({(key, literal ^ 1)})),)
             for key, value in members
             for literal in value
         )
@@ -338,7 +350,9 @@ def _required(keywords: Keywords, keyword: str) -> list[Clause]:
 def _not_required(keywords: Keywords, keyword: str) -> Clause:
     if isinstance(keywords.schema[keyword], bool):
         return ()
-    return tuple((_is_object(forbidden=frozenset({key})),) for key in keywords.texts(keywords.schema[keyword], keyword))
+    keys = keywords.texts(keywords.schema[keyword], keyword)
+    needed = keywords.needed_members()  # that they may be missing, the opposite of properties says
+    return tuple((_is_object(forbidden=frozenset({key})),) for key in keys if key not in needed)
 
 
 def _dependents(keywords: Keywords, keyword: str) -> list[Clause]:
@@ -414,3 +428,22 @@ KEYWORDS: dict[str, tuple[Stated, Denied]] = {
     "dependentRequired": (_dependents, _not_dependents),
     "propertyNames": (_names, _refused),
 }
+
+
+def possible_types(document: SchemaDocument, node: int, depth: int = 8) -> frozenset[str]:
+    """Types among which are those of all values that satisfy a node, as far as its plainest keywords tell."""
+    keywords = Keywords(document, node, lambda one, other: False)
+    schema, found = keywords.schema, TYPES
+    if isinstance(schema, bool) or not depth:
+        return TYPES
+    if "$ref" in schema:
+        found &= possible_types(document, keywords.reference() // 2, depth - 1)
+        if document.is_old:
+            return found
+    if "type" in schema:
+        found &= {"number" if name == "integer" else name for name in keywords.types()}
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema:
+            parts = [possible_types(document, literal // 2, depth - 1) for literal in keywords.literals(keyword)]
+            found &= frozenset().union(*parts)
+    return found
