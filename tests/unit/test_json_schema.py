@@ -401,3 +401,15 @@ def test_lengths_beside_a_pattern_need_no_states() -> None:
     automaton = compile_schema(ends_with_b, Budget())
     assert automaton.accepts(b'"aab"')
     assert automaton.walk(START, b'"aaa') is None
+
+
+def test_some_item_is_wrong() -> None:
+    schema = {"type": "array", "not": {"items": {"required": ["c"]}}}
+    for text, is_valid in (
+        (b"[]", False),
+        (b'[{"c":1}]', False),
+        (b"[1]", False),
+        (b"[{}]", True),
+        (b'[{"c":1},{}]', True),
+    ):
+        assert accepts(schema, text) is is_valid, text
