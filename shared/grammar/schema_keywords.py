@@ -283,7 +283,8 @@ def _array(keywords: Keywords) -> tuple[tuple[Value, ...], Value]:
     if listed == "prefixItems" and keywords.document.is_old:
         return (), keywords.value("items") if "items" in schema else ANYTHING
     others = "additionalItems" if listed == "items" else "items"
-    first = tuple(keywords.value(listed, number) for number in range(len(schema.get(listed, ()))))
+    length = len(keywords.expect(listed, list)) if listed in schema else 0
+    first = tuple(keywords.value(listed, number) for number in range(length))
     return first, keywords.value(others) if others in schema else ANYTHING
 
 
