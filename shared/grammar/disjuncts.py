@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.schema_facts import Facts
 from shared.grammar.schema_keywords import Clause, Keywords, possible_types
+from shared.grammar.schema_logic import denied, stated
 from shared.grammar.shapes import NEVER, Shape, Value
 
 MAX_BRANCHES = 2048
@@ -92,7 +93,7 @@ class Disjuncts:
         if literal not in self._clauses:
             self._check_references(literal // 2)
             keywords = Keywords(self.document, literal // 2, self._is_disjoint)
-            self._clauses[literal] = keywords.denied() if literal % 2 else keywords.stated()
+            self._clauses[literal] = denied(keywords) if literal % 2 else stated(keywords)
         return self._clauses[literal]
 
     def _check_references(self, node: int, chain: tuple[int, ...] = ()) -> None:
