@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
+from shared.grammar.rules import ValueSource
 from shared.grammar.shapes import Array, Value
-
-if TYPE_CHECKING:
-    from shared.grammar.values import Values
 
 BLANKS = b" \n\t"
 Alive = tuple[tuple[int, int, frozenset[Value]], ...]
@@ -19,7 +16,7 @@ Alive = tuple[tuple[int, int, frozenset[Value]], ...]
 class ArrayRule(Rule):
     """The rule of some groups of arrays."""
 
-    def __init__(self, values: "Values", groups: tuple[frozenset[Array], ...]) -> None:
+    def __init__(self, values: ValueSource, groups: tuple[frozenset[Array], ...]) -> None:
         super().__init__(values.assembler)
         self.values = values
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]

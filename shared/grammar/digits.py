@@ -15,12 +15,12 @@ Invariant: every text that is accepted has an accepted value, and every state ca
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
 from shared.grammar.limits import Budget
+from shared.grammar.machines import Machine, explore, spell_all
 from shared.grammar.shapes import Literal, Number
 
 MOST_REMEMBERED = 512
@@ -53,24 +53,6 @@ EXPONENTS = {
     "last": ((ALL, "no more"),),
 }
 EXPONENT_ENDS = ("two more", "one more", "no more", "3", "30")
-
-
-@dataclass(frozen=True, eq=False)
-class Machine:
-    """A small automaton as one dictionary a state; state 0 is the first."""
-
-    rows: list[dict[int, int]]
-    ends: list[bool]
-
-    @property
-    def is_empty(self) -> bool:
-        return not any(self.ends)
-
-    def accepts(self, text: str) -> bool:
-        state: int | None = 0
-        for byte in text.encode():
-            state = self.rows[state].get(byte) if state is not None else None
-        return state is not None and self.ends[state]
 
 
 class Bound(NamedTuple):
@@ -171,62 +153,11 @@ def machine(shape: Number | Literal, budget: Budget) -> Machine:
 
 def _build(shape: Number | Literal, budget: Budget) -> Machine:
     if isinstance(shape, Literal):
-        return _spell([shape.text])
+        return spell_all([shape.text])
     if shape.values is not None:
-        return _spell([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
+        return spell_all([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
     reader = _Reader(shape)
     return explore(State(), reader.steps, reader.is_end, budget)
-
-
-def explore(
-    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool], budget: Budget
-) -> Machine:
-    """The automaton of a state and what follows from it, without states that cannot reach an end."""
-    numbers = {first: 0}
-    states = [first]
-    rows: list[dict[int, int]] = []
-    for state in states:  # which grows
-        row = {}
-        for text, following in steps(state):
-            if following not in numbers:
-                numbers[following] = len(states)
-                states.append(following)
-            row[ord(text)] = numbers[following]
-        rows.append(row)
-        budget.check(len(states))
-    return _trim(rows, [is_end(state) for state in states])
-
-
-def _trim(rows: list[dict[int, int]], ends: list[bool]) -> Machine:
-    sources: list[list[int]] = [[] for _ in rows]
-    for state, row in enumerate(rows):
-        for target in row.values():
-            sources[target].append(state)
-    alive = {state for state, is_end in enumerate(ends) if is_end}
-    waiting = list(alive)
-    while waiting:
-        for source in sources[waiting.pop()]:
-            if source not in alive:
-                alive.add(source)
-                waiting.append(source)
-    numbers = {state: number for number, state in enumerate(sorted(alive | {0}))}
-    kept = [{byte: numbers[target] for byte, target in rows[state].items() if target in alive} for state in numbers]
-    return Machine(kept, [ends[state] for state in numbers])
-
-
-def _spell(texts: list[str]) -> Machine:
-    rows: list[dict[int, int]] = [{}]
-    ends = [False]
-    for text in texts:
-        state = 0
-        for byte in text.encode():
-            if byte not in rows[state]:
-                rows[state][byte] = len(rows)
-                rows.append({})
-                ends.append(False)
-            state = rows[state][byte]
-        ends[state] = True
-    return Machine(rows, ends)
 
 
 def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:

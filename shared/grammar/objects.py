@@ -7,29 +7,22 @@ object closes, by clauses over the register.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
 from shared.grammar.clauses import Clause, Requirements, any_of
-from shared.grammar.keys import KeyStates, Trie
-from shared.grammar.shapes import Object, Value
-
-if TYPE_CHECKING:
-    from shared.grammar.values import Values
+from shared.grammar.keys import Alive, Follower, KeyStates, Trie
+from shared.grammar.rules import ValueSource
+from shared.grammar.shapes import Object
 
 BLANKS = b" \n\t"
 UNLIMITED = -1
-Alive = tuple[tuple[int, int], ...]
-"""(alternative, how many keys that it does not need it may still have), sorted."""
-Follower = tuple[int, int, Value]
-"""An alternative that a key leaves alive, what is left to it, and the value that it wants."""
 
 
 class ObjectRule(Rule):
     """The rule of some groups of objects."""
 
-    def __init__(self, values: "Values", groups: tuple[frozenset[Object], ...]) -> None:
+    def __init__(self, values: ValueSource, groups: tuple[frozenset[Object], ...]) -> None:
         super().__init__(values.assembler)
         self.values, self.members = values, values.members
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]

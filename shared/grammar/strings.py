@@ -1,7 +1,6 @@
 """Rules of strings: the bytes between the quotes, and the quote that ends them. Introduced in phase 12."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +9,8 @@ from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
 from shared.grammar.counting import character_steps
 from shared.grammar.dfa import DEAD, DFA
+from shared.grammar.rules import ValueSource
 from shared.grammar.shapes import String
-
-if TYPE_CHECKING:
-    from shared.grammar.values import Values
 
 QUOTE = ord('"')
 
@@ -21,7 +18,7 @@ QUOTE = ord('"')
 class StringRule(Rule):
     """The rule of the strings of some groups; ``is_counted``: characters count, as the push says."""
 
-    def __init__(self, values: "Values", groups: tuple[frozenset[String], ...], *, is_counted: bool = False) -> None:
+    def __init__(self, values: ValueSource, groups: tuple[frozenset[String], ...], *, is_counted: bool = False) -> None:
         super().__init__(values.assembler)
         dfa = values.texts.groups(groups)
         self.assembler.budget.check(len(self.assembler.entries) + len(dfa))
