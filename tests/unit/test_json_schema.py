@@ -413,3 +413,12 @@ def test_some_item_is_wrong() -> None:
         (b'[{"c":1},{}]', True),
     ):
         assert accepts(schema, text) is is_valid, text
+
+
+def test_a_comma_only_where_a_key_may_follow() -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"], "additionalProperties": False}
+    automaton = compile_schema(schema | {"type": "object"}, Budget())
+    assert automaton.walk(START, b'{"b": 1,') is not None
+    assert automaton.walk(START, b'{"b": 1}') is None, "a is missing"
+    assert automaton.walk(START, b'{"b": 1, "a": 2}') is not None
+    assert automaton.walk(START, b'{"b": 1, "a": 2,') is None, "no key is left"
