@@ -157,6 +157,7 @@ class Assembler:
         self.build()
         self.budget.check(len(self.entries))
         columns, table = self._table()
+        self.budget.check(len(table))
         pushes, returns = self._calls()
         clause_rows: list[tuple[int, int, int, int]] = []
         spans: dict[tuple[tuple[int, int, int, int], ...], int] = {}
@@ -182,6 +183,7 @@ class Assembler:
         )
         sites = [(site.frame, len(site.returns)) for site, _, _ in self._pushes]
         automaton = Endings(automaton, sites, [depth for _, _, depth in self._pops]).settle()
+        self.budget.check(len(table))
         if automaton.num_bytes > self.budget.limits.bytes:
             raise GrammarError(
                 f"The grammar's tables take {automaton.num_bytes} bytes, more than {self.budget.limits.bytes}."

@@ -35,9 +35,7 @@ class Requirements:
         self.members, self.shapes = members, shapes
         self.names = list(dict.fromkeys(key for shape in shapes for key in members.named(shape)))
         self.allowed = [members.allowed(shape, self.names) for shape in shapes]
-        dfa, self.patterns = members.other_names(shapes)
-        if len(shapes) + len(self.patterns) + 1 >= SUM_SHIFT:
-            raise GrammarError(f"An object has more than {SUM_SHIFT} patterns of keys and alternatives.")
+        dfa, self.kinds = members.other_names(shapes)
         needs = [members.needed(shape) for shape in shapes]
         self._is_counted = [shape.fewest > len(need) for shape, need in zip(shapes, needs, strict=True)]
         missing = max((s.fewest - len(n) for s, n in zip(shapes, needs, strict=True)), default=0)
@@ -76,8 +74,7 @@ class Requirements:
         return frozenset(node for node in nodes if self.members.is_outside(node, None, matched)), bits >> SUM_SHIFT
 
     def _matched(self, bits: int) -> frozenset[str]:
-        first = len(self.shapes) + 1
-        return frozenset(pattern for number, pattern in enumerate(self.patterns) if bits >> number + first & 1)
+        return frozenset(kind for kind, bit in self.kinds.items() if isinstance(kind, str) and bits & bit)
 
     def other_bit(self, bits: int) -> int:
         """The bit of the register of a key without a name; 0 if it has none."""
@@ -89,7 +86,7 @@ class Requirements:
         bits &= (1 << SUM_SHIFT) - 1
         if (number, bits) not in self._values:
             value = self.members.member(self.shapes[number], None, self._matched(bits))
-            is_allowed = bits >> number + 1 & 1 and self.members.depth(value) < NEVER
+            is_allowed = bits & self.kinds[self.shapes[number].names] and self.members.depth(value) < NEVER
             self._values[number, bits] = value if is_allowed else None
         return self._values[number, bits]
 

@@ -5,7 +5,8 @@ equal or greater so far, and then the digits of the fraction. Divisors keep a re
 
 A number is written with an exponent only where its size is then known: freely where its value does not matter, else as
 Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
-exponent. Exponents stop at 307, so that no such number overflows the range of a float (``1E400`` is refused).
+exponent. Exponents stop at 307, and behind more than one digit at 99, so that no such number overflows the range of a
+float (``1E400`` is refused).
 
 Readers round a number to a float, so a fraction has no more digits than tell it from an excluded bound.
 
@@ -14,12 +15,12 @@ Invariant: every text that is accepted has an accepted value, and every state ca
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
 from shared.grammar.limits import Budget
+from shared.grammar.machines import Machine, explore, spell_all
 from shared.grammar.shapes import Literal, Number
 
 MOST_REMEMBERED = 512
@@ -31,7 +32,9 @@ MOST_DIGITS = 20
 ALL = "0123456789"
 EXPONENTS = {
     "free": (("-", "minus"), ("+", "plus"), ("012", "two more"), ("3", "3"), ("456789", "one more")),
+    "long": (("-", "minus"), ("+", "last but one"), (ALL, "one more")),
     "minus": ((ALL, "two more"),),
+    "last but one": ((ALL, "one more"),),
     "plus": (("012", "two more"), ("3", "3"), ("456789", "one more")),
     "two more": ((ALL, "one more"),),
     "one more": ((ALL, "no more"),),
@@ -50,24 +53,6 @@ EXPONENTS = {
     "last": ((ALL, "no more"),),
 }
 EXPONENT_ENDS = ("two more", "one more", "no more", "3", "30")
-
-
-@dataclass(frozen=True, eq=False)
-class Machine:
-    """A small automaton as one dictionary a state; state 0 is the first."""
-
-    rows: list[dict[int, int]]
-    ends: list[bool]
-
-    @property
-    def is_empty(self) -> bool:
-        return not any(self.ends)
-
-    def accepts(self, text: str) -> bool:
-        state: int | None = 0
-        for byte in text.encode():
-            state = self.rows[state].get(byte) if state is not None else None
-        return state is not None and self.ends[state]
 
 
 class Bound(NamedTuple):
@@ -168,62 +153,11 @@ def machine(shape: Number | Literal, budget: Budget) -> Machine:
 
 def _build(shape: Number | Literal, budget: Budget) -> Machine:
     if isinstance(shape, Literal):
-        return _spell([shape.text])
+        return spell_all([shape.text])
     if shape.values is not None:
-        return _spell([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
+        return spell_all([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
     reader = _Reader(shape)
     return explore(State(), reader.steps, reader.is_end, budget)
-
-
-def explore(
-    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool], budget: Budget
-) -> Machine:
-    """The automaton of a state and what follows from it, without states that cannot reach an end."""
-    numbers = {first: 0}
-    states = [first]
-    rows: list[dict[int, int]] = []
-    for state in states:  # which grows
-        row = {}
-        for text, following in steps(state):
-            if following not in numbers:
-                numbers[following] = len(states)
-                states.append(following)
-            row[ord(text)] = numbers[following]
-        rows.append(row)
-        budget.check(len(states))
-    return _trim(rows, [is_end(state) for state in states])
-
-
-def _trim(rows: list[dict[int, int]], ends: list[bool]) -> Machine:
-    sources: list[list[int]] = [[] for _ in rows]
-    for state, row in enumerate(rows):
-        for target in row.values():
-            sources[target].append(state)
-    alive = {state for state, is_end in enumerate(ends) if is_end}
-    waiting = list(alive)
-    while waiting:
-        for source in sources[waiting.pop()]:
-            if source not in alive:
-                alive.add(source)
-                waiting.append(source)
-    numbers = {state: number for number, state in enumerate(sorted(alive | {0}))}
-    kept = [{byte: numbers[target] for byte, target in rows[state].items() if target in alive} for state in numbers]
-    return Machine(kept, [ends[state] for state in numbers])
-
-
-def _spell(texts: list[str]) -> Machine:
-    rows: list[dict[int, int]] = [{}]
-    ends = [False]
-    for text in texts:
-        state = 0
-        for byte in text.encode():
-            if byte not in rows[state]:
-                rows[state][byte] = len(rows)
-                rows.append({})
-                ends.append(False)
-            state = rows[state][byte]
-        ends[state] = True
-    return Machine(rows, ends)
 
 
 def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
@@ -305,14 +239,15 @@ class _Reader:
         for number, digit in enumerate(ALL):
             orders = tuple(bound.read_whole(order, digit) for bound, order in zip(bounds, before, strict=True))
             remainder = (state.remainder * 10 + number) % self.shape.multiple
-            is_short = is_first and number > 0 and bool(bounds or self.shape.is_whole is False)
+            is_short = is_first and number > 0 and self.shape.is_whole is not True
             part = "zero" if is_first and number == 0 else "whole"
             yield digit, State(part, state.sign, orders, remainder, is_short)
 
     def _begin_exponent(self, state: State, bounds: tuple[Bound, ...]) -> Iterator[tuple[str, State]]:
         is_free = not bounds and self.shape.is_whole is None
         if is_free:
-            yield from (("e", State("free")), ("E", State("free")))
+            part = "free" if state.is_short else "long"
+            yield from (("e", State(part)), ("E", State(part)))
         elif state.is_short:
             tiny = all(bound.allows_tiny() for bound in bounds)
             huge = all(bound.allows_huge() for bound in bounds) and self.shape.is_whole is None

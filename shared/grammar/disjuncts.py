@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterator
 
 from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.schema_facts import Facts
-from shared.grammar.schema_keywords import Clause, Keywords
+from shared.grammar.schema_keywords import Clause, Keywords, possible_types
+from shared.grammar.schema_logic import denied, stated
 from shared.grammar.shapes import NEVER, Shape, Value
 
 MAX_BRANCHES = 2048
+
+
+class Unresolved(Exception):  # noqa: N818 (no error: the caller does without)
+    """A value is asked for while it is being resolved."""
 
 
 class Disjuncts:
@@ -33,12 +38,12 @@ class Disjuncts:
         """The shapes of a value: none if nothing satisfies it, as far as single facts tell.
 
         Raises:
-            RecursionError: the value is a part of its own logic, and is just being resolved.
+            Unresolved: the value is a part of its own logic, and is just being resolved.
         """
         if value in self._shapes:
             found = self._shapes[value]
             if found is None:
-                raise RecursionError
+                raise Unresolved
             return found
         self._shapes[value] = None
         shapes: dict[Shape, None] = {}
@@ -88,7 +93,7 @@ class Disjuncts:
         if literal not in self._clauses:
             self._check_references(literal // 2)
             keywords = Keywords(self.document, literal // 2, self._is_disjoint)
-            self._clauses[literal] = keywords.denied() if literal % 2 else keywords.stated()
+            self._clauses[literal] = denied(keywords) if literal % 2 else stated(keywords)
         return self._clauses[literal]
 
     def _check_references(self, node: int, chain: tuple[int, ...] = ()) -> None:
@@ -103,6 +108,7 @@ class Disjuncts:
     def _is_disjoint(self, one: int, other: int) -> bool:
         """Whether nothing satisfies both literals, as far as is known."""
         try:
-            return self.depth(frozenset({one, other})) >= NEVER
-        except RecursionError:
+            types = [possible_types(self.document, literal // 2) for literal in (one, other)]
+            return not types[0] & types[1] or self.depth(frozenset({one, other})) >= NEVER
+        except Unresolved:
             return False

@@ -25,7 +25,7 @@ class Endings:
     """
 
     def __init__(self, automaton: Automaton, frames: Sequence[tuple[int, int]], pop_depths: Sequence[int]) -> None:
-        self.automaton, self.frames = automaton, frames
+        self.automaton = automaton
         self.depths = np.full(automaton.num_states, NEVER, np.int64)
         table = automaton.table
         sources, columns = np.nonzero(table != REFUSED)
@@ -39,6 +39,12 @@ class Endings:
         pairs = np.unique(targets[is_step] * len(table) + sources[is_step])
         self.sources = (pairs % len(table)).tolist()
         self.starts = np.searchsorted(pairs // len(table), np.arange(len(table) + 1)).tolist()
+        self.firsts = automaton.pushes[:, 0]
+        self.needs = np.full(len(automaton.pushes), NEVER, np.int64)
+        self.followers = [
+            sorted({state for state in automaton.returns[frame : frame + count].tolist() if state != REFUSED})
+            for frame, count in frames
+        ]
         self.levels: list[list[int]] = [[] for _ in range(MAX_DEPTH + 1)]
         self.levels[0] += np.flatnonzero(automaton.is_final).tolist()
         pops = np.unique(sources[actions == Action.POP] * max(len(pop_depths), 1) + arguments[actions == Action.POP])
@@ -54,27 +60,53 @@ class Endings:
     def settle(self) -> Automaton:
         """The automaton with its depths, without what never ends. Raises GrammarError if it accepts nothing."""
         automaton = self.automaton
-        needs = np.full(len(automaton.pushes), NEVER, np.int64)
-        firsts = automaton.pushes[:, 0]
-        followers = [
-            sorted({state for state in automaton.returns[frame : frame + count].tolist() if state != REFUSED})
-            for frame, count in self.frames
-        ]
-        for depth in range(MAX_DEPTH + 1):
-            while self.levels[depth]:
-                self._search(depth)
-                for push in np.flatnonzero((needs == NEVER) & (self.depths[firsts] < NEVER)).tolist():
-                    known = [int(self.depths[state]) for state in followers[push]]
-                    if known and max(known) < NEVER:
-                        needs[push] = max(1 + int(self.depths[firsts[push]]), *known)
-                        if needs[push] <= MAX_DEPTH:
-                            self.levels[needs[push]] += self.callers[push]
+        while self._settle_levels() or self._resolve_cycle():
+            pass
         if self.depths[0] == NEVER:
             raise GrammarError("The schema accepts nothing; give one that a value can satisfy.")
         pushes = automaton.pushes.copy()
-        pushes[:, 4] = np.minimum(needs, MAX_DEPTH + 1)
-        automaton = replace(automaton, pushes=pushes, depths=np.minimum(self.depths, MAX_DEPTH + 1).astype(np.int32))
-        return automaton
+        pushes[:, 4] = np.minimum(self.needs, MAX_DEPTH + 1)
+        returns = automaton.returns.copy()
+        is_open = returns != REFUSED
+        returns[is_open] = np.where(self.depths[returns[is_open]] == NEVER, REFUSED, returns[is_open])
+        depths = np.minimum(self.depths, MAX_DEPTH + 1).astype(np.int32)
+        return replace(automaton, pushes=pushes, returns=returns, depths=depths)
+
+    def _settle_levels(self) -> bool:
+        """Settle what follows from what is known, level by level; whether anything did."""
+        found = False
+        for depth, level in enumerate(self.levels):
+            while level:
+                found = True
+                self._search(depth)
+                for push in self._open_pushes():
+                    known = self._follower_depths(push)
+                    if known and max(known) < NEVER:
+                        self._resolve(push, known)
+        return found
+
+    def _resolve_cycle(self) -> bool:
+        """Settle the cheapest push of which some states behind it wait for this very push; whether there was one."""
+        waiting: dict[int, list[tuple[int, list[int]]]] = {}
+        for push in self._open_pushes():
+            known = [depth for depth in self._follower_depths(push) if depth < NEVER]
+            if known:
+                waiting.setdefault(max(1 + int(self.depths[self.firsts[push]]), *known), []).append((push, known))
+        for push, known in waiting[min(waiting)] if waiting else ():
+            self._resolve(push, known)
+        return bool(waiting)
+
+    def _open_pushes(self) -> list[int]:
+        return np.flatnonzero((self.needs == NEVER) & (self.depths[self.firsts] < NEVER)).tolist()
+
+    def _follower_depths(self, push: int) -> list[int]:
+        return [int(self.depths[state]) for state in self.followers[push]]
+
+    def _resolve(self, push: int, known: list[int]) -> None:
+        need = max(1 + int(self.depths[self.firsts[push]]), *known)
+        self.needs[push] = need
+        if need <= MAX_DEPTH:
+            self.levels[need] += self.callers[push]
 
     def _search(self, depth: int) -> None:
         """Settle the states of a depth, and all that lead to them."""

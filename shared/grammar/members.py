@@ -12,16 +12,15 @@ import numpy as np
 from shared.grammar.counting import any_text
 from shared.grammar.dfa import DEAD, DFA, combine, trim, words
 from shared.grammar.digits import machine
-from shared.grammar.disjuncts import Disjuncts
-from shared.grammar.limits import Budget
+from shared.grammar.disjuncts import Disjuncts, Unresolved
+from shared.grammar.limits import GrammarError
 from shared.grammar.schema_document import SchemaDocument, escape
-from shared.grammar.shapes import NEVER, Array, Object, Shape, String, Value
+from shared.grammar.shapes import ANYTHING, NEVER, Array, Object, Shape, String, Value
 from shared.grammar.texts import Texts, spell
 
 SUM_SHIFT = 48
 NUM_SUMS = 31
 """A prime, for the sums of the bytes of keys that are told apart."""
-NOTHING = words([], Budget())
 
 
 class Members:
@@ -33,16 +32,19 @@ class Members:
         self._depths: dict[Value, int] = {}
         self._active: set[Value] = set()
         self._is_provisional = False
+        self._num_guesses = 0
         self._name_dfas: dict[tuple[object, ...], DFA] = {}
         self._groups: dict[Value, frozenset[Shape]] = {}
 
     def shapes(self, value: Value) -> frozenset[Shape]:
         """The shapes of a value that something satisfies."""
-        if value not in self._groups:
-            self._groups[value] = frozenset(
-                shape for shape in self.disjuncts.shapes(value) if self._shape_depth(shape) < NEVER
-            )
-        return self._groups[value]
+        if value in self._groups:
+            return self._groups[value]
+        num_guesses = self._num_guesses
+        found = frozenset(shape for shape in self.disjuncts.shapes(value) if self._shape_depth(shape) < NEVER)
+        if num_guesses == self._num_guesses:
+            self._groups[value] = found
+        return found
 
     def depth(self, value: Value) -> int:
         """The frames that a value needs; ``NEVER`` if nothing satisfies it.
@@ -54,13 +56,17 @@ class Members:
         if value in self._active:
             self._is_provisional = True
             return NEVER
-        is_outermost = not self._active
+        is_outermost, num_guesses = not self._active, self._num_guesses
         self._active.add(value)
         try:
             depth = min(map(self._shape_depth, self.disjuncts.shapes(value)), default=NEVER)
+        except Unresolved:  # while alternatives are compared: assume that something satisfies it
+            self._num_guesses += 1
+            return 0
         finally:
             self._active.remove(value)
-        if is_outermost or depth < NEVER or not self._is_provisional:
+        is_certain = is_outermost or depth < NEVER or not self._is_provisional
+        if is_certain and num_guesses == self._num_guesses:
             self._depths[value] = depth
         if is_outermost:
             self._is_provisional = False
@@ -70,14 +76,20 @@ class Members:
         if isinstance(shape, String):
             return NEVER if self.texts.is_empty(shape) else 1
         if isinstance(shape, Array):
-            return min(NEVER, 1 + max((self.depth(shape.item(i)) for i in self._needed_items(shape)), default=0))
+            return min(NEVER, 1 + self._items_depth(shape))
         if isinstance(shape, Object):
             return min(NEVER, 1 + self.closing_depth(shape))
         return NEVER if machine(shape, self.document.budget).is_empty else 0
 
-    @staticmethod
-    def _needed_items(shape: Array) -> Iterable[int]:
-        return range(min(shape.fewest, len(shape.first) + 1))
+    def _items_depth(self, shape: Array) -> int:
+        depths = [self.depth(shape.item(number)) for number in range(min(shape.fewest, len(shape.first) + 1))]
+        some = [self.depth(shape.rest | value) for value in shape.some]
+        if NEVER in some and not shape.first:
+            return NEVER
+        if some and (NEVER in some or len(some) > 3 or len(shape.first) + len(some) > self.most_items(shape)):
+            raise self.document.error("#", "a negated items cannot be combined with what stands beside it")
+        depths += some
+        return max(depths, default=0)
 
     def most_items(self, shape: Array) -> int:
         """The most items of an array: it ends before an item that nothing satisfies."""
@@ -176,37 +188,41 @@ class Members:
 
     def other_keys(self, shape: Object) -> list[tuple[frozenset[str], Value]]:
         """Keys that have no name in the schema and are surely different: the patterns that each matches, its value."""
-        dfa, patterns = self.other_names([shape])
-        if patterns or shape.names:
+        dfa, bits = self.other_names([shape])
+        if len(bits) > 1:
             named = words([text for key in self.named(shape) if (text := spell(key)) is not None], self.document.budget)
-            bits = {number: 1 << number for number in range(len(patterns) + 2)}
-            kept = combine(
-                [*(replace(dfa, accepts=dfa.accepts & bit) for bit in bits.values()), named], self.document.budget
-            )
+            parts = [replace(dfa, accepts=dfa.accepts & bit) for bit in bits.values()]
+            kept = combine([*parts, named], self.document.budget)
             dfa = replace(kept, accepts=np.where(kept.accepts >> len(bits) & 1, 0, kept.accepts))
         found = []
-        for kind in set(with_sums(dfa, NUM_SUMS).accepts.tolist()) - {0}:
-            matched = frozenset(pattern for number, pattern in enumerate(patterns) if kind >> number + 2 & 1)
+        for accepted in set(with_sums(dfa, NUM_SUMS).accepts.tolist()) - {0}:
+            matched = frozenset(name for name, bit in bits.items() if isinstance(name, str) and accepted & bit)
             value = self.member(shape, None, matched)
-            if kind & 2 and self.depth(value) < NEVER:
+            if accepted & bits[shape.names] and self.depth(value) < NEVER:
                 found.append((matched, value))
         return found
 
-    def other_names(self, shapes: list[Object]) -> tuple[DFA, list[str]]:
-        """The texts of keys: bit 0, then a bit of each shape that allows the name, then one of each pattern."""
-        patterns = list(dict.fromkeys(pattern for shape in shapes for pattern in self.patterns(shape)))
-        names = [self._names(shape) for shape in shapes]
-        key = (*names, *patterns)
-        if key not in self._name_dfas:
-            dfas = [any_text(), *(self.texts.group(name) if name else NOTHING for name in names)]
-            dfas += [self.texts.pattern(pattern) for pattern in patterns]
-            self._name_dfas[key] = combine(dfas, self.document.budget)
-        return self._name_dfas[key], patterns
+    def other_names(self, shapes: list[Object]) -> tuple[DFA, dict[str | Value, int]]:
+        """The texts of keys, with a bit for each pattern that matches, and each ``names`` of a shape that allows it.
 
-    def _names(self, shape: Object) -> frozenset[String]:
-        if not shape.names:
-            return frozenset({String()})
-        return frozenset(one for one in self.shapes(shape.names) if isinstance(one, String))
+        Raises GrammarError if there are more patterns than bits.
+        """
+        patterns = [pattern for shape in shapes for pattern in self.patterns(shape)]
+        kinds: list[str | Value] = list(dict.fromkeys([ANYTHING, *(shape.names for shape in shapes), *patterns]))
+        if len(kinds) > SUM_SHIFT:
+            raise GrammarError(f"Objects that are alive at once have more than {SUM_SHIFT} patterns of keys.")
+        key = tuple(kinds)
+        if key not in self._name_dfas:
+            dfas = [self.texts.pattern(kind) if isinstance(kind, str) else self._names(kind) for kind in kinds]
+            self._name_dfas[key] = combine(dfas, self.document.budget) if len(dfas) > 1 else dfas[0]
+        return self._name_dfas[key], {kind: 1 << number for number, kind in enumerate(kinds)}
+
+    def _names(self, names: Value) -> DFA:
+        """The texts of the keys that ``propertyNames`` allows."""
+        if not names:
+            return any_text()
+        shapes = frozenset(one for one in self.shapes(names) if isinstance(one, String))
+        return self.texts.group(shapes) if shapes else words([], self.document.budget)
 
     def closing_depth(self, shape: Object) -> int:
         """The frames that it may take to give an object all that it needs."""
@@ -220,6 +236,8 @@ class Members:
         spare = sorted(self.depth(allowed[key]) for key in allowed if key not in needed)
         spare += [self.depth(value) for _, value in others]
         missing = max(shape.fewest - len(needed), 0)
+        if missing > NUM_SUMS and others:
+            raise self.document.error("#", f"minProperties above {NUM_SUMS} is not supported")
         if missing > len(spare) or (missing and len(needed) + missing > shape.most):
             return NEVER
         depths += sorted(spare)[:missing]

@@ -6,7 +6,8 @@ literals, so that one schema reached on many ways is read once.
 Invariant: a keyword that asserts something and is not supported is refused with its place, never passed over.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -58,6 +59,7 @@ class SchemaDocument:
             depth += 1
             if depth > 2 * limit + 1 or any(schemas > limit for _, schemas in level):
                 raise GrammarError(f"The schema is nested deeper than {limit} levels.")
+            self._check_numbers(node for node, _ in level)
             level = [
                 (child, schemas + (isinstance(node, dict) and key not in MAPS))
                 for node, schemas in level
@@ -65,6 +67,13 @@ class SchemaDocument:
                 for key, child in (node.items() if isinstance(node, dict) else enumerate(node))
                 if isinstance(child, (dict, list))
             ]
+
+    @staticmethod
+    def _check_numbers(nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+                if isinstance(child, float) and not math.isfinite(child):
+                    raise GrammarError(f"The schema has a number that is none in JSON: {child}.")
 
     def literal(self, schema: Any, path: str, *, holds: bool = True) -> int:
         """The literal of a schema; the same object gives the same node."""

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from shared.grammar.schema_document import TYPES
-from shared.grammar.shapes import Array, Literal, Number, Object, Shape, String
+from shared.grammar.shapes import Array, Literal, Number, Object, Shape, String, Value
 
 SCALARS = frozenset({"null", "boolean", "number", "string"})
 
@@ -95,6 +95,10 @@ class Facts:
         """Bounds of the characters of a string, or of the items of an array."""
         shape = getattr(self, kind)
         return replace(self, **{kind: replace(shape, fewest=max(shape.fewest, fewest), most=min(shape.most, most))})
+
+    def with_some_item(self, value: Value) -> "Facts":
+        """At least one item of an array has a value."""
+        return replace(self.only("array"), array=replace(self.array, some=self.array.some | {value}))
 
     def shapes(self) -> list[Shape]:
         """A shape for each type that is left, without those that are plainly empty."""

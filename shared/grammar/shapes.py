@@ -112,12 +112,13 @@ class String:
 
 @dataclass(frozen=True)
 class Array:
-    """Arrays: the values of the first items, of all further ones, and how many there are."""
+    """Arrays: the values of the first items, of all further ones, how many there are, and values that some item has."""
 
     first: tuple[Value, ...] = ()
     rest: Value = ANYTHING
     fewest: int = 0
     most: int = UNBOUNDED
+    some: frozenset[Value] = frozenset()
 
     def item(self, index: int) -> Value:
         return self.first[index] if index < len(self.first) else self.rest

@@ -12,7 +12,7 @@ import numpy as np
 
 from shared.grammar.automaton import UNBOUNDED
 from shared.grammar.characters import Spelling
-from shared.grammar.counting import any_text, is_free_to_count
+from shared.grammar.counting import any_text, character_steps, is_free_to_count
 from shared.grammar.dfa import DEAD, DFA, combine, difference, intersection, trim, union, words
 from shared.grammar.formats import FORMATS
 from shared.grammar.limits import Budget, GrammarError
@@ -45,20 +45,19 @@ def matching(pattern: str, budget: Budget, *, is_search: bool) -> DFA:
     return dfa
 
 
-def of_length(fewest: int, most: int, budget: Budget) -> DFA:
-    """Strings of so many characters: a copy of :func:`any_text` for each character that is counted."""
-    text = any_text()
-    size, count = len(text), (fewest if most == UNBOUNDED else most) + 1
+def of_length(dfa: DFA, fewest: int, most: int, budget: Budget) -> DFA:
+    """The strings of an automaton that have so many characters: a copy of it for each character that is counted."""
+    size, count = len(dfa), (fewest if most == UNBOUNDED else most) + 1
     budget.check(size * count)
-    copies = np.tile(text.next, (count, 1))
-    level = np.repeat(np.arange(count), size)[:, None]
-    following = np.minimum(level + 1, count - 1)
-    if most != UNBOUNDED:
-        following = np.where(level + 1 < count, level + 1, DEAD)
-    targets = np.where(copies == 0, np.where(following == DEAD, DEAD, following * size), copies + level * size)
-    accepts = np.zeros((count, size), np.int64)
-    accepts[fewest:, 0] = 1
-    return trim(DFA(text.columns, np.where(copies == DEAD, DEAD, targets).astype(np.int32), accepts.reshape(-1)))
+    level = np.arange(count)[:, None, None]
+    following = np.tile(level, (1, size, 1))
+    following[:, list(character_steps(dfa))] += 1  # where a character begins
+    if most == UNBOUNDED:
+        following = np.minimum(following, count - 1)
+    is_dead = (dfa.next == DEAD) | (following >= count)
+    targets = np.where(is_dead, DEAD, following * size + dfa.next).astype(np.int32)
+    accepts = np.where(level[:, :, 0] >= fewest, dfa.accepts, 0)
+    return trim(DFA(dfa.columns, targets.reshape(size * count, -1), accepts.reshape(-1)))
 
 
 class Texts:
@@ -112,10 +111,10 @@ class Texts:
             return words(texts, self.budget)
         if shape.excluded:
             denied.append(words([text for value in shape.excluded if (text := spell(value)) is not None], self.budget))
+        dfa = difference(intersection(parts, self.budget) if parts else any_text(), denied, self.budget)
         if shape.fewest or shape.most != UNBOUNDED:
-            parts.append(of_length(shape.fewest, shape.most, self.budget))
-        dfa = intersection(parts, self.budget) if parts else any_text()
-        return difference(dfa, denied, self.budget)
+            dfa = of_length(dfa, shape.fewest, shape.most, self.budget)
+        return dfa
 
     def is_counted(self, shape: String) -> bool:
         """Whether the characters of a shape are counted by a counter, not by states."""

@@ -12,8 +12,9 @@ from typing import TypeVar
 from shared.grammar.arrays import ArrayRule
 from shared.grammar.assembler import Assembler, Continuation, Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
-from shared.grammar.digits import Machine, machine
+from shared.grammar.digits import machine
 from shared.grammar.limits import Budget
+from shared.grammar.machines import Machine
 from shared.grammar.members import Members
 from shared.grammar.objects import ObjectRule
 from shared.grammar.schema_document import SchemaDocument
