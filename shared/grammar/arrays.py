@@ -5,7 +5,7 @@ from itertools import combinations
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
-from shared.grammar.rules import ValueRules
+from shared.grammar.rules import ValueSource
 from shared.grammar.shapes import Array, Value
 
 BLANKS = b" \n\t"
@@ -14,9 +14,9 @@ Alive = tuple[tuple[int, int, frozenset[Value]], ...]
 
 
 class ArrayRule(Rule):
-    """The rule of some groups of arrays."""
+    """The rule of some groups of arrays; of an alternative counts its items, as far as they matter."""
 
-    def __init__(self, values: ValueRules, groups: tuple[frozenset[Array], ...]) -> None:
+    def __init__(self, values: ValueSource, groups: tuple[frozenset[Array], ...]) -> None:
         super().__init__(values.assembler)
         self.values = values
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]

@@ -14,7 +14,6 @@ from shared.grammar.assembler import Assembler, Entries
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, entry
 from shared.grammar.clauses import Requirements
 from shared.grammar.dfa import DEAD
-from shared.grammar.rules import Alive
 from shared.grammar.shapes import Value
 from shared.grammar.texts import spell
 
@@ -43,6 +42,12 @@ class KeyedRule(Protocol):
         ...
 
 
+Alive = tuple[tuple[int, int], ...]
+"""(alternative, how many keys that it does not need it may still have), sorted."""
+Follower = tuple[int, int, Value]
+"""An alternative that a key leaves alive, what is left to it, and the value that it wants."""
+
+
 class Trie:
     """The names of a rule as they are spelled: children of each node by byte, and the name that ends there."""
 
@@ -61,6 +66,23 @@ class Trie:
                 self.ends[node] = name
 
 
+class KeyOwner(Protocol):
+    """The rule of objects whose keys these are."""
+
+    assembler: Assembler
+    requirements: Requirements
+    trie: Trie
+
+    def follow_name(self, alive: Alive, key: str) -> tuple[Follower, ...]:
+        """What a named key leaves alive."""
+
+    def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
+        """What a key without a name leaves alive."""
+
+    def colon(self, followers: tuple[Follower, ...]) -> int:
+        """The state behind a key."""
+
+
 class KeyStates:
     """The states of keys while certain alternatives are alive.
 
@@ -70,7 +92,7 @@ class KeyStates:
         is_possible: whether any key may come.
     """
 
-    def __init__(self, rule: KeyedRule, alive: Alive) -> None:
+    def __init__(self, rule: KeyOwner, alive: Alive) -> None:
         self.rule, self.alive, self.assembler = rule, alive, rule.assembler
         self.requirements = rule.requirements
         self.names: dict[str, tuple[Follower, ...]] = {}

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
 from shared.grammar.clauses import Clause, Requirements, any_of
-from shared.grammar.keys import Follower, KeyStates, Trie
-from shared.grammar.rules import BLANKS, Alive, ValueRules
+from shared.grammar.keys import Alive, Follower, KeyStates, Trie
+from shared.grammar.rules import ValueSource
 from shared.grammar.shapes import Object
 
+BLANKS = b" \n\t"
 UNLIMITED = -1
 
 
 class ObjectRule(Rule):
     """The rule of some groups of objects; of an alternative counts how many keys it may have that it does not need."""
 
-    def __init__(self, values: ValueRules, groups: tuple[frozenset[Object], ...]) -> None:
+    def __init__(self, values: ValueSource, groups: tuple[frozenset[Object], ...]) -> None:
         super().__init__(values.assembler)
         self.values, self.members = values, values.members
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]

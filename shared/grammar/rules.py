@@ -1,4 +1,4 @@
-"""What the rules of objects, arrays and strings share: the values that may stand in them. Introduced in phase 12."""
+"""What the rules of arrays, objects and strings ask of the values inside them. Introduced in phase 12."""
 
 from typing import Protocol
 
@@ -7,13 +7,9 @@ from shared.grammar.members import Members
 from shared.grammar.shapes import Value
 from shared.grammar.texts import Texts
 
-BLANKS = b" \n\t"
-Alive = tuple[tuple[int, int], ...]
-"""Alternatives, and for each a number that its rule counts, sorted."""
 
-
-class ValueRules(Protocol):
-    """The values of one document; :class:`shared.grammar.values.Values`."""
+class ValueSource(Protocol):
+    """The values of one document; see :class:`shared.grammar.values.Values`."""
 
     assembler: Assembler
     members: Members
@@ -21,4 +17,3 @@ class ValueRules(Protocol):
 
     def entries(self, wanted: tuple[Value, ...], continuation: Continuation) -> Entries:
         """The bytes with which a value of any of the groups begins."""
-        ...

@@ -9,7 +9,7 @@ from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
 from shared.grammar.counting import character_steps
 from shared.grammar.dfa import DEAD, DFA
-from shared.grammar.rules import ValueRules
+from shared.grammar.rules import ValueSource
 from shared.grammar.shapes import String
 
 QUOTE = ord('"')
@@ -18,7 +18,7 @@ QUOTE = ord('"')
 class StringRule(Rule):
     """The rule of the strings of some groups; ``is_counted``: characters count, as the push says."""
 
-    def __init__(self, values: ValueRules, groups: tuple[frozenset[String], ...], *, is_counted: bool = False) -> None:
+    def __init__(self, values: ValueSource, groups: tuple[frozenset[String], ...], *, is_counted: bool = False) -> None:
         super().__init__(values.assembler)
         dfa = values.texts.groups(groups)
         self.assembler.budget.check(len(self.assembler.entries) + len(dfa))
