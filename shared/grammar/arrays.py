@@ -14,7 +14,7 @@ Alive = tuple[tuple[int, int, frozenset[Value]], ...]
 
 
 class ArrayRule(Rule):
-    """The rule of some groups of arrays; of an alternative counts its items, as far as they matter."""
+    """The rule of some groups of arrays."""
 
     def __init__(self, values: ValueSource, groups: tuple[frozenset[Array], ...]) -> None:
         super().__init__(values.assembler)

@@ -18,28 +18,6 @@ from shared.grammar.shapes import Value
 from shared.grammar.texts import spell
 
 QUOTE = ord('"')
-Follower = tuple[int, int, Value]
-"""An alternative that a key leaves alive, what is left to it, and the value that it wants."""
-
-
-class KeyedRule(Protocol):
-    """The rule whose keys are spelled; :class:`shared.grammar.objects.ObjectRule`."""
-
-    assembler: Assembler
-    requirements: Requirements
-    trie: "Trie"
-
-    def follow_name(self, alive: Alive, name: str) -> tuple[Follower, ...]:
-        """The alternatives that a named key leaves alive."""
-        ...
-
-    def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
-        """The alternatives that a key without a name leaves alive."""
-        ...
-
-    def colon(self, followers: tuple[Follower, ...]) -> int:
-        """The state behind a key."""
-        ...
 
 
 Alive = tuple[tuple[int, int], ...]

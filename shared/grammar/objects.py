@@ -20,7 +20,7 @@ UNLIMITED = -1
 
 
 class ObjectRule(Rule):
-    """The rule of some groups of objects; of an alternative counts how many keys it may have that it does not need."""
+    """The rule of some groups of objects."""
 
     def __init__(self, values: ValueSource, groups: tuple[frozenset[Object], ...]) -> None:
         super().__init__(values.assembler)
