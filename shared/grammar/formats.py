@@ -22,11 +22,32 @@ _IPV6 = "|".join(
         rf":((:{_HEX4}){{1,7}}|:)",
     ]
 )
-_PLAIN = r"[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}"
-_AUTHORITY = rf"(({_PLAIN}|:)*@)?(({_PLAIN})*|\[({_IPV6})\])(:[0-9]*)?"
-_SEGMENT = rf"({_PLAIN}|[:@])"
-_PATH = rf"//{_AUTHORITY}(/{_SEGMENT}*)*|/({_SEGMENT}+(/{_SEGMENT}*)*)?|{_SEGMENT}+(/{_SEGMENT}*)*"
-_REST = rf"(\?({_SEGMENT}|[/?])*)?(#({_SEGMENT}|[/?])*)?"
+_IPV6_AND_IPV4 = "|".join(  # the last 32 bits as an IPv4 address
+    [
+        rf"({_HEX4}:){{6}}{_IPV4}",
+        rf"({_HEX4}:){{1,5}}:{_IPV4}",
+        *(rf"({_HEX4}:){{1,{5 - count}}}(:{_HEX4}){{1,{count}}}:{_IPV4}" for count in range(1, 5)),
+        rf":(:{_HEX4}){{0,5}}:{_IPV4}",
+    ]
+)
+_BEYOND_ASCII = r"\u{A0}-\u{D7FF}\u{F900}-\u{FDCF}\u{FDF0}-\u{FFEF}\u{10000}-\u{DFFFD}"
+
+
+def _references(more: str = "") -> tuple[str, str]:
+    """URIs, and URIs or references relative to one (RFC 3986); with ``more`` characters IRIs (RFC 3987)."""
+    plain = rf"[A-Za-z0-9._~!$&'()*+,;={more}-]|%[0-9A-Fa-f]{{2}}"
+    authority = rf"(({plain}|:)*@)?(({plain})*|\[({_IPV6})\])(:[0-9]*)?"
+    segment = rf"({plain}|[:@])"
+    from_root = rf"//{authority}(/{segment}*)*|/({segment}+(/{segment}*)*)?"
+    rest = rf"(\?({segment}|[/?])*)?(#({segment}|[/?])*)?"
+    path = rf"({from_root}|{segment}+(/{segment}*)*)?"
+    relative = rf"({from_root}|({plain}|@)+(/{segment}*)*)?"
+    scheme = "[A-Za-z][A-Za-z0-9+.-]*:"
+    return rf"{scheme}{path}{rest}", rf"({scheme}{path}|{relative}){rest}"
+
+
+_URI, _URI_REFERENCE = _references()
+_IRI, _IRI_REFERENCE = _references(_BEYOND_ASCII)
 
 FORMATS = {
     "date": _DATE,
@@ -35,9 +56,13 @@ FORMATS = {
     "duration": rf"P([0-9]+W|({_DAYS})(T({_SECONDS}))?|T({_SECONDS}))",
     "uuid": r"[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
     "ipv4": _IPV4,
-    "ipv6": _IPV6,
+    "ipv6": f"{_IPV6}|{_IPV6_AND_IPV4}",
     "hostname": rf"{_LABEL}(\.{_LABEL})*",
     "email": rf"[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+(\.[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+)*@{_LABEL}(\.{_LABEL})*",
-    "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:({_PATH})?{_REST}",
+    "uri": _URI,
+    "uri-reference": _URI_REFERENCE,
+    "iri": _IRI,
+    "iri-reference": _IRI_REFERENCE,
     "json-pointer": r"(/([^~/]|~[01])*)*",
+    "relative-json-pointer": r"(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)",
 }
