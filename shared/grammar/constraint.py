@@ -36,12 +36,11 @@ class Constraint:
     state: Configuration | None
     num_tokens: int = 0
 
-    def follow(self, output_ids: Sequence[int]) -> Configuration | None:
-        """The state behind all outputs."""
+    def follow(self, output_ids: Sequence[int]) -> None:
+        """Go to the state behind all outputs."""
         for token_id in output_ids[self.num_tokens :]:
             self.state = self.state and self.fsm.next_state(self.state, token_id)
         self.num_tokens = len(output_ids)
-        return self.state
 
 
 class Constraints:
@@ -54,7 +53,9 @@ class Constraints:
     def __init__(self, make_vocabulary: Callable[[], GrammarVocabulary], limits: Limits | None = None) -> None:
         self.make_vocabulary, self.limits = make_vocabulary, limits or Limits()
         self.vocabulary: GrammarVocabulary | None = None
-        self.grammars: GrammarCache[TokenFSM] = GrammarCache(self._compile, lambda fsm: fsm.automaton.num_bytes)
+        self.grammars: GrammarCache[TokenFSM] = GrammarCache(
+            self._compile, lambda fsm: fsm.automaton.num_bytes + fsm.masks.cache_bytes
+        )
         self.requests: WeakKeyDictionary[Request, Constraint] = WeakKeyDictionary()
         self.num_masks = 0
 
@@ -72,21 +73,17 @@ class Constraints:
         for request, _, _, num_drafts, num_rows, _ in schedule:
             grammar = _grammar(request.params)
             if grammar is not None and num_rows:
-                state = self._constraint(request, grammar).follow(request.output_ids)
-                self._mask(result, first, state, grammar, [*request.draft_ids[:num_drafts], None][:num_rows])
+                constraint = self._constraint(request, grammar)
+                constraint.follow(request.output_ids)
+                self._mask(result, first, constraint, [*request.draft_ids[:num_drafts], None][:num_rows])
             first += num_rows
         return result
 
     def _mask(
-        self,
-        rows: list[SamplingRow],
-        first: int,
-        state: Configuration | None,
-        grammar: Grammar,
-        draft_ids: Sequence[int | None],
+        self, rows: list[SamplingRow], first: int, constraint: Constraint, draft_ids: Sequence[int | None]
     ) -> None:
         """Mask the rows from ``first`` on, each behind the drafts before it."""
-        fsm = self.grammars.get(grammar)
+        fsm, state = constraint.fsm, constraint.state
         for number, draft_id in enumerate(draft_ids, first):
             if state is None:
                 return

@@ -31,7 +31,7 @@ from shared.grammar.automaton import (
 from shared.grammar.plain import ACTION_MASK, free_loops
 from shared.grammar.vocabulary import GrammarVocabulary
 
-CACHE_BYTES = 32_000_000
+CACHE_BYTES = 8_000_000
 SPACE, LINE_BREAK, TAB = b" \n\t"
 Array = NDArray[Any]
 
@@ -46,6 +46,7 @@ class TokenMasks:
     def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary, *, cache_bytes: int = CACHE_BYTES) -> None:
         self.automaton, self.vocabulary = automaton, vocabulary
         self.num_walks = 0  # masks that were computed
+        self.cache_bytes = cache_bytes
         self._most = max(1, cache_bytes // (len(vocabulary) // 8 + 200))
         self._masks: OrderedDict[tuple, NDArray[np.uint8]] = OrderedDict()
         self._examined: dict[tuple, set[tuple[int, ...]]] = {}  # the frames that masks of a place have depended on
