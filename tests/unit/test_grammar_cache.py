@@ -2,9 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from shared.cli.options import sampling_params
+from shared.errors import RequestError
 from shared.grammar.cache import GrammarCache
 from shared.grammar.grammar import Grammar, grammar_of
 from shared.grammar.limits import GrammarError
@@ -78,3 +81,16 @@ def test_descriptions() -> None:
     ):
         with pytest.raises(GrammarError, match=message):
             make(wrong)  # type: ignore[operator]
+
+
+def test_the_options_of_the_command_line(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}', encoding="utf-8")
+    assert sampling_params().structured_output is None
+    assert sampling_params(regex="a+").structured_output == Grammar.regex("a+")
+    assert sampling_params(choice=["a", "b"]).structured_output == Grammar.choice(["a", "b"])
+    assert sampling_params(json_schema=schema).structured_output == Grammar.json_schema({"type": "integer"})
+    with pytest.raises(GrammarError, match="regex and choice are given"):
+        sampling_params(regex="a", choice=["a"])
+    with pytest.raises(RequestError, match=r"The schema in .*missing\.json cannot be read"):
+        sampling_params(json_schema=tmp_path / "missing.json")
