@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
+from shared.grammar.grammar import Grammar
 from tests.unit.server.echo import serving
 from tests.unit.server.exchange import chat, completion, error_of, events
 
@@ -109,24 +109,35 @@ def test_what_is_no_grammar_is_refused_by_its_field(
         assert message in error["message"]
 
 
-def test_a_hostile_grammar_delays_no_other_request(client: httpx.Client) -> None:
-    """It is refused after a second, and meanwhile others are answered."""
-    refusals: list[httpx.Response] = []
+def test_a_slow_grammar_delays_no_other_request(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While grammars are compiled, others are: requests without one, with a known one, and with a new one."""
+    begun, may_end, compiled = threading.Semaphore(0), threading.Event(), Grammar.compiled
 
-    def post() -> None:
-        refusals.append(client.post("/v1/completions", json=completion(guided_regex=f"({HOSTILE}|c)")))
+    def slow(grammar: Grammar, *arguments: Any) -> Grammar:
+        if grammar.text.startswith("slow") and grammar.automaton is None:
+            begun.release()
+            assert may_end.wait(60)
+        return compiled(grammar, *arguments)
 
-    senders = [threading.Thread(target=post) for _ in range(3)]
+    monkeypatch.setattr(Grammar, "compiled", slow)
+    answers: list[httpx.Response] = []
+
+    def post(pattern: str) -> None:
+        answers.append(client.post("/v1/completions", json=completion(guided_regex=pattern)))
+
+    senders = [threading.Thread(target=post, args=(f"slow{n}",)) for n in (1, 1, 2, 3)]
     for sender in senders:
         sender.start()
-    answered = 0
-    while any(sender.is_alive() for sender in senders):
-        began = time.perf_counter()
-        assert client.post("/v1/completions", json=completion(guided_regex=f"ab{{{answered % 3 + 1}}}")).is_success
-        answered += 1
-        assert time.perf_counter() - began < 10
-    assert [response.status_code for response in refusals] == [422] * 3
-    assert answered > 1
+    for _ in range(3):
+        assert begun.acquire(timeout=60), "each of the three grammars is compiled once"
+    for more in ({}, {"guided_regex": "[0-9]{3}"}, {"guided_regex": "[0-9]{3}"}, {"guided_choice": ["a", "b"]}):
+        assert client.post("/v1/completions", json=completion(**more)).is_success
+    assert answers == []
+    may_end.set()
+    for sender in senders:
+        sender.join(60)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert not begun.acquire(blocking=False), "the engine compiles nothing again"
 
 
 def test_no_format_changes_nothing(client: httpx.Client) -> None:
