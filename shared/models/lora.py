@@ -26,6 +26,8 @@ from shared.models.tokens import KVView, Tokens
 
 TARGETS = ("qkv", "o_proj", "gate_up", "down_proj")
 """The matrices of a block that may have an addition; those of the same input are one."""
+FIRST_MASK = 1 << 32
+"""The id of the first mask token, above every vocabulary."""
 
 
 def target_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -77,7 +79,7 @@ class AdaptedBlock(nn.Module):
         """x ``[T, H]`` to a new tensor ``[T, H]``."""
         base, gate = self.base, tokens.gate
         if gate is None:
-            return base(x, tokens, kv)  # type: ignore[no-any-return]
+            return base(x, tokens, kv)
         gate = gate.to(x.dtype)
         qkv = self._product("qkv", base.attention_norm(x), gate).view(len(x), -1, base.head_dim)
         q, k, v = qkv.split_with_sizes(base.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
@@ -95,7 +97,7 @@ class AdaptedBlock(nn.Module):
 
 
 class MaskEmbedding(nn.Module):
-    """An embedding with further rows, the vectors of mask tokens: id V + j is the j-th of them.
+    """An embedding that also has vectors for mask tokens, whose ids count from ``FIRST_MASK``.
 
     The vectors stand for embeddings as blocks receive them: a family's factor is not applied.
     """
@@ -107,7 +109,7 @@ class MaskEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids ``[T]`` to vectors ``[T, H]``."""
         x = self.base(ids.clamp(max=self.vocab_size - 1))
-        number = ids - self.vocab_size
+        number = ids - FIRST_MASK
         masks = self.masks.to(x.dtype)[number.clamp(min=0)]
         return torch.where((number >= 0)[:, None], masks, x)
 

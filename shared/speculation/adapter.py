@@ -13,7 +13,7 @@ Invariant: an adapter that does not fit is refused with the list of what does no
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from shared.engine.config import EngineConfig
 from shared.errors import ModelFolderError
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
@@ -92,7 +93,7 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def start_masks(self, embedding: nn.Module) -> None:
         """Begin the mask tokens at the mean of the model's embeddings, as its blocks receive them."""
-        mean = embedding.weight.float().mean(0) * (getattr(embedding, "scale", None) or 1.0)  # type: ignore[operator, union-attr]
+        mean = embedding.weight.float().mean(0) * (getattr(embedding, "scale", None) or 1.0)  # type: ignore[operator]
         self.masks.copy_(mean.expand_as(self.masks))
 
     def logits(self, model: CausalLM, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -145,6 +146,14 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise ModelFolderError(f"{folder} has no {CONFIG}; give the folder of an adapter (infer train mtp).") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelFolderError(f"{path} is not the config of an adapter: {error}") from None
+
+
+def with_adapter(config: EngineConfig) -> EngineConfig:
+    """The settings, with at most as many drafts as the adapter has mask tokens; raises ModelFolderError."""
+    if config.adapter is None:
+        return config
+    num_masks = read_adapter_config(Path(config.adapter).expanduser()).num_masks
+    return replace(config, spec_length=min(config.spec_length, num_masks))
 
 
 def _misfits(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:

@@ -12,7 +12,7 @@ from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
-from shared.models.lora import TARGETS, GatedLoRA, adapt
+from shared.models.lora import FIRST_MASK, TARGETS, GatedLoRA, adapt
 from shared.models.packed import SUPPORTED_ENGINES, pack
 from shared.models.tokens import Tokens
 from shared.speculation.adapter import Adapter, AdapterConfig, load_adapter
@@ -84,10 +84,9 @@ def test_mask_tokens_have_vectors_of_their_own(tiny_checkpoints: dict[str, Path]
     adapter.start_masks(model.embedding)
     torch.testing.assert_close(adapter.masks[0], model.embedding(torch.arange(model.config.vocab_size)).mean(0))
     adapter.masks[1] += 1
-    V = model.config.vocab_size
     adapt(model, adapter.additions(), adapter.masks)
     assert torch.equal(
-        model.embedding(torch.tensor([5, V + 1, 0, V])),
+        model.embedding(torch.tensor([5, FIRST_MASK + 1, 0, FIRST_MASK])),
         torch.stack([before[0], adapter.masks[1], before[1], adapter.masks[0]]),
     )
 
