@@ -1,7 +1,7 @@
 """The model's view of a paged KV cache during a step with mask tokens. Introduced in phase 11.1.
 
-Mask tokens lie behind a request's real tokens, and see some of them and some of each other. PyTorch's operations get the
-mask of :func:`shared.ops.multi_token.visible_with_masks`, over the keys of one sequence.
+Mask tokens lie behind a request's real tokens, and see some of them and some of each other. PyTorch's operations get
+the mask of :func:`shared.ops.multi_token.visible_with_masks`, over the keys of one sequence.
 
 Invariants: those of :class:`shared.cache.bucket_view.BucketView`; a step without mask tokens has no gate and runs as
 there.

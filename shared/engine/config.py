@@ -245,7 +245,7 @@ class EngineConfig:
             )
         if self.drafter == "multi_token" and self.adapter is None:
             raise ConfigError(
-                "drafter is 'multi_token' and adapter is None; set adapter to the folder that infer train mtp wrote, or "
+                "drafter is 'multi_token' and adapter is None; set adapter to a folder that infer train mtp wrote, or "
                 "choose drafter 'ngram'."
             )
         if self.adapter is not None and self.kv_cache_dtype == "fp8":

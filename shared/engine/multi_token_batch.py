@@ -14,7 +14,7 @@ import numpy as np
 
 from shared.cache.layout import Integers, Layout
 from shared.cache.pool import CachePoolProtocol
-from shared.engine.batch import Batch, PromptRows
+from shared.engine.batch import Batch
 from shared.models.lora import FIRST_MASK
 from shared.ops.multi_token import groups_and_ranks, positions
 from shared.scheduling.multi_token import MultiTokenSchedule

@@ -11,7 +11,7 @@ Invariants: those of :mod:`shared.scheduling.speculative`; after the commit noth
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig

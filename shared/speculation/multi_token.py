@@ -124,7 +124,7 @@ def group_of_next(num_tokens: int, start: int) -> int:
         start: the index of the step's first token of the request.
     """
     # exercise 11.1x3: which group of masks followed what was accepted
-    # hint: the step computed the token at `start`, and drafts; masks stood behind each of them, group 0 behind the first
+    # hint: the step computed the token at `start`, and drafts; group 0 stood behind the first of these tokens
     # hint: the newest known token was drawn in this step, behind the last accepted one: it was not computed
     return num_tokens - 2 - start
     # end exercise
