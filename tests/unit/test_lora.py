@@ -15,17 +15,10 @@ from shared.models.fused import fuse
 from shared.models.lora import FIRST_MASK, TARGETS, GatedLoRA, adapt
 from shared.models.packed import SUPPORTED_ENGINES, pack
 from shared.models.tokens import Tokens
-from shared.speculation.adapter import Adapter, AdapterConfig, load_adapter
+from shared.speculation.adapter import load_adapter
+from tests.adapters import random_adapter
 
 IDS = torch.arange(9) * 7 % 100
-
-
-def random_adapter(model: CausalLM, seed: int = 0, **about: object) -> Adapter:
-    torch.manual_seed(seed)
-    adapter = Adapter(AdapterConfig(**about), model.config)  # type: ignore[arg-type]
-    for parameter in adapter.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return adapter.requires_grad_(False)
 
 
 @torch.inference_mode()
