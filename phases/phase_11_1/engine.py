@@ -37,9 +37,8 @@ from shared.scheduling.static import StaticScheduler
 from shared.speculation.adapter import with_adapter
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter
-from shared.speculation.multi_token import MultiTokenDrafter
+from shared.speculation.multi_token import MultiTokenDrafter, tune
 from shared.speculation.ngram import NGramDrafter
-from shared.speculation.step_times import tune
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = {

@@ -53,7 +53,7 @@ class MultiTokenScheduler(SpeculativeScheduler):
             if count > 0:
                 masks[entry.request] = count
                 budget -= count * entry.num_tokens
-        return _with_masks(schedule, masks) if masks else schedule
+        return with_masks(schedule, masks) if masks else schedule
 
     def _grant_drafts(self, entry: Scheduled, wanted: int, budget: int) -> Scheduled:
         if self.config.adapter is None:
@@ -100,10 +100,10 @@ def settle(schedule: Schedule, pool: CachePoolProtocol) -> Schedule:
     granted = {entry.request: entry.num_drafts for entry in schedule}
     lost = {entry.request for entry in settled if entry.num_drafts != granted[entry.request]}
     masks = {request: count for request, count in schedule.masks.items() if request not in lost}
-    return _with_masks(settled, masks)
+    return with_masks(settled, masks)
 
 
-def _with_masks(schedule: Schedule, masks: Mapping[Request, int]) -> MultiTokenSchedule:
+def with_masks(schedule: Schedule, masks: Mapping[Request, int]) -> MultiTokenSchedule:
     """The schedule with masks; decoding entries of one token stay the first: their attention has its own kernel."""
     entries = sorted(schedule.decoding, key=lambda entry: entry.num_drafts > 0 or entry.request in masks)
     about = (schedule.step, (*entries, *schedule.prompts), schedule.num_decoding, schedule.preempted)

@@ -18,16 +18,22 @@ import torch
 
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
+from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
+from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.multi_token_runner import MaskStates
 from shared.engine.request import Request, RequestStatus
-from shared.engine.runner import MakeRunner
+from shared.engine.runner import MakeRunner, Runner
 from shared.engine.sampler import Sampler, SamplerOutput
 from shared.models.causal_lm import CausalLM
 from shared.models.lora import adapt
+from shared.scheduling.multi_token import with_masks
 from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
+from shared.speculation import step_times
 from shared.speculation.adapter import load_adapter
 from shared.speculation.draft_sampler import DraftSampler
+from shared.speculation.drafter import Drafter
 from shared.text.tokenizer import Tokenizer
 
 ROUNDS = 3  # of a measurement; the fastest counts
@@ -114,6 +120,20 @@ class MultiTokenDrafter:
                 self.adapter.logits(self.model, ids, hidden).argmax(-1).tolist()  # waits for the device
                 seconds.append(time.perf_counter() - started)
         return min(seconds)
+
+
+def tune(scheduler: Scheduler, runner: Runner, drafter: Drafter) -> None:
+    """See :func:`shared.speculation.step_times.tune`; a step with n guesses has n masks behind each of n + 1 tokens."""
+    if not isinstance(drafter, MultiTokenDrafter):
+        step_times.tune(scheduler, runner, drafter)
+        return
+
+    def lay_out(schedule: Schedule, pool: CachePoolProtocol) -> Batch:
+        masks = {entry.request: entry.num_drafts for entry in schedule if entry.num_drafts}
+        return MultiTokenBatch.of(with_masks(schedule, masks), pool)
+
+    step_times.tune(scheduler, runner, drafter, lay_out, lambda num_drafts: (num_drafts + 1) ** 2)
+    drafter.states.clear()
 
 
 def group_of_next(num_tokens: int, start: int) -> int:
