@@ -73,7 +73,6 @@ SUPPORTED = {
     "quantize_head",
     "use_speculative_decoding",
     "drafter",
-    "drafter=multi_token",
     "draft_model",
     "spec_length",
     "acceptance_method",
@@ -85,7 +84,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous
 DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer], Drafter]] = {
     "ngram": lambda *_: NGramDrafter(),
     "model": DraftModel,
-    "multi_token": MultiTokenDrafter,
+    "adapter": MultiTokenDrafter,
 }
 
 
@@ -107,7 +106,8 @@ class Engine:
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         self.drafter: Drafter | None = None
         if config.use_speculative_decoding:
-            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer)
+            name = "adapter" if config.adapter else config.drafter or "model"
+            self.drafter = DRAFTERS[name](config, self.model, self.tokenizer)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         runner = CapturedMultiTokenRunner if is_capturing else MultiTokenRunner
         make_memory = MEMORY[config.kv_cache_backend or "paged"]

@@ -32,7 +32,7 @@ from tests.mixed_requests import (
     tokens,
 )
 
-MULTI: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "multi_token", "adapt_spec_length": False}
+MULTI: dict[str, Any] = {"use_speculative_decoding": True, "adapt_spec_length": False}
 
 
 class Checked(Engine):
@@ -283,10 +283,10 @@ def test_useless_guesses_are_given_up_and_tried_again(tiny_checkpoints: dict[str
 
 
 def test_the_settings_say_what_is_missing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"drafter is 'multi_token' and adapter is None; set adapter to a folder"):
-        EngineConfig(**MULTI)
-    with pytest.raises(ConfigError, match=r"requires drafter = 'multi_token'"):
-        EngineConfig(adapter="a", use_speculative_decoding=True, drafter="ngram")
+    with pytest.raises(ConfigError, match=r"adapter is 'a' and use_speculative_decoding is False"):
+        EngineConfig(adapter="a")
+    with pytest.raises(ConfigError, match=r"adapter is 'a' and drafter is 'ngram'; with an adapter the model drafts"):
+        EngineConfig(**MULTI, adapter="a", drafter="ngram")
     with pytest.raises(ConfigError, match="keys and values of the weights' dtype"):
         EngineConfig(**MULTI, adapter="a", kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match=r"requires kv_cache_backend = 'paged'"):
