@@ -39,7 +39,7 @@ def mtp(
         float | None,
         typer.Option("--pause-after", help="Minutes after which the run pauses; the same command goes on."),
     ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts that the model answers.")] = 7200,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts that the model answers.")] = 6000,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer.")] = 224,
     length: Annotated[int, typer.Option("--length", min=8, help="Tokens of a row of texts.")] = 256,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Answers that are written at a time.")] = 256,

@@ -189,7 +189,9 @@ class EngineConfig:
     adapt_spec_length: bool | None = setting(
         None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
     )
-    adapter: str | None = setting(None, "11.1", "Folder of an adapter with which the model drafts for itself; default: none.")
+    adapter: str | None = setting(
+        None, "11.1", "Folder of an adapter with which the model drafts for itself; default: none."
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

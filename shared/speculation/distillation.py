@@ -149,8 +149,8 @@ def train(
             entry |= {"accepted": list(measured.accepted), "tokens_per_step": measured.tokens_per_step}
             entry |= {"losses": state.recent, "steps_per_second": speed}
             state.curve.append(entry)
-            report(entry)
             _save(path, adapter, optimizer, config, state)
+            report(entry)
             num_measured, last = state.step, time.monotonic()
         if is_done or is_paused:
             return state.curve if is_done else None

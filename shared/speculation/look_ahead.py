@@ -8,11 +8,11 @@ Invariant: the hidden states of an anchor's masks are those of a step in which t
 """
 
 import torch
-import torch.nn.functional as F
 
 from shared.models.causal_lm import CausalLM
 from shared.models.lora import FIRST_MASK
 from shared.models.tokens import QueryKeyTransform, Tokens
+from shared.ops.attention import sdpa_without_cudnn
 
 
 class TextView:
@@ -89,7 +89,7 @@ def batched_attention(
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return sdpa_without_cudnn(q, k, v, attn_mask=mask, scale=scale)
     scores = softcap * torch.tanh((q @ k.mT).float() * scale / softcap)
     return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype) @ v
 

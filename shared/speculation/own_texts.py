@@ -9,7 +9,7 @@ Invariant: a text is its prompt, and the answer behind it; ``is_answer`` marks t
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ from shared.text.chat import ChatMessage, choose_template, encode_chat
 PROMPTS = Path(__file__).parent / "prompts.json"
 TEMPERATURES = (0.7, 0.0, 0.4, 1.0)
 """Of the answers to a prompt, in turn."""
+LONGEST = 512
+"""Tokens of a prompt and its answer."""
+AT_A_TIME = 1024
+"""Prompts that are given to the engine at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,14 @@ class Texts:
 
 
 def write_texts(
-    model: str, *, num_prompts: int, length: int, max_new_tokens: int, seed: int, **config: Any
+    model: str,
+    *,
+    num_prompts: int,
+    length: int,
+    max_new_tokens: int,
+    seed: int,
+    report: Callable[[str], None] = lambda _: None,
+    **config: Any,
 ) -> tuple[Texts, Texts]:
     """The texts of ``num_prompts`` prompts, and those of the held-out ones, written by ``model``.
 
@@ -56,9 +67,10 @@ def write_texts(
         length: tokens of a row.
         max_new_tokens: of an answer.
         seed: of the choice of prompts, and of the answers.
+        report: gets a line of progress from time to time.
         config: settings of the engine that writes, such as its device and the size of its batches.
     """
-    llm = LLM(model, max_seq_len=min(length * 4, 1024), **config)
+    llm = LLM(model, max_seq_len=LONGEST, num_gpu_blocks=config["max_batch_size"] * LONGEST // 16, **config)
     source = json.loads(PROMPTS.read_text(encoding="utf-8"))
     pairs = list(itertools.product(source["requests"], source["topics"]))
     random.Random(seed).shuffle(pairs)
@@ -74,7 +86,11 @@ def write_texts(
             )
             for number in range(len(prompts))
         ]
-        answers = [answer.token_ids for answer in llm.generate(encoded, params, progress=False)]
+        answers: list[list[int]] = []
+        while len(answers) < len(encoded):
+            part = slice(len(answers), len(answers) + AT_A_TIME)
+            answers += [answer.token_ids for answer in llm.generate(encoded[part], params[part], progress=False)]
+            report(f"{len(answers)} of {len(encoded)} answers, {sum(map(len, answers))} tokens")
         texts.append(Texts.of(encoded, answers, length))
     return texts[0], texts[1]
 

@@ -105,7 +105,7 @@ def _texts(
     if not (path.exists() and about.exists() and about.read_text(encoding="utf-8") == key):
         report(f"the model writes answers to {writing['num_prompts']} prompts, and to those that are held out")
         config: dict[str, Any] = {"max_batch_size": batch, "dtype": dtype, "device": device}
-        written = write_texts(name, **writing, **config)
+        written = write_texts(name, **writing, **config, report=report)
         gc.collect()  # the engine and its KV cache
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
