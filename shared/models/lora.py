@@ -20,8 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shared.kernels.gemv import ACTIVATIONS
+from shared.kernels.rmsnorm import rms_norm
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
+from shared.models.norm import RMSNorm
 from shared.models.tokens import KVView, Tokens
 
 TARGETS = ("qkv", "o_proj", "gate_up", "down_proj")
@@ -81,19 +84,27 @@ class AdaptedBlock(nn.Module):
         if gate is None:
             return base(x, tokens, kv)
         gate = gate.to(x.dtype)
-        qkv = self._product("qkv", base.attention_norm(x), gate).view(len(x), -1, base.head_dim)
+        qkv = self._product("qkv", _normed(x, base.attention_norm), gate).view(len(x), -1, base.head_dim)
         q, k, v = qkv.split_with_sizes(base.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(base.layer, q, k, v, tokens.positions, base.qk)
         out = kv.attend(base.layer, q, scale=base.scale, window=base.window, softcap=base.softcap)
         y = self._product("o_proj", out.flatten(1), gate)
-        x = x + (y if base.post_attention_norm is None else base.post_attention_norm(y))
-        gated = base.gated(*self._product("gate_up", base.mlp_norm(x), gate).chunk(2, dim=-1))
-        y = self._product("down_proj", gated, gate)
-        return x + (y if base.post_mlp_norm is None else base.post_mlp_norm(y))
+        x = x + (y if base.post_attention_norm is None else _normed(y, base.post_attention_norm))
+        gated = base.gated if torch.is_grad_enabled() else ACTIVATIONS[base.gated][1]
+        y = gated(*self._product("gate_up", _normed(x, base.mlp_norm), gate).chunk(2, dim=-1))
+        y = self._product("down_proj", y, gate)
+        return x + (y if base.post_mlp_norm is None else _normed(y, base.post_mlp_norm))
 
     def _product(self, name: str, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         y = getattr(self.base, name)(x)
         return self.additions[name](y, x, gate) if name in self.additions else y
+
+
+def _normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    """The norm of x: a single launch, or with gradients the op."""
+    if isinstance(norm, RMSNorm) and not torch.is_grad_enabled():
+        return rms_norm(x, norm.weight, norm.eps, norm.offset)
+    return norm(x)
 
 
 class MaskEmbedding(nn.Module):
