@@ -1,6 +1,8 @@
 """The requests of an engine whose outputs have a grammar: where each stands, and what it may draw.
 
-Before a step samples, all earlier tokens are known on the host. So the state of a request follows its outputs, and its
+On a GPU the rows of a request with a grammar are marked, and the sampler's device finds their masks
+(:mod:`shared.engine.grammar_rows`). Without one, and for the few requests described below, the masks are made here:
+before a step samples, all earlier tokens are known on the host, so the state of a request follows its outputs, and its
 rows get the masks of their states: row j that behind the first j drafts. Behind a draft that the grammar refuses no row
 matters, because the draft cannot be drawn, and acceptance ends there. Introduced in phase 12.
 
@@ -22,6 +24,7 @@ from shared.grammar.cache import GrammarCache
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Limits
+from shared.grammar.pool import GrammarPool
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
@@ -30,11 +33,15 @@ from shared.scheduling.schedule import Schedule
 
 @dataclass
 class Constraint:
-    """A request's grammar, and the state behind its first ``num_tokens`` outputs; None behind the end."""
+    """A request's grammar, and the state behind its first ``num_tokens`` outputs; None behind the end.
+
+    ``base`` is where its tables begin in the pool on the device; None: they are not there, and masks are made here.
+    """
 
     fsm: TokenFSM
     state: Configuration | None
     num_tokens: int = 0
+    base: int | None = None
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Go to the state behind all outputs."""
@@ -48,10 +55,17 @@ class Constraints:
 
     Args:
         make_vocabulary: called when the first grammar comes.
+        pool: for the tables of the grammars on the device that samples; None: masks are made here.
     """
 
-    def __init__(self, make_vocabulary: Callable[[], GrammarVocabulary], limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], GrammarVocabulary],
+        limits: Limits | None = None,
+        pool: GrammarPool | None = None,
+    ) -> None:
         self.make_vocabulary, self.limits = make_vocabulary, limits or Limits()
+        self.pool = pool
         self.vocabulary: GrammarVocabulary | None = None
         self.grammars: GrammarCache[TokenFSM] = GrammarCache(
             self._compile, lambda fsm: fsm.automaton.num_bytes + fsm.masks.cache_bytes
@@ -73,9 +87,13 @@ class Constraints:
         for request, _, _, num_drafts, num_rows, _ in schedule:
             grammar = _grammar(request.params)
             if grammar is not None and num_rows:
-                constraint = self._constraint(request, grammar)
-                constraint.follow(request.output_ids)
-                self._mask(result, first, constraint, [*request.draft_ids[:num_drafts], None][:num_rows])
+                constraint, own = self._constraint(request, grammar), slice(first, first + num_rows)
+                if constraint.base is not None and not any(row.masked_ids for row in rows[own]):
+                    result[own] = [row._replace(constraint=constraint) for row in rows[own]]
+                    self.num_masks += num_rows
+                else:  # no pool, or no room in it; or it must be known whether the grammar allows more than the end
+                    constraint.follow(request.output_ids)
+                    self._mask(result, first, constraint, [*request.draft_ids[:num_drafts], None][:num_rows])
             first += num_rows
         return result
 
@@ -97,6 +115,8 @@ class Constraints:
         if found is None:
             fsm = self.grammars.get(grammar)
             found = self.requests[request] = Constraint(fsm, fsm.initial_state)
+            if self.pool is not None:
+                found.base = self.pool.hold(grammar, fsm, found)
         return found
 
     def _compile(self, grammar: Grammar) -> TokenFSM:

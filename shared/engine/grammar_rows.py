@@ -1,0 +1,136 @@
+"""Where the requests of a batch stand in their grammars, on the device that draws their tokens. Introduced in phase 12.
+
+A request's row is its row in the sampler's tables, as of the token counts (:mod:`shared.engine.penalty_tables`), and
+what a row holds is found out in the same way: it remembers the request and the number of outputs behind which it
+stands, and if these are not those of the request that samples next, the host walks the outputs and sends the
+configuration anew. So a new request, a preempted one, and a step that was interrupted and is repeated need no case of
+their own. Otherwise nothing is sent: the launch behind the draw moves the rows on.
+
+A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
+there, and the next step goes on from the one with the accepted drafts.
+
+Invariant: a row that is remembered stands behind exactly the first outputs of its request; while a draw changes a row,
+the row is forgotten.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from shared.grammar.constraint import Constraint
+from shared.grammar.device import ROW, GrammarTokens, pack_row
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.pool import GrammarPool
+from shared.kernels.grammar_advance import grammar_advance
+from shared.kernels.grammar_mask import grammar_mask, remove_refused
+from shared.sampling.sampler import SamplingRow
+
+
+class GrammarRows:
+    """The configurations of up to ``num_rows`` rows, and their masks.
+
+    Args:
+        pool: the tables of the grammars, on the device.
+        upload: copies a tensor to the device without waiting.
+    """
+
+    def __init__(self, num_rows: int, pool: GrammarPool, upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.pool, self.upload = pool, upload
+        self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=pool.tables.device)
+        self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
+        self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
+        self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which is that of all
+        self.words = torch.empty(0)
+        self.last: tuple[list[int], torch.Tensor] = [], torch.empty(0)  # slots, and they on the device
+
+    def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> torch.Tensor | None:
+        """Make the configurations of the rows with a grammar those behind their outputs and drafts.
+
+        Args:
+            places: the table row of each row; those of a request are adjacent.
+
+        Returns:
+            int32 ``[n]``, the table row of each row, -1 for rows without a grammar; None if no row has one.
+        """
+        slots = [-1] * len(rows)
+        sent: dict[int, np.ndarray] = {}
+        moved: dict[int, int] = {}
+        chains: dict[int, list[int]] = {}
+        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+            constraint = row.constraint
+            if not isinstance(constraint, Constraint):
+                self.entered.pop(place, None)
+                continue
+            if row.num_drafts == 0:
+                known = self._forget(place, row.serial).get(row.index)
+                if known is None:
+                    constraint.follow(row.output_ids)
+                    if constraint.state is None:  # behind the end: what is drawn here is dropped
+                        continue
+                    assert constraint.base is not None
+                    sent[place] = pack_row(constraint.base, constraint.state)
+                    self.grammars[constraint.base] = constraint.fsm
+                elif known != place:
+                    moved[place] = known
+                chains[place] = []
+            if place - row.num_drafts in chains:
+                slots[number] = place
+                if row.draft_id is not None:
+                    chains[place - row.num_drafts].append(row.draft_id)
+        if not chains:
+            return None
+        self._change(sent, moved)
+        self._walk_drafts({place: drafts for place, drafts in chains.items() if drafts})
+        if slots != self.last[0]:
+            self.last = slots, self.upload(torch.tensor(slots, dtype=torch.int32))
+        return self.last[1]
+
+    def mask(self, slots: torch.Tensor, logits: torch.Tensor) -> None:
+        """Set the logits ``[n, V]`` of the tokens to -inf that the grammars do not allow, in place."""
+        assert self.tokens is not None
+        words = self.words[: len(slots)]
+        grammar_mask(self.pool.tables, self.tokens, self.rows, slots, words, self.grammars)
+        remove_refused(words, slots, self.tokens, logits)
+
+    def advance(
+        self, rows: Sequence[SamplingRow], places: Sequence[int], slots: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """Move each row to behind the token drawn for it; ``ids`` is int64 ``[n]``."""
+        assert self.tokens is not None
+        grammar_advance(self.pool.tables, self.tokens, self.rows, slots, slots, ids, self.grammars)
+        for row, place, slot in zip(rows, places, self.last[0], strict=True):
+            if slot >= 0:
+                self.entered[place] = row.serial, row.index + 1
+
+    def _forget(self, place: int, serial: int) -> dict[int, int]:
+        """Forget the rows of a request that samples at ``place``; by their numbers of outputs, where they were."""
+        found: dict[int, int] = {}
+        while self.entered.get(place, (None, 0))[0] == serial:
+            found[self.entered.pop(place)[1]] = place
+            place += 1
+        return found
+
+    def _change(self, sent: dict[int, np.ndarray], moved: dict[int, int]) -> None:
+        """Send configurations to rows, and copy those of other rows."""
+        if self.tokens is None:
+            vocabulary = next(iter(self.grammars.values())).vocabulary
+            self.tokens = GrammarTokens.of(vocabulary, self.rows.device)
+            self.words = self.rows.new_zeros(len(self.rows), self.tokens.num_words)
+        if moved:
+            targets, sources = self.upload(torch.tensor([list(moved), list(moved.values())])).unbind()
+            self.rows[targets] = self.rows[sources]
+        if sent:
+            configurations = self.upload(torch.from_numpy(np.stack(list(sent.values()))))
+            self.rows[self.upload(torch.tensor(list(sent)))] = configurations
+
+    def _walk_drafts(self, chains: dict[int, list[int]]) -> None:
+        """Set the rows behind the first row of each request to behind its drafts."""
+        if not chains:
+            return
+        assert self.tokens is not None
+        most = max(map(len, chains.values()))
+        ids = torch.tensor([[*drafts, *[0] * (most - len(drafts))] for drafts in chains.values()])
+        first = self.upload(torch.tensor(list(chains), dtype=torch.int32))
+        about = (self.pool.tables, self.tokens, self.rows, first, first + 1, self.upload(ids))
+        grammar_advance(*about, self.grammars)
