@@ -6,6 +6,8 @@ stands, and if these are not those of the request that samples next, the host wa
 configuration anew. So a new request, a preempted one, and a step that was interrupted and is repeated need no case of
 their own. Otherwise nothing is sent: the launch behind the draw moves the rows on.
 
+Masks do not depend on logits. So they are found on a stream of their own, while the forward computes these.
+
 A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
 there, and the next step goes on from the one with the accepted drafts.
 
@@ -14,10 +16,12 @@ the row is forgotten.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from shared.grammar.automaton import Integers
 from shared.grammar.constraint import Constraint
 from shared.grammar.device import ROW, GrammarTokens, pack_row
 from shared.grammar.fsm import TokenFSM
@@ -25,6 +29,21 @@ from shared.grammar.pool import GrammarPool
 from shared.kernels.grammar_advance import grammar_advance
 from shared.kernels.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.sampler import SamplingRow
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The m rows of a batch that have a grammar.
+
+    Attributes:
+        numbers: int32 ``[m]``, which rows of the batch.
+        slots: int32 ``[m]``, the table row of each.
+        words: int32 ``[m, tokens.num_words]``, the bits of the tokens that each allows.
+    """
+
+    numbers: torch.Tensor
+    slots: torch.Tensor
+    words: torch.Tensor
 
 
 class GrammarRows:
@@ -42,21 +61,18 @@ class GrammarRows:
         self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
         self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which is that of all
         self.words = torch.empty(0)
-        self.last: tuple[list[int], torch.Tensor] = [], torch.empty(0)  # slots, and they on the device
+        self.last: tuple[tuple[list[int], ...], torch.Tensor] = ((), torch.empty(0))  # numbers and slots, and uploaded
+        is_cuda = self.rows.is_cuda
+        self.stream, self.moved = (torch.cuda.Stream(), torch.cuda.Event()) if is_cuda else (None, None)
 
-    def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> torch.Tensor | None:
-        """Make the configurations of the rows with a grammar those behind their outputs and drafts.
+    def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
+        """Find the masks behind the outputs and drafts of the rows with a grammar; None if there are none.
 
         Args:
             places: the table row of each row; those of a request are adjacent.
-
-        Returns:
-            int32 ``[n]``, the table row of each row, -1 for rows without a grammar; None if no row has one.
         """
-        slots = [-1] * len(rows)
-        sent: dict[int, np.ndarray] = {}
-        moved: dict[int, int] = {}
-        chains: dict[int, list[int]] = {}
+        sent, moved, chains = dict[int, Integers](), dict[int, int](), dict[int, list[int]]()
+        numbers, slots = list[int](), list[int]()
         for number, (row, place) in enumerate(zip(rows, places, strict=True)):
             constraint = row.constraint
             if not isinstance(constraint, Constraint):
@@ -75,33 +91,35 @@ class GrammarRows:
                     moved[place] = known
                 chains[place] = []
             if place - row.num_drafts in chains:
-                slots[number] = place
+                numbers.append(number)
+                slots.append(place)
                 if row.draft_id is not None:
                     chains[place - row.num_drafts].append(row.draft_id)
-        if not chains:
+        if not numbers:
             return None
-        self._change(sent, moved)
-        self._walk_drafts({place: drafts for place, drafts in chains.items() if drafts})
-        if slots != self.last[0]:
-            self.last = slots, self.upload(torch.tensor(slots, dtype=torch.int32))
-        return self.last[1]
+        if self.stream is None:
+            return self._find(sent, moved, chains, numbers, slots)
+        for event in filter(None, (self.moved, self.pool.arrived)):
+            self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream):
+            entered = self._find(sent, moved, chains, numbers, slots)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return entered
 
-    def mask(self, slots: torch.Tensor, logits: torch.Tensor) -> None:
+    def remove_refused(self, entered: Entered, logits: torch.Tensor) -> None:
         """Set the logits ``[n, V]`` of the tokens to -inf that the grammars do not allow, in place."""
         assert self.tokens is not None
-        words = self.words[: len(slots)]
-        grammar_mask(self.pool.tables, self.tokens, self.rows, slots, words, self.grammars)
-        remove_refused(words, slots, self.tokens, logits)
+        remove_refused(entered.words, entered.slots, entered.numbers, self.tokens, logits)
 
-    def advance(
-        self, rows: Sequence[SamplingRow], places: Sequence[int], slots: torch.Tensor, ids: torch.Tensor
-    ) -> None:
+    def advance(self, entered: Entered, rows: Sequence[SamplingRow], places: Sequence[int], ids: torch.Tensor) -> None:
         """Move each row to behind the token drawn for it; ``ids`` is int64 ``[n]``."""
-        assert self.tokens is not None
-        grammar_advance(self.pool.tables, self.tokens, self.rows, slots, slots, ids, self.grammars)
-        for row, place, slot in zip(rows, places, self.last[0], strict=True):
-            if slot >= 0:
-                self.entered[place] = row.serial, row.index + 1
+        numbers, _ = self.last[0]
+        own = ids if len(numbers) == len(rows) else ids[entered.numbers]
+        self._walk(entered.slots, entered.slots, own)
+        if self.moved is not None:
+            self.moved.record()
+        for number in numbers:
+            self.entered[places[number]] = rows[number].serial, rows[number].index + 1
 
     def _forget(self, place: int, serial: int) -> dict[int, int]:
         """Forget the rows of a request that samples at ``place``; by their numbers of outputs, where they were."""
@@ -111,8 +129,15 @@ class GrammarRows:
             place += 1
         return found
 
-    def _change(self, sent: dict[int, np.ndarray], moved: dict[int, int]) -> None:
-        """Send configurations to rows, and copy those of other rows."""
+    def _find(
+        self,
+        sent: dict[int, Integers],
+        moved: dict[int, int],
+        chains: dict[int, list[int]],
+        numbers: list[int],
+        slots: list[int],
+    ) -> Entered:
+        """Set the rows: ``sent`` from the host, ``moved`` from other rows, those behind drafts by walking these."""
         if self.tokens is None:
             vocabulary = next(iter(self.grammars.values())).vocabulary
             self.tokens = GrammarTokens.of(vocabulary, self.rows.device)
@@ -123,14 +148,19 @@ class GrammarRows:
         if sent:
             configurations = self.upload(torch.from_numpy(np.stack(list(sent.values()))))
             self.rows[self.upload(torch.tensor(list(sent)))] = configurations
+        chains = {place: drafts for place, drafts in chains.items() if drafts}
+        if chains:
+            most = max(map(len, chains.values()))
+            ids = torch.tensor([[*drafts, *[0] * (most - len(drafts))] for drafts in chains.values()])
+            first = self.upload(torch.tensor(list(chains), dtype=torch.int32))
+            self._walk(first, first + 1, self.upload(ids))
+        if self.last[0] != (numbers, slots):
+            self.last = (numbers, slots), self.upload(torch.tensor([numbers, slots], dtype=torch.int32))
+        on_device = self.last[1]
+        entered = Entered(on_device[0], on_device[1], self.words[: len(slots)])
+        grammar_mask(self.pool.tables, self.tokens, self.rows, entered.slots, entered.words, self.grammars)
+        return entered
 
-    def _walk_drafts(self, chains: dict[int, list[int]]) -> None:
-        """Set the rows behind the first row of each request to behind its drafts."""
-        if not chains:
-            return
+    def _walk(self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
         assert self.tokens is not None
-        most = max(map(len, chains.values()))
-        ids = torch.tensor([[*drafts, *[0] * (most - len(drafts))] for drafts in chains.values()])
-        first = self.upload(torch.tensor(list(chains), dtype=torch.int32))
-        about = (self.pool.tables, self.tokens, self.rows, first, first + 1, self.upload(ids))
-        grammar_advance(*about, self.grammars)
+        grammar_advance(self.pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)

@@ -33,15 +33,15 @@ class GrammarSampler(Sampler):
         processor = LogitMaskProcessor.of([row.allowed for row in rows])
         if processor is not None:
             logits = processor.sent(self.upload)(logits)
-        slots = None if self.grammar_rows is None else self.grammar_rows.enter(rows, places)
-        if slots is None:
+        entered = None if self.grammar_rows is None else self.grammar_rows.enter(rows, places)
+        if entered is None:
             return super()._draw(logits, rows, places, batch)
         assert self.grammar_rows is not None
         if any(row.params.logprobs is not None for row in rows):
             logits = logits.clone()
-        self.grammar_rows.mask(slots, logits)
+        self.grammar_rows.remove_refused(entered, logits)
         ids = super()._draw(logits, rows, places, batch)
-        self.grammar_rows.advance(rows, places, slots, ids)
+        self.grammar_rows.advance(entered, rows, places, ids)
         return ids
 
 

@@ -67,10 +67,12 @@ class GrammarPool:
 
     Attributes:
         tables: int32 ``[size]`` on the device; its address never changes.
+        arrived: recorded behind the last upload; another stream waits for it before it reads the tables.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
         self.tables = torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)
+        self.arrived = torch.cuda.Event() if self.tables.is_cuda else None
         self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()  # in the order in which they were last released
 
     @classmethod
@@ -114,10 +116,12 @@ class GrammarPool:
         if base is None:
             return None
         self._ranges[key] = _Range(base, size, 1)
-        tables = torch.from_numpy(packed)
-        if self.tables.is_cuda:
-            tables = tables.pin_memory()
-        self.tables[base : base + len(packed)].copy_(tables, non_blocking=True)
+        tables, room = torch.from_numpy(packed), self.tables[base : base + len(packed)]
+        if self.arrived is not None:
+            room.copy_(tables.pin_memory(), non_blocking=True)
+            self.arrived.record()
+        else:
+            room.copy_(tables)
         return base
 
     def release(self, key: Hashable) -> None:

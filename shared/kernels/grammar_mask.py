@@ -87,9 +87,9 @@ def grammar_mask_kernel(
 
 @triton.jit
 def remove_kernel(
-    words, slots, ranks, logits, vocabulary, stride, logit_stride, BLOCK: tl.constexpr, WORDS: tl.constexpr
+    words, slots, numbers, ranks, logits, vocabulary, stride, logit_stride, BLOCK: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Program (i, b) removes the i-th block of ids of row b, and looks up their bits in shared memory."""
+    """Program (i, b) removes the i-th block of ids of the b-th row, and looks up their bits in shared memory."""
     b = tl.program_id(1)
     if tl.load(slots + b) >= 0:
         words += b.to(tl.int64) * stride
@@ -103,7 +103,8 @@ def remove_kernel(
             is_allowed = (rank >= 0) & (((word >> (rank % GROUPED)) & 1) != 0)
             is_allowed = is_allowed | ((rank == ENDS) & (about_row == MAY_END))
             removed = tl.full([BLOCK], float("-inf"), tl.float32)
-            tl.store(logits + b.to(tl.int64) * logit_stride + ids, removed, mask=(ids < vocabulary) & (is_allowed == 0))
+            logits += tl.load(numbers + b).to(tl.int64) * logit_stride
+            tl.store(logits + ids, removed, mask=(ids < vocabulary) & (is_allowed == 0))
 
 
 def grammar_mask(
@@ -178,21 +179,25 @@ def _mask_by_numpy(
         words[number, -1] = int(grammars[base].is_terminal(now))
 
 
-def remove_refused(words: torch.Tensor, slots: torch.Tensor, tokens: GrammarTokens, logits: torch.Tensor) -> None:
+def remove_refused(
+    words: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, tokens: GrammarTokens, logits: torch.Tensor
+) -> None:
     """Set the logits of the tokens to -inf that the bits of :func:`grammar_mask` do not allow, in place.
 
     Args:
-        logits: ``[B, V]``, with adjacent columns.
+        numbers: int32 ``[B]``, the row of the logits to which each row of bits belongs; none twice.
+        logits: ``[n, V]``, with adjacent columns; other rows are left as they are.
     """
-    B, V = logits.shape
+    B, V = len(slots), logits.shape[1]
     if len(tokens.ranks) != V or logits.stride(1) != 1:
         raise ValueError(f"the logits have {V} columns; the vocabulary has {len(tokens.ranks)}, side by side")
-    if launches(logits):
+    if B and launches(logits):
         launch(
             remove_kernel,
             (triton.cdiv(V, APPLY_BLOCK), B),
             words,
             slots,
+            numbers,
             tokens.ranks,
             logits,
             V,
@@ -207,4 +212,5 @@ def remove_refused(words: torch.Tensor, slots: torch.Tensor, tokens: GrammarToke
     bits = (words[:, :-1][:, ranks.clamp(min=0) >> 5] >> (ranks.clamp(min=0) & 31)) & 1
     is_allowed = ((ranks >= 0) & (bits != 0)) | ((ranks == AT_END) & (flags == IS_END))
     is_constrained = (slots >= 0)[:, None] & (flags != WITHOUT)
-    logits.masked_fill_(is_constrained & ~is_allowed, float("-inf"))
+    rows = numbers.long()
+    logits[rows] = logits[rows].masked_fill(is_constrained & ~is_allowed, float("-inf"))
