@@ -63,7 +63,8 @@ class GrammarRows:
         self.words = torch.empty(0)
         self.last: tuple[tuple[list[int], ...], torch.Tensor] = ((), torch.empty(0))  # numbers and slots, and uploaded
         is_cuda = self.rows.is_cuda
-        self.stream, self.moved = (torch.cuda.Stream(), torch.cuda.Event()) if is_cuda else (None, None)
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
+        self.moved: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
 
     def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
         """Find the masks behind the outputs and drafts of the rows with a grammar; None if there are none.
