@@ -143,9 +143,9 @@ class Engine:
         if request_id is None:
             request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
         self.scheduler.check(request_id, len(prompt_ids), params)
-        self.constraints.check(params)
+        constraint = self.constraints.of(params)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(request_id, prompt_ids, params, seed, end_ids)
+        request = Request(request_id, prompt_ids, params, seed, end_ids, constraint=constraint)
         self.scheduler.add(request)
         self.output_processor.add(request)
         return request_id

@@ -17,6 +17,7 @@ the row is forgotten.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from shared.grammar.pool import GrammarPool
 from shared.kernels.grammar_advance import grammar_advance
 from shared.kernels.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.sampler import SamplingRow
+
+Key = tuple[int, int, bool]
+"""A row: its request's serial, the number of its outputs, and whether it has a grammar."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,10 @@ class GrammarRows:
     """
 
     def __init__(self, num_rows: int, pool: GrammarPool, upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.pool, self.upload = pool, upload
+        self.grammar_pool, self.upload = pool, upload
         self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=pool.tables.device)
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
+        self.next: tuple[list[int], list[Key]] | None = None  # places and keys if the same rows sample again
         self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
         self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which is that of all
         self.words = torch.empty(0)
@@ -72,6 +77,14 @@ class GrammarRows:
         Args:
             places: the table row of each row; those of a request are adjacent.
         """
+        places, keys = list(places), [(row.serial, row.index, row.constraint is not None) for row in rows]
+        expected, self.next = self.next, None
+        has_drafts = any(row.num_drafts for row in rows)
+        if expected == (places, keys) and not has_drafts:  # each of the same rows stands behind its own token
+            return self._aside({}, {}, {}, *self.last[0])
+        for place, (serial, index, has_grammar) in zip(*(expected or ((), ())), strict=True):
+            if has_grammar:
+                self.entered[place] = serial, index
         sent, moved, chains = dict[int, Integers](), dict[int, int](), dict[int, list[int]]()
         numbers, slots = list[int](), list[int]()
         for number, (row, place) in enumerate(zip(rows, places, strict=True)):
@@ -96,16 +109,7 @@ class GrammarRows:
                 slots.append(place)
                 if row.draft_id is not None:
                     chains[place - row.num_drafts].append(row.draft_id)
-        if not numbers:
-            return None
-        if self.stream is None:
-            return self._find(sent, moved, chains, numbers, slots)
-        for event in filter(None, (self.moved, self.pool.arrived)):
-            self.stream.wait_event(event)
-        with torch.cuda.stream(self.stream):
-            entered = self._find(sent, moved, chains, numbers, slots)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return entered
+        return self._aside(sent, moved, chains, numbers, slots) if numbers else None
 
     def remove_refused(self, entered: Entered, logits: torch.Tensor) -> None:
         """Set the logits ``[n, V]`` of the tokens to -inf that the grammars do not allow, in place."""
@@ -119,8 +123,8 @@ class GrammarRows:
         self._walk(entered.slots, entered.slots, own)
         if self.moved is not None:
             self.moved.record()
-        for number in numbers:
-            self.entered[places[number]] = rows[number].serial, rows[number].index + 1
+        is_bound = set(numbers)
+        self.next = list(places), [(row.serial, row.index + 1, n in is_bound) for n, row in enumerate(rows)]
 
     def _forget(self, place: int, serial: int) -> dict[int, int]:
         """Forget the rows of a request that samples at ``place``; by their numbers of outputs, where they were."""
@@ -129,6 +133,17 @@ class GrammarRows:
             found[self.entered.pop(place)[1]] = place
             place += 1
         return found
+
+    def _aside(self, *about: Any) -> Entered:
+        """:meth:`_find` on the stream of its own; what is launched next waits for it."""
+        if self.stream is None:
+            return self._find(*about)
+        for event in filter(None, (self.moved, self.grammar_pool.arrived)):
+            self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream):
+            entered = self._find(*about)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return entered
 
     def _find(
         self,
@@ -159,9 +174,9 @@ class GrammarRows:
             self.last = (numbers, slots), self.upload(torch.tensor([numbers, slots], dtype=torch.int32))
         on_device = self.last[1]
         entered = Entered(on_device[0], on_device[1], self.words[: len(slots)])
-        grammar_mask(self.pool.tables, self.tokens, self.rows, entered.slots, entered.words, self.grammars)
+        grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, entered.slots, entered.words, self.grammars)
         return entered
 
     def _walk(self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
         assert self.tokens is not None
-        grammar_advance(self.pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
+        grammar_advance(self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)

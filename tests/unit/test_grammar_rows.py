@@ -21,6 +21,7 @@ from shared.engine.config import EngineConfig
 from shared.grammar.grammar import Grammar
 from shared.grammar.pool import GrammarPool
 from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, SMALL, STEM, seen, serve, tokens
 
 REQUESTS, COME = [*constrained([*ALIKE, *MIXED], max_new_tokens=60), *DRAWN], [*ARRIVE, *ARRIVALS, 0, 2, 2, 4]
@@ -72,6 +73,27 @@ def test_drafts_go_on_from_the_row_behind_the_accepted_ones(model_folder: Path, 
         assert stats["drafts rejected (tokens)"] > 0
         assert stats["drafts accepted (tokens)"] > 0 or drafter is None
         assert len(num_sent) <= sum("structured_output" in params for _, params in requests)
+
+
+def test_rows_behind_wrong_drafts_are_not_used_again(model_folder: Path) -> None:
+    """The next step has as many rows, each one token further on."""
+    grammar = Grammar.regex(r"(\d{3}-[a-c]{4}; ){5}")
+    request = [("x", {"temperature": 0.0, "max_new_tokens": 60, "structured_output": grammar})]
+    expected = serve(make(model_folder, None), request)[0]
+    engine = make(model_folder, **NGRAM)
+    right, number = Foresight(expected, 0.0), 0
+
+    def propose(schedule: Schedule) -> None:
+        nonlocal number
+        right.propose(schedule)
+        number += 1
+        for request in schedule.requests:
+            if request.draft_ids and number % 2:
+                request.draft_ids[0] ^= 1
+
+    engine.drafter.propose = propose
+    assert seen(serve(engine, request)[0]) == seen(expected)
+    assert number > 8
 
 
 def test_log_probabilities_and_min_tokens(model_folder: Path) -> None:
