@@ -54,13 +54,15 @@ class GrammarRows:
     """The configurations of up to ``num_rows`` rows, and their masks.
 
     Args:
-        pool: the tables of the grammars, on the device.
+        grammar_pool: the tables of the grammars, on the device.
         upload: copies a tensor to the device without waiting.
     """
 
-    def __init__(self, num_rows: int, pool: GrammarPool, upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.grammar_pool, self.upload = pool, upload
-        self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=pool.tables.device)
+    def __init__(
+        self, num_rows: int, grammar_pool: GrammarPool, upload: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self.grammar_pool, self.upload = grammar_pool, upload
+        self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=grammar_pool.tables.device)
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
         self.next: tuple[list[int], list[Key]] | None = None  # places and keys if the same rows sample again
         self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
