@@ -192,6 +192,12 @@ class EngineConfig:
     adapter: str | None = setting(
         None, "11.1", "Folder of an adapter with which the model drafts for itself; default: none."
     )
+    grammar_pool_bytes: int = setting(
+        256_000_000,
+        "12",
+        "Of GPU memory for the grammars of running requests; the masks of those that find no room come from the CPU.",
+        at_least=0,
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
