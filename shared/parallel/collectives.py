@@ -1,0 +1,83 @@
+"""What ranks compute together: sums, gathered parts, broadcasts. Introduced in phase 12.1.
+
+On CPUs through gloo, on GPUs through NCCL; groups are objects, so a process may have several. All calls are collective:
+each rank makes the same ones in the same order. On a GPU they are launched on the current stream and can be captured.
+
+Invariant: a sum over CPUs is added in the order of the ranks, so all ranks have the same, and have it again in the next
+run. NCCL adds in an order of its own, which is the same in each run of one configuration.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+gloo: Any = dist.ProcessGroupGloo
+NEVER = timedelta(days=1)
+"""Collectives have no time limit: :mod:`shared.parallel.watch` ends a group that makes no progress."""
+
+
+class Collectives:
+    """Rank ``rank`` of the ``size`` ranks that meet at ``store``.
+
+    Args:
+        device: of the tensors; a CPU or a GPU of this rank alone.
+        count: called at the beginning of each collective.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, count: Callable[[], None] = lambda: None
+    ) -> None:
+        self.rank, self.size, self.device, self.count = rank, size, device, count
+        self.num_calls = 0
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = NEVER
+            self.group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+            options._timeout = NEVER
+            self.group = gloo(store, rank, size, options)
+
+    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, of ``x``'s shape and dtype, on every rank; ``x`` may be overwritten."""
+        if self.device.type == "cuda":
+            self._begin()
+            self.group.allreduce([x]).wait()
+            return x
+        total = (parts := self.gathered(x).unbind())[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(x.dtype)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of every rank, ``[size, *x.shape]``, on every rank; the shapes must be equal."""
+        self._begin()
+        x = x.contiguous()
+        parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        if self.device.type == "cuda":
+            self.group._allgather_base(parts, x).wait()
+        elif x.numel():
+            pieces = list(parts.view(self.size, -1).view(torch.uint8).unbind())  # gloo does not know every dtype
+            self.group.allgather([pieces], [x.view(-1).view(torch.uint8)]).wait()
+        return parts
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite ``x`` with that of rank 0."""
+        self._begin()
+        self.group.broadcast([x]).wait()
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers; waits for it."""
+        return int(self.gathered(torch.tensor([number], device=self.device)).min())
+
+    def abort(self) -> None:
+        """End collectives that wait for a rank; they raise, or leave what they should have written as it is."""
+        self.group.abort()
+
+    def _begin(self) -> None:
+        self.num_calls += 1
+        self.count()
