@@ -33,3 +33,17 @@ def checkpoint_for_ranks(family: str, folder: Path) -> Path:
     shape = f"tiny-{family}-ranks"
     with FileLock(folder / f"{shape}.lock"):
         return make_checkpoint(shape, folder / shape, seed=1)
+
+
+class _Poison:
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _run_out, ()
+
+
+def poison() -> object:
+    """A message whose reader runs out of memory."""
+    return _Poison()
+
+
+def _run_out() -> None:
+    raise MemoryError("12 GB are too many")

@@ -188,6 +188,7 @@ class EngineConfig:
     adapt_spec_length: bool | None = setting(
         None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
     )
+    tensor_parallel_size: int = setting(1, "12.1", "Processes, each with a device, that share the model.", at_least=1)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -238,6 +239,11 @@ class EngineConfig:
             raise ConfigError(
                 f"pack_weights is True and quantization is {self.quantization!r}; packing keeps 16-bit weights: leave "
                 "one of them out."
+            )
+        if self.pack_weights and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"pack_weights is True and tensor_parallel_size is {self.tensor_parallel_size}; packed matrices are "
+                "whole: leave one of them out."
             )
         if self.use_speculative_decoding and self.drafter != "ngram" and self.draft_model is None:
             raise ConfigError(

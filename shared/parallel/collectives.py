@@ -8,6 +8,7 @@ run. NCCL adds in an order of its own, which is the same in each run of one conf
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -19,19 +20,30 @@ NEVER = timedelta(days=1)
 """Collectives have no time limit: :mod:`shared.parallel.watch` ends a group that makes no progress."""
 
 
+class PeerError(RuntimeError):
+    """A collective has failed: another rank has gone."""
+
+
 class Collectives:
     """Rank ``rank`` of the ``size`` ranks that meet at ``store``.
 
     Args:
         device: of the tensors; a CPU or a GPU of this rank alone.
         count: called at the beginning of each collective.
+        waiting: within it, the other ranks are waited for.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, count: Callable[[], None] = lambda: None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        count: Callable[[], None] = lambda: None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.rank, self.size, self.device, self.count = rank, size, device, count
-        self.num_calls = 0
+        self.rank, self.size, self.device = rank, size, device
+        self.count, self.waiting = count, waiting
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
@@ -45,8 +57,7 @@ class Collectives:
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, of ``x``'s shape and dtype, on every rank; ``x`` may be overwritten."""
         if self.device.type == "cuda":
-            self._begin()
-            self.group.allreduce([x]).wait()
+            self._run(self.group.allreduce, [x])
             return x
         total = (parts := self.gathered(x).unbind())[0].float()
         for part in parts[1:]:
@@ -55,29 +66,32 @@ class Collectives:
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` of every rank, ``[size, *x.shape]``, on every rank; the shapes must be equal."""
-        self._begin()
         x = x.contiguous()
         parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         if self.device.type == "cuda":
-            self.group._allgather_base(parts, x).wait()
+            self._run(self.group._allgather_base, parts, x)
         elif x.numel():
             pieces = list(parts.view(self.size, -1).view(torch.uint8).unbind())  # gloo does not know every dtype
-            self.group.allgather([pieces], [x.view(-1).view(torch.uint8)]).wait()
+            self._run(self.group.allgather, [pieces], [x.view(-1).view(torch.uint8)])
         return parts
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Overwrite ``x`` with that of rank 0."""
-        self._begin()
-        self.group.broadcast([x]).wait()
+        self._run(self.group.broadcast, [x])
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers; waits for it."""
         return int(self.gathered(torch.tensor([number], device=self.device)).min())
 
     def abort(self) -> None:
-        """End collectives that wait for a rank; they raise, or leave what they should have written as it is."""
-        self.group.abort()
+        """End collectives on GPUs that wait for a rank; on CPUs they raise when the rank's process has ended."""
+        if self.device.type == "cuda":
+            self.group.abort()
 
-    def _begin(self) -> None:
-        self.num_calls += 1
+    def _run(self, collective: Callable[..., Any], *tensors: Any) -> None:
         self.count()
+        try:
+            with self.waiting():
+                collective(*tensors).wait()
+        except RuntimeError as error:
+            raise PeerError(str(error)) from error
