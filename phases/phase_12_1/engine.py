@@ -12,7 +12,6 @@ import torch
 from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
-from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.config import EngineConfig
 from shared.engine.grammar_sampler import GrammarRejectionSampler, GrammarSampler
@@ -31,6 +30,7 @@ from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
+from shared.parallel.batch import RankBatch
 from shared.parallel.group import Group
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
@@ -154,7 +154,7 @@ class Engine:
         """
         try:
             schedule = self.propose(self.scheduler.schedule())
-            launched = self.runner.forward(Batch.of(schedule, self.pool)) if schedule else None
+            launched = self.runner.forward(RankBatch.of(schedule, self.pool)) if schedule else None
             self.finish()
             if launched is not None:
                 rows = self.constraints.masked(schedule, schedule.sampling_rows())

@@ -17,10 +17,9 @@ import shared.parallel.watch
 from phases.phase_12.engine import Engine as Whole
 from phases.phase_12_1.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RankError
 from shared.grammar.grammar import Grammar
 from shared.lessons import find_lesson
-from shared.parallel.watch import RankError
 from shared.sampling.params import SamplingParams
 from tests.mixed_requests import (
     ALIKE,
@@ -96,6 +95,22 @@ def test_log_probabilities_are_those_of_all_logits(engines: tuple[Engine, Whole]
         for one, other in zip(*pairs, strict=True):
             assert [i for i, _ in one.logprobs.top] == [i for i, _ in other.logprobs.top]
             assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+
+
+def test_only_greedy_steps_gather_no_logits(engines: tuple[Engine, Whole], monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _ = engines
+    gathered: list[int] = []
+    gather = group.runner.vocabulary.gather
+    monkeypatch.setattr(
+        group.runner.vocabulary, "gather", lambda logits: gathered.append(len(logits)) or gather(logits)
+    )
+    params = GREEDY | {"max_new_tokens": 4}
+    serve(group, [("x", params), (STEM, params)])
+    assert gathered == []
+    for more in ({"logit_bias": {5: 2.0}}, {"repetition_penalty": 1.2}, {"temperature": 1.0}, {"logprobs": 1}):
+        serve(group, [("x", params | more), (STEM, params)])
+        assert gathered, more
+        gathered.clear()
 
 
 def test_a_rank_has_its_share(engines: tuple[Engine, Whole]) -> None:

@@ -112,7 +112,7 @@ def start(
     from shared.server.process import address_of, bind
     from shared.server.settings import ServerConfig
 
-    lesson = serving_lesson(phase)
+    lesson = serving_lesson(phase, settings)
     config = ServerConfig(
         model_name=served_model_name or model_name(model),
         api_key=api_key,
@@ -133,7 +133,7 @@ def start(
         max_ongoing_requests=most + engine_config.max_waiting_requests,
         gateways=gateways,
         cpus=cpus,
-        gpus=float(is_gpu) if gpus is None else gpus,
+        gpus=float(is_gpu * engine_config.tensor_parallel_size) if gpus is None else gpus,
         router=router,
     )
     is_ours = not application.join(address)

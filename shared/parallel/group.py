@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,7 +29,7 @@ from shared.cache.view import BatchView, MakeMemory
 from shared.engine.config import EngineConfig
 from shared.engine.runner import Runner
 from shared.engine.sampler import SampledTokens, SamplerOutput
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RankError
 from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
 from shared.loading.placement import check_device
@@ -139,6 +139,11 @@ class Group:
             return sampled.wait()
         with self.watch.waiting():
             return sampled.wait()
+
+    def when_lost(self, tell: Callable[[RankError], None]) -> None:
+        """Call ``tell``, on a thread of the group, when a rank is lost, also while the engine has no work."""
+        if self.watch is not None:
+            self.watch.when_lost = tell
 
     def close(self) -> None:
         """End the other ranks."""

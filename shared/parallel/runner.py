@@ -8,20 +8,25 @@ Invariants: every rank makes the same collectives in the same order, which a bat
 in parts if it raises: other ranks are in the middle of it, so its failure is the group's.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from shared.cache.layout import Integers
 from shared.cache.view import BatchView, StepInputs
 from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.runner import Launched, Runner
+from shared.engine.sampler import Draws
 from shared.models.causal_lm import CausalLM
+from shared.parallel.batch import RankBatch
 from shared.parallel.channel import Sender
 from shared.parallel.collectives import Collectives
 from shared.parallel.vocabulary import Vocabulary
 from shared.parallel.watch import Watch
+from shared.sampling.sampler import SamplingRow
 
 
 class RankRunner(OverlappedRunner):
@@ -68,7 +73,18 @@ class RankRunner(OverlappedRunner):
         if len(batch.pending):
             self.ranks.broadcast(self.last_ids)
         hidden, logits = super()._compute(batch, inputs)
-        return hidden, self.vocabulary.gather(logits) if len(logits) else self._no_logits()
+        if len(logits) == 0:
+            return hidden, self._no_logits()
+        if takes_argmax(batch):
+            return hidden, self.vocabulary.argmax(logits)[:, None]
+        return hidden, self.vocabulary.gather(logits)
+
+    def _draw(self, launched: Launched, chosen: slice, rows: Sequence[SamplingRow], places: Integers) -> Draws:
+        if not takes_argmax(launched.batch):
+            return super()._draw(launched, chosen, rows, places)
+        drawn = Draws(launched.logits[chosen, 0])  # in the place of logits their arg-max: ids [n, 1]
+        self.last_ids[launched.sequence_rows[chosen]] = drawn.ids
+        return drawn
 
     def _prompt_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.vocabulary.gather(super()._prompt_logits(hidden))
@@ -76,6 +92,11 @@ class RankRunner(OverlappedRunner):
 
 class CapturedRankRunner(RankRunner, CapturedRunner):
     """The runner of a rank that replays captured steps, collectives included."""
+
+
+def takes_argmax(batch: Batch) -> bool:
+    """Whether the arg-max of each row is all that a batch needs."""
+    return isinstance(batch, RankBatch) and batch.takes_argmax
 
 
 def rank_runner(runner: type[Runner]) -> type[RankRunner]:

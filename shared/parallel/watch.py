@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.errors import InferError
+from shared.errors import RankError
 from shared.parallel.board import BEATS, CALLS, Board
 from shared.parallel.collectives import Collectives
 
@@ -29,10 +29,6 @@ PATIENCE = 7.0
 PATIENCE_ON_GPU = 60.0
 """Seconds without progress on a GPU, whose kernels may be compiled meanwhile."""
 _log = logging.getLogger("infer.engine")
-
-
-class RankError(InferError):
-    """A rank has died, hangs, or failed; the group has ended."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,7 @@ class Watch:
         self.failure: RankError | None = None
         self.waiting_since: float | None = None  # when rank 0 began to wait for the others
         self.is_closing = False
+        self.when_lost: Callable[[RankError], None] = lambda failure: None
         self.reported: dict[int, Failed] = {}
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
 
@@ -149,6 +146,8 @@ class Watch:
             process.kill()
         if self.collectives is not None:
             self.collectives.abort()
+        assert self.failure is not None
+        self.when_lost(self.failure)
 
 
 def reason_of(error: BaseException) -> str:
