@@ -7,6 +7,7 @@ Invariant: a sum over CPUs is added in the order of the ranks, so all ranks have
 run. NCCL adds in an order of its own, which is the same in each run of one configuration.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -45,6 +46,7 @@ class Collectives:
         self.rank, self.size, self.device = rank, size, device
         self.count, self.waiting = count, waiting
         if device.type == "cuda":
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every machine lets processes use
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
             self.group: Any = dist.ProcessGroupNCCL(store, rank, size, options)

@@ -144,10 +144,9 @@ class Watch:
             _log.critical("%s", self.failure)
         for process in self.processes:
             process.kill()
+        self.when_lost(self.failure)
         if self.collectives is not None:
             self.collectives.abort()
-        assert self.failure is not None
-        self.when_lost(self.failure)
 
 
 def reason_of(error: BaseException) -> str:
