@@ -71,10 +71,12 @@ def test_every_query_head_stands_once_and_with_its_kv_head(group: int, num_kv_he
             Shard(0, size).heads(config)
         return
     parts = [Shard(rank, size).heads(config) for rank in range(size)]
-    assert [head for queries, _ in parts for head in queries] == list(range(config.num_heads))
+    found = [head for queries, _ in parts for head in queries]
+    assert_equal(found, list(range(config.num_heads)), "query heads of all ranks", ("head",))
     for queries, keys in parts:
         local_group = len(queries) // len(keys)
-        assert [keys[n // local_group] for n in range(len(queries))] == [head // group for head in queries]
+        read = [keys[n // local_group] for n in range(len(queries))]
+        assert_equal(read, [head // group for head in queries], f"KV head of each of {queries}", ("head",))
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.sampled_from([1, 7, 32, 128]))
@@ -182,7 +184,7 @@ def test_argmax_over_shards(size: int) -> None:
 
     for ids, gathered in on_ranks(size, run):
         assert_equal(ids.tolist(), logits.argmax(-1).tolist(), "ids", ("row",))
-        assert torch.equal(gathered, logits)
+        assert_equal(gathered, logits, "gathered logits", ("row", "id"))
 
 
 def forward(model: CausalLM) -> torch.Tensor:
