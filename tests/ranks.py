@@ -1,7 +1,9 @@
 """Ranks as threads of one process: collectives through gloo, without the seconds that processes take to start."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,15 +37,15 @@ def checkpoint_for_ranks(family: str, folder: Path) -> Path:
         return make_checkpoint(shape, folder / shape, seed=1)
 
 
-class _Poison:
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _run_out, ()
+@dataclass
+class Poison:
+    """A message that runs out of memory, or hangs, when a rank computes it."""
 
+    kind: str
 
-def poison() -> object:
-    """A message whose reader runs out of memory."""
-    return _Poison()
-
-
-def _run_out() -> None:
-    raise MemoryError("12 GB are too many")
+    @property
+    def layout(self) -> None:
+        """What a view reads first."""
+        if self.kind == "memory":
+            raise MemoryError("12 GB are too many")
+        time.sleep(1000)

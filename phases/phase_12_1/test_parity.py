@@ -35,7 +35,7 @@ from tests.mixed_requests import (
     serve,
     tokens,
 )
-from tests.ranks import FAMILIES, checkpoint_for_ranks, poison
+from tests.ranks import FAMILIES, Poison, checkpoint_for_ranks
 
 NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
 GRAMMAR: Requests = [
@@ -180,8 +180,12 @@ def stop(engine: Engine) -> None:
     engine.group.watch.processes[0].send_signal(signal.SIGSTOP)
 
 
+def hang(engine: Engine) -> None:
+    engine.group.sender.send(Poison("hang"))
+
+
 def run_out(engine: Engine) -> None:
-    engine.group.sender.send(poison())
+    engine.group.sender.send(Poison("memory"))
 
 
 def skip(engine: Engine) -> None:
@@ -193,6 +197,7 @@ def skip(engine: Engine) -> None:
     [
         (kill, "Rank 1 of 2 was ended by SIGKILL; the other ranks cannot go on without it and have ended"),
         (stop, "Rank 1 of 2 made no progress for 2 s; the other"),
+        (hang, "Rank 1 of 2 made no progress for 2 s; the other"),
         (run_out, r"Rank 1 of 2 ran out of memory \(12 GB are too many\); the other"),
         (
             skip,

@@ -2,7 +2,8 @@
 
 Introduced in phase 12.1. Rank 0 pickles a batch once and writes it into one of a few slots; a pipe to each rank says
 that it is there, with its sequence number and its length. A batch that is larger than a slot goes through the pipes.
-Each rank counts on a row of its own: the messages that it has read, its collectives, and its heartbeats.
+Each rank counts on a row of its own: the messages that it has read, the begins and ends of its collectives (the count
+is odd within one), and its heartbeats.
 
 Invariants: a slot is written when each rank has read what was in it; only its own rank writes a row of counters. The
 memory has no name, so nothing is left of it when the processes end.
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 NUM_SLOTS, SLOT_BYTES = 4, 1 << 20
-READ, CALLS, BEATS = range(3)
+READ, CALLS, BEATS = range(3)  # messages read, begins and ends of collectives, heartbeats
 COUNTERS = 3
 SHARED = Path("/dev/shm")
 

@@ -30,7 +30,7 @@ class Collectives:
 
     Args:
         device: of the tensors; a CPU or a GPU of this rank alone.
-        count: called at the beginning of each collective.
+        count: called at the beginning and at the end of each collective.
         waiting: within it, the other ranks are waited for.
     """
 
@@ -47,6 +47,7 @@ class Collectives:
         self.count, self.waiting = count, waiting
         if device.type == "cuda":
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every machine lets processes use
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the ranks are of one machine
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
             self.group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -97,3 +98,4 @@ class Collectives:
                 collective(*tensors).wait()
         except RuntimeError as error:
             raise PeerError(str(error)) from error
+        self.count()

@@ -9,6 +9,7 @@ forgotten, and when rank 0 ends in whatever way.
 """
 
 import os
+import socket
 import subprocess
 import sys
 import weakref
@@ -79,12 +80,12 @@ class Group:
             return
         Shard(0, self.size).heads(read_config(folder, can_quantize=True))
         device = rank_device(config, 0)
-        if device.type == "cuda" and torch.cuda.device_count() < self.size:
+        if device.type == "cuda" and torch.cuda.device_count() - (device.index or 0) < self.size:
             raise ConfigError(
-                f"tensor_parallel_size is {self.size} and this machine has {torch.cuda.device_count()} GPUs; choose at "
-                "most that many."
+                f"tensor_parallel_size is {self.size} and this machine has {torch.cuda.device_count()} GPUs, counted "
+                f"from {device}; choose at most that many."
             )
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=START_SECONDS))
+        store = local_store()
         num_threads = max(1, torch.get_num_threads() // self.size)
         self.board = Board(self.size)
         lifeline, self._lifeline = os.pipe()
@@ -174,6 +175,15 @@ def start_process(passed: tuple[int, ...]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path})
 
 
+def local_store() -> dist.TCPStore:
+    """A store where the ranks meet, which listens on the loopback interface alone."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port, timeout = listener.getsockname()[1], timedelta(seconds=START_SECONDS)
+        return dist.TCPStore("127.0.0.1", port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
     """The device of a rank: GPUs are counted from the one that the config names."""
     device = check_device(config.device)
@@ -208,7 +218,7 @@ def agreed_memory(
 
 
 def count_call(board: Board, rank: int) -> None:
-    """Count a collective of a rank."""
+    """Count a begin or an end of a collective of a rank."""
     board.counters[rank, CALLS] += 1
 
 

@@ -25,9 +25,9 @@ from shared.parallel.board import BEATS, CALLS, Board
 from shared.parallel.collectives import Collectives
 
 PATIENCE = 7.0
-"""Seconds without a heartbeat, or without progress on a CPU, after which a rank hangs."""
-PATIENCE_ON_GPU = 60.0
-"""Seconds without progress on a GPU, whose kernels may be compiled meanwhile."""
+"""Seconds without a heartbeat after which a rank hangs. A rank has none while it is blocked by itself."""
+LONG_PATIENCE = 60.0
+"""Seconds after which ranks hang that begin and end no collective, although they compute or wait for each other."""
 _log = logging.getLogger("infer.engine")
 
 
@@ -93,7 +93,6 @@ class Watch:
             pipe.close()
 
     def _run(self) -> None:
-        patience = PATIENCE
         counts, changed = self.board.counters.copy(), np.full(self.board.counters.shape, time.monotonic())
         while not self.is_closing and self.failure is None:
             try:
@@ -108,15 +107,15 @@ class Watch:
             now = time.monotonic()
             is_new = self.board.counters != counts
             counts, changed = self.board.counters.copy(), np.where(is_new, now, changed)
-            if self.waiting_since is None:
+            began = self.waiting_since
+            if began is None:
                 continue
-            if self.collectives is not None and self.collectives.device.type == "cuda":
-                patience = PATIENCE_ON_GPU
-            since = max(self.waiting_since, float(changed[:, CALLS].max()))
-            quiet = [rank for rank in range(1, self.size) if now - changed[rank, BEATS] > PATIENCE]
-            if quiet or now - since > patience:
-                rank = quiet[0] if quiet else int(counts[:, CALLS].argmin())
-                self._fail(f"Rank {rank} of {self.size} made no progress for {PATIENCE if quiet else patience:.0f} s")
+            quiet = [rank for rank in range(1, self.size) if now - max(began, changed[rank, BEATS]) > PATIENCE]
+            if quiet:
+                self._fail(f"Rank {quiet[0]} of {self.size} made no progress for {PATIENCE:.0f} s")
+            elif now - max(began, changed[:, CALLS].max()) > LONG_PATIENCE:
+                last = int(counts[:, CALLS].argmin())
+                self._fail(f"Rank {last} of {self.size} made no progress for {LONG_PATIENCE:.0f} s")
 
     def _read(self) -> None:
         """Read why ranks have ended, and fail with the first cause."""

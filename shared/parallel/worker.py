@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shared.models.fused import fuse
-from shared.parallel.board import BEATS, Board
+from shared.parallel.board import BEATS, CALLS, Board
 from shared.parallel.channel import Receiver
 from shared.parallel.collectives import Collectives, PeerError
 from shared.parallel.group import START_SECONDS, Assignment, agreed_memory, count_call, load_rank, rank_device
@@ -30,6 +31,8 @@ from shared.parallel.runner import rank_runner
 from shared.parallel.watch import Failed, reason_of
 
 BEAT_SECONDS = 0.5
+LEAST_SECONDS = 0.005
+"""Of a processor, within a heartbeat, for a rank that computes."""
 
 
 def main() -> None:
@@ -40,10 +43,12 @@ def main() -> None:
     pipe: Connection[Any, Any] = Connection(pipe_fd)
     size, about = pipe.recv()
     board = Board(size, board_fd)
-    threading.Thread(target=beat, args=(board, about.rank, lifeline), daemon=True).start()
+    idle = threading.Event()
+    idle.set()  # while it loads, it may wait for a disk
+    threading.Thread(target=beat, args=(board, about.rank, lifeline, idle), daemon=True).start()
     try:
         with torch.inference_mode():
-            serve(about, size, board, pipe)
+            serve(about, size, board, pipe, idle)
     except EOFError:
         return
     except BaseException as error:
@@ -52,8 +57,8 @@ def main() -> None:
         os._exit(1)  # collectives of other ranks would keep the process
 
 
-def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any]") -> None:
-    """Compute batches until rank 0 goes; raises EOFError then."""
+def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any]", idle: threading.Event) -> None:
+    """Compute batches until rank 0 goes; raises EOFError then. ``idle`` is set while there is none."""
     config, rank = about.config, about.rank
     device = rank_device(config, rank)
     if device.type == "cuda":
@@ -70,11 +75,20 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
     runner = make_runner(model, view, pool.max_sequences, ranks=ranks, most_logit_rows=config.most_logit_rows)
     receiver = Receiver(board, pipe, rank)
     while True:
-        runner.follow(receiver.receive())
+        idle.set()
+        batch = receiver.receive()
+        idle.clear()
+        runner.follow(batch)
 
 
-def beat(board: Board, rank: int, lifeline: int) -> None:
-    """Count heartbeats until rank 0 ends, and end the process then."""
+def beat(board: Board, rank: int, lifeline: int, idle: threading.Event) -> None:
+    """Count heartbeats until rank 0 ends, and end the process then.
+
+    There is none while the rank neither computes, nor waits for a message (``idle``) or in a collective.
+    """
+    used = time.process_time()
     while not select.select([lifeline], [], [], BEAT_SECONDS)[0]:
-        board.counters[rank, BEATS] += 1
+        before, used = used, time.process_time()
+        if used - before > LEAST_SECONDS or idle.is_set() or board.counters[rank, CALLS] % 2:
+            board.counters[rank, BEATS] += 1
     os._exit(1)

@@ -187,6 +187,32 @@ def test_argmax_over_shards(size: int) -> None:
         assert_equal(gathered, logits, "gathered logits", ("row", "id"))
 
 
+def test_adapters_are_cut_with_their_matrix() -> None:
+    """LoRA: (W + B A) x, of which no rank has both a part of A and a part of B."""
+    config = parse_config(SHAPES["tiny-llama-ranks"])
+    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    torch.manual_seed(0)
+    x = torch.randn(5, H)
+    matrices = {
+        "up_proj.lora_A": (4, H),
+        "up_proj.lora_B": (I, 4),
+        "down_proj.lora_A": (4, I),
+        "down_proj.lora_B": (H, 4),
+    }
+    whole = {name: torch.randn(shape) for name, shape in matrices.items()}
+
+    def adapted(of: dict[str, torch.Tensor]) -> torch.Tensor:
+        up, down = ((of[f"{name}.lora_A"], of[f"{name}.lora_B"]) for name in ("up_proj", "down_proj"))
+        return x @ up[0].T @ up[1].T @ down[0].T @ down[1].T
+
+    def part(rank: int, name: str) -> torch.Tensor:
+        cut = ModelCut(Shard(rank, 2), config).of(f"layers.0.mlp.{name}.weight")
+        return whole[name] if cut is None else whole[name].narrow(cut.dim, cut.part.start, len(cut.part))
+
+    terms = [adapted({name: part(rank, name) for name in matrices}) for rank in range(2)]
+    assert_rows_close(terms[0] + terms[1], adapted(whole), 1e-5, "the sum", ("token", "output"))
+
+
 def forward(model: CausalLM) -> torch.Tensor:
     """Logits of all tokens of three sequences: the model's own columns."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
