@@ -188,6 +188,12 @@ class EngineConfig:
     adapt_spec_length: bool | None = setting(
         None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
     )
+    grammar_pool_bytes: int = setting(
+        256_000_000,
+        "12",
+        "Of GPU memory for the grammars of running requests; the masks of those that find no room come from the CPU.",
+        at_least=0,
+    )
     tensor_parallel_size: int = setting(1, "12.1", "Processes, each with a device, that share the model.", at_least=1)
 
     def __post_init__(self) -> None:

@@ -63,6 +63,10 @@ class RankRunner(OverlappedRunner):
             raise self.watch.failed(error) from error
         return Launched(batch, logits, rows, {}, prompts)
 
+    def repeat(self, launched: Launched) -> Launched | None:
+        """See :class:`Runner`: other ranks know of no step but by a batch."""
+        return None
+
     def follow(self, batch: Batch) -> None:
         """Compute this rank's part of a batch of rank 0."""
         self._forward(batch)
