@@ -164,6 +164,34 @@ def test_earlier_phases_have_one_rank(session_folder: Path, phase: str) -> None:
         make(folder, find_lesson(phase).engine, tensor_parallel_size=2)
 
 
+def test_an_interrupt_waits_for_the_end_of_a_step(
+    engines: tuple[Engine, Whole], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks have begun it, and the engine goes on afterwards."""
+    group, whole = engines
+    requests = [(STEM, GREEDY | {"max_new_tokens": 12}), ("x", GREEDY | {"max_new_tokens": 9})]
+    expected = [tokens(answer) for answer in serve(whole, requests)[0]]
+    names = [group.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
+    found: dict[str, list[int | None]] = {name: [] for name in names}
+    send, num_interrupts = group.group.sender.send, 0
+
+    def interrupted(batch: Any) -> None:
+        send(batch)
+        signal.raise_signal(signal.SIGINT)
+
+    for number in range(100):
+        monkeypatch.setattr(group.group.sender, "send", interrupted if number % 3 == 1 else send)
+        try:
+            for output in group.step():
+                found[output.request_id].append(output.token_id)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        if not group.has_work():
+            break
+    assert num_interrupts > 1
+    assert list(found.values()) == expected
+
+
 # A rank that dies, hangs, or runs out of memory.
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 gloo: Any = dist.ProcessGroupGloo
+MEETING = timedelta(seconds=60)
+"""Within this the ranks must have connected to each other, on CPUs."""
 NEVER = timedelta(days=1)
 """Collectives have no time limit: :mod:`shared.parallel.watch` ends a group that makes no progress."""
 
@@ -54,8 +56,9 @@ class Collectives:
         else:
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
-            options._timeout = NEVER
+            options._timeout = MEETING
             self.group = gloo(store, rank, size, options)
+            self.group._set_default_timeout(NEVER)
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, of ``x``'s shape and dtype, on every rank; ``x`` may be overwritten."""

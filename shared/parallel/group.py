@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,7 +105,7 @@ class Group:
             torch.set_num_threads(num_threads)
         with self._starting():
             self.sender = Sender(self.board, pipes, self.watch.check)
-            store.wait([f"rank {rank}" for rank in range(1, self.size)])
+            self._meet(store)
             self.ranks = Collectives(
                 store, 0, self.size, device, partial(count_call, self.board, 0), self.watch.waiting
             )
@@ -150,6 +151,16 @@ class Group:
         """End the other ranks."""
         if self.watch is not None:
             self.watch.close()
+
+    def _meet(self, store: dist.Store) -> None:
+        """Wait until all ranks have come to the store."""
+        assert self.watch is not None
+        deadline = time.monotonic() + START_SECONDS
+        while not store.check([f"rank {rank}" for rank in range(1, self.size)]):
+            self.watch.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all of {self.size} ranks started within {START_SECONDS} s")
+            time.sleep(0.01)
 
     @contextmanager
     def _starting(self) -> Iterator[None]:

@@ -8,7 +8,10 @@ Invariants: every rank makes the same collectives in the same order, which a bat
 in parts if it raises: other ranks are in the middle of it, so its failure is the group's.
 """
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,10 +60,11 @@ class RankRunner(OverlappedRunner):
         """See :class:`Runner`; raises RankError if a rank fails."""
         assert self.watch is not None
         self.watch.check()
-        try:
-            logits, rows, prompts = self._forward(batch)
-        except BaseException as error:
-            raise self.watch.failed(error) from error
+        with uninterrupted():
+            try:
+                logits, rows, prompts = self._forward(batch)
+            except Exception as error:
+                raise self.watch.failed(error) from error
         return Launched(batch, logits, rows, {}, prompts)
 
     def repeat(self, launched: Launched) -> Launched | None:
@@ -96,6 +100,22 @@ class RankRunner(OverlappedRunner):
 
 class CapturedRankRunner(RankRunner, CapturedRunner):
     """The runner of a rank that replays captured steps, collectives included."""
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within, SIGINT is put off to the end: a step that all ranks have begun is computed by all."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    received: list[tuple[int, Any]] = []
+    before = signal.signal(signal.SIGINT, lambda *about: received.append(about))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received and callable(before):
+        before(*received[0])
 
 
 def takes_argmax(batch: Batch) -> bool:

@@ -152,7 +152,7 @@ def reason_of(error: BaseException) -> str:
     """What a rank that raised did, to follow its name."""
     if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
         return f"ran out of memory ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-    return f"failed ({type(error).__name__}: {error})"
+    return f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:

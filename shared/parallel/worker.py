@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -52,6 +53,8 @@ def main() -> None:
     except EOFError:
         return
     except BaseException as error:
+        if not isinstance(error, PeerError):
+            traceback.print_exception(error)
         with suppress(OSError):
             pipe.send(Failed(reason_of(error), isinstance(error, PeerError)))
         os._exit(1)  # collectives of other ranks would keep the process
