@@ -261,8 +261,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("ends", [signal.SIGKILL, None], ids=["killed", "ends"])
-def test_no_rank_outlives_rank_0(session_folder: Path, ends: int | None) -> None:
+def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
     """The script has no main guard, which processes of multiprocessing would need."""
     folder = checkpoint_for_ranks("llama", session_folder)
     with subprocess.Popen(
@@ -270,7 +269,7 @@ def test_no_rank_outlives_rank_0(session_folder: Path, ends: int | None) -> None
     ) as process:
         assert process.stdout is not None
         other = psutil.Process(int(process.stdout.readline()))
-        process.kill() if ends else process.communicate()
+        process.kill()
         other.wait(10)
 
 

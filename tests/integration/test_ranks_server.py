@@ -18,9 +18,12 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
     return [child for child in process.children(recursive=True) if any(WORKER in part for part in child.cmdline())]
 
 
-@pytest.mark.parametrize("where", ["--engine-process", "--engine-thread"])
-def test_a_server_says_which_rank_was_lost_and_exits(session_folder: Path, tmp_path: Path, where: str) -> None:
-    """Also while it has no work. The process of an engine is a daemon, which may start none of multiprocessing."""
+@pytest.mark.parametrize(("where", "is_lost"), [("--engine-process", True), ("--engine-thread", False)])
+def test_a_server_ends_with_its_group(session_folder: Path, tmp_path: Path, where: str, is_lost: bool) -> None:
+    """It says which rank was lost, also while it has no work, and leaves no rank behind.
+
+    The process of an engine is a daemon, which may start no process of multiprocessing.
+    """
     folder = checkpoint_for_ranks("llama", session_folder)
     server = ServerProcess(folder, tmp_path / "log", "--tensor-parallel-size", "2", where)
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -28,11 +31,14 @@ def test_a_server_says_which_rank_was_lost_and_exits(session_folder: Path, tmp_p
     answer = server.openai().completions.create(model=folder.name, prompt="Once upon", max_tokens=5, temperature=0)
     assert answer.usage.completion_tokens == 5
     assert server.events("ready")[0]["phase"] == "12.1"
-    rank.kill()
-    started = time.monotonic()
-    assert server.process.wait(PATIENCE) == 2
-    assert time.monotonic() - started < 10
-    assert "error: Rank 1 of 2 was ended by SIGKILL; the other ranks cannot go on" in server.log.read_text()
+    if is_lost:
+        rank.kill()
+        started = time.monotonic()
+        assert server.process.wait(PATIENCE) == 2
+        assert time.monotonic() - started < 10
+        assert "error: Rank 1 of 2 was ended by SIGKILL; the other ranks cannot go on" in server.log.read_text()
+    else:
+        assert server.end() == 0
     assert "Traceback" not in server.log.read_text()
     assert not psutil.wait_procs(children, 5)[1]
 
