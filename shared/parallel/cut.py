@@ -88,13 +88,16 @@ def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
     """A range of rows or columns of a matrix in 8 or 4 bits, with its scales.
 
     Rows that do not begin with a block get a scale each; a block of columns that is cut becomes several, with the same
-    scale. Raises ConfigError for columns that would need blocks of less than ``LEAST_BLOCK``.
+    scale. The part is a copy, so the whole may be freed. Raises ConfigError for columns that would need blocks of less
+    than ``LEAST_BLOCK``.
     """
     begin, end = cut.part.start, cut.part.stop
     if cut.dim == ROWS:
-        return (with_scales_by_row(weight) if begin % weight.rows_per_scale else weight).tile(begin, end)
+        part = (with_scales_by_row(weight) if begin % weight.rows_per_scale else weight).tile(begin, end)
+        zeros = None if part.zeros is None else part.zeros.clone()
+        return replace(part, values=part.values.clone(), scales=part.scales.clone(), zeros=zeros)
     group, zeros = weight.columns_per_scale, weight.zeros
-    if group == weight.shape[1]:  # a scale a row
+    if group == weight.shape[1] and (weight.bits == 8 or (end - begin) % LEAST_BLOCK == 0):  # a scale a row
         scales, own = weight.scales, end - begin
     else:
         own = math.gcd(group, begin, end)
@@ -107,7 +110,7 @@ def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
         scales = weight.scales.repeat_interleave(group // own, 1)[:, groups]
         zeros = None if zeros is None else zeros.repeat_interleave(group // own, 1)[:, groups]
     if weight.bits == 8:
-        values = weight.values[:, begin:end]
+        values = weight.values[:, begin:end].contiguous()
     else:
         values = pack_nibbles(unpack_nibbles(weight.values, weight.run)[:, begin:end], min(own, RUN))
     return replace(weight, values=values, scales=scales, zeros=zeros, columns_per_scale=own)
