@@ -78,7 +78,10 @@ def start(
     gateways: Annotated[int, _fleet("--gateways", text="Processes that read requests and choose replicas.")] = 1,
     cpus: Annotated[float, _fleet("--cpus", text="Processors that Ray reserves for each replica.")] = 1.0,
     gpus: Annotated[
-        float | None, _fleet("--gpus", text="GPUs that Ray reserves for each replica; default: one for each rank if --device is one.")
+        float | None,
+        _fleet(
+            "--gpus", text="GPUs that Ray reserves for each replica; default: one for each rank if --device is one."
+        ),
     ] = None,
     address: Address = None,
     host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 for every interface.")] = (
