@@ -99,6 +99,7 @@ class Group:
             pipe.send((self.size, Assignment(rank, config, folder, store.port, num_threads, make_memory, runner)))
             pipes.append(pipe)
         os.close(lifeline)
+        os.close(self.board.fd)  # its memory stays
         self.watch = Watch(self.board, processes, pipes)
         weakref.finalize(self, _end, self.watch, self._lifeline, torch.get_num_threads())
         if device.type == "cpu":
@@ -217,10 +218,12 @@ def agreed_memory(
 ) -> tuple[CachePoolProtocol, BatchView]:
     """A rank's memory, of as many blocks as every rank has room for."""
     pool, view = make_memory(config, model, max_seq_len)
+    if config.num_gpu_blocks is not None or config.kv_cache_backend == "contiguous":  # equal on all ranks
+        return pool, view
     capacity = pool.capacity_tokens
     agreed = ranks.least(capacity)
     useful = config.max_batch_size * -(-max_seq_len // config.block_size) * config.block_size
-    if ranks.device.type == "cpu" and config.num_gpu_blocks is None and agreed < useful:
+    if ranks.device.type == "cpu" and agreed < useful:
         agreed //= ranks.size  # they measured the same memory
     if agreed < capacity:
         del pool, view

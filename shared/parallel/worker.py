@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shared.errors import InferError
 from shared.models.fused import fuse
 from shared.parallel.board import BEATS, CALLS, Board
 from shared.parallel.channel import Receiver
@@ -53,7 +54,7 @@ def main() -> None:
     except EOFError:
         return
     except BaseException as error:
-        if not isinstance(error, PeerError):
+        if not isinstance(error, PeerError | InferError):
             traceback.print_exception(error)
         with suppress(OSError):
             pipe.send(Failed(reason_of(error), isinstance(error, PeerError)))

@@ -3,7 +3,9 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
+from shared.engine.config import EngineConfig
 from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.request import Request
 from shared.engine.runner import Runner
@@ -24,6 +27,7 @@ from shared.parallel.batch import RankBatch, takes_plain_argmax
 from shared.parallel.board import SLOT_BYTES, Board
 from shared.parallel.channel import Receiver, Sender
 from shared.parallel.collectives import Collectives
+from shared.parallel.group import agreed_memory
 from shared.parallel.runner import rank_runner
 from shared.parallel.shard import Shard
 from shared.sampling.params import SamplingParams
@@ -102,6 +106,29 @@ def test_a_message_with_another_number_is_refused() -> None:
 )
 def test_when_the_argmax_of_raw_logits_is_enough(params: dict[str, Any], is_plain: bool) -> None:
     assert takes_plain_argmax(SamplingParams(**params)) is is_plain
+
+
+def test_ranks_agree_on_blocks_for_all(session_folder: Path) -> None:
+    """Of the ranks' numbers the smallest counts; ranks on one CPU measured the same memory."""
+    config = EngineConfig(max_batch_size=4, max_seq_len=64, block_size=16)
+    made: dict[int, list[int | None]] = {0: [], 1: []}
+
+    def make(rank: int, found: int, config: EngineConfig, *_: Any) -> Any:
+        made[rank].append(config.num_gpu_blocks)
+        return SimpleNamespace(capacity_tokens=16 * (config.num_gpu_blocks or found)), None
+
+    def agree(found: tuple[int, int], **about: Any) -> list[int]:
+        own = replace(config, **about)
+        return on_ranks(
+            2, lambda r: agreed_memory(own, None, 64, partial(make, r.rank, found[r.rank]), r)[0].capacity_tokens // 16
+        )  # type: ignore[arg-type]
+
+    assert agree((16, 16)) == [16, 16], "all that can be used"
+    assert agree((12, 9)) == [4, 4]
+    assert agree((16, 12)) == [6, 6]
+    assert made == {0: [None, None, 4, None, 6], 1: [None, None, 4, None, 6]}
+    assert agree((7, 7), num_gpu_blocks=5) == [5, 5]
+    assert agree((7, 7), kv_cache_backend="contiguous") == [7, 7]
 
 
 class Part(Successor):
