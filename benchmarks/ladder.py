@@ -11,6 +11,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from benchmarks.contenders import generating_lessons, speeds
 from benchmarks.report import Report, rounded
 from benchmarks.serving.contenders import has_continuous
@@ -24,6 +26,8 @@ from shared.engine.config import EngineConfig
 from shared.engine.warm_up import warm_up
 from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson
+from shared.models.config import ModelConfig
+from shared.parallel.shard import possible_sizes
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ def measure_ladder(
     limit = setup.shape.max_position_embeddings
     contexts = _contexts(context_lengths, limit)
     rungs = generating_lessons(phases)
+    if phases is None:
+        rungs = [lesson for lesson in rungs if not has_ranks(lesson) or most_ranks(setup.shape, setup.target) > 1]
     longest = max(prompt_tokens + new_tokens, REGION_TOKENS, *(length + POINT_TOKENS + 1 for length in contexts))
     config = setup.config(max_seq_len=min(longest, limit))
     setup.check_memory(1, "close other programs")
@@ -94,7 +100,7 @@ def measure_ladder(
             for name in rotated(tuple(runs), trial):
                 what = f"phase {name}, trial {trial + 1} of {trials}"
                 with steps.step(f"{what}: load"):
-                    engine, queue = load_rung(find_lesson(name), config)
+                    engine, queue = load_rung(find_lesson(name), config, most_ranks(setup.shape, setup.target))
                     engines[name] = engine.config
                     run(engine, [1] * prompt_tokens, 2)  # warms up
                 with steps.step(f"{what}: one request"):
@@ -137,8 +143,21 @@ def longest_wait(run: ServedRun) -> float:
     return max(b - a for each in run.requests if each.is_background for a, b in pairwise(each.token_times))
 
 
-def load_rung(lesson: Lesson, config: EngineConfig) -> tuple[Any, Any]:
+def has_ranks(lesson: Lesson) -> bool:
+    """Whether a phase can share the model over several GPUs."""
+    return "tensor_parallel_size" in lesson.load("engine").SUPPORTED
+
+
+def most_ranks(shape: ModelConfig, device: torch.device) -> int:
+    """The GPUs over which the model can be shared: as many as there are, and its heads allow; 1 on a CPU."""
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    return max(size for size in possible_sizes(shape) if size <= num_gpus)
+
+
+def load_rung(lesson: Lesson, config: EngineConfig, num_ranks: int = 1) -> tuple[Any, Any]:
     """A phase's engine, and the queue in front of it that many requests join: the engine itself if it has one."""
+    if has_ranks(lesson):
+        config = replace(config, tensor_parallel_size=num_ranks)
     if "prefill_chunk_size" in lesson.load("engine").SUPPORTED:
         config = replace(config, prefill_chunk_size=CHUNK)
     engine = lesson.engine_within(config, REGIONS, TOGETHER.concurrency)

@@ -84,7 +84,7 @@ def trace(
     from shared.tracing.trials import TracedRun, record
     from shared.tracing.workload import arrival_steps, read_prompts
 
-    lesson = _tracing_lesson(phase)
+    lesson = _tracing_lesson(phase, settings)
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
     if texts is not None and shared_prefix is not None:
@@ -114,9 +114,9 @@ def trace(
     _write(traces, out, f"infer trace · {model_name(model)}", note)
 
 
-def _tracing_lesson(number: str | None) -> Lesson:
-    """The phase with this number, or the newest; raises ConfigError if it runs one request at a time."""
-    lesson = options.answering_lesson(number)
+def _tracing_lesson(number: str | None, settings: dict[str, Any]) -> Lesson:
+    """The phase with this number, or that of the settings; raises ConfigError if it runs one request at a time."""
+    lesson = options.answering_lesson(number, settings)
     if not _has_steps(lesson):
         able = ", ".join(other.number for other in lessons() if _has_steps(other))
         raise ConfigError(
