@@ -46,6 +46,7 @@ class Intake:
         self.tokenizer = handle.tokenizer
         self.max_seq_len = handle.max_seq_len
         self.vocab_size: int = handle.model_config.vocab_size
+        self.has_grammars = handle.has_grammars
         self.config = config
         self.is_draining = False
         self._client = client
@@ -114,6 +115,9 @@ class Intake:
         if described is None:
             return params
         grammar, param = described
+        if not self.has_grammars:
+            said = f"{param} asks for a grammar, and phase 12 is the first whose engine has them: leave it out."
+            raise invalid(said, param=param)
         try:
             compiled = self._grammars.known(grammar)
             if compiled is None:

@@ -12,7 +12,7 @@ import pytest
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.grammar.grammar import Grammar
-from tests.unit.server.echo import serving
+from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import chat, completion, error_of, events
 
 DATE = "[0-9]{4}-[0-9]{2}"
@@ -107,6 +107,26 @@ def test_what_is_no_grammar_is_refused_by_its_field(
         error = error_of(response)
         assert error["param"] == param
         assert message in error["message"]
+
+
+ASKED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format.pattern"),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+    ({"guided_regex": "a"}, "guided_regex"),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_phase_before_grammars_refuses_them_by_the_field(path: str, folder: Path) -> None:
+    with serving(EchoEngine(folder)) as running, running.client() as client:
+        for fields, param in ASKED:
+            response = client.post(path, json=ROUTES[path](**fields))
+            assert response.status_code == 422, response.text
+            assert error_of(response)["param"] == param
+            assert "phase 12 is the first" in error_of(response)["message"]
+        assert client.post(path, json=ROUTES[path](response_format={"type": "text"})).status_code == 200
+        assert running.engine.num_steps > 0
 
 
 def test_a_slow_grammar_delays_no_other_request(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
