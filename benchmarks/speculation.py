@@ -6,7 +6,6 @@ one. Invariant: engines that are compared take turns, in one process, on the sam
 """
 
 import dataclasses
-import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,9 +16,11 @@ from benchmarks.view import Column, Lines, Table, View, percent, text, times
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
+from shared.speculation.adaptive import StepTimes
 from shared.speculation.ngram import NGramDrafter
 
 CONTEXT, WARM = 256, 4  # tokens of a prompt; steps that are not timed
+GOLDEN = (5**0.5 - 1) / 2
 FILLER = 7  # the id of a draft where the lookup finds none
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 CODE = """class Queue:
@@ -50,12 +51,16 @@ PLAIN = "phase 10"
 
 
 class Lot:
-    """Decides by lot which drafts of an engine are accepted, each with probability ``acceptance``."""
+    """Decides by lot which drafts of an engine are accepted, each with probability ``acceptance``.
+
+    The lots of successive requests are spread evenly (multiples of the golden ratio), so that few steps accept as many
+    drafts as many do.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.running, self.drafter = engine.scheduler.running, engine.drafter
         self.commit, self.propose = engine.scheduler.commit, engine.drafter.propose
-        self.acceptance, self.chance = 0.0, random.Random(0)
+        self.acceptance, self.lot = 0.0, 0.5
         engine.scheduler.commit, engine.drafter.propose = self.decide, self.fill
 
     def fill(self, schedule: Any) -> None:
@@ -69,11 +74,12 @@ class Lot:
         """Commit the drafts that are drawn by lot, and another token behind them."""
         ids, first = list(sampled.token_ids), 0
         for request, _, _, num_drafts, num_rows, _ in schedule:
-            for n, draft in enumerate(request.draft_ids[:num_drafts]):
-                is_accepted = self.chance.random() < self.acceptance
-                ids[first + n] = draft if is_accepted else draft ^ 1
-                if not is_accepted:
-                    break
+            drafts = request.draft_ids[:num_drafts]
+            if drafts:
+                self.lot = (self.lot + GOLDEN) % 1
+                num_accepted = sum(self.lot < self.acceptance**n for n in range(1, num_drafts + 1))
+                drafts[num_accepted : num_accepted + 1] = [draft ^ 1 for draft in drafts[num_accepted:][:1]]
+                ids[first : first + num_drafts] = drafts
             first += num_rows
         self.commit(schedule, dataclasses.replace(sampled, token_ids=ids))
 
@@ -108,6 +114,13 @@ def requests_of(engine: Any) -> list[Any]:
 def expected_tokens(acceptance: float, length: int) -> float:
     """Tokens of a step with ``length`` drafts, each accepted with this probability if those before it are."""
     return sum(acceptance**n for n in range(length + 1))
+
+
+def by_formula(times: StepTimes, longest: int, requests: int, acceptance: float, length: int) -> float:
+    """What drafts should buy: the expected tokens of a step, over its time in plain steps, from the measured parts."""
+    plain, short, long, first, more = times.of(requests)
+    verification = short + (long - short) * (length - 1) / max(longest - 1, 1)
+    return expected_tokens(acceptance, length) * plain / (verification + first + (length - 1) * more)
 
 
 def make_engines(target: str, draft: str | None, length: int, **about: Any) -> dict[str, Any]:
@@ -163,6 +176,7 @@ def measure_imposed(
             num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become few with time
             speed = tokens_per_second(engine, size, num_steps, salt=1000 * trial)
             speeds[size, name, length, acceptance] += [speed] if trial else []
+    times = {name: engines[name].scheduler.lengths.times for name in lots}
     medians = {case: statistics.median(found) for case, found in speeds.items()}
     rows = [
         {
@@ -173,14 +187,18 @@ def measure_imposed(
             "tokens_per_second": rounded(medians[size, name, length, acceptance]),
             "over_plain": ratio(medians[size, name, length, acceptance], medians[size, PLAIN, 0, 0.0]),
             "expected_tokens": rounded(expected_tokens(acceptance, length)) if length else None,
+            "by_formula": rounded(by_formula(times[name], longest, size, acceptance, length)) if length else None,
         }
         for size, name, length, acceptance in cases
     ]
-    times_of = {
-        name: dataclasses.asdict(engines[name].scheduler.lengths.times) if name in lots else None for name in engines
-    }
     flags = {"steps": steps, "trials": trials, "draft": draft}
-    return report_of("speculation", target, engines, flags, {"rows": rows, "times": times_of})
+    return report_of(
+        "speculation",
+        target,
+        engines,
+        flags,
+        {"rows": rows, "times": {n: dataclasses.asdict(t) for n, t in times.items()}},
+    )
 
 
 def imposed_view(report: Report) -> View:
@@ -197,26 +215,21 @@ def imposed_view(report: Report) -> View:
     ]
     fixed = [row for row in rows if isinstance(row["length"], int)]
     lengths = sorted({row["length"] for row in fixed})
-    names: dict[tuple[int, str, float], dict[int, float]] = {
+    names: dict[tuple[int, str, float], dict[int, dict[str, Any]]] = {
         (row["requests"], row["drafter"], row["acceptance"]): {} for row in fixed
     }
     for row in fixed:
-        names[row["requests"], row["drafter"], row["acceptance"]][row["length"]] = row["over_plain"]
-    panels = [
-        Lines(
-            f"{drafter}, {requests} requests: times phase 10, by drafts a step",
-            lengths,
-            [
-                (f"{100 * rate:.0f} % accepted", [found[k] for k in lengths])
-                for (size, name, rate), found in names.items()
-                if (size, name) == (requests, drafter)
-            ],
-        )
-        for requests, drafter in dict.fromkeys(key[:2] for key in names)
-    ]
+        names[row["requests"], row["drafter"], row["acceptance"]][row["length"]] = row
+    panels = []
+    for requests, drafter in dict.fromkeys(key[:2] for key in names):
+        own = [(rate, found) for (*key, rate), found in names.items() if key == [requests, drafter]]
+        measured = [(f"{100 * rate:.0f} % accepted", [row[k]["over_plain"] for k in lengths]) for rate, row in own]
+        curves = [[row[k].get("by_formula") for k in lengths] for _, row in own]
+        title = f"{drafter}, {requests} requests: times phase 10, by drafts a step; dashed: the formula"
+        panels.append(Lines(title, lengths, measured, curves))
     draft = report.flags["draft"]
     about = [report.machine_title, f"draft model {draft}" if draft else "drafts by lookup alone"]
-    return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:2])
+    return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:4])
 
 
 def answer(engine: Any, prompt: str, max_new_tokens: int) -> tuple[list[int], float]:

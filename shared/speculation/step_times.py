@@ -43,28 +43,37 @@ def tune(scheduler: Scheduler, runner: Runner, drafter: Drafter) -> None:
 
 
 def step_seconds(
-    runner: Runner, pool: CachePoolProtocol, num_requests: int, num_drafts: int = 0, *, waits: bool = False
+    runner: Runner,
+    pool: CachePoolProtocol,
+    num_requests: int,
+    num_drafts: int = 0,
+    *,
+    waits: bool = False,
+    repeats: bool = False,
 ) -> float:
     """Seconds of a step that decodes made-up requests with ``num_drafts`` each; ``waits``: for the tokens of each step.
 
-    Without waiting, a step is launched while the one before it runs.
+    Without waiting, a step is launched while the one before it runs; ``repeats``: for the token that that one draws.
     """
     params = SamplingParams(temperature=0.0, max_new_tokens=1)
     size = num_drafts + 1
     requests = [Request(f"timing {n}", [0], params, 0, draft_ids=[0] * num_drafts) for n in range(num_requests)]
     num_rounds, num_steps = ROUNDS[runner.model.device.type]
+    num_ahead = min(num_steps, pool.request_capacity - size) if repeats else 0
     rounds = []
     try:
         for request in requests:
             pool.admit(request)
-            pool.reserve(request, size)
+            pool.reserve(request, size + num_ahead)
         schedule = Schedule(
-            0, tuple(Scheduled(request, 0, size, num_drafts, size) for request in requests), num_requests
+            0, tuple(Scheduled(request, 0, size, num_drafts, size) for request in requests), num_requests, (), num_ahead
         )
         for _ in range(num_rounds):
-            started = time.perf_counter()
+            started, launched = time.perf_counter(), None
             for _ in range(num_steps):
-                sampled = runner.sample(runner.forward(Batch.of(schedule, pool)), schedule.sampling_rows())
+                again = runner.repeat(launched) if repeats and launched is not None else None
+                launched = again or runner.forward(Batch.of(schedule, pool))
+                sampled = runner.sample(launched, schedule.sampling_rows())
                 if waits:
                     sampled.wait()
             sampled.wait()

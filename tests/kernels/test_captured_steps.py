@@ -120,6 +120,32 @@ def test_replayed_steps_verify_drafts(tiny_checkpoints: dict[str, Path], family:
     assert engine.runner.num_forwards < plain.runner.num_forwards
 
 
+@pytest.mark.parametrize(("family", "is_same"), [("llama", True), ("gemma3_text", False)])
+def test_drafts_behind_each_other_are_moved_on_by_the_device(
+    tiny_checkpoints: dict[str, Path], family: str, is_same: bool
+) -> None:
+    """A draft model that is the model itself, whose drafts are all right, and one with other layers."""
+    folder = tiny_checkpoints[family]
+    expected, _ = serve(make_engine(folder, use_cuda_graphs=False), REQUESTS[:2])
+    drafting: dict[str, Any] = {"use_speculative_decoding": True, "draft_model": str(folder), "spec_length": 4}
+    engine = make_engine(folder, Speculative, adapt_spec_length=False, num_gpu_blocks=24, **drafting)
+    drafter, capture = engine.drafter, Repeat() if INTERPRETED else None
+    drafter.model.blocks = engine.model.blocks if is_same else drafter.model.blocks[:2]
+    runner = drafter.runner = CapturedRunner(drafter.model, drafter.runner.view, drafter.pool.max_sequences, capture)
+    answers, repeat = [], runner.repeat
+    runner.repeat = lambda launched: answers.append(repeat(launched)) or answers[-1]  # type: ignore[func-returns-value]
+    for memory in (runner.view.keys, runner.view.values):  # type: ignore[attr-defined]
+        memory.fill_(float("nan"))
+    got, _ = serve(engine, REQUESTS[:2])
+    assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
+    num_repeats = sum(answer is not None for answer in answers)
+    assert num_repeats > 5
+    stats = engine.stats()
+    assert stats["drafts accepted (tokens)"] > (15 if is_same else 0)
+    assert stats["drafts rejected (tokens)"] > 0 or is_same
+    assert runner.num_forwards - runner.num_replays <= 2
+
+
 def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkpoints: dict[str, Path]) -> None:
     """The launches of a layer do not depend on how many of the sequences decode, nor on the lengths."""
     engine = make_engine(tiny_checkpoints["llama"])

@@ -36,7 +36,7 @@ def test_a_record_says_where_each_token_was_drawn(trace: Trace, folder: Path) ->
     free, *constrained_requests = trace.requests
     assert {token.position for token in free.tokens} == {None}
     engine = make_engine(folder, "12")
-    fsm = (engine.constraints.check(workload()[1].params), engine.constraints.grammars.get(GRAMMAR))[1]
+    fsm = engine.constraints.grammars.get(GRAMMAR)
     for request in constrained_requests:
         assert request.finish_reason == "eos"
         text, state = "", fsm.initial_state
@@ -56,7 +56,6 @@ def test_a_record_says_where_each_token_was_drawn(trace: Trace, folder: Path) ->
 
 def test_a_progress_ends_with_its_grammar(folder: Path) -> None:
     engine = make_engine(folder, "12")
-    engine.constraints.check(constrained(arrivals(1)[0].params, Grammar.choice(["a"])))
     progress = Progress(engine.constraints.grammars.get(Grammar.choice(["a"])))
     (a,), (end, *_) = engine.tokenizer.encode("a", add_special_tokens=False), engine.tokenizer.eos_ids
     assert progress.read(a) == (0, "", 1)
