@@ -246,10 +246,10 @@ def imposed_view(report: Report) -> View:
         own = [(rate, found) for (*key, rate), found in names.items() if key == [requests, drafter]]
         measured = [(f"{100 * rate:.0f} % accepted", [row[k]["over_plain"] for k in lengths]) for rate, row in own]
         curves = [[row[k].get("by_formula") for k in lengths] for _, row in own]
-        title = f"{drafter}, {requests} requests: times phase 10, by drafts a step; dashed: the formula"
-        panels.append(Lines(title, lengths, measured, curves))
+        panels.append(Lines(f"{drafter}, {requests} at a time", lengths, measured, curves))
     draft = report.flags["draft"]
-    about = [report.machine_title, f"draft model {draft}" if draft else "drafts by lookup alone"]
+    about = [f"{report.machine_title}, {f'draft model {draft}' if draft else 'drafts by lookup alone'}"]
+    about += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the measured times of its parts"]
     return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:4])
 
 
