@@ -280,8 +280,8 @@ def test_useless_guesses_are_given_up_and_tried_again(tiny_checkpoints: dict[str
     found, records = serve(engine, requests)
     assert seen(found) == seen(answers)
     tried = [n for n, record in enumerate(records) if record.verified]
-    assert 4 <= len(tried) < 20
-    assert tried[-1] > 60
+    assert len(tried) < len(records) / 8
+    assert 2 <= len([n for n in tried if n > 100]) <= 4, "every 32 steps"
 
 
 def test_the_settings_say_what_is_missing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
