@@ -7,14 +7,18 @@ one. Invariant: engines that are compared take turns, in one process, on the sam
 
 import dataclasses
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report, describe_model, engine_settings, ratio, rounded
 from benchmarks.view import Column, Lines, Table, View, percent, text, times
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
+from shared.loading.config_json import read_config
+from shared.loading.resolve import resolve_model
 from shared.sampling.params import SamplingParams
 from shared.speculation.adaptive import StepTimes
 from shared.speculation.ngram import NGramDrafter
@@ -48,6 +52,8 @@ TASKS = {
     "story": "Write a short story about a dragon who learns to bake bread.",
 }
 PLAIN = "phase 10"
+RANDOM = "random"
+"""In place of an adapter's folder: one that is not trained."""
 
 
 class Lot:
@@ -123,16 +129,29 @@ def by_formula(times: StepTimes, longest: int, requests: int, acceptance: float,
     return expected_tokens(acceptance, length) * plain / (verification + first + (length - 1) * more)
 
 
-def make_engines(target: str, draft: str | None, length: int, **about: Any) -> dict[str, Any]:
-    """Phase 10's engine, and phase 11's with each drafter."""
+def make_engines(target: str, draft: str | None, adapter: str | None, length: int, **about: Any) -> dict[str, Any]:
+    """Phase 10's engine, phase 11's with each drafter, and phase 11.1's with an adapter, or an untrained one."""
     ours = {"use_speculative_decoding": True, "spec_length": length}
     settings: dict[str, dict[str, Any]] = {PLAIN: {}, "ngram": ours | {"drafter": "ngram"}}
     if draft is not None:
         settings["model"] = ours | {"draft_model": draft}
+    if adapter is not None:
+        folder = untrained_adapter(target, length) if adapter == RANDOM else adapter
+        settings["adapter"] = ours | {"adapter": str(folder)}
+    phases = {PLAIN: "10", "adapter": "11.1"}
     return {
-        name: find_lesson("10" if name == PLAIN else "11").engine(EngineConfig(target, **about, **more))
+        name: find_lesson(phases.get(name, "11")).engine(EngineConfig(target, **about, **more))
         for name, more in settings.items()
     }
+
+
+def untrained_adapter(target: str, num_masks: int) -> Path:
+    """The folder of an adapter for a target, which guesses at random; its speed is that of a trained one."""
+    from shared.speculation.adapter import Adapter, AdapterConfig
+
+    folder = Path(tempfile.mkdtemp(prefix="adapter-"))
+    Adapter(AdapterConfig(num_masks=num_masks), read_config(resolve_model(target), can_quantize=True)).save(folder)
+    return folder
 
 
 def report_of(name: str, target: str, engines: dict[str, Any], flags: dict[str, Any], results: Any) -> Report:
@@ -140,7 +159,8 @@ def report_of(name: str, target: str, engines: dict[str, Any], flags: dict[str, 
     model, draft = describe_model(target), flags["draft"]
     flags = flags | {"draft": draft and describe_model(draft)["name"]}
     shown = {key: engine_settings(engine.config, model["name"]) for key, engine in engines.items()}
-    shown = {key: value | {"draft_model": value["draft_model"] and flags["draft"]} for key, value in shown.items()}
+    known = {"draft_model": flags["draft"], "adapter": flags["adapter"] and Path(flags["adapter"]).name}
+    shown = {key: value | {name: value[name] and known[name] for name in known} for key, value in shown.items()}
     return Report(name, model, shown, 0, flags, results, str(engines[PLAIN].model.device.type))
 
 
@@ -148,6 +168,7 @@ def measure_imposed(
     target: str,
     *,
     draft: str | None = None,
+    adapter: str | None = None,
     device: str = "cpu",
     lengths: Sequence[int] = (1, 3, 5, 8),
     acceptances: Sequence[float] = (0.6, 0.8, 0.95),
@@ -157,10 +178,10 @@ def measure_imposed(
 ) -> Report:
     """Speed by length and acceptance; also with useless drafts and adaptive lengths, and with speculation off."""
     chosen, rates, sizes, longest = list(lengths), list(acceptances), list(batches), max(lengths)
-    max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2) + 16
+    max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2 + (longest + 1 if adapter else 0)) + 16
     about: dict[str, Any] = {"device": device, "max_batch_size": max(sizes), "max_seq_len": max_seq_len}
     about |= {"num_gpu_blocks": max(sizes) * (max_seq_len // 16 + 1), "use_prefix_caching": False}
-    engines = make_engines(target, draft, longest, **about)
+    engines = make_engines(target, draft, adapter, longest, **about)
     lots = {name: Lot(engine) for name, engine in engines.items() if name != PLAIN}
     cases = [(size, PLAIN, 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
     cases += [(size, name, k, a) for size in sizes for name in lots for k in chosen for a in rates]
@@ -191,7 +212,7 @@ def measure_imposed(
         }
         for size, name, length, acceptance in cases
     ]
-    flags = {"steps": steps, "trials": trials, "draft": draft}
+    flags = {"steps": steps, "trials": trials, "draft": draft, "adapter": adapter}
     return report_of(
         "speculation",
         target,
@@ -245,6 +266,7 @@ def measure_texts(
     target: str = "smollm2-135m",
     *,
     draft: str | None = None,
+    adapter: str | None = None,
     device: str = "cpu",
     length: int = 5,
     max_new_tokens: int = 160,
@@ -252,7 +274,7 @@ def measure_texts(
 ) -> Report:
     """Answers of a chat model to four tasks: acceptance, forward passes and time, beside the plain engine."""
     about: dict[str, Any] = {"device": device, "max_batch_size": 1, "max_seq_len": 1024, "use_prefix_caching": False}
-    engines = make_engines(target, draft, length, **about)
+    engines = make_engines(target, draft, adapter, length, **about)
     rows: list[dict[str, Any]] = []
     for task, said in TASKS.items():
         prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
@@ -278,7 +300,9 @@ def measure_texts(
                     "over_plain": ratio(plain, statistics.median(seconds for _, seconds in found[name])),
                 }
             )
-    return report_of("speculation-texts", target, engines, {"length": length, "draft": draft}, {"rows": rows})
+    return report_of(
+        "speculation-texts", target, engines, {"length": length, "draft": draft, "adapter": adapter}, {"rows": rows}
+    )
 
 
 def texts_view(report: Report) -> View:

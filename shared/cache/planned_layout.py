@@ -41,6 +41,7 @@ class AttentionPlanner:
         default_factory=dict, compare=False
     )
     """The plans of the last decoding sequences, by their lengths in whole tiles and the rows of the launch."""
+    has_masks: bool = False  # whether new tokens may be mask tokens (phase 11.1)
 
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """The tiling of a decode step of ``num_sequences`` sequences."""
@@ -93,7 +94,9 @@ class AttentionPlanner:
         grid = tiling.grid(self.config.num_kv_heads, self.device)
         tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
         return {
-            window: plan_prefill(num_new, lengths, grid, tokens_per_tile=tokens, window=window)
+            window: plan_prefill(
+                num_new, lengths, grid, tokens_per_tile=tokens, window=window, has_masks=self.has_masks
+            )
             for window in self.windows
         }
 

@@ -137,11 +137,12 @@ def sampling_params(
         stop_token_ids=tuple(stop_token_id or ()),
         seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
         ignore_eos=ignore_eos,
-        structured_output=_grammar(json_schema, regex, choice or None),
+        structured_output=described_grammar(json_schema, regex, choice or None),
     )
 
 
-def _grammar(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> "Grammar | None":
+def described_grammar(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> "Grammar | None":
+    """The grammar of three options, of which one may be given; raises RequestError."""
     if json_schema is None and regex is None and choice is None:
         return None
     from shared.grammar.grammar import grammar_of

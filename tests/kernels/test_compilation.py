@@ -232,7 +232,9 @@ def compile_fp8_kv_cache():
             grid, tokens = tiling.grid(Hkv, one.device), tiling.tokens(Hq // Hkv)
             plan = plan_prefill([1], [1], grid, tokens_per_tile=tokens, window=None)
             plan = DevicePlan.of(plan, [torch.as_tensor(array).int() for array in plan.arrays()])
-            planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
+            for num_masks in (None, one):  # with mask tokens too
+                about["num_masks"] = num_masks
+                planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
 
 
 def compile_sampler():
