@@ -147,7 +147,7 @@ def test_bad_requests_are_refused(template):
 
 
 @pytest.mark.parametrize(
-    ("role", "content"), [("tool", "x"), ("User", "x"), (None, "x"), ("user", None), ("user", ["x"])]
+    ("role", "content"), [("function", "x"), ("User", "x"), (None, "x"), ("user", None), ("user", ["x"])]
 )
 def test_a_message_of_another_kind_is_refused(role, content):
     with pytest.raises(RequestError, match="message"):
