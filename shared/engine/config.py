@@ -188,6 +188,12 @@ class EngineConfig:
     adapt_spec_length: bool | None = setting(
         None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
     )
+    grammar_pool_bytes: int = setting(
+        256_000_000,
+        "12",
+        "Of GPU memory for the grammars of running requests; the masks of those that find no room come from the CPU.",
+        at_least=0,
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
