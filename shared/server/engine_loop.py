@@ -135,6 +135,7 @@ class EngineHandle(Protocol):
     tokenizer: Any
     max_seq_len: int
     request_capacity: int  # tokens that the KV cache can hold for one request
+    has_grammars: bool
     load: EngineLoad  # before the loop started
 
     def start(self, publish: Publish) -> None:

@@ -25,7 +25,7 @@ from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
 from shared.server.engine_loop import Command, Crashed, EngineLoop, Publish, Stop
-from shared.server.served_engine import ServedEngine
+from shared.server.served_engine import GrammarEngine, ServedEngine
 from shared.text.tokenizer import Tokenizer
 
 MAX_UNDELIVERED = 64
@@ -40,6 +40,7 @@ class About:
     model_config: Any
     max_seq_len: int
     request_capacity: int
+    has_grammars: bool
     load: EngineLoad
 
 
@@ -72,6 +73,7 @@ class EngineProcess:
             raise about
         self.config, self.model_config, self.max_seq_len = about.config, about.model_config, about.max_seq_len
         self.request_capacity, self.load = about.request_capacity, about.load
+        self.has_grammars = about.has_grammars
         self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
@@ -149,5 +151,6 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
         send(refusal)
         return
     capacity = engine.pool.request_capacity
-    send(About(engine.config, engine.model.config, engine.max_seq_len, capacity, engine.load()))
+    has_grammars = isinstance(engine, GrammarEngine)
+    send(About(engine.config, engine.model.config, engine.max_seq_len, capacity, has_grammars, engine.load()))
     EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

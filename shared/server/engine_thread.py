@@ -8,7 +8,7 @@ import queue
 import threading
 
 from shared.server.engine_loop import Command, EngineLoop, Publish
-from shared.server.served_engine import ServedEngine
+from shared.server.served_engine import GrammarEngine, ServedEngine
 
 
 class EngineThread:
@@ -20,6 +20,7 @@ class EngineThread:
         self.tokenizer = engine.tokenizer
         self.max_seq_len = engine.max_seq_len
         self.request_capacity = engine.pool.request_capacity
+        self.has_grammars = isinstance(engine, GrammarEngine)
         self.load = engine.load()
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()

@@ -85,6 +85,13 @@ def choose_template(family: str, tokenizer: Tokenizer) -> str:
     )
 
 
+def has_tools(template: str, tokenizer: Tokenizer) -> bool:
+    """Whether a template has tools for this checkpoint: the first Llama 3 has none, 3.1 and later have."""
+    return template in TOOL_INDENTS and (
+        template != "llama3" or llama_date(tokenizer, datetime.date.today()) is not None
+    )
+
+
 def render_chat(
     messages: Sequence[ChatMessage],
     *,
@@ -262,7 +269,7 @@ def _check_tools(messages: Sequence[ChatMessage], template: str, tools: Sequence
         raise RequestError(f"An assistant's turn has {max(calls)} tool calls; this model's format has one a turn.")
     turns = messages[1:] if messages[0].role == "system" else messages
     if template == "llama3" and tools and not (turns and turns[0].role == "user"):
-        raise RequestError("This model's format describes tools in the first user message, and there is none first.")
+        raise RequestError("tools stand in the first message in this format, and that is no message of the user.")
 
 
 def _unused_character(texts: Sequence[str]) -> str:
