@@ -132,7 +132,7 @@ class AnswerGraph:
         """An answer that is a call from its beginning on, or free text."""
         graph = self.graph
         free = graph.state(is_final=True)
-        graph.rows[free] = dict.fromkeys(range(SPECIAL_BYTE), free)
+        self._read_text(free)
         first = len(graph.rows)
         refused = set()
         if self.mode is CallMode.AUTO:
@@ -141,7 +141,7 @@ class AnswerGraph:
             refused = {(graph.word(start, head[:-1]), head[-1]) for head in self._texts()}
         graph.rows[start] |= dict.fromkeys(_BLANKS, start)
         for state in [start, *range(first, len(graph.rows))]:
-            others = {byte: free for byte in range(SPECIAL_BYTE) if (state, byte) not in refused}
+            others = {byte: to for byte, to in graph.rows[free].items() if (state, byte) not in refused}
             graph.rows[state] = others | graph.rows[state]
             graph.final.add(state)
         if self.mode is CallMode.AUTO and self.spelling.hidden is not None:
@@ -151,7 +151,7 @@ class AnswerGraph:
         """States that read text up to a mark, by how much of the mark has been read; None: the mark is refused."""
         graph = self.graph
         states = [graph.state(is_final=is_final)]
-        graph.rows[states[0]] = dict.fromkeys(range(SPECIAL_BYTE), states[0])
+        self._read_text(states[0])
         if mark[0] == SPECIAL_BYTE:  # one token, so no text begins as it does
             if found is not None:
                 graph.word(states[0], mark, found)
@@ -168,6 +168,16 @@ class AnswerGraph:
             else:
                 graph.rows[state][byte] = following
         return states
+
+    def _read_text(self, state: int) -> None:
+        """A state that reads any text, a whole character at a time, so that a special token splits none."""
+        graph, following = self.graph, state
+        graph.rows[state] = dict.fromkeys(range(0x80), state)
+        for first, last in ((0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4)):
+            inside = graph.state()
+            graph.rows[inside] = dict.fromkeys(range(0x80, 0xC0), following)
+            graph.rows[state] |= dict.fromkeys(range(first, last + 1), inside)
+            following = inside
 
 
 def encoded(text: str) -> bytes:

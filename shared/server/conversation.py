@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from shared.server.errors import invalid
 from shared.server.fields import short
-from shared.server.protocol import Message
+from shared.server.message import Message
 from shared.text.chat import ChatMessage, ToolCall
 
 

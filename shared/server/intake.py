@@ -30,12 +30,14 @@ from shared.server.conversation import conversation
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
 from shared.server.errors import ApiError, invalid, overloaded
+from shared.server.message import Message
 from shared.server.middleware import record_of
-from shared.server.protocol import ChatRequest, Message, Prediction, SamplingFields
+from shared.server.protocol import ChatRequest, Prediction, SamplingFields
 from shared.server.settings import ServerConfig
 from shared.server.structured_output import described_grammar, refusal
 from shared.server.tool_answer import ToolReading
 from shared.server.tool_fields import check_tools, field_that_constrains
+from shared.server.tool_grammar import tool_grammar
 from shared.text.chat import THINKING_TEMPLATES, chat_parts, choose_template, has_tools
 from shared.text.token_length import TextBound
 from shared.text.tools import TOOL_FORMATS, ToolFormat
@@ -141,7 +143,7 @@ class Intake:
 
     async def with_grammar(self, params: SamplingParams, body: SamplingFields) -> SamplingParams:
         """The parameters with the grammar of the body, compiled. A request waits for its own and delays no other."""
-        described = described_grammar(body)
+        described = self._described(body)
         if described is None:
             return params
         grammar, param = described
@@ -155,6 +157,18 @@ class Intake:
             raise refusal(error, param) from None
         except RequestError as error:
             raise invalid(str(error), param="ignore_eos") from None
+
+    def _described(self, body: SamplingFields) -> tuple[Grammar, str] | None:
+        """The grammar that the body asks for, by its tools or otherwise, and the field that does. Raises ApiError."""
+        described = described_grammar(body)
+        if not (isinstance(body, ChatRequest) and body.tools and self.tool_format and self.has_grammars):
+            return described
+        if described is None:
+            return tool_grammar(body, self.tokenizer, self.tool_format), "tools"
+        if body.tool_choice != "none":
+            said = f"An answer has one grammar, and {described[1]} and tools are given; leave out one of them."
+            raise invalid(said, param="tools")
+        return described
 
     def _compiled(self, grammar: Grammar) -> Grammar:
         if self._usable_bytes is None:
