@@ -571,7 +571,7 @@ def statuses_of(operation: Any, mode: GenerationMode) -> set[int]:
                 "structured_output is ",
                 "An answer has one ",
                 "ignore_eos ",
-                "tools ",
+                "tools",
                 "tool_choice ",
                 "tool_call_id ",
                 "arguments is ",
