@@ -102,9 +102,9 @@ def remove_kernel(
             word = tl.gather(row, tl.where(rank >= 0, rank // GROUPED, 0), 0)
             is_allowed = (rank >= 0) & (((word >> (rank % GROUPED)) & 1) != 0)
             is_allowed = is_allowed | ((rank == ENDS) & (about_row == MAY_END))
-            logits += tl.load(numbers + b).to(tl.int64) * logit_stride + ids
-            kept = tl.load(logits, mask=ids < vocabulary, other=0.0)  # storing all is faster than storing some
-            tl.store(logits, tl.where(is_allowed, kept.to(tl.float32), float("-inf")), mask=ids < vocabulary)
+            own = logits + tl.load(numbers + b).to(tl.int64) * logit_stride + ids
+            kept = tl.load(own, mask=ids < vocabulary, other=0.0)  # storing all is faster than storing some
+            tl.store(own, tl.where(is_allowed, kept.to(tl.float32), float("-inf")), mask=ids < vocabulary)
 
 
 def grammar_mask(
