@@ -135,8 +135,8 @@ class EngineHandle(Protocol):
     tokenizer: Any
     max_seq_len: int
     request_capacity: int  # tokens that the KV cache can hold for one request
-    has_grammars: bool
     load: EngineLoad  # before the loop started
+    has_grammars: bool  # from phase 12 on
 
     def start(self, publish: Publish) -> None:
         """Start the loop, which calls ``publish`` on some other thread."""

@@ -25,7 +25,7 @@ from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
 from shared.server.engine_loop import Command, Crashed, EngineLoop, Publish, Stop
-from shared.server.served_engine import GrammarEngine, ServedEngine
+from shared.server.served_engine import ServedEngine
 from shared.text.tokenizer import Tokenizer
 
 MAX_UNDELIVERED = 64
@@ -40,8 +40,8 @@ class About:
     model_config: Any
     max_seq_len: int
     request_capacity: int
-    has_grammars: bool
     load: EngineLoad
+    has_grammars: bool
 
 
 class EngineProcess:
@@ -150,7 +150,6 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
     except InferError as refusal:
         send(refusal)
         return
-    capacity = engine.pool.request_capacity
-    has_grammars = isinstance(engine, GrammarEngine)
-    send(About(engine.config, engine.model.config, engine.max_seq_len, capacity, has_grammars, engine.load()))
+    sizes = engine.max_seq_len, engine.pool.request_capacity
+    send(About(engine.config, engine.model.config, *sizes, engine.load(), hasattr(engine, "constraints")))
     EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

@@ -8,7 +8,7 @@ import queue
 import threading
 
 from shared.server.engine_loop import Command, EngineLoop, Publish
-from shared.server.served_engine import GrammarEngine, ServedEngine
+from shared.server.served_engine import ServedEngine
 
 
 class EngineThread:
@@ -20,8 +20,8 @@ class EngineThread:
         self.tokenizer = engine.tokenizer
         self.max_seq_len = engine.max_seq_len
         self.request_capacity = engine.pool.request_capacity
-        self.has_grammars = isinstance(engine, GrammarEngine)
         self.load = engine.load()
+        self.has_grammars = hasattr(engine, "constraints")
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -68,6 +68,7 @@ class Message(BaseModel):
     annotations: Annotated[Any, Only([], None)] = None
     audio: Annotated[Any, Only(None)] = None
     function_call: Annotated[Any, Only(None)] = None
+    parsed: Any = None  # what openai's client has read from the content; not used
 
     @field_validator("role")
     @classmethod

@@ -4,7 +4,7 @@ Invariant: the server uses only these members of an engine, so every phase that 
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from shared.engine.output import StepOutput
 from shared.sampling.params import SamplingParams
@@ -33,13 +33,6 @@ class ServedEngine(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
     def load(self) -> Any: ...
-
-
-@runtime_checkable
-class GrammarEngine(Protocol):
-    """What an engine has from phase 12 on, whose outputs may have a grammar."""
-
-    constraints: Any
 
 
 class Observer(Protocol):

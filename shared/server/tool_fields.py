@@ -61,10 +61,11 @@ Tools = Annotated[list[Annotated[ToolDefinition, WrapValidator(_as_sent)]], Fiel
 
 
 class CalledFunction(_Strict):
-    """The function that was called; ``arguments`` is the text of a JSON object."""
+    """The function that was called; ``arguments`` is the text of a JSON object, and clients may add what it says."""
 
     name: Name
     arguments: str
+    parsed_arguments: Any = None
 
 
 class CalledTool(_Strict):
