@@ -198,6 +198,7 @@ class EngineConfig:
         "Of GPU memory for the grammars of running requests; the masks of those that find no room come from the CPU.",
         at_least=0,
     )
+    tensor_parallel_size: int = setting(1, "12.1", "Processes, each with a device, that share the model.", at_least=1)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -259,6 +260,11 @@ class EngineConfig:
             raise ConfigError(
                 f"adapter is {self.adapter!r} and kv_cache_dtype is 'fp8'; mask tokens need keys and values of the "
                 "weights' dtype: leave one of them out."
+            )
+        if self.pack_weights and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"pack_weights is True and tensor_parallel_size is {self.tensor_parallel_size}; packed matrices are "
+                "whole: leave one of them out."
             )
         has_drafter = self.drafter == "ngram" or self.draft_model is not None or self.adapter is not None
         if self.use_speculative_decoding and not has_drafter:

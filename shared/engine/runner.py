@@ -159,10 +159,14 @@ class Runner:
             rows, ids = (
                 self.sampler.upload(torch.from_numpy(array[piece])) for array in (prompts.rows, prompts.next_ids)
             )
-            logprobs = top_logprobs(self.model.logits(hidden[rows]), ids, most)
+            logprobs = top_logprobs(self._prompt_logits(hidden[rows]), ids, most)
             asking = dict(enumerate(prompts.num_top[piece].tolist()))
             scored.append(PromptDraws(prompts.sequences[piece], Draws(ids, logprobs, asking)))
         return scored
+
+    def _prompt_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, V]`` of n rows of hidden states of prompts."""
+        return self.model.logits(hidden)
 
 
 MakeRunner = Callable[..., Runner]

@@ -54,7 +54,7 @@ class Constraints:
     """Compiles grammars for one vocabulary, and masks the rows of the requests that have one.
 
     Args:
-        make_vocabulary: called when the first grammar comes.
+        make_vocabulary: called by ``prepare``, or when the first grammar comes.
         pool: for the tables of the grammars on the device that samples; None: masks are made here.
     """
 
@@ -71,6 +71,12 @@ class Constraints:
             self._compile, lambda fsm: fsm.automaton.num_bytes + fsm.masks.cache_bytes
         )
         self.num_masks = 0
+
+    def prepare(self) -> GrammarVocabulary:
+        """The vocabulary, made once; takes about 0.3 s for 128,000 tokens."""
+        if self.vocabulary is None:
+            self.vocabulary = self.make_vocabulary()
+        return self.vocabulary
 
     def of(self, params: SamplingParams) -> Constraint | None:
         """Where an output stands before its first token; None without a grammar, which is compiled unless it is known.
@@ -121,11 +127,10 @@ class Constraints:
                 state = None if draft_id is None else fsm.next_state(state, draft_id)
 
     def _compile(self, grammar: Grammar) -> TokenFSM:
-        if self.vocabulary is None:
-            self.vocabulary = self.make_vocabulary()
-        automaton = grammar.compiled(self.vocabulary.usable_bytes, self.limits).automaton
+        vocabulary = self.prepare()
+        automaton = grammar.compiled(vocabulary.usable_bytes, self.limits).automaton
         assert automaton is not None
-        return TokenFSM(automaton, self.vocabulary)
+        return TokenFSM(automaton, vocabulary)
 
 
 def _masked(masked_ids: Sequence[int], allowed: NDArray[np.bool_]) -> Sequence[int]:

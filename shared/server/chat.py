@@ -7,15 +7,18 @@ same choice in one body.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from shared.engine.output import StepOutput
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.progress import Progress
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
-from shared.server.completions import ANSWER, OPENAI_REASONS
+from shared.server.completions import ANSWER, OPENAI_REASONS, at_token
 from shared.server.errors import ApiError
 from shared.server.event_stream import EventStreamResponse, WholeResponse
 from shared.server.intake import Intake
@@ -45,6 +48,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     prompt_ids = await intake.chat_ids(body.messages, thinking, body.definitions)
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     params = await intake.with_grammar(params, body)
+    watched = await intake.watched(params, body)
     answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl")
     frames = ChatFrames(
         answer,
@@ -53,6 +57,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
         wants_usage=body.wants_usage,
         wants_usage_so_far=body.wants_usage_so_far,
         reading=reading,
+        watched=watched,
     )
     if body.stream:
         return EventStreamResponse(answer, intake.config, frames)
@@ -66,6 +71,7 @@ class ChatFrames:
         wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
         wants_usage_so_far: they hold the usage so far.
         reading: how calls of tools are read; None: all text is content.
+        watched: the grammar, whose state each token's frame then holds, and each token has one.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class ChatFrames:
         wants_usage: bool = False,
         wants_usage_so_far: bool = False,
         reading: ToolReading | None = None,
+        watched: TokenFSM | None = None,
     ) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
@@ -85,6 +92,7 @@ class ChatFrames:
         self._num_sent = 0  # tokens so far
         self._reading = reading
         self._readers = [None if reading is None else ToolAnswer(reading) for _ in answer.choices]
+        self._progress = {} if watched is None else {choice: Progress(watched) for choice in answer.choices}
         self._head = {"id": answer.request_id, "created": int(time.time()), "model": model_name}
 
     def start(self) -> bytes:
@@ -95,10 +103,10 @@ class ChatFrames:
         for output in outputs:
             self._num_sent += 1
             deltas = reader.deltas(output) if reader else [{"content": output.text}] if output.text else []
-            logprobs = self._logprobs([output])
-            for delta in deltas or ([{"content": ""}] if logprobs else []):
-                frames += self._frame(choice.index, delta, logprobs=logprobs)
-                logprobs = None
+            logprobs, extra = self._logprobs([output]), at_token(self._progress, choice, output)
+            for delta in deltas or ([{"content": ""}] if logprobs or extra else []):
+                frames += self._frame(choice.index, delta, logprobs=logprobs, extra=extra)
+                logprobs, extra = None, {}
         return frames
 
     def finish(self, choice: AnswerStream) -> bytes:
@@ -141,9 +149,11 @@ class ChatFrames:
     def _chunk(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
-    def _frame(self, index: int, delta: dict[str, Any], *, logprobs: Any = None, **end: Any) -> bytes:
+    def _frame(
+        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, extra: Any = MappingProxyType({}), **end: Any
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
-        chunk = {**self._chunk(), "choices": [choice]}
+        chunk = {**self._chunk(), "choices": [choice], **extra}
         if self._wants_usage:
             chunk["usage"] = self._answer.usage_after(self._num_sent) if self._wants_usage_so_far else None
         return frame(to_json(chunk))
