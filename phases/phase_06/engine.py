@@ -88,6 +88,7 @@ class Engine:
         end_ids = params.end_ids(self.tokenizer.eos_ids, self.model.config.vocab_size)
         if request_id is None:
             request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
+        params.refuse("structured_output", "12")
         self.scheduler.check(request_id, len(prompt_ids), params)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
         request = Request(request_id, prompt_ids, params, seed, end_ids)

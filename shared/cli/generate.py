@@ -16,6 +16,7 @@ EPILOG = examples(
     'infer generate --chat --prompt "Why is the sky blue?" --temperature 0.7 --seed 1',
     "infer generate --model ./my-model --prompt - --quiet < question.txt",
     'infer generate --phase 02 --prompt "Once upon a time" --stop "." --stats',
+    'infer generate --chat --choice yes --choice no --prompt "Is a whale a fish?"',
 )
 
 

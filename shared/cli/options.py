@@ -21,6 +21,7 @@ from shared.errors import ConfigError, RequestError
 from shared.lessons import Lesson, find_lesson, lessons, newest_lesson
 
 if TYPE_CHECKING:
+    from shared.grammar.grammar import Grammar
     from shared.sampling.params import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -80,6 +81,11 @@ StopTokenId = Annotated[
 Seed = Annotated[int | None, _sampling("--seed", text="The same seed gives the same answer; default: a random one.")]
 Stop = Annotated[list[str] | None, _sampling("--stop", text="End the answer before this text; may be repeated.")]
 IgnoreEos = Annotated[bool, _sampling("--ignore-eos", text="Continue after an end-of-sequence token.")]
+JsonSchema = Annotated[
+    Path | None, _sampling("--json-schema", text="The answer is JSON that is valid for the schema in this file.")
+]
+Regex = Annotated[str | None, _sampling("--regex", text="The answer matches this regular expression as a whole.")]
+Choice = Annotated[list[str] | None, _sampling("--choice", text="The answer is one of these texts; repeat it.")]
 Thinking = Annotated[
     bool | None,
     _sampling("--thinking/--no-thinking", text="Let a model that can do so think first (Qwen 3).", show_default=False),
@@ -108,6 +114,9 @@ def sampling_params(
     stop: Stop = None,
     stop_token_id: StopTokenId = None,
     ignore_eos: IgnoreEos = False,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    choice: Choice = None,
 ) -> "SamplingParams":
     """The parameters of the options above; raises RequestError. Without a seed, one is drawn here, to be shown."""
     from shared.sampling.params import SamplingParams
@@ -127,7 +136,20 @@ def sampling_params(
         stop_token_ids=tuple(stop_token_id or ()),
         seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
         ignore_eos=ignore_eos,
+        structured_output=_grammar(json_schema, regex, choice or None),
     )
+
+
+def _grammar(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> "Grammar | None":
+    if json_schema is None and regex is None and choice is None:
+        return None
+    from shared.grammar.grammar import grammar_of
+
+    try:
+        schema = None if json_schema is None else json_schema.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"The schema in {json_schema} cannot be read: {error}.") from None
+    return grammar_of(json_schema=schema, regex=regex, choice=choice)
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -55,17 +55,19 @@ class OutputStream:
         self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids
         self.end_ids = self.eos_ids | set(request.params.stop_token_ids)
         self.min_tokens = request.params.min_tokens
+        self.has_grammar = request.params.structured_output is not None
         self.limit = min(request.params.max_new_tokens, max_seq_len - len(request.prompt_ids))
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
         """Append the next output token and return what it adds.
 
-        No stop string is searched in the text of the first ``min_tokens`` tokens, as in vLLM.
+        No stop string is searched in the text of the first ``min_tokens`` tokens, as in vLLM. An end id before them is
+        the end of a grammar.
         """
         self.num_tokens += 1
         reason = None
         may_stop = self.num_tokens > self.min_tokens
-        if may_stop and token_id in self.end_ids:
+        if (may_stop or self.has_grammar) and token_id in self.end_ids:
             text, reason = self._rest(), FinishReason.EOS if token_id in self.eos_ids else FinishReason.STOP
         else:
             text = self.decoder.push(token_id)

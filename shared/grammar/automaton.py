@@ -39,7 +39,7 @@ class Action(IntEnum):
     GOTO    the argument is the next state
     PUSH    opens a rule: the argument is a row of ``pushes``
     POP     closes a rule: the argument is a row of ``pops``
-    COUNT   ends a character of a string: the argument is the next state; refused where the string may not grow
+    COUNT   begins a character of a string: the argument is the next state; refused where the string may not grow
     KEY     ends a key of an object: the argument is a row of ``keys``; refused for a key that was seen
     GUARD   the argument is a row of ``guards``; refused where the object may have no further key
     BLANK   whitespace between two parts of a document: the argument is the next state

@@ -216,10 +216,10 @@ def restrict(dfa: DFA, is_usable: NDArray[np.bool_]) -> DFA:
     """The texts that are made of usable bytes alone, bool ``[256]``."""
     if is_usable.all():
         return dfa
-    num_columns = dfa.next.shape[1]
-    columns = np.where(is_usable, dfa.columns, num_columns).astype(np.uint8)
+    numbers = np.where(is_usable, dfa.columns, dfa.next.shape[1])  # those of the others are in a column of their own
     dead = np.full((len(dfa), 1), DEAD, np.int32)
-    return trim(DFA(columns, np.append(dfa.next, dead, axis=1), dfa.accepts))
+    used, columns = np.unique(numbers, return_inverse=True)
+    return trim(DFA(columns.astype(np.uint8), np.append(dfa.next, dead, axis=1)[:, used], dfa.accepts))
 
 
 def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = lambda bits: bits) -> DFA:

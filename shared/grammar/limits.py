@@ -17,8 +17,8 @@ class GrammarError(RequestError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one grammar: states of its automaton and of any automaton on the way to it, bytes of its tables, seconds of
-    compilation, and the nesting of a schema.
+    """Of one grammar: states of its automaton and of any automaton on the way to it, bytes of its tables, seconds that
+    a processor compiles it, and the nesting of a schema.
     """
 
     states: int = 60_000
@@ -29,10 +29,14 @@ class Limits:
 
 @dataclass
 class Budget:
-    """What a compilation has left of its limits. ``clock`` gives seconds."""
+    """What a compilation has left of its limits.
+
+    ``clock`` gives seconds: by default those in which this thread ran, so that a grammar is not refused because others
+    are compiled beside it.
+    """
 
     limits: Limits = Limits()
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = time.thread_time
     num_states: int = field(default=0, init=False)  # of finished parts
     deadline: float = field(init=False)
 

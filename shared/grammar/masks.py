@@ -2,7 +2,8 @@
 
 All beginnings of tokens walk at once, level by level of the trie, as arrays: state, counters, and a stack as a linked
 list, in which frames that several walks share exist once. A level costs some numpy operations, and a walk ends where
-the automaton refuses, so most masks need few levels.
+the automaton refuses, so most masks need few levels. Where all text may follow, as inside a string, the tokens that are
+plain from there on are allowed without a walk (:mod:`shared.grammar.plain`).
 
 A mask depends on little: the state, the counters as far as a token can use them up, and the frames that a token can
 close. It is kept by these, within a bound of bytes.
@@ -27,9 +28,10 @@ from shared.grammar.automaton import (
     Automaton,
     Configuration,
 )
+from shared.grammar.plain import ACTION_MASK, free_loops
 from shared.grammar.vocabulary import GrammarVocabulary
 
-CACHE_BYTES = 32_000_000
+CACHE_BYTES = 8_000_000
 SPACE, LINE_BREAK, TAB = b" \n\t"
 Array = NDArray[Any]
 
@@ -44,10 +46,14 @@ class TokenMasks:
     def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary, *, cache_bytes: int = CACHE_BYTES) -> None:
         self.automaton, self.vocabulary = automaton, vocabulary
         self.num_walks = 0  # masks that were computed
+        self.cache_bytes = cache_bytes
         self._most = max(1, cache_bytes // (len(vocabulary) // 8 + 200))
         self._masks: OrderedDict[tuple, NDArray[np.uint8]] = OrderedDict()
         self._examined: dict[tuple, set[tuple[int, ...]]] = {}  # the frames that masks of a place have depended on
         self._lock = Lock()
+        self.loops = free_loops(automaton, vocabulary.usable_bytes)
+        if (self.loops != REFUSED).any():
+            _ = vocabulary.plain  # made now, not by the first step that needs it
 
     def mask(self, now: Configuration) -> NDArray[np.bool_]:
         """bool ``[V]``: the tokens that may follow; the end ids if the text may end here."""
@@ -67,7 +73,7 @@ class TokenMasks:
                 if key in self._masks:
                     self._masks.move_to_end(key)
                     return self._masks[key]
-        walk = _Walk(self.automaton, self.vocabulary, now)
+        walk = _Walk(self.automaton, self.vocabulary, self.loops, now)
         packed = np.packbits(walk.run())
         examined = tuple(sorted(walk.examined))
         with self._lock:
@@ -97,8 +103,10 @@ class _Walk:
     and those up to the depth of the configuration are its own.
     """
 
-    def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary, now: Configuration) -> None:
-        self.automaton, self.vocabulary = automaton, vocabulary
+    def __init__(
+        self, automaton: Automaton, vocabulary: GrammarVocabulary, loops: NDArray[np.int32], now: Configuration
+    ) -> None:
+        self.automaton, self.vocabulary, self.loops = automaton, vocabulary, loops
         self.examined: set[int] = set()
         self.own = len(now.stack)  # frames
         self.frame_of = np.array([REFUSED, *(frame for frame, _ in now.stack)], np.int64)
@@ -118,22 +126,45 @@ class _Walk:
     def run(self) -> NDArray[np.bool_]:
         """bool ``[V]``, without the end ids."""
         is_alive = np.zeros(len(self.vocabulary.byte_of), np.bool_)
-        depths = self.automaton.depths
+        has_room, depth = self._has_room(), 0
         while len(self.walks["node"]):
-            self._expand()
+            self._expand(self._leave(is_alive, has_room, depth), depth)
             self._read()
-            has_room = self.depth_of[self.walks["top"]] + depths[self.walks["state"]] <= MAX_DEPTH
+            has_room, depth = self._has_room(), depth + 1
             is_alive[self.walks["node"][has_room]] = True
         return is_alive[self.vocabulary.node_of]
 
-    def _expand(self) -> None:
-        """Go from each node to its children."""
+    def _has_room(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = (
+            self.depth_of[self.walks["top"]] + self.automaton.depths[self.walks["state"]] <= MAX_DEPTH
+        )
+        return found
+
+    def _leave(self, is_alive: NDArray[np.bool_], has_room: NDArray[np.bool_], depth: int) -> NDArray[np.bool_]:
+        """The walks that are in a free state: the tokens below that are plain from here on need no further step."""
+        node, loops = self.walks["node"], self.loops[self.walks["state"]]
+        is_free: NDArray[np.bool_] = loops != REFUSED
+        if is_free.any():
+            is_free &= self.vocabulary.plain.is_whole[node]
+            chosen = is_free & has_room
+            if chosen.any():
+                counts = loops[chosen] & ACTION_MASK == Action.COUNT
+                most = np.where(counts, self.walks["most"][chosen], UNBOUNDED)
+                is_alive[self.vocabulary.plain.below(node[chosen], depth, most)] = True
+        return is_free
+
+    def _expand(self, is_free: NDArray[np.bool_], depth: int) -> None:
+        """Go from each node to its children; from one in a free state only to those with tokens that are not plain."""
         first_child, node = self.vocabulary.first_child, self.walks["node"]
         counts = first_child[node + 1] - first_child[node]
         parents = np.arange(len(node)).repeat(counts)
         starts = (first_child[node] - counts.cumsum() + counts).repeat(counts)
+        children = starts + np.arange(len(parents), dtype=np.int32)
+        if is_free.any():
+            is_needed = ~is_free[parents] | (self.vocabulary.plain.last_plain_from[children] > depth)
+            parents, children = parents[is_needed], children[is_needed]
         self.walks = {name: values[parents] for name, values in self.walks.items()}
-        self.walks["node"] = starts + np.arange(len(parents), dtype=np.int32)
+        self.walks["node"] = children
 
     def _read(self) -> None:
         """Read the byte of each node, and keep the walks that the automaton does not refuse."""

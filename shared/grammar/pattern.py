@@ -179,7 +179,7 @@ class Parser:
         self.depth -= 1
         if not self.take(")"):
             raise self.error("has an opening parenthesis without a closing one", place)
-        return node
+        return Concatenation((node,)) if isinstance(node, Anchor) else node  # which may be repeated
 
     def bracket(self, place: int) -> Characters:
         is_negated = self.take("^")

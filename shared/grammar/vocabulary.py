@@ -15,9 +15,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.grammar.plain_tokens import PlainTokens
 from shared.text.tokenizer import Tokenizer
 
 Nodes = NDArray[np.int32]
+MAX_OPENED = 4
+"""Frames that one token may push and leave open, since the kernel that walks tokens has registers for so many. Tokens
+with as many opening brackets, behind which a quote may open one more, are never allowed: shorter tokens spell them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +55,10 @@ class GrammarVocabulary:
     def of_tokens(cls, tokens: Sequence[bytes], end_ids: Sequence[int]) -> Self:
         """The vocabulary of tokens with these bytes; b"" is a token that no grammar allows."""
         banned = set(end_ids)
-        tokens = [b"" if token_id in banned else token for token_id, token in enumerate(tokens)]
+        tokens = [
+            b"" if token_id in banned or token.count(b"[") + token.count(b"{") >= MAX_OPENED else token
+            for token_id, token in enumerate(tokens)
+        ]
         order = sorted(range(len(tokens)), key=tokens.__getitem__)
         lengths = np.array([len(tokens[token_id]) for token_id in order])
         longest = int(lengths.max(initial=0))
@@ -88,6 +95,11 @@ class GrammarVocabulary:
         usable = np.zeros(256, bool)
         usable[[token[0] for token in self.tokens if len(token) == 1]] = True
         return usable
+
+    @cached_property
+    def plain(self) -> PlainTokens:
+        """What free states allow without a walk."""
+        return PlainTokens.of(self.tokens, self.usable_bytes, self.node_of, self.first_child, self.byte_of)
 
     def children(self, node: int) -> list[tuple[int, int]]:
         """The byte and the node of each child."""

@@ -23,6 +23,10 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_CACHE_SALT = 256  # characters
 
 
+class StructuredOutput:
+    """What an output must be; phase 12 brings the one kind, ``Grammar``, which earlier phases do not load."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are sampled, and when it finishes.
@@ -48,6 +52,8 @@ class SamplingParams:
         use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
         prediction_ids: what the output may be, where much of it is known before. An engine that looks drafts up in the
             text looks here too; others ignore it. No token depends on it with coupled acceptance.
+        structured_output: the grammar of the output (phase 12), which ends with an end-of-sequence id where the grammar
+            is at its end. It comes before ``min_tokens``; if ``max_new_tokens`` ends the output, it is a beginning.
 
     Raises:
         RequestError: a value has the wrong type or lies out of range.
@@ -72,6 +78,7 @@ class SamplingParams:
     cache_salt: str | None = None
     use_speculative_decoding: bool = True
     prediction_ids: tuple[int, ...] = ()
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         temperature = _real(
@@ -115,6 +122,8 @@ class SamplingParams:
             remedy = f"a string of 1 to {MAX_CACHE_SALT} characters, or left out"
             is_valid = isinstance(self.cache_salt, str) and 1 <= len(self.cache_salt) <= MAX_CACHE_SALT
             _require(is_valid, "cache_salt", self.cache_salt, remedy)
+        if self.structured_output is not None:
+            _check_grammar(self.structured_output, self.ignore_eos)
         values = {
             "temperature": temperature,
             "top_p": top_p,
@@ -171,6 +180,13 @@ class SamplingParams:
             largest = max(dict(ids) if field == "logit_bias" else ids, default=0)
             remedy = f"ids of this model's vocabulary, from 0 to {vocab_size - 1}"
             _require(largest < vocab_size, field, largest, remedy)
+
+
+def _check_grammar(grammar: object, ignore_eos: bool) -> None:
+    remedy = "a Grammar, such as Grammar.regex('[0-9]+'), or left out"
+    _require(isinstance(grammar, StructuredOutput), "structured_output", grammar, remedy)
+    remedy = "False with structured_output, because the end of a grammar is an end-of-sequence id"
+    _require(not ignore_eos, "ignore_eos", ignore_eos, remedy)
 
 
 def _require(is_valid: bool, field: str, value: object, remedy: str) -> None:

@@ -42,6 +42,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     params = body.sampling_params(max_tokens, logprobs)
     prompt_ids = await intake.chat_ids(body.messages, thinking)
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
+    params = await intake.with_grammar(params, body)
     answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl")
     frames = ChatFrames(
         answer,

@@ -58,6 +58,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     has_special = body.add_special_tokens is not False
     prompts = [await intake.text_ids(prompt, has_special) for prompt in body.prompt]
     params = body.sampling_params(max_tokens, body.logprobs, prompt_logprobs)
+    params = await intake.with_grammar(params, body)
     answer = intake.submit(request, body, prompts, params, kind="cmpl")
     frames = CompletionFrames(
         answer,

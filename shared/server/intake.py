@@ -12,10 +12,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 
 from shared.engine.prompt import check_length
 from shared.errors import ModelFolderError, RequestError
+from shared.grammar.automaton import Automaton
+from shared.grammar.cache import GrammarCache
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError, Limits
+from shared.grammar.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.server.answer import Answer
 from shared.server.engine_client import EngineClient
@@ -24,10 +31,12 @@ from shared.server.errors import ApiError, invalid, overloaded
 from shared.server.middleware import record_of
 from shared.server.protocol import Message, Prediction, SamplingFields
 from shared.server.settings import ServerConfig
+from shared.server.structured_output import described_grammar, refusal
 from shared.text.chat import THINKING_TEMPLATES, ChatMessage, chat_parts, choose_template
 from shared.text.token_length import TextBound
 
 _LONG = 2**14  # characters
+_COMPILERS = 8  # threads, so that a few slow grammars hold up no other
 
 
 class Intake:
@@ -43,6 +52,9 @@ class Intake:
         self._bound = TextBound.of(handle.tokenizer)
         self._short_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer of long texts")
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar compiler")
+        self._grammars: GrammarCache[Grammar] = GrammarCache(self._compiled, lambda each: _automaton(each).num_bytes)
+        self._usable_bytes: NDArray[np.bool_] | None = None
         self._template: str | None = None
         with contextlib.suppress(ModelFolderError):
             self._template = choose_template(handle.model_config.family, handle.tokenizer)
@@ -96,6 +108,28 @@ class Intake:
 
         return tuple(await self._encode("prediction.content", len(text), encode))
 
+    async def with_grammar(self, params: SamplingParams, body: SamplingFields) -> SamplingParams:
+        """The parameters with the grammar of the body, compiled. A request waits for its own and delays no other."""
+        described = described_grammar(body)
+        if described is None:
+            return params
+        grammar, param = described
+        try:
+            compiled = self._grammars.known(grammar)
+            if compiled is None:
+                loop = asyncio.get_running_loop()
+                compiled = await loop.run_in_executor(self._compilers, self._grammars.get, grammar)
+            return replace(params, structured_output=compiled)
+        except GrammarError as error:
+            raise refusal(error, param) from None
+        except RequestError as error:
+            raise invalid(str(error), param="ignore_eos") from None
+
+    def _compiled(self, grammar: Grammar) -> Grammar:
+        if self._usable_bytes is None:
+            self._usable_bytes = GrammarVocabulary.of(self.tokenizer, self.vocab_size).usable_bytes
+        return grammar.compiled(self._usable_bytes, Limits())
+
     def within_limit(self, field: str, max_tokens: int | None) -> int | None:
         """The value of a field that bounds the answer; raises ApiError if no sequence can be so long."""
         if max_tokens is not None and max_tokens > self.max_seq_len:
@@ -148,7 +182,7 @@ class Intake:
         return overloaded("The server is shutting down.", self.config.retry_after, code="shutting_down")
 
     def close(self) -> None:
-        for thread in (self._short_texts, self._long_texts):
+        for thread in (self._short_texts, self._long_texts, self._compilers):
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _encode(self, param: str, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
@@ -158,6 +192,11 @@ class Intake:
         except RequestError as error:
             raise invalid(str(error), param=param) from None
         return ids
+
+
+def _automaton(grammar: Grammar) -> Automaton:
+    assert grammar.automaton is not None
+    return grammar.automaton
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:

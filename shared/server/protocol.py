@@ -39,6 +39,7 @@ from shared.server.fields import (
     whole,
 )
 from shared.server.settings import MAX_N
+from shared.server.structured_output import GUIDED_SCHEMAS, RESPONSE_FORMAT_SCHEMA, STRUCTURED_OUTPUTS_SCHEMA
 
 _MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
 _SAMPLING = (
@@ -92,6 +93,11 @@ class SamplingFields(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: Annotated[Any, WithJsonSchema(CACHE_SALT_SCHEMA)] = None
     use_speculative_decoding: bool | None = None
+    response_format: Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = None
+    structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = None
+    guided_json: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_json"])] = None
+    guided_regex: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_regex"])] = None
+    guided_choice: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_choice"])] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -225,7 +231,6 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: TemplateOptions | None = None
     prediction: Prediction | None = None
 
-    response_format: Annotated[Any, Only({"type": "text"}, None)] = None  # other formats arrive in phase 12
     tools: Annotated[Any, Only([], None)] = None  # tools arrive in phase 12
     tool_choice: Annotated[Any, Only("none", "auto", None)] = None
     functions: Annotated[Any, Only([], None)] = None

@@ -51,6 +51,9 @@ def test_every_variant_compiles(tmp_path):
         "collect_kernel",
         "search_kernel",
         "draw_kernel",
+        "grammar_mask_kernel",
+        "remove_kernel",
+        "grammar_advance_kernel",
     }
 
 
@@ -243,6 +246,23 @@ def compile_sampler():
         module.sample(torch.zeros(1, 128_256, dtype=torch.bfloat16), batch)
 
 
+def compile_grammar():
+    from shared.grammar.device import ROW, GrammarTokens
+    from shared.grammar.vocabulary import GrammarVocabulary
+    from shared.kernels import grammar_advance, grammar_mask
+
+    for module in (grammar_advance, grammar_mask):
+        module.launches, module.launch = lambda tensor: True, compile_launch
+    tokens = GrammarTokens.of(GrammarVocabulary.of_tokens([b"a", b'"', b"</s>"], [2]), "cpu")
+    tables, rows, slots = (torch.zeros(size, dtype=torch.int32) for size in (1024, 2 * ROW, 2))
+    words = torch.zeros(2, tokens.num_words, dtype=torch.int32)
+    grammar_mask.grammar_mask(tables, tokens, rows, slots, words, {})
+    for dtype in (torch.bfloat16, torch.float32):
+        grammar_mask.remove_refused(words, slots, tokens, torch.zeros(2, 3, dtype=dtype))
+    for ids in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)):
+        grammar_advance.grammar_advance(tables, tokens, rows, slots, slots, ids, {})
+
+
 if __name__ == "__main__":
     compile_products()
     compile_quantized_products()
@@ -251,3 +271,4 @@ if __name__ == "__main__":
     compile_paged_attention()
     compile_fp8_kv_cache()
     compile_sampler()
+    compile_grammar()

@@ -52,7 +52,8 @@ def test_every_character_of_a_range_is_in_one_sequence(ends: list[int]) -> None:
         found = utf8(first, last)
         assert sum(map(size, found)) == last - first + 1, "as many texts as characters"
         for member in {first, last, (first + last) // 2}:
-            assert sum(contains(sequence, chr(member).encode()) for sequence in found) == 1
+            count = sum(contains(sequence, chr(member).encode()) for sequence in found)
+            assert count == 1, f"U+{member:04X} is in {count} of the sequences of U+{first:04X} to U+{last:04X}"
 
 
 def test_no_other_bytes_are_characters() -> None:

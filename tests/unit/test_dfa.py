@@ -35,7 +35,7 @@ def test_the_sets_of_an_nfa_become_states() -> None:
     dfa = determinize(ends_with_ab(), Budget())
     expected = [text for text in TEXTS if text.endswith(b"ab") and b"c" not in text]
     assert_equal(accepted(dfa), expected, "the texts that are accepted", ("text",))
-    assert len(dfa) == 3
+    assert len(dfa) == 3, f"expected 3 states, got {len(dfa)}"
     assert len(dfa.next[0]) == 3, "a column for a, one for b, one for all other bytes"
 
 

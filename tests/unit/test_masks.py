@@ -1,19 +1,21 @@
 """Masks over a vocabulary: those of all tokens at once are those of each token by itself."""
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from shared.grammar.automaton import START, Automaton, Configuration
+from shared.grammar.automaton import START, UNBOUNDED, Automaton, Configuration
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.limits import Budget, GrammarError
-from shared.grammar.masks import TokenMasks
+from shared.grammar.masks import TokenMasks, _Walk
 from shared.grammar.regex import automaton_of, compile_regex
 from shared.grammar.vocabulary import GrammarVocabulary
 from tests.comparison import assert_equal
+from tests.grammars import any_json, random_automaton, random_tokens, random_walk
 from tests.unit.test_automaton import nested, objects
 
 AUTOMATA = {
@@ -70,7 +72,7 @@ def test_the_tokens_that_may_follow() -> None:
         "[]": ["</s>"],
     }.items():
         now = nested().walk(START, text.encode())
-        assert now is not None
+        assert now is not None, f"the automaton refuses {text!r}"
         shown = ["</s>" if n == END else tokens.tokens[n].decode() for n in fsm.allowed_tokens(now)]
         assert_equal(
             shown, (["</s>"] if "</s>" in expected else []) + [w for w in WORDS if w in expected], f"behind {text!r}"
@@ -83,6 +85,47 @@ def test_special_and_empty_tokens_are_never_allowed() -> None:
     assert fsm.mask(START).tolist() == [True, True, False, True]
     assert fsm.next_state(START, 1) is None
     assert fsm.next_state(START, 2) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_any_automaton_and_free_strings(seed: int, is_json: bool) -> None:
+    """Random rules of all actions, with states that all text leads back to, and stacks that are nearly full."""
+    chance = random.Random(seed)
+    letters = [bytes([byte]) for byte in range(256) if chance.random() < 0.99]
+    tokens = vocabulary([*letters, b'a"', b'",', b'"a', '"é"'.encode(), *random_tokens(chance)])
+    bounds = chance.choice([(0, UNBOUNDED), (0, 3), (2, 6)])
+    automaton = any_json(*bounds) if is_json else random_automaton(chance)
+    try:
+        fsm = TokenFSM(automaton, tokens)
+    except GrammarError:
+        reject()
+    for now in random_walk(automaton, chance, 25):
+        for _ in range(2):  # the second from the cache
+            assert np.flatnonzero(fsm.mask(now)).tolist() == fsm.allowed_tokens(now), now
+
+
+def test_a_string_is_left_without_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all beginnings of tokens only those are stepped that a token follows that is not plain."""
+    words = [b"abcdef", b"abcxyz", "né".encode(), b'ab"', "字".encode()[:2]]
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words])
+    masks, stepped = TokenMasks(any_json(0, 5), tokens), []
+    read = _Walk._read
+    monkeypatch.setattr(_Walk, "_read", lambda walk: stepped.extend(walk.walks["node"].tolist()) or read(walk))
+    now = any_json(0, 5).walk(START, b'{"":"')
+    assert now is not None
+    mask = masks.mask(now)
+    assert [mask[tokens.tokens.index(word)] for word in words] == [False, False, True, True, True]
+    # One node for each byte that is not plain by itself, two for the tokens that are not, and their beginnings.
+    assert len(stepped) == 32 + 2 + 128 + len("ab") + 1 + 1
+
+
+def test_tokens_of_many_brackets_are_never_allowed() -> None:
+    """The kernel that walks tokens has room for so many frames; shorter tokens spell the same bytes."""
+    words = [b"[", b'[[["', b"[[[[", b"[" * 20]
+    fsm = TokenFSM(nested(), vocabulary(words))
+    assert [fsm.vocabulary.tokens[n] for n in fsm.allowed_tokens(START)] == words[:2]
+    assert np.flatnonzero(fsm.mask(START)).tolist() == fsm.allowed_tokens(START)
 
 
 def test_a_mask_is_made_once_for_all_that_it_depends_on() -> None:

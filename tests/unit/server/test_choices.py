@@ -119,8 +119,7 @@ def test_choices_are_admitted_together_or_refused_together(folder: Path) -> None
         with engine.held():
             for thread in threads:
                 thread.start()
-            wait_until(lambda: len(codes) == 2)
-            assert len(engine.waiting) == 3
+            wait_until(lambda: len(codes) == 2 and len(engine.waiting) == 3)
         for thread in threads:
             thread.join()
         assert codes == [503, 503, 200]

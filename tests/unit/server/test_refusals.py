@@ -53,7 +53,7 @@ REFUSED = {
     "min_p": [-0.1, 1.1, "0"],
     "use_speculative_decoding": ["no", 0],
     "tools": [[{}]],
-    "response_format": [{"type": "json_object"}],
+    "response_format": [{"type": "xml"}, "text", 5],
     "unheard_of": [None, 1],
 }
 

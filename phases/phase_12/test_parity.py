@@ -1,0 +1,320 @@
+"""Phase 12 gives the tokens of phase 11 where there is no grammar, and valid outputs where there is one."""
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phases.phase_02.engine import Engine as Simple
+from phases.phase_11.engine import Engine as Plain
+from phases.phase_12.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.engine.request import Request, RequestStatus
+from shared.errors import RequestError
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError
+from shared.lessons import find_lesson
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch, sample
+from shared.scheduling.schedule import Schedule
+from shared.text.stopping import FinishReason
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, PENALISED, SMALL, STEM, Requests, seen, serve, tokens
+
+NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
+DATE = r"\d{4}-\d{2}-\d{2}"
+LIST = r"\[\d(, \d){2,9}\]"
+PATTERNS = [DATE, LIST, "(yes|no|perhaps)[.!]?", "(ab|ba){4,}c", r"[äöü ]{3,6}\."]
+GRAMMARS = [*map(Grammar.regex, PATTERNS), Grammar.choice(["red", "green", "greenish"])]
+ENDED = {"ignore_eos": False, "temperature": 0.0}
+
+
+def constrained(requests: Requests, **more: Any) -> Requests:
+    """The requests, with a grammar each, but for every third."""
+    return [
+        (
+            prompt,
+            params if n % 3 == 2 else params | ENDED | {"structured_output": GRAMMARS[n // 2 % len(GRAMMARS)]} | more,
+        )
+        for n, (prompt, params) in enumerate(requests)
+    ]
+
+
+DRAWN: Requests = [
+    (STEM, {"seed": 7, "max_new_tokens": 60, "structured_output": GRAMMARS[0]}),
+    (STEM[:20], {"seed": 8, "max_new_tokens": 60, "top_k": 20, "structured_output": GRAMMARS[1]}),
+    ("x", PENALISED | {"max_new_tokens": 60, "structured_output": GRAMMARS[5], "logit_bias": {}}),
+    (STEM, {"seed": 9, "max_new_tokens": 3, "structured_output": GRAMMARS[1]}),
+]
+
+
+def is_valid(answer: Sequence[StepOutput], grammar: Grammar | None) -> bool:
+    """Whether an answer matches its grammar; one that was ended by its length is not judged."""
+    text = "".join(output.text for output in answer)
+    if grammar is None or answer[-1].finish_reason is FinishReason.LENGTH:
+        return True
+    assert answer[-1].finish_reason is FinishReason.EOS
+    if grammar.kind == "choice":
+        return text in json.loads(grammar.text)
+    return re.fullmatch(grammar.text, text) is not None
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4},
+    {"type": "string", "minLength": 2, "maxLength": 5},
+    {"type": "string", "pattern": "^[a-c]{2,4}$"},
+    {"type": "string", "format": "date"},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "integer", "multipleOf": 5, "minimum": 10, "maximum": 95},
+    {"enum": ["red", 5, None, [1, 2], {"a": 1}]},
+    {"const": {"name": "é", "list": []}},
+    {"type": ["boolean", "null"]},
+    {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]},
+    {"oneOf": [{"type": "integer", "maximum": 20}, {"type": "integer", "minimum": 10, "maximum": 40}]},
+    {"allOf": [{"minimum": 5, "type": "integer"}, {"maximum": 7}]},
+    {"not": {"type": ["object", "array", "string"]}},
+    {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}, "additionalProperties": False},
+    {
+        "type": "object",
+        "patternProperties": {"^x": {"type": "integer"}},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
+    {
+        "type": "object",
+        "propertyNames": {"enum": ["k", "kk"]},
+        "minProperties": 1,
+        "additionalProperties": {"const": 1},
+    },
+    {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"const": 2}},
+        "dependentRequired": {"a": ["b"]},
+        "required": ["a"],
+    }
+    | {"additionalProperties": False},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False, "minItems": 2},
+    {
+        "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/tree"}},
+        "required": ["tree"],
+        "additionalProperties": False,
+    },
+    {"if": {"type": "integer"}, "then": {"minimum": 3}, "else": {"type": "boolean"}},
+    {
+        "type": "array",
+        "items": {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]},
+        "maxItems": 2,
+    },
+]
+
+
+def test_answers_are_valid_json(model_folder: Path) -> None:
+    """Greedy, and drawn at a high temperature; as another library judges."""
+    engine = make(model_folder, max_seq_len=512)
+    requests: Requests = [
+        (STEM[: 3 + n], {**more, "max_new_tokens": 200, "structured_output": Grammar.json_schema(schema)})
+        for n, schema in enumerate(SCHEMAS)
+        for more in ({"temperature": 0.0}, {"temperature": 1.5, "seed": n})
+    ]
+    answers = serve(engine, requests)[0]
+    num_judged = 0
+    for n, answer in enumerate(answers):
+        text, schema = "".join(output.text for output in answer), SCHEMAS[n // 2]
+        if answer[-1].finish_reason is FinishReason.EOS:
+            assert jsonschema_rs.is_valid(schema, json.loads(text)), (schema, text)
+            num_judged += 1
+    assert num_judged > len(SCHEMAS)
+    whole = list(
+        engine.generate(STEM[:5], SamplingParams(seed=3, max_new_tokens=300, structured_output=Grammar.json_object()))
+    )
+    if whole[-1].finish_reason is FinishReason.EOS:
+        assert isinstance(json.loads("".join(output.text for output in whole)), dict)
+
+
+class Foresight:
+    """Proposes what the answers will be, with one token wrong in some of the proposals."""
+
+    def __init__(self, answers: Sequence[Sequence[StepOutput]], error_rate: float) -> None:
+        self.answers, self.error_rate, self.chance = [tokens(a) for a in answers], error_rate, random.Random(0)
+
+    def propose(self, schedule: Schedule) -> None:
+        for request, *_, num_drafts, _, _ in schedule:
+            request.draft_ids = []
+            if num_drafts and request.status is RequestStatus.RUNNING:
+                done = len(request.output_ids)
+                drafts: list[Any] = self.answers[int(request.request_id)][done : done + num_drafts]
+                if drafts and self.chance.random() < self.error_rate:
+                    drafts[self.chance.randrange(len(drafts))] ^= 1
+                request.draft_ids = drafts
+
+
+def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
+    return phase(EngineConfig(model=str(folder), **config))
+
+
+def test_without_a_grammar_outputs_are_those_of_phase_11(model_folder: Path) -> None:
+    requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
+    for about in (SMALL, SMALL | NGRAM):
+        engine = make(model_folder, **about)
+        answers = serve(make(model_folder, Plain, **about), requests, arrivals)[0]
+        assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
+        assert engine.constraints.num_masks == 0
+        assert engine.constraints.vocabulary is None, "nothing is made for grammars that no request has"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_every_answer_follows_its_grammar(model_folder: Path, overlaps: bool) -> None:
+    """Greedy and drawn, with late arrivals, chunks, shared prefixes and preemptions; beside requests without one."""
+    about = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": overlaps}
+    requests = [*constrained([*ALIKE, *MIXED], max_new_tokens=60), *DRAWN]
+    arrivals = [*ARRIVE, *ARRIVALS, 0, 2, 2, 4]
+    engine = make(model_folder, **about)
+    answers = serve(engine, requests, arrivals)[0]
+    for (_, params), answer in zip(requests, answers, strict=True):
+        assert is_valid(answer, params.get("structured_output")), (params, "".join(o.text for o in answer))
+    ended = [a[-1].finish_reason for (_, p), a in zip(requests, answers, strict=True) if "structured_output" in p]
+    assert ended.count(FinishReason.EOS) > len(ended) / 2
+    assert FinishReason.LENGTH in ended, "a grammar gives no more tokens than were asked for"
+    assert engine.load().num_preemptions > 0
+    used = {params["structured_output"] for _, params in requests if "structured_output" in params}
+    assert len(engine.constraints.grammars) == engine.constraints.grammars.num_compiled == len(used)
+    free = [request for request in requests if "structured_output" not in request[1]]
+    alone = serve(make(model_folder, **about), free)[0]
+    beside = [answer for request, answer in zip(requests, answers, strict=True) if request in free]
+    assert [tokens(answer) for answer in beside] == [tokens(answer) for answer in alone]
+    serve(engine, free)
+    assert len(engine.constraints.requests) == 0, "nothing is kept of requests that have ended"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_change_no_token(model_folder: Path, overlaps: bool) -> None:
+    """Lookup, and drafts of which some are wrong, inside a grammar too; at its end; refused by it."""
+    requests = [*constrained(ALIKE, max_new_tokens=40), *DRAWN]
+    about = {"max_seq_len": 160, "overlap_scheduling": overlaps}
+    answers = serve(make(model_folder, **about), requests)[0]
+    for drafter in (None, Foresight(answers, 0.5)):
+        engine = make(model_folder, **about | NGRAM)
+        engine.drafter = drafter or engine.drafter
+        assert seen(serve(engine, requests)[0]) == seen(answers)
+        stats = engine.stats()
+        assert stats["drafts rejected (tokens)"] > 0
+        assert stats["drafts accepted (tokens)"] > 0 or drafter is None
+        assert engine.runner.num_forwards < sum(map(len, answers))
+
+
+def test_rejection_sampling_follows_grammars_too(model_folder: Path) -> None:
+    engine = make(model_folder, acceptance_method="rejection", **NGRAM)
+    engine.drafter.propose = Foresight(serve(make(model_folder), DRAWN)[0], 0.3).propose
+    for (_, params), answer in zip(DRAWN, serve(engine, DRAWN)[0], strict=True):
+        assert is_valid(answer, params["structured_output"])
+    assert engine.stats()["drafts accepted (tokens)"] > 0
+
+
+def test_tokens_are_those_of_a_loop_by_hand(model_folder: Path) -> None:
+    """The likeliest of the tokens that can go on, or a draw from them, each with a forward of all tokens before it."""
+    simple, engine = make(model_folder, Simple), make(model_folder)
+    fsm = engine.constraints.grammars
+    for more in ({"temperature": 0.0}, {"temperature": 1.4, "seed": 11}, {"seed": 12, "top_p": 0.7}):
+        params = SamplingParams(**more, max_new_tokens=30, structured_output=GRAMMARS[1])  # type: ignore[arg-type]
+        answer = list(engine.generate(STEM[:9], params))
+        grammar, ids, state = fsm.get(GRAMMARS[1]), list(STEM[:9]), fsm.get(GRAMMARS[1]).initial_state
+        request = Request("by hand", list(ids), params, params.seed or 0)
+        while state is not None and len(request.output_ids) < 30:
+            with torch.inference_mode():
+                logits = simple.forward(request).reshape(1, -1).float()
+            allowed = torch.zeros(logits.shape[1], dtype=torch.bool)
+            allowed[grammar.allowed_tokens(state)] = True
+            row = SamplingBatch.of([request.sampling_row()])
+            request.append(int(sample(logits.masked_fill(~allowed, -torch.inf), row)))
+            state = grammar.next_state(state, request.output_ids[-1])
+        assert tokens(answer) == request.output_ids
+
+
+def test_a_grammar_wins_over_min_tokens(model_folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=40, min_tokens=30, structured_output=Grammar.choice(["yes"]))
+    answer = list(make(model_folder).generate([1, 2, 3], params))
+    assert "".join(output.text for output in answer) == "yes"
+    longer = SamplingParams(temperature=0, max_new_tokens=40, min_tokens=12, structured_output=Grammar.regex("(ab)+"))
+    assert len(list(make(model_folder).generate([1, 2, 3], longer))) > 12
+
+
+def test_log_probabilities_are_those_of_raw_logits(model_folder: Path) -> None:
+    engine = make(model_folder)
+    free = next(engine.generate([1, 2, 3], SamplingParams(temperature=0, logprobs=3)))
+    choice = Grammar.choice(["yes", "no"])
+    bound = next(engine.generate([1, 2, 3], SamplingParams(temperature=0, logprobs=3, structured_output=choice)))
+    assert bound.logprobs.top[:3] == free.logprobs.top[:3]
+    assert bound.logprobs.logprob <= free.logprobs.logprob
+
+
+@pytest.mark.parametrize("phase", ["02", "03", "03.1", "04", "08", "11"])
+def test_earlier_phases_refuse_a_grammar(model_folder: Path, phase: str) -> None:
+    engine = make(model_folder, find_lesson(phase).engine)
+    with pytest.raises(RequestError, match="phase 12 is the first that does"):
+        next(engine.generate([1, 2], SamplingParams(structured_output=Grammar.choice(["a"]))))
+
+
+def test_what_cannot_be_is_refused_and_queues_nothing(model_folder: Path) -> None:
+    engine = make(model_folder)
+    for grammar, message in ((Grammar.regex("(a"), "without a closing one"), (Grammar.regex("a^b"), "matches no text")):
+        with pytest.raises(GrammarError, match=message):
+            engine.add_request([1], SamplingParams(structured_output=grammar))
+        assert not engine.has_work()
+    with pytest.raises(RequestError, match="ignore_eos"):
+        SamplingParams(structured_output=Grammar.regex("a"), ignore_eos=True)
+    with pytest.raises(RequestError, match="structured_output is 'a'"):
+        SamplingParams(structured_output="a")  # type: ignore[arg-type]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    chosen=st.lists(st.integers(0, len(GRAMMARS)), min_size=1, max_size=6),
+    seeds=st.lists(st.integers(0, 99), min_size=6, max_size=6),
+    aborted=st.sets(st.integers(0, 5), max_size=3),
+    abort_at=st.integers(1, 12),
+    length=st.integers(0, 4),
+    overlaps=st.booleans(),
+)
+def test_whatever_is_mixed_and_aborted(
+    tiny_checkpoints: dict[str, Path],
+    chosen: list[int],
+    seeds: list[int],
+    aborted: set[int],
+    abort_at: int,
+    length: int,
+    overlaps: bool,
+) -> None:
+    about: dict[str, Any] = (
+        SMALL | {"overlap_scheduling": overlaps} | (NGRAM | {"spec_length": length} if length else {})
+    )
+    engine = make(tiny_checkpoints["llama"], **about)
+    texts: dict[str, str] = {}
+    ends: dict[str, FinishReason] = {}
+    for n, number in enumerate(chosen):
+        grammar = (*GRAMMARS, None)[number]
+        params = SamplingParams(seed=seeds[n], max_new_tokens=30, structured_output=grammar)
+        engine.add_request(STEM[: 5 + 9 * n], params, request_id=str(n))
+    step = 0
+    while engine.has_work():
+        step += 1
+        if step == abort_at:
+            aborted = {n for n in aborted if engine.abort(str(n))}
+        for output in engine.step():
+            texts[output.request_id] = texts.get(output.request_id, "") + output.text
+            if output.finish_reason is not None:
+                ends[output.request_id] = output.finish_reason
+    assert engine.pool.audit() == []
+    for n, number in enumerate(chosen):
+        if number < len(PATTERNS) and ends.get(str(n)) is FinishReason.EOS:
+            assert re.fullmatch(PATTERNS[number], texts[str(n)])

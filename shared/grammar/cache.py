@@ -1,0 +1,83 @@
+"""Compiled grammars, each compiled once, however many requests ask for it. Introduced in phase 12.
+
+A grammar takes milliseconds to compile, and may take a second. Requests with the same grammar share it, those that ask
+while it compiles too: the first compiles, the others wait for its result. Any thread may ask.
+
+Invariants: the tables that are kept take at most the cache's bytes; an error is kept for no later request.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Lock
+from typing import Generic, TypeVar
+
+from shared.grammar.grammar import Grammar
+
+CACHE_BYTES = 256_000_000
+MAX_GRAMMARS = 1000
+Compiled = TypeVar("Compiled")
+
+
+class GrammarCache(Generic[Compiled]):
+    """Keeps what ``compile_grammar`` made of the grammars that were used last.
+
+    Args:
+        compile_grammar: raises GrammarError.
+        num_bytes: of what it made.
+    """
+
+    def __init__(
+        self,
+        compile_grammar: Callable[[Grammar], Compiled],
+        num_bytes: Callable[[Compiled], int],
+        *,
+        most_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self.compile_grammar, self.num_bytes, self.most_bytes = compile_grammar, num_bytes, most_bytes
+        self.num_compiled = 0
+        self.used_bytes = 0
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._running: dict[Grammar, Future[Compiled]] = {}
+        self._lock = Lock()
+
+    def known(self, grammar: Grammar) -> Compiled | None:
+        """The compiled grammar, if it is kept; does not wait."""
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return self._kept.get(grammar)
+
+    def get(self, grammar: Grammar) -> Compiled:
+        """The compiled grammar; waits if it is being compiled. Raises GrammarError."""
+        kept = self.known(grammar)
+        if kept is not None:
+            return kept
+        with self._lock:
+            future = self._running.get(grammar)
+            is_first = future is None
+            if future is None:
+                future = self._running[grammar] = Future()
+        if is_first:
+            self._compile(grammar, future)
+        return future.result()
+
+    def _compile(self, grammar: Grammar, future: Future[Compiled]) -> None:
+        try:
+            compiled = self.compile_grammar(grammar)
+        except BaseException as error:
+            with self._lock:
+                del self._running[grammar]
+            future.set_exception(error)
+            return
+        with self._lock:
+            del self._running[grammar]
+            self.num_compiled += 1
+            self._kept[grammar] = compiled
+            self.used_bytes += self.num_bytes(compiled)
+            while len(self._kept) > 1 and (self.used_bytes > self.most_bytes or len(self._kept) > MAX_GRAMMARS):
+                self.used_bytes -= self.num_bytes(self._kept.popitem(last=False)[1])
+        future.set_result(compiled)
+
+    def __len__(self) -> int:
+        return len(self._kept)

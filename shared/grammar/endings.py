@@ -1,0 +1,118 @@
+"""How each state comes to an end, and the removal of states that do not. Introduced in phase 12.
+
+The depths are a least fixpoint: a state needs no more frames than the best of its bytes; a byte that pushes needs one
+frame more than its rule, or what the states behind the rule need. States are settled in the order of their depths, each
+level by a search backwards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shared.grammar.automaton import ACTION_BITS, MAX_DEPTH, REFUSED, Action, Automaton
+from shared.grammar.limits import GrammarError
+
+NEVER = 2**30
+
+
+class Endings:
+    """Computes the depths of an automaton.
+
+    Args:
+        frames: of each push, its first index in ``returns`` and the number of colours.
+        pop_depths: of each pop, the frames that it may take to satisfy its clauses.
+    """
+
+    def __init__(self, automaton: Automaton, frames: Sequence[tuple[int, int]], pop_depths: Sequence[int]) -> None:
+        self.automaton = automaton
+        self.depths = np.full(automaton.num_states, NEVER, np.int64)
+        table = automaton.table
+        sources, columns = np.nonzero(table != REFUSED)
+        values = table[sources, columns]
+        actions, arguments = values & (1 << ACTION_BITS) - 1, values >> ACTION_BITS
+        targets = arguments.astype(np.int64)
+        for action, rows in ((Action.KEY, automaton.keys), (Action.GUARD, automaton.guards)):
+            chosen = actions == action
+            targets[chosen] = rows[arguments[chosen], 0].astype(np.int64)
+        is_step = (actions != Action.PUSH) & (actions != Action.POP)
+        pairs = np.unique(targets[is_step] * len(table) + sources[is_step])
+        self.sources = (pairs % len(table)).tolist()
+        self.starts = np.searchsorted(pairs // len(table), np.arange(len(table) + 1)).tolist()
+        self.firsts = automaton.pushes[:, 0]
+        self.needs = np.full(len(automaton.pushes), NEVER, np.int64)
+        self.followers = [
+            sorted({state for state in automaton.returns[frame : frame + count].tolist() if state != REFUSED})
+            for frame, count in frames
+        ]
+        self.levels: list[list[int]] = [[] for _ in range(MAX_DEPTH + 1)]
+        self.levels[0] += np.flatnonzero(automaton.is_final).tolist()
+        pops = np.unique(sources[actions == Action.POP] * max(len(pop_depths), 1) + arguments[actions == Action.POP])
+        for state, pop in zip(*(part.tolist() for part in np.divmod(pops, max(len(pop_depths), 1))), strict=True):
+            if pop_depths[pop] <= MAX_DEPTH:
+                self.levels[pop_depths[pop]].append(state)
+        self.callers: list[list[int]] = [[] for _ in automaton.pushes]
+        for state, push in set(
+            zip(sources[actions == Action.PUSH].tolist(), arguments[actions == Action.PUSH].tolist(), strict=True)
+        ):
+            self.callers[push].append(state)
+
+    def settle(self) -> Automaton:
+        """The automaton with its depths, without what never ends. Raises GrammarError if it accepts nothing."""
+        automaton = self.automaton
+        while self._settle_levels() or self._resolve_cycle():
+            pass
+        if self.depths[0] == NEVER:
+            raise GrammarError("The schema accepts nothing; give one that a value can satisfy.")
+        pushes = automaton.pushes.copy()
+        pushes[:, 4] = np.minimum(self.needs, MAX_DEPTH + 1)
+        returns = automaton.returns.copy()
+        is_open = returns != REFUSED
+        returns[is_open] = np.where(self.depths[returns[is_open]] == NEVER, REFUSED, returns[is_open])
+        depths = np.minimum(self.depths, MAX_DEPTH + 1).astype(np.int32)
+        return replace(automaton, pushes=pushes, returns=returns, depths=depths)
+
+    def _settle_levels(self) -> bool:
+        """Settle what follows from what is known, level by level; whether anything did."""
+        found = False
+        for depth, level in enumerate(self.levels):
+            while level:
+                found = True
+                self._search(depth)
+                for push in self._open_pushes():
+                    known = self._follower_depths(push)
+                    if known and max(known) < NEVER:
+                        self._resolve(push, known)
+        return found
+
+    def _resolve_cycle(self) -> bool:
+        """Settle the cheapest push of which some states behind it wait for this very push; whether there was one."""
+        waiting: dict[int, list[tuple[int, list[int]]]] = {}
+        for push in self._open_pushes():
+            known = [depth for depth in self._follower_depths(push) if depth < NEVER]
+            if known:
+                waiting.setdefault(max(1 + int(self.depths[self.firsts[push]]), *known), []).append((push, known))
+        for push, known in waiting[min(waiting)] if waiting else ():
+            self._resolve(push, known)
+        return bool(waiting)
+
+    def _open_pushes(self) -> list[int]:
+        return np.flatnonzero((self.needs == NEVER) & (self.depths[self.firsts] < NEVER)).tolist()
+
+    def _follower_depths(self, push: int) -> list[int]:
+        return [int(self.depths[state]) for state in self.followers[push]]
+
+    def _resolve(self, push: int, known: list[int]) -> None:
+        need = max(1 + int(self.depths[self.firsts[push]]), *known)
+        self.needs[push] = need
+        if need <= MAX_DEPTH:
+            self.levels[need] += self.callers[push]
+
+    def _search(self, depth: int) -> None:
+        """Settle the states of a depth, and all that lead to them."""
+        waiting = self.levels[depth]
+        while waiting:
+            state = waiting.pop()
+            if self.depths[state] == NEVER:
+                self.depths[state] = depth
+                waiting += self.sources[self.starts[state] : self.starts[state + 1]]

@@ -1,0 +1,79 @@
+"""Small automata that stand inside rules: of numbers, literals and listed values. Introduced in phase 12.
+
+Invariant: every state can reach an end, except the first one of an automaton that accepts nothing.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from shared.grammar.limits import Budget
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """A small automaton as one dictionary a state; state 0 is the first."""
+
+    rows: list[dict[int, int]]
+    ends: list[bool]
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.ends)
+
+    def accepts(self, text: str) -> bool:
+        state: int | None = 0
+        for byte in text.encode():
+            state = self.rows[state].get(byte) if state is not None else None
+        return state is not None and self.ends[state]
+
+
+def explore(
+    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool], budget: Budget
+) -> Machine:
+    """The automaton of a state and what follows from it, without states that cannot reach an end."""
+    numbers = {first: 0}
+    states = [first]
+    rows: list[dict[int, int]] = []
+    for state in states:  # which grows
+        row = {}
+        for text, following in steps(state):
+            if following not in numbers:
+                numbers[following] = len(states)
+                states.append(following)
+            row[ord(text)] = numbers[following]
+        rows.append(row)
+        budget.check(len(states))
+    return _trim(rows, [is_end(state) for state in states])
+
+
+def _trim(rows: list[dict[int, int]], ends: list[bool]) -> Machine:
+    sources: list[list[int]] = [[] for _ in rows]
+    for state, row in enumerate(rows):
+        for target in row.values():
+            sources[target].append(state)
+    alive = {state for state, is_end in enumerate(ends) if is_end}
+    waiting = list(alive)
+    while waiting:
+        for source in sources[waiting.pop()]:
+            if source not in alive:
+                alive.add(source)
+                waiting.append(source)
+    numbers = {state: number for number, state in enumerate(sorted(alive | {0}))}
+    kept = [{byte: numbers[target] for byte, target in rows[state].items() if target in alive} for state in numbers]
+    return Machine(kept, [ends[state] for state in numbers])
+
+
+def spell_all(texts: list[str]) -> Machine:
+    """The automaton of some texts, as a trie."""
+    rows: list[dict[int, int]] = [{}]
+    ends = [False]
+    for text in texts:
+        state = 0
+        for byte in text.encode():
+            if byte not in rows[state]:
+                rows[state][byte] = len(rows)
+                rows.append({})
+                ends.append(False)
+            state = rows[state][byte]
+        ends[state] = True
+    return Machine(rows, ends)

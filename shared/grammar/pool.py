@@ -1,0 +1,130 @@
+"""The tables of grammars on a device: one allocation, in which each automaton is a range. Introduced in phase 12.
+
+Kernels read all grammars of a batch through one address, which a CUDA graph has captured, and each row has the place of
+its own grammar. A range is kept until its last request has ended, and then until its room is needed, so that requests
+that follow each other with the same schema upload it once.
+
+Invariant: ranges never overlap, and a range that a request holds neither moves nor changes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Automaton, Integers
+from shared.grammar.limits import GrammarError
+from shared.grammar.plain import ACTION_MASK, free_loops
+
+HEADER = 16  # numbers before the 256 columns: the number of columns, and where each table begins
+COLUMN_BYTES = 256
+ENTRY_BITS = ACTION_BITS + 2  # of a packed entry: action, and how free the state is to which it leads
+
+
+def pack(automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> Integers:
+    """All tables of an automaton as int32 numbers; 64-bit sets as two, the low half first.
+
+    A state is free (:mod:`shared.grammar.plain`) by GOTO: 1, by COUNT: 2, or not: 0. Where a table leads to a state,
+    that stands beside it, which saves the walk a look-up: an entry is ``argument << 5 | free << 3 | action``, one of
+    ``returns`` is ``state << 2 | free``, and one of the states ``depth << 3 | free << 1 | is_final``.
+    """
+    loops = free_loops(automaton, usable_bytes)
+    free = np.where(loops == REFUSED, 0, np.where(loops & ACTION_MASK == Action.COUNT, 2, 1))
+    action, argument = automaton.table & ACTION_MASK, automaton.table >> ACTION_BITS
+    leads = (automaton.table != REFUSED) & np.isin(action, (Action.GOTO, Action.COUNT))
+    entries = argument << ENTRY_BITS | np.where(leads, free[np.where(leads, argument, 0)], 0) << ACTION_BITS | action
+    pushes = np.column_stack([automaton.pushes, free[automaton.pushes[:, 0]]])
+    tables = [
+        np.where(automaton.table == REFUSED, REFUSED, entries),
+        automaton.depths << 3 | free << 1 | automaton.is_final,
+        pushes,
+        np.where(automaton.returns == REFUSED, REFUSED, automaton.returns << 2 | free[automaton.returns]),
+        automaton.pops,
+        *(table.reshape(-1).view("<i4") for table in (automaton.clauses, automaton.keys, automaton.guards)),
+    ]
+    parts = [np.zeros(HEADER, np.int32), automaton.columns.astype(np.int32)]
+    starts = np.cumsum([HEADER + COLUMN_BYTES, *(table.size for table in tables)])
+    parts[0][0] = automaton.table.shape[1]
+    parts[0][1 : 1 + len(tables)] = starts[:-1]
+    return np.concatenate([*parts, *(table.astype(np.int32).reshape(-1) for table in tables)])
+
+
+@dataclass
+class _Range:
+    base: int
+    size: int
+    num_holders: int
+
+
+class GrammarPool:
+    """The allocation and its ranges.
+
+    Attributes:
+        tables: int32 ``[size]`` on the device; its address never changes.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device | str) -> None:
+        self.tables = torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)
+        self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()  # in the order in which they were last released
+
+    def acquire(self, key: Hashable, packed: Integers) -> int | None:
+        """Hold the range of a grammar, and upload its tables if they are not there.
+
+        Args:
+            key: equal for equal grammars.
+            packed: from :func:`pack`.
+
+        Returns:
+            Where its tables begin; None if there is no room now. Room comes with :meth:`release`.
+
+        Raises GrammarError if the whole pool is too small.
+        """
+        known = self._ranges.get(key)
+        if known is not None:
+            known.num_holders += 1
+            return known.base
+        size = -(-len(packed) // HEADER) * HEADER
+        if size > len(self.tables):
+            raise GrammarError(
+                f"The grammar's tables take {4 * size:,} bytes, and the pool for all grammars has "
+                f"{4 * len(self.tables):,}; simplify the grammar, or start the engine with a larger pool."
+            )
+        base = self._find(size)
+        if base is None:
+            return None
+        self._ranges[key] = _Range(base, size, 1)
+        self.tables[base : base + len(packed)] = torch.from_numpy(packed).to(self.tables.device)
+        return base
+
+    def release(self, key: Hashable) -> None:
+        """Give back one hold; raises KeyError without one."""
+        held = self._ranges[key]
+        if held.num_holders == 0:
+            raise KeyError(key)
+        held.num_holders -= 1
+        self._ranges.move_to_end(key)
+
+    def _find(self, size: int) -> int | None:
+        """The first gap of this size, after as many unheld ranges were dropped, the oldest first, as it takes."""
+        unheld = [key for key, one in self._ranges.items() if one.num_holders == 0]
+        kept = sorted((one.base, one.size) for one in self._ranges.values() if one.num_holders)
+        if _gap(kept, size, len(self.tables)) is None:
+            return None  # dropping would not help
+        while True:
+            taken = sorted((one.base, one.size) for one in self._ranges.values())
+            base = _gap(taken, size, len(self.tables))
+            if base is not None:
+                return base
+            del self._ranges[unheld.pop(0)]
+
+
+def _gap(taken: list[tuple[int, int]], size: int, end: int) -> int | None:
+    at = 0
+    for base, length in taken:
+        if base - at >= size:
+            return at
+        at = base + length
+    return at if end - at >= size else None

@@ -1,0 +1,177 @@
+"""The document of a JSON Schema: its nodes, where they stand, and what its references mean. Introduced in phase 12.
+
+A node is a schema inside the document; a literal is a node that holds or, negated, does not. Compilation works on
+literals, so that one schema reached on many ways is read once.
+
+Invariant: a keyword that asserts something and is not supported is refused with its place, never passed over.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from shared.grammar.limits import Budget, GrammarError
+
+REFUSED_KEYWORDS = (
+    "contains",
+    "minContains",
+    "maxContains",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "dependentSchemas",
+    "$dynamicRef",
+    "$recursiveRef",
+)
+MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependencies"})
+"""Keywords whose schemas stand one level of the text further in."""
+OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
+TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+
+class SchemaDocument:
+    """The nodes of one schema, numbered as they are met.
+
+    Raises:
+        GrammarError: what is no schema, or is nested deeper than the limit.
+    """
+
+    def __init__(self, root: Any, budget: Budget) -> None:
+        self.budget = budget
+        self.schemas: list[Any] = []
+        self.paths: list[str] = []
+        self._numbers: dict[int, int] = {}
+        self._constants: dict[int, list[int]] = {}
+        self._lists: dict[int, list[Any]] = {}
+        self.places: dict[tuple[str, str], str] = {}
+        """Where a pattern or a format was met first."""
+        self._check_nesting(root)
+        self.root = root
+        dialect = root.get("$schema", "") if isinstance(root, Mapping) else ""
+        self.is_old = any(draft in str(dialect) for draft in OLD_DRAFTS)
+        self._anchors: dict[str, tuple[Any, str]] | None = None
+
+    def _check_nesting(self, root: Any) -> None:
+        """Bound the levels of schemas, and those of the text, which also has lists, maps of schemas and values."""
+        limit = self.budget.limits.nesting
+        level, depth = [(root, 1)], 0
+        while level:
+            depth += 1
+            if depth > 2 * limit + 1 or any(schemas > limit for _, schemas in level):
+                raise GrammarError(f"The schema is nested deeper than {limit} levels.")
+            self._check_numbers(node for node, _ in level)
+            level = [
+                (child, schemas + (isinstance(node, dict) and key not in MAPS))
+                for node, schemas in level
+                if isinstance(node, (dict, list))
+                for key, child in (node.items() if isinstance(node, dict) else enumerate(node))
+                if isinstance(child, (dict, list))
+            ]
+
+    @staticmethod
+    def _check_numbers(nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+                if isinstance(child, float) and not math.isfinite(child):
+                    raise GrammarError(f"The schema has a number that is none in JSON: {child}.")
+
+    def literal(self, schema: Any, path: str, *, holds: bool = True) -> int:
+        """The literal of a schema; the same object gives the same node."""
+        number = self._numbers.get(id(schema)) if isinstance(schema, dict) else None
+        if number is None:
+            if not isinstance(schema, (dict, bool)):
+                raise self.error(path, f"a schema is an object or a boolean, not {schema!r:.50}")
+            number = len(self.schemas)
+            self.schemas.append(schema)
+            self.paths.append(path)
+            if isinstance(schema, dict):
+                self._numbers[id(schema)] = number
+                self._refuse_keywords(schema, path)
+        return 2 * number + (not holds)
+
+    def _refuse_keywords(self, schema: dict[str, Any], path: str) -> None:
+        if "$ref" in schema and self.is_old:
+            return
+        for keyword in REFUSED_KEYWORDS:
+            if keyword in schema:
+                raise self.error(f"{path}/{keyword}", "this keyword is not supported")
+        if schema.get("uniqueItems"):
+            raise self.error(f"{path}/uniqueItems", "unique items are not supported; leave it out or false")
+
+    def constant(self, schema: dict[str, Any]) -> list[Any]:
+        """The value of ``const`` as a list, the same one at each call."""
+        return self._lists.setdefault(id(schema), [schema["const"]])
+
+    def constants(self, values: list[Any], path: str) -> list[int]:
+        """Literals of the arrays and objects among the values of an ``enum``."""
+        if id(values) not in self._constants:
+            self._constants[id(values)] = [
+                self.literal(_schema_of(value), f"{path}/{number}")
+                for number, value in enumerate(values)
+                if isinstance(value, (dict, list))
+            ]
+        return self._constants[id(values)]
+
+    def resolve(self, reference: Any, path: str) -> int:
+        """The literal to which a local ``$ref`` points.
+
+        Raises:
+            GrammarError: a remote reference, or one that leads nowhere.
+        """
+        if not isinstance(reference, str):
+            raise self.error(path, f"a reference is a string, not {reference!r:.50}")
+        base, _, fragment = reference.partition("#")
+        identifier = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
+        if base and base != str(identifier).rstrip("#"):
+            found = self._find_anchor(reference if not fragment else base)
+            if found is None or fragment:
+                raise self.error(path, f"remote references are not supported: {reference!r}")
+            return self.literal(*found)
+        if fragment and not fragment.startswith("/"):
+            found = self._find_anchor("#" + fragment)
+            if found is None:
+                raise self.error(path, f"there is no anchor {reference!r}")
+            return self.literal(*found)
+        schema: Any = self.root
+        for part in fragment.split("/")[1:]:
+            part = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(schema, dict) and part in schema:
+                schema = schema[part]
+            elif isinstance(schema, list) and part.isdecimal() and int(part) < len(schema):
+                schema = schema[int(part)]
+            else:
+                raise self.error(path, f"the reference {reference!r} leads nowhere")
+        return self.literal(schema, f"#{fragment}")
+
+    def _find_anchor(self, name: str) -> tuple[Any, str] | None:
+        if self._anchors is None:
+            self._anchors = {}
+            todo = [(self.root, "#")]
+            while todo:
+                node, path = todo.pop()
+                if isinstance(node, dict):
+                    for key, form in (("$id", "{}"), ("id", "{}"), ("$anchor", "#{}")):
+                        if isinstance(node.get(key), str):
+                            self._anchors.setdefault(form.format(node[key]), (node, path))
+                    todo += [(child, f"{path}/{key}") for key, child in node.items() if key not in ("enum", "const")]
+                elif isinstance(node, list):
+                    todo += [(child, f"{path}/{number}") for number, child in enumerate(node)]
+        return self._anchors.get(name)
+
+    @staticmethod
+    def error(path: str, reason: str) -> GrammarError:
+        return GrammarError(f"The schema cannot be compiled at {path}: {reason}.")
+
+
+def escape(key: str) -> str:
+    """A key as a part of a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _schema_of(value: Any) -> dict[str, Any]:
+    """The schema of one array or object."""
+    if isinstance(value, list):
+        items = [{"enum": [item]} for item in value]
+        return {"type": "array", "minItems": len(value), "items": items, "additionalItems": False}
+    members = {key: {"enum": [member]} for key, member in value.items()}
+    return {"type": "object", "required": list(value), "properties": members, "additionalProperties": False}

@@ -1,0 +1,156 @@
+"""Shapes: what a value of one type may be, after the logic of its schema is resolved. Introduced in phase 12.
+
+A schema becomes a union of shapes, one type each. Where a shape contains further values (items, properties), it holds
+them as a ``Value``: the conjunction of schemas that the value must satisfy, not yet resolved, because schemas recurse.
+
+Invariant: shapes are hashable, and equal shapes accept the same values.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+
+from shared.grammar.automaton import UNBOUNDED
+
+Value = frozenset[int]
+"""A conjunction of literals: 2 × a node of the document, + 1 if it is negated. The empty one is any value."""
+NEVER = 2**30
+"""The depth of what nothing satisfies."""
+ANYTHING: Value = frozenset()
+
+
+@dataclass(frozen=True)
+class Literal:
+    """``null``, ``true`` or ``false``, by its text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Number:
+    """Numbers by value: whole or not or either, bounds (a value, and whether it is excluded), a divisor, values."""
+
+    is_whole: bool | None = None
+    low: tuple[Fraction, bool] | None = None
+    high: tuple[Fraction, bool] | None = None
+    multiple: int = 1
+    values: frozenset[Fraction] | None = None
+    excluded: frozenset[Fraction] = frozenset()
+
+    def at_least(self, bound: Fraction, is_excluded: bool) -> "Number":
+        low = (bound, is_excluded)
+        return replace(self, low=low if self.low is None else max(self.low, low))
+
+    def at_most(self, bound: Fraction, is_excluded: bool) -> "Number":
+        if self.high is None or (bound, not is_excluded) < (self.high[0], not self.high[1]):
+            return replace(self, high=(bound, is_excluded))
+        return self
+
+    def contains(self, value: Fraction) -> bool:
+        """Whether a value satisfies all that is said, the listed values apart."""
+        if self.is_whole is not None and self.is_whole != (value.denominator == 1):
+            return False
+        if self.multiple > 1 and (value / self.multiple).denominator != 1:
+            return False
+        if self.low and (value < self.low[0] or (value == self.low[0] and self.low[1])):
+            return False
+        if self.high and (value > self.high[0] or (value == self.high[0] and self.high[1])):
+            return False
+        return value not in self.excluded
+
+    def among(self, values: frozenset[Fraction]) -> "Number":
+        return replace(self, values=values if self.values is None else self.values & values)
+
+    def times(self, divisor: int) -> "Number":
+        return replace(self, is_whole=True, multiple=lcm(self.multiple, divisor))
+
+    def settled(self) -> "Number | None":
+        """The shape in its shortest form; None if it is plainly empty."""
+        if self.values is not None:
+            values = frozenset(value for value in self.values if self.contains(value))
+            return Number(values=values) if values else None
+        if self.is_whole:
+            low, high = self.low, self.high
+            if low:
+                first = -(-low[0].numerator // low[0].denominator)
+                low = Fraction(first + (low[1] and first == low[0])), False
+            if high:
+                last = high[0].numerator // high[0].denominator
+                high = Fraction(last - (high[1] and last == high[0])), False
+            shape = replace(self, low=low, high=high)
+            if low and high:
+                first, last = (int(bound[0]) for bound in (low, high))
+                if last // self.multiple < -(-first // self.multiple):
+                    return None
+                if last - first <= 64:
+                    return replace(shape, values=frozenset(map(Fraction, range(first, last + 1)))).settled()
+            excluded = frozenset(
+                value for value in self.excluded if replace(shape, excluded=frozenset()).contains(value)
+            )
+            return replace(shape, excluded=excluded)
+        if self.low and self.high and (self.low[0] > self.high[0] or self.low[0] == self.high[0]):
+            return self.among(frozenset({self.low[0]})).settled() if self.low[0] == self.high[0] else None
+        return self
+
+
+@dataclass(frozen=True)
+class String:
+    """Strings: the number of their characters, patterns and formats (and whether they must match), listed texts."""
+
+    fewest: int = 0
+    most: int = UNBOUNDED
+    patterns: frozenset[tuple[str, bool]] = frozenset()
+    formats: frozenset[tuple[str, bool]] = frozenset()
+    values: frozenset[str] | None = None
+    excluded: frozenset[str] = frozenset()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a count of characters says everything."""
+        return not (self.patterns or self.formats or self.excluded) and self.values is None
+
+
+@dataclass(frozen=True)
+class Array:
+    """Arrays: the values of the first items, of all further ones, how many there are, and values that some item has."""
+
+    first: tuple[Value, ...] = ()
+    rest: Value = ANYTHING
+    fewest: int = 0
+    most: int = UNBOUNDED
+    some: frozenset[Value] = frozenset()
+
+    def item(self, index: int) -> Value:
+        return self.first[index] if index < len(self.first) else self.rest
+
+    def also(self, first: tuple[Value, ...], rest: Value) -> "Array":
+        """The arrays that satisfy these items too."""
+        length = max(len(first), len(self.first))
+        other = Array(first, rest)
+        return replace(self, first=tuple(self.item(i) | other.item(i) for i in range(length)), rest=self.rest | rest)
+
+
+@dataclass(frozen=True)
+class Object:
+    """Objects: nodes of the document whose properties apply, and what concerns single keys.
+
+    Attributes:
+        nodes: schemas with ``properties``, ``patternProperties`` or ``additionalProperties``.
+        members: further (key, literal): the value of the key, if present, satisfies the literal.
+        names: literals that every key satisfies, as a string.
+        dependents: (key, keys): with the first key come the others.
+        outside: nodes of which at least one key is none of the properties that they describe.
+    """
+
+    nodes: frozenset[int] = frozenset()
+    members: frozenset[tuple[str, int]] = frozenset()
+    names: frozenset[int] = frozenset()
+    required: frozenset[str] = frozenset()
+    forbidden: frozenset[str] = frozenset()
+    dependents: frozenset[tuple[str, frozenset[str]]] = frozenset()
+    outside: frozenset[int] = frozenset()
+    fewest: int = 0
+    most: int = UNBOUNDED
+
+
+Shape = Literal | Number | String | Array | Object

@@ -1,0 +1,44 @@
+"""Rules of strings: the bytes between the quotes, and the quote that ends them. Introduced in phase 12."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.grammar.assembler import Entries, Rule
+from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
+from shared.grammar.counting import character_steps
+from shared.grammar.dfa import DEAD, DFA
+from shared.grammar.rules import ValueSource
+from shared.grammar.shapes import String
+
+QUOTE = ord('"')
+
+
+class StringRule(Rule):
+    """The rule of the strings of some groups; ``is_counted``: characters count, as the push says."""
+
+    def __init__(self, values: ValueSource, groups: tuple[frozenset[String], ...], *, is_counted: bool = False) -> None:
+        super().__init__(values.assembler)
+        dfa = values.texts.groups(groups)
+        self.assembler.budget.check(len(self.assembler.entries) + len(dfa))
+        first = len(self.assembler.entries)
+        for state in range(len(dfa)):
+            self.assembler.state((id(self), state), self._build(int(dfa.accepts[state])))
+        self.first = first
+        self.assembler.add_rows(first, rows_of(dfa, first, is_counted=is_counted))
+
+    def _build(self, bits: int) -> Callable[[], Entries]:
+        def build() -> Entries:
+            return {QUOTE: self.assembler.pop(self.leave(bits))} if bits else {}
+
+        return build
+
+
+def rows_of(dfa: DFA, first: int, *, is_counted: bool) -> NDArray[np.int32]:
+    """int32 ``[S, 256]``: the entries of a DFA whose states are numbered from ``first`` on."""
+    targets = dfa.next[:, dfa.columns]
+    action = np.full_like(targets, Action.GOTO)
+    if is_counted:
+        action[list(character_steps(dfa))] = Action.COUNT
+    return np.where(targets == DEAD, REFUSED, (targets + first) << ACTION_BITS | action).astype(np.int32)

@@ -1,0 +1,155 @@
+"""Strings of a schema as automata over the bytes between the quotes. Introduced in phase 12.
+
+Strings that only count their characters share one rule, whose counters are in the push. All others are automata in
+which patterns, formats, lengths and lists are combined.
+"""
+
+import json
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+
+from shared.grammar.automaton import UNBOUNDED
+from shared.grammar.characters import Spelling
+from shared.grammar.counting import any_text, character_steps, is_free_to_count
+from shared.grammar.dfa import DEAD, DFA, combine, difference, intersection, trim, union, words
+from shared.grammar.formats import FORMATS
+from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.regex import compile_regex
+from shared.grammar.schema_document import SchemaDocument
+from shared.grammar.shapes import String
+
+MOST_REMEMBERED = 256
+
+
+def spell(text: str) -> bytes | None:
+    """A text between its quotes, as ``json.dumps`` writes it; None if it has lone surrogates."""
+    try:
+        return json.dumps(text, ensure_ascii=False)[1:-1].encode()
+    except UnicodeEncodeError:
+        return None
+
+
+_patterns: OrderedDict[tuple[str, bool], DFA] = OrderedDict()
+
+
+def matching(pattern: str, budget: Budget, *, is_search: bool) -> DFA:
+    """As :func:`compile_regex` for JSON strings; the last few hundred are remembered."""
+    key = pattern, is_search
+    dfa = _patterns.get(key)
+    if dfa is None:
+        dfa = _patterns[key] = compile_regex(pattern, budget, search=is_search, spelling=Spelling.JSON)
+        while len(_patterns) > MOST_REMEMBERED:
+            _patterns.popitem(last=False)
+    return dfa
+
+
+def of_length(dfa: DFA, fewest: int, most: int, budget: Budget) -> DFA:
+    """The strings of an automaton that have so many characters: a copy of it for each character that is counted."""
+    size, count = len(dfa), (fewest if most == UNBOUNDED else most) + 1
+    budget.check(size * count)
+    level = np.arange(count)[:, None, None]
+    following = np.tile(level, (1, size, 1))
+    following[:, list(character_steps(dfa))] += 1  # where a character begins
+    if most == UNBOUNDED:
+        following = np.minimum(following, count - 1)
+    is_dead = (dfa.next == DEAD) | (following >= count)
+    targets = np.where(is_dead, DEAD, following * size + dfa.next).astype(np.int32)
+    accepts = np.where(level[:, :, 0] >= fewest, dfa.accepts, 0)
+    return trim(DFA(dfa.columns, targets.reshape(size * count, -1), accepts.reshape(-1)))
+
+
+class Texts:
+    """The automata of the strings of one document."""
+
+    def __init__(self, document: SchemaDocument) -> None:
+        self.document, self.budget = document, document.budget
+        self._counted: dict[tuple[String, int, int], bool] = {}
+        self._dfas: dict[String, DFA] = {}
+        self._groups: dict[tuple[frozenset[String], ...], DFA] = {}
+
+    def pattern(self, pattern: str) -> DFA:
+        """Of the strings in which a pattern matches. Raises GrammarError with the place of the pattern."""
+        return self._located("pattern", pattern, pattern, is_search=True)
+
+    def _located(self, keyword: str, text: str, pattern: str, *, is_search: bool) -> DFA:
+        self.budget.check(0)
+        try:
+            return matching(pattern, self.budget, is_search=is_search)
+        except GrammarError as error:
+            raise GrammarError(
+                f"The schema cannot be compiled at {self.document.places.get((keyword, text), '#')}: {error}"
+            ) from error
+
+    def dfa(self, shape: String) -> DFA:
+        """Of the strings of a shape; it may be empty."""
+        if shape not in self._dfas:
+            self._dfas[shape] = self._build(shape)
+        return self._dfas[shape]
+
+    def _build(self, shape: String) -> DFA:
+        parts: list[DFA] = []
+        denied: list[DFA] = []
+        for pattern, holds in sorted(shape.patterns):
+            (parts if holds else denied).append(self.pattern(pattern))
+        for name, holds in sorted(shape.formats):
+            if name in FORMATS:
+                (parts if holds else denied).append(self._located("format", name, FORMATS[name], is_search=False))
+            elif not holds:
+                return words([], self.budget)  # an unknown format says nothing, so its opposite accepts nothing
+        if shape.values is not None:
+            texts = [
+                text
+                for value in shape.values
+                if shape.fewest <= len(value) <= shape.most
+                and value not in shape.excluded
+                and (text := spell(value)) is not None
+                and all(part.run(text) for part in parts)
+                and not any(part.run(text) for part in denied)
+            ]
+            return words(texts, self.budget)
+        if shape.excluded:
+            denied.append(words([text for value in shape.excluded if (text := spell(value)) is not None], self.budget))
+        dfa = difference(intersection(parts, self.budget) if parts else any_text(), denied, self.budget)
+        if shape.fewest or shape.most != UNBOUNDED:
+            dfa = of_length(dfa, shape.fewest, shape.most, self.budget)
+        return dfa
+
+    def is_counted(self, shape: String) -> bool:
+        """Whether the characters of a shape are counted by a counter, not by states."""
+        if shape.is_plain or shape.values is not None:
+            return shape.values is None
+        free = replace(shape, fewest=0, most=UNBOUNDED)
+        if shape == free:
+            return False
+        key = free, shape.fewest, shape.most
+        if key not in self._counted:
+            self._counted[key] = is_free_to_count(self.dfa(free), shape.fewest, shape.most)
+        return self._counted[key]
+
+    def is_empty(self, shape: String) -> bool:
+        return shape.fewest > shape.most or not (self.is_counted(shape) or not self.dfa(shape).is_empty)
+
+    def group(self, shapes: frozenset[String]) -> DFA:
+        """Of the strings of any of these shapes."""
+        if String() in shapes:
+            return any_text()
+        listed = [shape for shape in shapes if shape.values is not None]
+        dfas = [self.dfa(shape) for shape in shapes if len(shapes) == 1 or shape.values is None]
+        if len(shapes) > 1 and listed:
+            merged = frozenset().union(*(self._kept(shape) for shape in listed))
+            dfas.append(words([text for value in merged if (text := spell(value)) is not None], self.budget))
+        return union(dfas, self.budget)
+
+    def _kept(self, shape: String) -> frozenset[str]:
+        """The listed texts of a shape that its other facts leave."""
+        dfa = self.dfa(shape)
+        return frozenset(value for value in shape.values or () if dfa.run(spell(value) or b""))
+
+    def groups(self, groups: tuple[frozenset[String], ...]) -> DFA:
+        """Side by side: bit i accepts what the i-th group accepts."""
+        if groups not in self._groups:
+            dfas = [self.group(group) for group in groups]
+            self._groups[groups] = dfas[0] if len(dfas) == 1 else combine(dfas, self.budget)
+        return self._groups[groups]

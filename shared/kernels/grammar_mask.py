@@ -1,0 +1,183 @@
+"""Which tokens a grammar allows, computed on the GPU in every step, and the others' logits removed.
+
+Introduced in phase 12. Engines that compute masks on the CPU must wait for the token before they can begin, and send
+the mask. Here each thread walks the bytes of a token through the automaton of its row; nothing is cached or sent. Two
+launches: the walk sets a bit for each token in the order of :class:`shared.grammar.device.GrammarTokens`, and needs no
+logits, so it can run while the model computes them; the second writes -inf, in the order of the ids.
+
+Invariants: a row without a grammar is neither read nor written; the bits are those of the scalar walk; the host reads
+nothing, and all addresses are fixed, so that a CUDA graph can hold both launches.
+"""
+
+import numpy as np
+import torch
+
+from shared.grammar.device import AT_END, LENGTH_BITS, LONGEST, NEVER, TOKEN_BLOCK, GrammarTokens, unpack_row
+from shared.grammar.fsm import TokenFSM
+from shared.kernels.grammar_walk import BASE, HEIGHT, MOST, ROW, STATE, walk
+from shared.kernels.launch import launch, launches, tl, triton
+
+BLOCK, NUM_WARPS = 256, 4  # tokens that a program walks at a time
+PROGRAMS = 4096  # of a launch, about
+APPLY_BLOCK = 2048
+BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
+BANNED = tl.constexpr(NEVER)
+ENDS = tl.constexpr(AT_END)
+IS_END, WITHOUT = 1, 2  # in the last word of a row
+MAY_END, NO_GRAMMAR = tl.constexpr(IS_END), tl.constexpr(WITHOUT)
+assert TOKEN_BLOCK % BLOCK == 0
+
+
+@triton.jit
+def grammar_mask_kernel(
+    tables, rows, slots, text, starts, about, words, num_tokens, first_plain, longest, stride, BLOCK: tl.constexpr
+):
+    """Program (i, b) walks blocks i, i + the grid's size, … of row b."""
+    slot = tl.load(slots + tl.program_id(1))
+    if slot >= 0:
+        row = rows + slot.to(tl.int64) * ROW
+        words += tl.program_id(1).to(tl.int64) * stride
+        base = tl.load(row + BASE)
+        if base < 0:
+            tl.store(words + stride - 1, NO_GRAMMAR)
+        else:
+            grammar = tables + base
+            state_is = tl.load(grammar + tl.load(grammar + 2) + tl.load(row + STATE))
+            if tl.program_id(0) == 0:
+                may_end = (state_is & 1) * (tl.load(row + HEIGHT) == 0).to(tl.int32)
+                tl.store(words + stride - 1, may_end)
+            free = (state_is >> 1) & 3
+            is_open = (free == 1) | ((free == 2) & (tl.load(row + MOST) >= longest))
+            first_word = tl.arange(0, BLOCK // 32)
+            for first in range(tl.program_id(0) * BLOCK, num_tokens, BLOCK * tl.num_programs(0)):
+                at = words + first // 32 + first_word
+                if is_open & (first >= first_plain):
+                    tl.store(at, tl.full([BLOCK // 32], -1, tl.int32))
+                else:
+                    token = first + tl.arange(0, BLOCK)
+                    numbers = tl.load(about + token)
+                    length = numbers & LOWEST
+                    plain_from = (numbers >> BITS) & LOWEST
+                    start = tl.load(starts + token)
+                    is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
+                        grammar, row, text, start, length, plain_from, (numbers >> BITS) >> BITS
+                    )
+                    bits = is_allowed.to(tl.int32) << (tl.arange(0, BLOCK) % 32)
+                    tl.store(at, tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), 1))
+
+
+@triton.jit
+def remove_kernel(words, slots, ranks, logits, vocabulary, stride, logit_stride, BLOCK: tl.constexpr):
+    b = tl.program_id(1)
+    if tl.load(slots + b) >= 0:
+        words += b.to(tl.int64) * stride
+        about_row = tl.load(words + stride - 1)
+        if about_row != NO_GRAMMAR:
+            ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            rank = tl.load(ranks + ids, mask=ids < vocabulary, other=BANNED)
+            word = tl.load(words + (rank >> 5), mask=rank >= 0, other=0)
+            is_allowed = ((word >> (rank & 31)) & 1) != 0
+            is_allowed = is_allowed | ((rank == ENDS) & (about_row == MAY_END))
+            removed = tl.full([BLOCK], float("-inf"), tl.float32)
+            tl.store(logits + b.to(tl.int64) * logit_stride + ids, removed, mask=(ids < vocabulary) & (is_allowed == 0))
+
+
+def grammar_mask(
+    tables: torch.Tensor,
+    tokens: GrammarTokens,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    words: torch.Tensor,
+    grammars: dict[int, TokenFSM],
+) -> None:
+    """Write the bits of the allowed tokens of each row of a batch.
+
+    Args:
+        tables: of :class:`shared.grammar.pool.GrammarPool`.
+        rows: int32 ``[slots, ROW]``, configurations.
+        slots: int32 ``[B]``, where each row's configuration stands; -1 for a row without a grammar.
+        words: int32 ``[B, tokens.num_words]``, contiguous; rows without a grammar are left as they are.
+        grammars: by their base in the tables; read only where no kernel runs.
+    """
+    B, stride = words.shape
+    if stride != tokens.num_words or len(slots) != B:
+        raise ValueError(
+            f"the bits have the shape {[B, stride]}; {len(slots)} rows of the vocabulary take "
+            f"{[len(slots), tokens.num_words]}"
+        )
+    if B == 0:
+        return
+    if not launches(words):
+        _mask_by_numpy(tokens, rows, slots, words, grammars)
+        return
+    size = len(tokens.starts)
+    grid = (min(triton.cdiv(size, BLOCK), max(1, PROGRAMS // B)), B)
+    launch(
+        grammar_mask_kernel,
+        grid,
+        tables,
+        rows,
+        slots,
+        tokens.text,
+        tokens.starts,
+        tokens.about,
+        words,
+        size,
+        tokens.first_plain,
+        tokens.longest,
+        stride,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _mask_by_numpy(
+    tokens: GrammarTokens,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    words: torch.Tensor,
+    grammars: dict[int, TokenFSM],
+) -> None:
+    ranks = tokens.ranks.numpy()
+    for number, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        base, now = unpack_row(rows[slot].numpy())
+        if base < 0:
+            words[number, -1] = WITHOUT
+            continue
+        mask = grammars[base].mask(now)
+        bits = np.zeros(len(tokens.starts), np.uint8)
+        bits[ranks[mask & (ranks >= 0)]] = 1
+        words[number, :-1] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())
+        words[number, -1] = int(grammars[base].is_terminal(now))
+
+
+def remove_refused(words: torch.Tensor, slots: torch.Tensor, tokens: GrammarTokens, logits: torch.Tensor) -> None:
+    """Set the logits of the tokens to -inf that the bits of :func:`grammar_mask` do not allow, in place.
+
+    Args:
+        logits: ``[B, V]``, with adjacent columns.
+    """
+    B, V = logits.shape
+    if len(tokens.ranks) != V or logits.stride(1) != 1:
+        raise ValueError(f"the logits have {V} columns; the vocabulary has {len(tokens.ranks)}, side by side")
+    if launches(logits):
+        launch(
+            remove_kernel,
+            (triton.cdiv(V, APPLY_BLOCK), B),
+            words,
+            slots,
+            tokens.ranks,
+            logits,
+            V,
+            words.shape[1],
+            logits.stride(0),
+            BLOCK=APPLY_BLOCK,
+        )
+        return
+    ranks, flags = tokens.ranks.long(), words[:, -1:]
+    bits = (words[:, :-1][:, ranks.clamp(min=0) >> 5] >> (ranks.clamp(min=0) & 31)) & 1
+    is_allowed = ((ranks >= 0) & (bits != 0)) | ((ranks == AT_END) & (flags == IS_END))
+    is_constrained = (slots >= 0)[:, None] & (flags != WITHOUT)
+    logits.masked_fill_(is_constrained & ~is_allowed, float("-inf"))

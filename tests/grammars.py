@@ -1,0 +1,222 @@
+"""Automata of grammars for tests: any JSON value, written as tables by hand, and random ones."""
+
+import random
+
+import numpy as np
+
+from shared.grammar.automaton import MAX_DEPTH, REFUSED, START, UNBOUNDED, Action, Automaton, entry
+from shared.grammar.plain import PLAIN_SEQUENCES
+
+DIGITS = range(ord("0"), ord("9") + 1)
+CONTINUATION = range(0x80, 0xC0)
+
+
+class Table:
+    """Rows of a table over all 256 bytes, under construction."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+
+    def state(self) -> int:
+        self.rows.append([REFUSED] * 256)
+        return len(self.rows) - 1
+
+    def put(self, state: int, symbols, action: Action, argument: int) -> None:
+        for byte in symbols:
+            self.rows[state][byte] = entry(action, argument)
+
+    def word(self, state: int, text: bytes, end: int) -> None:
+        """A literal from one state to another, by new states."""
+        for byte in text[:-1]:
+            following = self.state()
+            self.put(state, [byte], Action.GOTO, following)
+            state = following
+        self.put(state, text[-1:], Action.GOTO, end)
+
+    def characters(self, state: int, action: Action, *, counts_last: bool = False) -> None:
+        """Every plain character leads from the state back to it; also U+2028 and U+2029.
+
+        The action stands at the first byte of a character, or at the last.
+        """
+        lead, tail = (Action.GOTO, action) if counts_last else (action, Action.GOTO)
+        tails = [self.state() for _ in range(3)]
+        self.put(tails[0], CONTINUATION, tail, state)
+        self.put(tails[1], CONTINUATION, Action.GOTO, tails[0])
+        self.put(tails[2], CONTINUATION, Action.GOTO, tails[1])
+        for sequence in PLAIN_SEQUENCES:
+            (first, last), rest = sequence[0], sequence[1:]
+            symbols = range(first, last + 1)
+            if not rest:
+                self.put(state, symbols, action, state)
+            elif len(rest) > 1 and rest[0] not in ((0x80, 0xBF), (0x80, 0x80), (0x81, 0xBF)):
+                special = self.state()
+                self.put(special, range(rest[0][0], rest[0][1] + 1), Action.GOTO, tails[len(rest) - 2])
+                self.put(state, symbols, lead, special)
+            else:
+                self.put(state, symbols, lead, tails[len(rest) - 1])
+
+
+def any_json(fewest: int = 0, most: int = UNBOUNDED) -> Automaton:
+    """Any JSON object of whole numbers; strings that are values have ``fewest`` to ``most`` characters."""
+    table = Table()
+    root, end = table.state(), table.state()
+    pushes: list[tuple[int, int, int, int, int]] = []
+    returns: list[int] = []
+    first, inside, comma = table.state(), table.state(), table.state()  # of an object: before, behind, between members
+    colon, value = table.state(), table.state()
+    empty, element, again = table.state(), table.state(), table.state()  # of an array
+    string, escaped = table.state(), table.state()
+
+    def push(state: int, byte: bytes, rule: int, back: int, bounds: tuple[int, int] = (0, UNBOUNDED)) -> None:
+        table.put(state, byte, Action.PUSH, len(pushes))
+        pushes.append((rule, len(returns), *bounds, 1))
+        returns.append(back)
+
+    def blank(state: int, to: int) -> None:
+        table.put(state, b" \n\t", Action.BLANK, to)
+
+    push(root, b"{", first, end)
+    for state, back in ((value, inside), (empty, element), (again, element)):
+        push(state, b"{", first, back)
+        push(state, b"[", empty, back)
+        push(state, b'"', string, back, (fewest, most))
+        for word in (b"true", b"false", b"null"):
+            table.word(state, word, back)
+        number = table.state()
+        table.put(state, DIGITS, Action.GOTO, number)
+        table.put(number, DIGITS, Action.GOTO, number)
+        closer = b"}" if back == inside else b"]"
+        table.put(number, closer, Action.POP, 0)
+        table.put(number, b",", Action.GOTO, comma if back == inside else again)
+        blank(number, back)
+        blank(state, state)
+    push(first, b'"', string, colon)
+    push(comma, b'"', string, colon)
+    table.put(colon, b":", Action.GOTO, value)
+    for state, closer, following in ((inside, b"}", comma), (element, b"]", again)):
+        table.put(state, closer, Action.POP, 0)
+        table.put(state, b",", Action.GOTO, following)
+        blank(state, state)
+        blank(following, following)
+    table.put(first, b"}", Action.POP, 0)
+    table.put(empty, b"]", Action.POP, 0)
+    blank(first, first)
+    table.characters(string, Action.COUNT)
+    table.put(string, b'"', Action.POP, 0)
+    table.put(string, b"\\", Action.GOTO, escaped)
+    table.put(escaped, b'"\\nrt', Action.COUNT, string)
+    rows = np.array(table.rows, np.int32)
+    unique, columns = np.unique(rows, axis=1, return_inverse=True)
+    is_final = np.zeros(len(rows), np.bool_)
+    is_final[end] = True
+    return Automaton(
+        columns=columns.reshape(-1).astype(np.uint8),
+        table=np.ascontiguousarray(unique),
+        is_final=is_final,
+        depths=np.zeros(len(rows), np.int32),
+        pushes=np.array(pushes, np.int32),
+        returns=np.array(returns, np.int32),
+        pops=np.zeros((1, 3), np.int32),
+        clauses=np.empty((0, 4), np.uint64),
+        keys=np.empty((0, 3), np.uint64),
+        guards=np.empty((0, 4), np.uint64),
+    )
+
+
+ALPHABET = b'"[]{}ab, \n\t\\\xc3\xa9\xe2\x80\xa8\x00'
+
+
+def random_automaton(chance: random.Random) -> Automaton:
+    """Three rules that push each other at random, of all actions; only pushed rules pop."""
+    num_rules, size = 3, 4
+    table = Table()
+    rules = [[table.state() for _ in range(size)] for _ in range(num_rules)]
+    num_clauses, num_pops = 3, 4
+
+    def bits() -> int:
+        return chance.randrange(8)
+
+    pushes, returns, of_rule = [], [], []
+    for states in rules:
+        frame = len(returns)
+        returns += [chance.choice([REFUSED, *states, *states]) for _ in range(4)]
+        of_rule.append(range(len(pushes), len(pushes) + 3))
+        for _ in range(3):
+            bounds = chance.choice([(0, UNBOUNDED), (chance.randrange(3), chance.randrange(2, 6))])
+            first = chance.choice(rules[chance.randrange(1, num_rules)])
+            pushes.append((first, frame, *bounds, chance.choice([0, 1, 1, 2, 40])))
+    ranges = [sorted((chance.randrange(num_clauses + 1), chance.randrange(num_clauses + 1))) for _ in range(num_pops)]
+    keys, guards = [], []
+    free = {chance.choice(rules[1]): chance.choice([Action.GOTO, Action.COUNT])} if chance.random() < 0.6 else {}
+    for rule, states in enumerate(rules):
+        for state in states:
+            if state in free:
+                table.characters(state, free[state], counts_last=chance.random() < 0.3)
+            for byte in ALPHABET:
+                if state in free and byte >= 0x20 and byte not in b'"\\':
+                    continue
+                action = chance.choice([None, *Action, Action.GOTO, Action.COUNT])
+                if byte in b" \n\t" and chance.random() < 0.4:
+                    action = Action.BLANK
+                elif byte not in b" \n\t" and action is Action.BLANK:
+                    action = Action.GOTO
+                if byte in b"[{" and chance.random() < 0.7:
+                    action = Action.PUSH
+                elif byte not in b'[{"' and action is Action.PUSH:  # so that no token holds too many frames open
+                    action = Action.POP
+                if action is None or (action is Action.POP and rule == 0):
+                    continue
+                argument = chance.choice(states)
+                if action is Action.PUSH:
+                    argument = chance.choice(of_rule[rule])
+                elif action is Action.POP:
+                    argument = chance.randrange(num_pops)
+                elif action is Action.KEY:
+                    keys.append((argument, bits(), chance.random() < 0.8))
+                    argument = len(keys) - 1
+                elif action is Action.GUARD:
+                    guards.append((argument, bits(), bits(), chance.randrange(1, 4)))
+                    argument = len(guards) - 1
+                table.put(state, [byte], action, argument)
+    rows = np.array(table.rows, np.int32)
+    return Automaton(
+        columns=np.arange(256, dtype=np.uint8),
+        table=rows,
+        is_final=np.array([chance.random() < 0.3 for _ in rows]),
+        depths=np.array([chance.choice([0, 0, 1, 30]) for _ in rows], np.int32),
+        pushes=np.array(pushes, np.int32),
+        returns=np.array(returns, np.int32),
+        pops=np.array([[chance.randrange(4), *bounds] for bounds in ranges], np.int32),
+        clauses=np.array(
+            [[chance.randrange(4), bits(), bits(), chance.randrange(3)] for _ in range(num_clauses)], np.uint64
+        ),
+        keys=np.array(keys, np.uint64).reshape(-1, 3),
+        guards=np.array(guards, np.uint64).reshape(-1, 4),
+    )
+
+
+def random_tokens(chance: random.Random, size: int = 120, longest: int = 7) -> list[bytes]:
+    """Each byte of the alphabet, and random strings of them and of plain characters; some twice, some empty."""
+    pieces = [bytes([byte]) for byte in ALPHABET] + ["é".encode(), "\u2028".encode(), "字".encode(), b"x"]
+    tokens = [bytes([byte]) for byte in ALPHABET] + [b"", b"a", b"[" * 3, b"[{[", b"[" * 4, b"{" * 20]
+    tokens += [b"".join(chance.choices(pieces, k=chance.randint(1, longest))) for _ in range(size)]
+    chance.shuffle(tokens)
+    return tokens
+
+
+def random_walk(automaton: Automaton, chance: random.Random, size: int = 30) -> list:
+    """Configurations along random bytes from the start, and some with a stack that is nearly full."""
+    now, found = START, [START]
+    symbols = bytes(range(256))
+    for _ in range(size):
+        after = [end for byte in symbols if (end := automaton.walk(now, [byte])) is not None]
+        if not after:
+            now = START
+            continue
+        now = chance.choice(after)
+        found.append(now)
+        if now.stack and chance.random() < 0.2:
+            deep = now.stack[:1] * chance.choice([10, MAX_DEPTH - 5]) + now.stack
+            if len(deep) + automaton.depths[now.state] <= MAX_DEPTH:
+                found.append(now._replace(stack=deep))
+    return found

@@ -1,0 +1,160 @@
+"""The grammar kernels equal the scalar walk of the automaton, bit for bit: masks of rows, and rows behind tokens."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shared.kernels.grammar_advance as advance_module
+import shared.kernels.grammar_mask as mask_module
+from shared.grammar.automaton import START
+from shared.grammar.device import ROW, GrammarTokens, pack_row, unpack_row
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.limits import GrammarError
+from shared.grammar.pool import GrammarPool, pack
+from shared.grammar.vocabulary import GrammarVocabulary
+from shared.kernels.grammar_advance import grammar_advance
+from shared.kernels.grammar_mask import grammar_mask, remove_refused
+from shared.kernels.launch import INTERPRETED
+from shared.text.tokenizer import Tokenizer
+from tests.grammars import any_json, random_automaton, random_tokens, random_walk
+from tests.unit.test_automaton import nested, objects
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+LETTERS = [bytes([byte]) for byte in range(256)]
+END = 256
+if INTERPRETED:
+    mask_module.BLOCK = 1024  # the interpreter pays by the program
+
+
+class Machine:
+    """Grammars in a pool, and rows of configurations."""
+
+    def __init__(self, vocabulary, automata):
+        self.tokens = GrammarTokens.of(vocabulary, DEVICE)
+        self.pool = GrammarPool(8_000_000, DEVICE)
+        self.fsms = [TokenFSM(automaton, vocabulary) for automaton in automata]
+        usable = vocabulary.usable_bytes
+        self.bases = [self.pool.acquire(n, pack(fsm.automaton, usable)) for n, fsm in enumerate(self.fsms)]
+        self.grammars = dict(zip(self.bases, self.fsms, strict=True))
+
+    def rows(self, configurations):
+        """Rows of (grammar, configuration), and one more before them that none uses."""
+        packed = [pack_row(self.bases[number], now) for number, now in configurations]
+        return torch.from_numpy(np.stack([np.full(ROW, 7, np.int32), *packed])).to(DEVICE)
+
+    def check_masks(self, configurations, dtype=torch.float32):
+        rows = self.rows(configurations)
+        slots = torch.tensor([-1, *range(len(rows) - 1, 0, -1)], dtype=torch.int32, device=DEVICE)
+        words = torch.full((len(slots), self.tokens.num_words), 7, dtype=torch.int32, device=DEVICE)
+        grammar_mask(self.pool.tables, self.tokens, rows, slots, words, self.grammars)
+        logits = torch.zeros(len(slots), len(self.tokens.ranks) + 3, dtype=dtype, device=DEVICE)
+        remove_refused(words, slots, self.tokens, logits[:, :-3])
+        assert (words[0] == 7).all()
+        assert (logits[0] == 0).all()
+        assert (logits[:, -3:] == 0).all(), "columns beyond the vocabulary"
+        for row, (number, now) in zip(logits[1:, :-3].cpu(), reversed(configurations), strict=True):
+            allowed = self.fsms[number].allowed_tokens(now)
+            assert (row == 0).nonzero()[:, 0].tolist() == allowed, now
+            assert (row == -torch.inf).sum() == len(row) - len(allowed)
+
+    def check_advance(self, configurations, chance, in_place):
+        """One chain of three tokens from each configuration: allowed ones, and now and then one that is not."""
+        chains, expected = [], []
+        for number, now in configurations:
+            fsm, chain, after = self.fsms[number], [], now
+            for _ in range(3):
+                allowed = fsm.allowed_tokens(after) if after else []
+                is_wild = chance.random() < 0.1 or not allowed
+                chain.append(chance.randrange(len(self.tokens.ranks)) if is_wild else chance.choice(allowed))
+                if after is not None and self.tokens.ids[chain[-1], 1] > 0:
+                    after = fsm.next_state(after, chain[-1])
+                expected.append(after)
+            chains.append(chain)
+        rows = self.rows(configurations)
+        count = len(configurations)
+        sources = torch.arange(1, count + 1, dtype=torch.int32, device=DEVICE)
+        ids = torch.tensor(chains, device=DEVICE)
+        if in_place:
+            for step in range(3):
+                about = (self.pool.tables, self.tokens, rows, sources, sources)
+                grammar_advance(*about, ids[:, step].contiguous(), self.grammars)
+            found, expected = rows[1:], expected[2::3]
+        else:
+            rows = torch.cat([rows, torch.full((3 * count, ROW), 9, dtype=torch.int32, device=DEVICE)])
+            targets = count + 1 + 3 * torch.arange(count, dtype=torch.int32, device=DEVICE)
+            grammar_advance(self.pool.tables, self.tokens, rows, sources, targets, ids, self.grammars)
+            found = rows[count + 1 :]
+        for row, after in zip(found.cpu().numpy(), expected, strict=True):
+            base, now = unpack_row(row)
+            assert (base >= 0) == (after is not None)
+            assert after is None or now == after
+
+
+def vocabulary_of(chance):
+    words = [b'"a', b'a"', b'"aa"', b"[[", b"]]", b"[[[[", b'", "', b'": "', b"{a", b",b", b"a,c}", b"]}", b"\n  "]
+    return GrammarVocabulary.of_tokens([*LETTERS, b"</s>", *words, b"", *random_tokens(chance)], [END])
+
+
+def test_rows_of_several_grammars(num_launches):
+    chance = random.Random(0)
+    machine = Machine(vocabulary_of(chance), [nested(), objects(), any_json(), any_json(1, 3)])
+    met = [(n, now) for n, fsm in enumerate(machine.fsms) for now in random_walk(fsm.automaton, chance, 6)]
+    machine.check_masks(met)
+    machine.check_masks(met[::5], torch.bfloat16)
+    assert num_launches() == 4
+    machine.check_advance(met, chance, in_place=True)
+    machine.check_advance(met, chance, in_place=False)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_automaton(seed):
+    chance = random.Random(seed)
+    automaton = random_automaton(chance)
+    try:
+        machine = Machine(vocabulary_of(chance), [automaton])
+    except GrammarError:
+        return
+    met = [(0, now) for now in random_walk(automaton, chance, 6)]
+    machine.check_masks(met)
+    machine.check_advance(met, chance, in_place=chance.random() < 0.5)
+
+
+def test_without_a_gpu_numpy_does_the_same(monkeypatch):
+    if not INTERPRETED:
+        pytest.skip("tensors of a GPU")
+    for module in (mask_module, advance_module):
+        monkeypatch.setattr(module, "launches", lambda tensor: False)
+    chance = random.Random(2)
+    machine = Machine(vocabulary_of(chance), [objects(), any_json(1, 3)])
+    met = [(n, now) for n, fsm in enumerate(machine.fsms) for now in random_walk(fsm.automaton, chance, 20)]
+    machine.check_masks(met)
+    machine.check_advance(met, chance, in_place=True)
+    machine.check_advance(met, chance, in_place=False)
+
+
+def test_a_row_that_lost_its_grammar_is_free():
+    machine = Machine(vocabulary_of(random.Random(3)), [any_json()])
+    rows = machine.rows([(0, START)])
+    slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    about = (machine.pool.tables, machine.tokens, rows)
+    grammar_advance(*about, slots, slots, torch.tensor([ord("]")], device=DEVICE), machine.grammars)
+    words = torch.zeros(1, machine.tokens.num_words, dtype=torch.int32, device=DEVICE)
+    grammar_mask(*about, slots, words, machine.grammars)
+    logits = torch.zeros(1, len(machine.tokens.ranks), device=DEVICE)
+    remove_refused(words, slots, machine.tokens, logits)
+    assert (logits == 0).all()
+
+
+def test_the_demo_models_vocabulary(demo_folder):
+    tokenizer = Tokenizer.load(demo_folder)
+    machine = Machine(GrammarVocabulary.of(tokenizer, tokenizer.vocab_size + 64), [any_json(0, 12)])
+    now, met = START, []
+    for token_id in tokenizer.encode('{"list": [1, {"é": "a – b"}], "ok": "\\n🙂"}'):
+        met.append((0, now))
+        now = machine.fsms[0].next_state(now, token_id)
+    machine.check_masks([*met[::8], (0, now)])

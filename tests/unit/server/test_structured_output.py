@@ -1,0 +1,149 @@
+"""Answers with a grammar over HTTP: every way to ask for one, and what is refused."""
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from phases.phase_12.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.grammar.grammar import Grammar
+from tests.unit.server.echo import serving
+from tests.unit.server.exchange import chat, completion, error_of, events
+
+DATE = "[0-9]{4}-[0-9]{2}"
+CHOICE = ["yes", "no", "maybe"]
+ROUTES = {"/v1/completions": completion, "/v1/chat/completions": chat}
+HOSTILE = "(a|b)*a(a|b){17}"
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[httpx.Client]:
+    engine: Any = Engine(EngineConfig(model=str(folder), max_seq_len=512))
+    engine.may_step = threading.Event()  # which `serving` sets at its end
+    with serving(engine) as running, running.client() as client:
+        client.headers["accept"] = "application/json"  # not the named events
+        yield client
+
+
+def text_of(body: dict[str, Any]) -> str:
+    (choice,) = body["choices"]
+    found: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return found
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"response_format": {"type": "regex", "pattern": DATE}}, DATE),
+        ({"structured_outputs": {"regex": DATE}}, DATE),
+        ({"guided_regex": DATE}, DATE),
+        ({"structured_outputs": {"choice": CHOICE}}, "|".join(CHOICE)),
+        ({"guided_choice": CHOICE}, "|".join(CHOICE)),
+        ({"structured_outputs": {"choice": CHOICE, "regex": None, "json": None}}, "|".join(CHOICE)),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_every_way_to_ask(path: str, fields: dict[str, Any], pattern: str, client: httpx.Client) -> None:
+    for seed in range(3):
+        body = ROUTES[path]("Say", **fields, seed=seed) | {"max_tokens": 20}
+        response = client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        assert re.fullmatch(pattern, text_of(response.json()))
+        assert response.json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_stream_and_a_beginning(client: httpx.Client) -> None:
+    body = completion("Say", guided_regex=DATE, stream=True, seed=1) | {"max_tokens": 20}
+    frames = [data for _, data in events(client.post("/v1/completions", json=body).text) if data != "[DONE]"]
+    assert re.fullmatch(DATE, "".join(frame["choices"][0]["text"] for frame in frames))
+    short = client.post("/v1/completions", json=completion("Say", guided_regex="a{9}", max_tokens=2)).json()
+    assert short["choices"][0]["finish_reason"] == "length"
+    assert set(text_of(short)) == {"a"}
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": "json"}, "response_format", "response_format is 'json'; it must be an object whose type is"),
+    ({"response_format": {"type": "xml"}}, "response_format", "response_format is {'type': 'xml'}"),
+    ({"response_format": {"type": "regex"}}, "response_format.pattern", "response_format.pattern is missing"),
+    ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "The field response_format.a is unknown"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+        "response_format.json_schema.schema is missing",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "schema": 5}},
+        "response_format.schema",
+        "response_format.schema is 5; it must be an object",
+    ),
+    ({"response_format": {"type": "regex", "pattern": "(a"}}, "response_format.pattern", "The pattern '(a' has an op"),
+    ({"structured_outputs": {}}, "structured_outputs", "structured_outputs is {}; it must be an object with one of"),
+    ({"structured_outputs": {"grammar": "a"}}, "structured_outputs", "structured_outputs is {'grammar': 'a'}"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "json_object is False; it must"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "The schema is not JSON"),
+    ({"guided_regex": 5}, "guided_regex", "The pattern is 5; it must be a regular expression"),
+    ({"guided_regex": "a(?=b)"}, "guided_regex", "has a lookaround, which is not supported, at position 1"),
+    ({"guided_regex": HOSTILE}, "guided_regex", "more than"),
+    ({"guided_choice": []}, "guided_choice", "a list of 1 to 10000 texts"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "a list of 1 to 10000 texts"),
+    ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "guided_regex and guided_choice are given"),
+    ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "ignore_eos is True; it must be False"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_is_no_grammar_is_refused_by_its_field(
+    fields: dict[str, Any], param: str, message: str, client: httpx.Client
+) -> None:
+    for path, body in ROUTES.items():
+        response = client.post(path, json=body(**fields))
+        assert response.status_code == 422, response.text
+        error = error_of(response)
+        assert error["param"] == param
+        assert message in error["message"]
+
+
+def test_a_slow_grammar_delays_no_other_request(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While grammars are compiled, others are: requests without one, with a known one, and with a new one."""
+    begun, may_end, compiled = threading.Semaphore(0), threading.Event(), Grammar.compiled
+
+    def slow(grammar: Grammar, *arguments: Any) -> Grammar:
+        if grammar.text.startswith("slow") and grammar.automaton is None:
+            begun.release()
+            assert may_end.wait(60)
+        return compiled(grammar, *arguments)
+
+    monkeypatch.setattr(Grammar, "compiled", slow)
+    answers: list[httpx.Response] = []
+
+    def post(pattern: str) -> None:
+        answers.append(client.post("/v1/completions", json=completion(guided_regex=pattern)))
+
+    senders = [threading.Thread(target=post, args=(f"slow{n}",)) for n in (1, 1, 2, 3)]
+    for sender in senders:
+        sender.start()
+    for _ in range(3):
+        assert begun.acquire(timeout=60), "each of the three grammars is compiled once"
+    for more in ({}, {"guided_regex": "[0-9]{3}"}, {"guided_regex": "[0-9]{3}"}, {"guided_choice": ["a", "b"]}):
+        assert client.post("/v1/completions", json=completion(**more)).is_success
+    assert answers == []
+    may_end.set()
+    for sender in senders:
+        sender.join(60)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert not begun.acquire(blocking=False), "the engine compiles nothing again"
+
+
+def test_no_format_changes_nothing(client: httpx.Client) -> None:
+    bodies = [
+        completion("Say", seed=1, **more)
+        for more in ({}, {"response_format": {"type": "text"}}, {"response_format": None})
+    ]
+    texts = [text_of(client.post("/v1/completions", json=body).json()) for body in bodies]
+    assert len(set(texts)) == 1

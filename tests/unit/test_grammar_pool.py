@@ -1,0 +1,118 @@
+"""The pool of grammars' tables: ranges that requests hold never move, overlap or change, and what fits is let in."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
+from shared.grammar.limits import GrammarError
+from shared.grammar.plain import free_loops, plain_from
+from shared.grammar.pool import HEADER, GrammarPool
+from tests.grammars import any_json
+
+SIZE = 20 * HEADER
+
+
+def content(key: int) -> np.ndarray:
+    return np.arange(1, 1 + key * 11, dtype=np.int32) * (key + 1)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = GrammarPool(4 * SIZE, "cpu")
+        self.holds: dict[int, int] = {}
+        self.bases: dict[int, int] = {}
+
+    @rule(key=st.integers(1, 18))
+    def acquire(self, key: int) -> None:
+        base = self.pool.acquire(key, content(key))
+        if base is None:
+            assert key not in self.holds
+            assert self.largest_gap() < len(content(key)), "unheld ranges make room"
+            return
+        assert self.holds.get(key, 0) == 0 or base == self.bases[key]
+        self.holds[key] = self.holds.get(key, 0) + 1
+        self.bases[key] = base
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.holds)))
+        self.pool.release(key)
+        self.holds[key] -= 1
+        if not self.holds[key]:
+            del self.holds[key]
+
+    @rule(key=st.integers(1, 18))
+    def release_what_is_not_held(self, key: int) -> None:
+        if key not in self.holds:
+            with pytest.raises(KeyError):
+                self.pool.release(key)
+
+    @invariant()
+    def held_tables_stand_where_they_stood(self) -> None:
+        for key in self.holds:
+            size = len(content(key))
+            assert self.pool.tables[self.bases[key] :][:size].tolist() == content(key).tolist()
+
+    def largest_gap(self) -> int:
+        is_taken = np.zeros(SIZE + 1, bool)
+        is_taken[-1] = True
+        for key in self.holds:
+            is_taken[self.bases[key] : self.bases[key] + -(-len(content(key)) // HEADER) * HEADER] = True
+        ends = np.flatnonzero(is_taken)
+        return int(np.diff(ends, prepend=-1).max()) - 1
+
+
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+def test_a_grammar_that_never_fits() -> None:
+    with pytest.raises(GrammarError, match=r"takes? 1,344 bytes, and the pool for all grammars has 1,280"):
+        GrammarPool(4 * SIZE, "cpu").acquire("key", np.zeros(SIZE + 1, np.int32))
+
+
+def test_a_grammar_that_is_asked_for_again_is_not_uploaded_again() -> None:
+    pool = GrammarPool(4 * SIZE, "cpu")
+    base = pool.acquire("key", content(3))
+    pool.release("key")
+    pool.tables += 1
+    assert pool.acquire("key", content(3)) == base
+    assert pool.tables[0] == content(3)[0] + 1
+
+
+def test_the_strings_of_json_are_free() -> None:
+    automaton = any_json()
+    loops = free_loops(automaton, np.ones(256, bool))
+    (string,) = np.flatnonzero(loops != REFUSED)
+    assert loops[string] == string << ACTION_BITS | Action.COUNT
+    table = automaton.table.copy()
+    table[string, automaton.columns[ord("k")]] = REFUSED
+    without_k = type(automaton)(**vars(automaton) | {"table": table})
+    assert (free_loops(without_k, np.ones(256, bool)) == REFUSED).all()
+
+
+@pytest.mark.parametrize(
+    ("token", "first"),
+    [
+        (b"abc", 0),
+        ("né字🙂".encode(), 0),
+        (b'a"b', 2),
+        (b'",', 1),
+        (b"\\", 1),
+        (b"a\n", 2),
+        ("\u2028x".encode(), 3),
+        (b"\xa9x", 1),
+        (b"x\xc3", 2),
+        (b"\xed\xa0\x80", 3),
+        (b"\xc0\xafz", 2),
+        (b"", 0),
+    ],
+)
+def test_from_which_byte_on_a_token_is_plain(token: bytes, first: int) -> None:
+    assert plain_from([token], np.ones(256, bool)).tolist() == [first]
+    assert plain_from([token], np.zeros(256, bool)).tolist() == [len(token)]

@@ -1,0 +1,424 @@
+"""JSON Schema to automaton: a table of schemas, what each accepts, and what it refuses."""
+
+import json
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from shared.grammar.automaton import MAX_DEPTH, START
+from shared.grammar.json_schema import compile_json, compile_schema
+from shared.grammar.limits import Budget, GrammarError, Limits
+
+WRITINGS: list[dict[str, Any]] = [{}, {"indent": 2}, {"separators": (",", ":")}]
+
+CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "anything": ({}, [1, None, True, [1, [{"a": "x"}]], "é\n\x7f😀", 1e-06, 1e20, -0.0, -1.5e300], []),
+    "object": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 3}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        [{"a": 1}, {"a": 1, "b": "xyé"}, {"b": "", "a": -5}],
+        [{}, {"b": "x"}, {"a": 1, "b": "abcd"}, {"a": 1.5}, {"a": 1, "c": 1}, [], None],
+    ),
+    "tagged": (
+        {
+            "type": "object",
+            "anyOf": [
+                {"properties": {"t": {"const": "a"}, "v": {"type": "integer"}}, "required": ["t", "v"]},
+                {"properties": {"t": {"const": "b"}, "v": {"type": "string"}}, "required": ["t", "v"]},
+            ],
+        },
+        [{"t": "a", "v": 1}, {"v": "x", "t": "b"}, {"v": 1, "t": "a", "w": []}],
+        [{"t": "a", "v": "x"}, {"v": 1, "t": "b"}, {}, {"t": "c", "v": 1}],
+    ),
+    "recursion": (
+        {
+            "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            "properties": {"tree": {"$ref": "#/$defs/node"}},
+            "required": ["tree"],
+        },
+        [{"tree": []}, {"tree": [[], [[]]]}],
+        [{"tree": [1]}, {}, {"tree": [[], [[{}]]]}],
+    ),
+    "false": ({"properties": {"a": False}}, [{}, {"b": 1}, 3], [{"a": 1}]),
+    "types": ({"type": ["integer", "null"]}, [1, None, 0, -7], [1.5, "1", True, []]),
+    "integers": (
+        {"type": "integer", "minimum": -12, "exclusiveMaximum": 120},
+        [-12, 0, 9, 99, 119],
+        [-13, 120, 121, 1000, -100, 1.5],
+    ),
+    "numbers": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1.25},
+        [1e-06, 0.5, 1.25, 1, 1.2499, 3e-300],
+        [0, -0.0, -1, 1.251, 1.3, 2, 1e20, -1e-06],
+    ),
+    "large numbers": ({"minimum": 1000}, [1000, 1e22, 12345.5, 10**30], [999, 999.99, 1e-06, -1e22]),
+    "multiples": ({"multipleOf": 6, "minimum": 10}, [12, 600, 18], [6, 13, 20, 12.5, -12]),
+    "old bounds": (
+        {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1, "exclusiveMinimum": True},
+        [2, 1.5],
+        [1, 0],
+    ),
+    "string": (
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        ["ab", "é😀", '\n\t"', "\\//"],
+        ["a", "abcd", "", 12],
+    ),
+    "pattern": ({"pattern": "^[a-c]+$|x"}, ["abc", "zxz", 3], ["", "abd", "y"]),
+    "pattern and length": ({"type": "string", "pattern": "b", "maxLength": 3}, ["b", "abé"], ["", "aaab", "aa"]),
+    "not pattern": ({"type": "string", "not": {"pattern": "^a"}}, ["", "ba"], ["a", "ab"]),
+    "format": (
+        {"type": "string", "format": "date"},
+        ["2024-02-29", "1999-12-31"],
+        ["2023-02-29", "1999-13-01", "2024-1-1", ""],
+    ),
+    "unknown format": ({"type": "string", "format": "colour"}, ["", "red"], [1]),
+    "enum": (
+        {"enum": [1, "a", None, [1], {"k": [True]}]},
+        [1, "a", None, [1], {"k": [True]}],
+        [2, True, [], [1, 1], {}, "b"],
+    ),
+    "enum and its neighbours": (
+        {"enum": ["a", "abc", 5, 50], "maxLength": 2, "maximum": 9},
+        ["a", 5],
+        ["abc", 50, "b"],
+    ),
+    "const": (
+        {"const": {"a": 1.5, "b": []}},
+        [{"a": 1.5, "b": []}, {"b": [], "a": 1.5}],
+        [{"a": 1.5}, {"a": 1, "b": []}],
+    ),
+    "tuple": (
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": {"type": "null"}},
+        [[], [1], [1, "a"], [1, "a", None, None]],
+        [["a"], [1, 2], [1, "a", 3]],
+    ),
+    "old tuple": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "items": [{"type": "integer"}],
+            "additionalItems": False,
+            "uniqueItems": False,
+        },
+        [[], [1]],
+        [[1, 2], ["a"]],
+    ),
+    "lengths of arrays": (
+        {"items": {"type": "array"}, "minItems": 1, "maxItems": 2},
+        [[[]], [[], [1]]],
+        [[], [[], [], []], [1]],
+    ),
+    "patterns of keys": (
+        {
+            "properties": {"ab": {"maximum": 9}},
+            "patternProperties": {"^a": {"type": "integer"}, "b$": {"minimum": 5}},
+            "additionalProperties": {"type": "null"},
+        },
+        [{}, {"ab": 7}, {"a": 1, "b": 5.5, "c": None}, {"xb": 5}],
+        [{"ab": 3}, {"ab": 10}, {"ab": 7.5}, {"c": 1}, {"acb": 4}],
+    ),
+    "names of keys": (
+        {"propertyNames": {"pattern": "^[a-z]+$", "maxLength": 2}},
+        [{}, {"a": 1, "bc": 2}],
+        [{"A": 1}, {"abc": 1}],
+    ),
+    "numbers of keys": (
+        {"properties": {"a": True, "b": True}, "minProperties": 1, "maxProperties": 2},
+        [{"a": 1}, {"b": 1, "a": 2}, {"x": 1}, {"x": 1, "a": 2}],
+        [{}, {"a": 1, "b": 2, "c": 3}, {"x": 1, "y": 2, "z": 3}],
+    ),
+    "required beside the most": (
+        {"required": ["z"], "maxProperties": 2},
+        [{"z": 1}, {"a": 1, "z": 2}],
+        [{"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2, "z": 3}],
+    ),
+    "dependents": (
+        {"dependentRequired": {"card": ["name", "date"]}, "properties": {"card": {"type": "integer"}}},
+        [{}, {"name": 1}, {"card": 1, "date": 2, "name": 3}, {"date": 1, "x": 2, "name": 3, "card": 4}],
+        [{"card": 1}, {"card": 1, "name": 2}, {"card": "x", "name": 1, "date": 2}],
+    ),
+    "dependencies": (
+        {"dependencies": {"a": ["b"], "c": {"properties": {"d": {"type": "null"}}}}},
+        [{"b": 1}, {"a": 1, "b": 2}, {"c": 1, "d": None}, {"d": 1}, 4],
+        [{"a": 1}, {"c": 1, "d": 1}],
+    ),
+    "all of": (
+        {
+            "allOf": [{"properties": {"a": {"minimum": 1}}}, {"properties": {"a": {"maximum": 3}}, "required": ["a"]}],
+            "type": "object",
+        },
+        [{"a": 2}, {"a": 3, "b": 0}, {"a": "x"}],
+        [{"a": 4}, {"a": 0}, {}],
+    ),
+    "one of overlaps": (
+        {"oneOf": [{"type": "integer"}, {"minimum": 2}]},
+        [1, 2.5, 0],
+        [3, 1.5, 2, 4],
+    ),
+    "one of required": (
+        {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": 1}, {"x": 1, "b": 2}],
+        [{}, {"a": 1, "b": 2}, {"b": 1, "x": 0, "a": 2}],
+    ),
+    "one of closed": (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False},
+                {
+                    "type": "object",
+                    "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+                    "required": ["b"],
+                },
+            ]
+        },
+        [{}, {"a": "x"}, {"b": 1}, {"b": 1, "c": 2}],
+        [{"a": 1}, {"c": 1}, {"b": "x"}],
+    ),
+    "not": (
+        {"type": "object", "not": {"properties": {"a": {"const": 1}}, "required": ["a"]}},
+        [{}, {"a": 2}, {"b": 1}],
+        [{"a": 1}, {"a": 1, "b": 2}],
+    ),
+    "if": (
+        {
+            "type": "object",
+            "properties": {"kind": {"enum": ["x", "y"]}},
+            "if": {"properties": {"kind": {"const": "x"}}, "required": ["kind"]},
+            "then": {"required": ["size"]},
+            "else": {"properties": {"size": False}},
+        },
+        [{"kind": "x", "size": 1}, {"size": 1, "kind": "x"}, {"kind": "y"}, {}],
+        [{"kind": "x"}, {"kind": "y", "size": 1}, {"size": 1}, {"kind": "z"}],
+    ),
+    "keys that are spelled with escapes": (
+        {"properties": {'a"\n': {"type": "integer"}}, "additionalProperties": False, "required": ['a"\n']},
+        [{'a"\n': 1}],
+        [{"a": 1}, {"a\n": 1}],
+    ),
+    "reference with neighbours": (
+        {"$defs": {"n": {"type": "integer"}}, "items": {"$ref": "#/$defs/n", "minimum": 3}},
+        [[3, 4]],
+        [[2], ["x"]],
+    ),
+    "old reference has no neighbours": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"n": {"type": "integer"}},
+            "items": {"$ref": "#/definitions/n", "minimum": 3},
+        },
+        [[3, 2]],
+        [["x"]],
+    ),
+}
+
+
+def writings(document: Any) -> list[bytes]:
+    return [json.dumps(document, ensure_ascii=False, **how).encode() for how in WRITINGS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_accepts_what_is_valid_and_nothing_else(name: str) -> None:
+    schema, valid, invalid = CASES[name]
+    automaton = compile_schema(schema, Budget())
+    dialect = schema.get("$schema", "https://json-schema.org/draft/2020-12/schema")
+    judge = jsonschema_rs.validator_for(schema | {"$schema": dialect}, validate_formats=True)
+    assert all(map(judge.is_valid, valid))
+    assert not any(map(judge.is_valid, invalid))
+    for document in valid:
+        for text in writings(document):
+            assert automaton.accepts(text), text
+    for document in invalid:
+        for text in writings(document):
+            assert not automaton.accepts(text), text
+
+
+def test_json_object() -> None:
+    automaton = compile_json(Budget())
+    assert automaton.accepts(b'{"a": [1, {"b": null}]}')
+    assert not automaton.accepts(b"[]")
+
+
+def accepts(schema: Any, text: bytes) -> bool:
+    return compile_schema(schema, Budget()).accepts(text)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "unique items": ({"properties": {"a": {"uniqueItems": True}}}, "#/properties/a/uniqueItems"),
+    "contains": ({"anyOf": [{"contains": {"const": 1}}]}, "#/anyOf/0/contains"),
+    "unevaluated": ({"unevaluatedProperties": False}, "#/unevaluatedProperties"),
+    "dependent schemas": ({"dependentSchemas": {"a": {}}}, "#/dependentSchemas"),
+    "remote reference": ({"items": {"$ref": "https://example.org/x.json"}}, "#/items/$ref"),
+    "dynamic reference": ({"items": {"$dynamicRef": "#x"}}, "#/items/$dynamicRef"),
+    "reference to nothing": ({"$ref": "#/$defs/x"}, "leads nowhere"),
+    "reference to itself": ({"$ref": "#"}, "refers to itself"),
+    "alternative of itself": (
+        {"$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}}, "$ref": "#/$defs/x"},
+        "refers to itself",
+    ),
+    "endless": ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "accepts nothing"),
+    "lookaround": ({"properties": {"a/b": {"pattern": "(?=x)"}}}, "#/properties/a~1b/pattern"),
+    "nothing": ({"type": "string", "enum": [1]}, "accepts nothing"),
+    "no keys": ({"type": "object", "required": ["a"], "properties": {"a": False}}, "accepts nothing"),
+    "too few keys": ({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}}, "accepts nothing"),
+    "part of a divisor": ({"multipleOf": 0.01}, "#/multipleOf"),
+    "not keys": ({"not": {"patternProperties": {"a": {"type": "null"}}}}, "#/not/patternProperties"),
+    "no type": ({"type": "text"}, "#/type"),
+    "no schema": ({"items": 3}, "#/items"),
+    "repeats": ({"pattern": "(a|b)*a(a|b){17}"}, "#/pattern"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_named(name: str) -> None:
+    schema, message = REFUSED[name]
+    with pytest.raises(GrammarError) as error:
+        compile_schema(schema, Budget(Limits(seconds=0.3 if name == "repeats" else 10)))
+    assert message in str(error.value)
+
+
+def test_nesting_is_bounded() -> None:
+    schema: Any = {"type": "integer"}
+    for _ in range(70):
+        schema = {"items": schema}
+    with pytest.raises(GrammarError, match="nested deeper than 64"):
+        compile_schema(schema, Budget())
+
+
+def test_texts_that_are_no_json() -> None:
+    for text in (
+        b"1E400",
+        b"-1e999",
+        b"01",
+        b"1.",
+        b".5",
+        b"+1",
+        b"--1",
+        b'"\xc0\xaf"',
+        b'"\xed\xa0\x80"',
+        b'"\\ud800"',
+    ):
+        assert not accepts({}, text), text
+    for text in (
+        b'"\n"',
+        b'"a',
+        b'{"a" 1}',
+        b'{"a":1,}',
+        b"[1,]",
+        b"[,1]",
+        b" 1",
+        b"1 ",
+        b"[1  ]",
+        b"[\n\n]",
+        b"nul",
+        b"",
+    ):
+        assert not accepts({}, text), text
+    assert accepts({}, b"1E30")
+    assert accepts({}, b"[1 , 2\n]")
+
+
+def test_one_spelling_of_each_key() -> None:
+    schema = {"properties": {"a": {"type": "integer"}}}
+    assert accepts(schema, b'{"a": 1}')
+    assert not accepts(schema, b'{"\\u0061": "x"}'), "this would be the key a, with a text"
+    assert not accepts(schema, b'{"a": 1, "a": 2}')
+
+
+def test_minus_zero_is_zero() -> None:
+    assert accepts({"type": "integer", "minimum": 0}, b"-0")
+    assert not accepts({"type": "integer", "minimum": 1}, b"-0")
+    assert not accepts({"exclusiveMinimum": 0}, b"-0.0")
+    assert accepts({"const": 0}, b"-0")
+
+
+def test_bounds_hold_for_floats_too() -> None:
+    """A reader rounds these to the bound that is excluded."""
+    assert not accepts({"exclusiveMaximum": 1}, b"0.99999999999999999999")
+    assert not accepts({"exclusiveMinimum": 0}, b"1e-400")
+    assert accepts({"exclusiveMaximum": 1}, b"0.9999999999999999")
+
+
+def test_a_full_string_begins_no_character() -> None:
+    automaton = compile_schema({"type": "string", "maxLength": 1}, Budget())
+    assert automaton.accepts('"é"'.encode())
+    assert automaton.walk(START, b'"a\xc3') is None
+
+
+def test_nesting_ends_at_the_depth_of_the_stack() -> None:
+    automaton = compile_schema({}, Budget())
+    assert automaton.accepts(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    assert automaton.walk(START, b"[" * (MAX_DEPTH + 1)) is None
+    linked = {
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["next"],
+        "type": "object",
+    }
+    automaton = compile_schema(linked, Budget())
+    assert automaton.accepts(b'{"next":' * MAX_DEPTH + b"null" + b"}" * MAX_DEPTH)
+    assert automaton.walk(START, b'{"next":' * MAX_DEPTH + b"{") is None
+
+
+def test_many_keys() -> None:
+    """The register has 64 bits: further optional keys may repeat, and more than 64 needed ones are refused."""
+    keys = [f"key{number}" for number in range(300)]
+    properties = {key: {"type": "integer"} for key in keys}
+    automaton = compile_schema({"type": "object", "properties": properties, "additionalProperties": False}, Budget())
+    assert automaton.accepts(json.dumps(dict.fromkeys(reversed(keys), 1)).encode())
+    assert not automaton.accepts(b'{"key1": 1, "key1": 1}')
+    with pytest.raises(GrammarError, match="more than 64"):
+        compile_schema({"type": "object", "required": keys}, Budget())
+
+
+def test_large_schemas() -> None:
+    words = [f"word {number * 7919 % 10_000}" for number in range(10_000)]
+    automaton = compile_schema({"enum": words}, Budget())
+    assert automaton.accepts(b'"word 77"')
+    assert not automaton.accepts(b'"word 10000"')
+    assert compile_schema({"type": "string", "maxLength": 10**6}, Budget()).num_states < 50
+
+
+def test_repeated_keys_do_not_count_twice() -> None:
+    for text, is_valid in ((b'{"x":1,"x":2}', False), (b'{"x":1,"y":2}', True), (b'{"x":1,"x":2,"y":3}', True)):
+        assert accepts({"minProperties": 2, "type": "object"}, text) is is_valid
+
+
+def test_patterns_that_contradict_each_other() -> None:
+    schema = {"allOf": [{"pattern": "^a$"}, {"pattern": "^b$"}], "maxLength": 5, "type": ["string", "null"]}
+    assert accepts(schema, b"null")
+    assert not accepts(schema, b'"a"')
+
+
+def test_lengths_beside_a_pattern_need_no_states() -> None:
+    automaton = compile_schema({"type": "string", "pattern": "^[a-zé]+$", "minLength": 3, "maxLength": 5000}, Budget())
+    assert automaton.num_states < 20
+    for length, is_valid in ((2, False), (3, True), (5000, True), (5001, False)):
+        assert automaton.accepts(b'"' + "é".encode() * length + b'"') is is_valid
+    ends_with_b = {"type": "string", "pattern": "b$", "maxLength": 3}  # a counter could stop it before the b
+    automaton = compile_schema(ends_with_b, Budget())
+    assert automaton.accepts(b'"aab"')
+    assert automaton.walk(START, b'"aaa') is None
+
+
+def test_some_item_is_wrong() -> None:
+    schema = {"type": "array", "not": {"items": {"required": ["c"]}}}
+    for text, is_valid in (
+        (b"[]", False),
+        (b'[{"c":1}]', False),
+        (b"[1]", False),
+        (b"[{}]", True),
+        (b'[{"c":1},{}]', True),
+    ):
+        assert accepts(schema, text) is is_valid, text
+
+
+def test_a_comma_only_where_a_key_may_follow() -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"], "additionalProperties": False}
+    automaton = compile_schema(schema | {"type": "object"}, Budget())
+    assert automaton.walk(START, b'{"b": 1,') is not None
+    assert automaton.walk(START, b'{"b": 1}') is None, "a is missing"
+    assert automaton.walk(START, b'{"b": 1, "a": 2}') is not None
+    assert automaton.walk(START, b'{"b": 1, "a": 2,') is None, "no key is left"
