@@ -1,8 +1,10 @@
-"""Calibration: how many keys a head keeps, and the temperature that makes any score agree.
+"""Calibration: how many keys a head needs, and the temperature that makes any score agree. Introduced in phase 09.2.
 
 n* is the size of the smallest set of keys whose attention has mass p. The temperature T at which the top-n* mass of
 softmax(score / T) is p makes a top-p choice by score keep n* keys. Without ties that is the top n* by score, which is
-the implementation; bisection for T is its reference (HARD-KV, arXiv 2606.28831). Introduced in phase 09.2.
+the implementation; bisection for T is its reference (HARD-KV, arXiv 2606.28831).
+
+Invariant: a count is at least 1 and at most n.
 """
 
 import torch
@@ -11,8 +13,13 @@ from torch import Tensor
 
 def top_p_count(attention: Tensor, p: float) -> Tensor:
     """attention [..., n], rows that sum to 1 -> the size n* of the smallest set with mass at least p, [...]."""
+    # exercise 09.2x2: how many keys does a head need
+    # hint: the smallest set takes the heaviest keys first: sort, then add up (cumsum)
+    # hint: count the sums that are below p; one key more reaches it
+    # hint: rounding may leave the whole sum below p: never more than n keys
     mass = attention.sort(-1, descending=True).values.cumsum(-1)
     return ((mass < p).sum(-1) + 1).clamp(max=attention.shape[-1])
+    # end exercise
 
 
 def top_n(scores: Tensor, count: Tensor) -> Tensor:

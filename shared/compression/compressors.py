@@ -1,11 +1,12 @@
-"""Compressors: a score for each cached key of each KV head, from the last queries of a layer.
+"""Compressors: a score for each cached key of each KV head, from the last queries of a layer. Introduced in phase 09.2.
 
-A higher score means that the key is more worth keeping. A compressor only scores; the calibration and the selection
-decide how many keys a head keeps. Introduced in phase 09.2.
+A higher score means that the key is more worth keeping. A compressor only scores; calibration and selection
+(:mod:`shared.compression.selection`) decide how many keys a head keeps.
 
-Invariant: `scores` is a function of its arguments alone and returns fp32 (or fp64 for fp64 inputs).
+Invariant: ``scores`` is a function of its arguments alone and returns fp32 (fp64 for fp64 inputs).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 
 class Compressor(Protocol):
+    """Scores keys. A new one is a class here and a row of ``COMPRESSORS``."""
+
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """queries [w, Hq, D] of the last w positions, keys [n, Hkv, D] in time order -> [Hkv, n]."""
         ...
@@ -44,8 +47,43 @@ class SnapKV:
     scale: float | None = None  # of the attention; None means D ** -0.5
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """See :class:`Compressor`."""
+        # exercise 09.2x1: what the window looks at, and what stands beside it
+        # hint: window_attention gives [Hkv, g, w, n]: g query heads share a KV head, w queries are in the window
+        # hint: sum over the queries; then a key gets the largest score of the `kernel` keys around it
+        # hint: F.max_pool1d(x [.., g, n], kernel, stride=1, padding=kernel // 2) keeps the length
+        # hint: a KV head keeps a key if any of its query heads needs it: the maximum over g
         rows = window_attention(queries, keys, self.scale).sum(2)  # [Hkv, g, n]
         return F.max_pool1d(rows, self.kernel, stride=1, padding=self.kernel // 2).amax(1)  # [Hkv, n]
+        # end exercise
+
+
+@dataclass(frozen=True)
+class RKV:
+    """Importance less redundancy, for text that repeats itself (R-KV, arXiv 2505.24133).
+
+    Importance is SnapKV's over the last ``window`` queries, as a mean. Redundancy is how much a key resembles the
+    others: the mean over rows of the keys' cosine matrix, without the diagonal. Of near-duplicates (cosine above
+    ``threshold``) the newest is spared in each row. A softmax gives redundancy the scale of attention.
+    """
+
+    mix: float = 0.07
+    window: int = 8
+    kernel: int = 7
+    threshold: float = 0.5
+    scale: float | None = None
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """See :class:`Compressor`."""
+        window = queries[-self.window :]
+        importance = SnapKV(self.kernel, self.scale).scores(window, keys) / len(window)
+        unit = F.normalize(keys.to(importance.dtype).transpose(0, 1), dim=-1)  # [Hkv, n, D]
+        cosine = unit @ unit.transpose(1, 2)
+        cosine.diagonal(dim1=1, dim2=2).zero_()
+        place = torch.arange(1, len(keys) + 1, device=keys.device)
+        newest = (place * (cosine > self.threshold)).amax(-1, keepdim=True)  # [Hkv, n, 1], 0 without a duplicate
+        redundancy = cosine.masked_fill(place == newest, 0).mean(1).softmax(-1)
+        return self.mix * importance - (1 - self.mix) * redundancy
 
 
 @dataclass(frozen=True)
@@ -55,12 +93,38 @@ class VanillaTopP:
     scale: float | None = None
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """See :class:`Compressor`."""
         return window_attention(queries, keys, self.scale).mean((1, 2))
 
 
 @dataclass(frozen=True)
-class NoCompression:
-    """Every key has the same score: there is no reason to drop one."""
+class StreamingLLM:
+    """The newest keys, whatever they are: with the sinks, a sliding window (arXiv 2309.17453); the baseline."""
+
+    scale: float | None = None
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return keys.new_zeros(keys.shape[1], keys.shape[0], dtype=torch.promote_types(keys.dtype, torch.float32))
+        """See :class:`Compressor`."""
+        order = torch.arange(keys.shape[0], device=keys.device, dtype=torch.promote_types(keys.dtype, torch.float32))
+        return order.expand(keys.shape[1], -1)
+
+
+@dataclass(frozen=True)
+class NoCompression:
+    """Every key must be kept: an infinite score is above any budget."""
+
+    scale: float | None = None
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """See :class:`Compressor`."""
+        return torch.full(keys.shape[1::-1], torch.inf, device=keys.device)
+
+
+COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
+    "snapkv": lambda scale: SnapKV(scale=scale),
+    "rkv": lambda scale: RKV(scale=scale),
+    "topp": lambda scale: VanillaTopP(scale),
+    "streaming": lambda scale: StreamingLLM(scale),
+    "none": lambda scale: NoCompression(scale),
+}
+"""The values of ``EngineConfig.compress_method``; the argument is the model's attention scale."""

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.compression.calibration import pack, temperature, top_n, top_p_count, unpack
-from shared.compression.compressors import SnapKV, VanillaTopP, window_attention
+from shared.compression.compressors import COMPRESSORS, RKV, SnapKV, StreamingLLM, VanillaTopP, window_attention
+from shared.compression.selection import REDUCTIONS, Budget, needed, select
 
 
 def naive_attention(q: torch.Tensor, k: torch.Tensor, head: int, row: int) -> list[float]:
@@ -64,3 +65,82 @@ def test_masks_are_little_endian_and_come_back(bits: list[bool]) -> None:
     kept = torch.tensor([bits, bits[::-1]])
     assert np.array_equal(pack(kept).numpy(), np.packbits(kept.numpy(), axis=-1, bitorder="little"))
     assert torch.equal(unpack(pack(kept), len(bits)), kept)
+
+
+def test_rkv_is_the_formula(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
+    queries, keys = qk
+    keys[3] = keys[12] = keys[7] * 1.5 + 0.01  # near-duplicates, of which the newest is spared
+    window, (n, num_kv_heads, _) = queries[-3:], keys.shape
+    expected = []
+    for kv in range(num_kv_heads):
+        heads = [[naive_attention(window, keys, 2 * kv + g, r) for r in range(3)] for g in range(2)]
+        means = [[sum(column) / 3 for column in zip(*rows, strict=True)] for rows in heads]
+        pooled = [[max(row[max(0, j - 2) : j + 3]) for j in range(n)] for row in means]
+        importance = [max(row[j] for row in pooled) for j in range(n)]
+        unit = [[float(x) for x in key / key.norm()] for key in keys[:, kv]]
+        cosine = [[sum(a * b for a, b in zip(x, y, strict=True)) for y in unit] for x in unit]
+        for i, row in enumerate(cosine):
+            row[i] = 0.0
+            alike = [j for j in range(n) if row[j] > 0.5]
+            if alike:
+                row[alike[-1]] = 0.0
+        exps = [math.exp(sum(row[j] for row in cosine) / n) for j in range(n)]
+        expected.append([0.07 * importance[j] - 0.93 * exps[j] / sum(exps) for j in range(n)])
+    got = RKV(window=3, kernel=5).scores(queries, keys)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
+    assert (got[:, 12] > got[:, 3]).all()
+
+
+def test_the_baseline_keeps_sinks_and_the_newest(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
+    kept = select(*qk, StreamingLLM(), Budget(9, 9, num_sinks=2, num_recent=3))
+    assert [row.nonzero().flatten().tolist() for row in kept] == [[0, 1, *range(12, 19)]] * 2
+
+
+def test_no_compression_is_above_every_budget(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert select(*qk, COMPRESSORS["none"](1.0), Budget(2, 4)).all()
+
+
+def test_heads_keep_as_many_as_their_attention_needs() -> None:
+    """Head 0 looks at one key, head 1 at all of them alike."""
+    keys = torch.zeros(100, 2, 4)
+    keys[50, 0] = 10.0
+    kept = select(torch.ones(3, 2, 4), keys, VanillaTopP(), Budget(20, 60, num_sinks=2, num_recent=5))
+    assert kept.sum(1).tolist() == [20, 60]
+    assert kept[0, 50]
+    assert kept[:, [0, 1, *range(95, 100)]].all()
+    between = Budget(1, 100, num_sinks=2, num_recent=5)
+    assert select(torch.ones(3, 2, 4), keys, VanillaTopP(), between).sum(1).tolist() == [8, 95]  # 2 + 1 + 5; 90 + 5
+
+
+def test_the_rows_of_the_window_are_reduced(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
+    attention = window_attention(*qk)
+    rows = attention.flatten(1, 2).numpy()
+
+    def count(row: np.ndarray) -> int:
+        mass = np.cumsum(np.sort(row)[::-1])
+        return int(np.argmax(mass >= 0.8)) + 1
+
+    expected = {
+        "raw": [max(map(count, head)) for head in rows],
+        "mean": [count(head.mean(0)) for head in rows],
+        "sum": [count(head.mean(0)) for head in rows],
+        "max": [count(head.max(0) / head.max(0).sum()) for head in rows],
+    }
+    assert {name: needed(attention, 0.8, name).tolist() for name in REDUCTIONS} == expected
+    assert expected["raw"] != expected["mean"] != expected["max"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 80), st.integers(1, 40), st.integers(0, 40), st.sampled_from(list(COMPRESSORS)), st.integers(0, 9)
+)
+def test_a_selection_stays_in_its_budget(n: int, least: int, more: int, method: str, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    queries, keys = torch.randn(min(n, 8), 4, 8, generator=random), 3 * torch.randn(n, 2, 8, generator=random)
+    budget = Budget(least, least + more, 0.9, 2, 3)
+    kept = select(queries, keys, COMPRESSORS[method](0.35), budget)
+    assert kept[:, :2].all()
+    assert kept[:, -3:].all()
+    forced = min(n, 5)
+    for count in kept.sum(1).tolist():
+        assert count == n if method == "none" else min(n, max(least, forced)) <= count <= max(least + more, forced)
