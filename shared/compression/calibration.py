@@ -1,4 +1,4 @@
-"""Calibration: how many keys a head needs, and the temperature that makes any score agree. Introduced in phase 09.2.
+"""Calibration: how many keys a head needs, and the temperature that makes any score agree. Introduced in phase 9.2.
 
 n* is the size of the smallest set of keys whose attention has mass p. The temperature T at which the top-n* mass of
 softmax(score / T) is p makes a top-p choice by score keep n* keys. Without ties that is the top n* by score, which is

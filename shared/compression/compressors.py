@@ -1,4 +1,4 @@
-"""Compressors: a score for each cached key of each KV head, from the last queries of a layer. Introduced in phase 09.2.
+"""Compressors: a score for each cached key of each KV head, from the last queries of a layer. Introduced in phase 9.2.
 
 A higher score means that the key is more worth keeping. A compressor only scores; calibration and selection
 (:mod:`shared.compression.selection`) decide how many keys a head keeps.

@@ -1,4 +1,4 @@
-"""Selection: which of its keys a KV head keeps, within a budget. Introduced in phase 09.2.
+"""Selection: which of its keys a KV head keeps, within a budget. Introduced in phase 9.2.
 
 The attention of the window says how many keys a head needs (:mod:`shared.compression.calibration`), the compressor's
 scores say which, and the budget bounds both. So heads keep different numbers: one that looks at a few keys keeps the

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shared.compression.calibration import pack, temperature, top_n, top_p_count, unpack
 from shared.compression.compressors import COMPRESSORS, RKV, SnapKV, StreamingLLM, VanillaTopP, window_attention
 from shared.compression.selection import REDUCTIONS, Budget, needed, select
+from tests.comparison import assert_close, assert_equal
 
 
 def naive_attention(q: torch.Tensor, k: torch.Tensor, head: int, row: int) -> list[float]:
@@ -32,7 +33,18 @@ def test_snapkv_is_the_formula(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
     rows = [[sum(c) for c in zip(*(naive_attention(*qk, h, r) for r in range(5)), strict=True)] for h in range(4)]
     pooled = [[max(row[max(0, j - 2) : j + 3]) for j in range(19)] for row in rows]
     expected = [[max(pooled[2 * h][j], pooled[2 * h + 1][j]) for j in range(19)] for h in range(2)]
-    torch.testing.assert_close(SnapKV(kernel=5).scores(*qk), torch.tensor(expected, dtype=torch.float64))
+    got = SnapKV(kernel=5).scores(*qk)
+    assert_close(got, torch.tensor(expected, dtype=torch.float64), "score", ("head", "key"), atol=1e-12)
+
+
+def test_what_stands_beside_a_key_is_worth_as_much() -> None:
+    """Two queries of two heads look at keys 3 and 6 of eight; the pooling takes a key on each side."""
+    keys = torch.zeros(8, 1, 2, dtype=torch.float64)
+    keys[3, 0, 0] = keys[6, 0, 1] = 200.0
+    queries = torch.eye(2, dtype=torch.float64).expand(2, 2, 2)
+    got = SnapKV(kernel=3, scale=1.0).scores(queries, keys)
+    expected = torch.tensor([[0, 0, 2, 2, 2, 2, 2, 2]], dtype=torch.float64)
+    assert_close(got, expected, "score", ("head", "key"), atol=1e-9)
 
 
 def test_vanilla_top_p_is_the_formula(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -44,6 +56,17 @@ def test_vanilla_top_p_is_the_formula(qk: tuple[torch.Tensor, torch.Tensor]) -> 
 def test_more_queries_than_keys_are_refused(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         window_attention(qk[0], qk[1][:4])
+
+
+@pytest.mark.parametrize(("p", "count"), [(0.5, 1), (0.6, 2), (0.75, 2), (0.8, 3), (1.0, 4)])
+def test_how_many_keys_a_mass_needs(p: float, count: int) -> None:
+    rows = torch.tensor([[0.125, 0.5, 0.125, 0.25], [0.5, 0.25, 0.125, 0.125]])
+    assert_equal(top_p_count(rows, p), torch.tensor([count, count]), f"keys for the mass {p}", ("row",))
+
+
+def test_rounding_needs_no_key_that_is_not_there() -> None:
+    rows = torch.tensor([[0.25, 0.25, 0.25, 0.2499]])
+    assert_equal(top_p_count(rows, 1.0), torch.tensor([4]), "keys for the mass 1", ("row",))
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,11 +116,13 @@ def test_rkv_is_the_formula(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 def test_the_baseline_keeps_sinks_and_the_newest(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
     kept = select(*qk, StreamingLLM(), Budget(9, 9, num_sinks=2, num_recent=3))
-    assert [row.nonzero().flatten().tolist() for row in kept] == [[0, 1, *range(12, 19)]] * 2
+    found = [row.nonzero().flatten().tolist() for row in kept]
+    assert_equal(found, [[0, 1, *range(12, 19)]] * 2, "kept", ("head", "number"))
 
 
 def test_no_compression_is_above_every_budget(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
-    assert select(*qk, COMPRESSORS["none"](1.0), Budget(2, 4)).all()
+    counts = select(*qk, COMPRESSORS["none"](1.0), Budget(2, 4)).sum(1).tolist()
+    assert_equal(counts, [19, 19], "kept of 19 keys", ("head",))
 
 
 def test_heads_keep_as_many_as_their_attention_needs() -> None:
@@ -105,11 +130,12 @@ def test_heads_keep_as_many_as_their_attention_needs() -> None:
     keys = torch.zeros(100, 2, 4)
     keys[50, 0] = 10.0
     kept = select(torch.ones(3, 2, 4), keys, VanillaTopP(), Budget(20, 60, num_sinks=2, num_recent=5))
-    assert kept.sum(1).tolist() == [20, 60]
+    assert_equal(kept.sum(1).tolist(), [20, 60], "kept within 20 and 60", ("head",))
     assert kept[0, 50]
     assert kept[:, [0, 1, *range(95, 100)]].all()
     between = Budget(1, 100, num_sinks=2, num_recent=5)
-    assert select(torch.ones(3, 2, 4), keys, VanillaTopP(), between).sum(1).tolist() == [8, 95]  # 2 + 1 + 5; 90 + 5
+    counts = select(torch.ones(3, 2, 4), keys, VanillaTopP(), between).sum(1).tolist()
+    assert_equal(counts, [8, 95], "kept within 1 and 100", ("head",))  # 2 + 1 + 5; 90 + 5
 
 
 def test_the_rows_of_the_window_are_reduced(qk: tuple[torch.Tensor, torch.Tensor]) -> None:

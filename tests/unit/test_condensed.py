@@ -15,15 +15,36 @@ from shared.engine.config import COMPRESS_METHODS, WITHOUT_COMPRESSION, EngineCo
 from shared.errors import CapacityError, ConfigError
 from shared.ops.attention import naive_attention
 from shared.scheduling.compressing import CompressingScheduler
+from tests.comparison import assert_equal
 from tests.steps import commit, make_request, put_in_flight, step_of
 
 
-def test_cells_that_can_be_counted_by_hand() -> None:
-    """Two layers, three blocks of two slots, one head: block 2 has cells 4, 5 in layer 0 and 10, 11 in layer 1."""
+@pytest.mark.parametrize(
+    ("cells", "table", "expected"),
+    [
+        (Cells(num_layers=1, num_blocks=3, block_size=2, num_kv_heads=1), [2, 0], [4, 5, 0, 1]),
+        (Cells(num_layers=2, num_blocks=3, block_size=2, num_kv_heads=1), [2, 0], [4, 5, 10, 11, 0, 1, 6, 7]),
+        (Cells(num_layers=2, num_blocks=2, block_size=1, num_kv_heads=2), [1, 0], [2, 3, 6, 7, 0, 1, 4, 5]),
+        (Cells(num_layers=3, num_blocks=2, block_size=1, num_kv_heads=1), [1, 0], [1, 3, 5, 0, 2, 4]),
+    ],
+    ids=["one layer", "two layers", "two heads", "three layers"],
+)
+def test_cells_that_can_be_counted_by_hand(cells: Cells, table: list[int], expected: list[int]) -> None:
+    found = cells.packed(np.arange(len(expected)), np.array(table, np.int32))
+    assert_equal(found.tolist(), expected, "cell", ("token",))
+
+
+def test_a_memory_may_have_more_cells_than_an_int32() -> None:
+    cells = Cells(num_layers=64, num_blocks=1 << 20, block_size=16, num_kv_heads=8)
+    found = cells.packed(np.array([0]), np.array([(1 << 20) - 1], np.int32))
+    assert_equal(found, np.array([(1 << 27) - 128]), "cell", ("token",))
+    found = cells.packed(np.array([cells.per_block - 1]), np.array([(1 << 20) - 1], np.int32))
+    assert_equal(found, np.array([(1 << 33) - 1]), "cell", ("token",))
+
+
+def test_cells_of_one_token_to_a_slot() -> None:
     cells = Cells(num_layers=2, num_blocks=3, block_size=2, num_kv_heads=1)
-    table = np.array([2, 0], np.int32)
-    assert cells.packed(np.arange(8), table).tolist() == [4, 5, 10, 11, 0, 1, 6, 7]
-    assert cells.plain(1, np.array([0, 1, 3]), table).tolist() == [[10, 11, 7]]
+    assert cells.plain(1, np.array([0, 1, 3]), np.array([2, 0], np.int32)).tolist() == [[10, 11, 7]]
 
 
 @settings(max_examples=60, deadline=None)
