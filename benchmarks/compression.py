@@ -1,6 +1,6 @@
 """What a compressed KV cache costs: perplexity, distance to the full cache, needles found. Introduced in phase 9.2.
 
-Run as ``python -m benchmarks.compression [MODEL [CONTEXT]]``; prints two Markdown tables. The texts are chapters of the
+Run as ``python -m benchmarks.compression [MODEL [CONTEXT [LEAST]]]``; prints two Markdown tables. The texts are chapters of the
 course. A context is computed and compressed once, then the tokens that follow are scored. Each row takes a mass p, by
 which every head keeps what it needs (*a head*); the columns beside it give every head the mean of those counts: the
 same tokens in all, chosen by the same scores (*alike*), or the newest (*newest*, StreamingLLM).
@@ -27,7 +27,7 @@ from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.tokenizer import Tokenizer
 
 CHAPTERS = [Path(__file__).parents[1] / "tutorial" / f"phase_{name}.md" for name in ("01a", "03", "04", "06", "08")]
-NUM_SCORED, WINDOW, LEAST = 256, 32, 40
+NUM_SCORED, WINDOW = 256, 32
 MASSES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 NEEDLE, QUESTION = "\n\nThe secret number of {} is {}.\n\n", "\n\nThe secret number of {} is"
 PLACES = ("Lisbon", "the harbour", "Anna", "the red house", "Oslo", "the old library", "Peter", "the bakery")
@@ -36,11 +36,11 @@ PLACES = ("Lisbon", "the harbour", "Anna", "the red house", "Oslo", "the old lib
 class Scorer:
     """A model with one sequence in a KV cache whose dropped tokens are masked, so that it can be compressed again."""
 
-    def __init__(self, model: CausalLM, num_tokens: int) -> None:
-        self.model = model
+    def __init__(self, model: CausalLM, num_tokens: int, least: int) -> None:
+        self.model, self.least = model, least
         sizes = PagedSizes(-(-num_tokens // 16), 16, 1, num_tokens, num_tokens)
         first = self.compressor("snapkv")
-        about = first, Budget(LEAST, LEAST), WINDOW, False
+        about = first, Budget(least, least), WINDOW, False
         self.view = CondensedView(model.config, sizes, model.dtype, model.device, "sdpa", *about)
         self.pool = CondensedKVCachePool(self.view.cells, 1, num_tokens)
 
@@ -83,7 +83,7 @@ class Scorer:
 
 def ways(scorer: Scorer, p: float) -> dict[str, tuple[torch.Tensor, float]]:
     """What follows, by the three ways of one row, and the mean kept."""
-    found = {"a head": scorer.follow("snapkv", Budget(LEAST, scorer.num_context, p))}
+    found = {"a head": scorer.follow("snapkv", Budget(scorer.least, scorer.num_context, p))}
     same = round(found["a head"][1])
     for name, method in (("alike", "snapkv"), ("newest", "streaming")):
         found[name] = scorer.follow(method, Budget(same, same, p))
@@ -114,8 +114,8 @@ def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> None:
     full = torch.tensor(full_losses).mean().exp().item()
     print(f"\nContext {num_context}, {len(CHAPTERS)} texts, {NUM_SCORED} tokens each; perplexity in full: {full:.2f}\n")
     print("| p | kept | perplexity: a head | alike | newest | KL: a head | alike | newest |\n|" + "---:|" * 8)
-    for p, row in rows.items():
-        kept, *figures = torch.tensor(row).mean(0).tolist()
+    for p, of_texts in rows.items():
+        kept, *figures = torch.tensor(of_texts).mean(0).tolist()
         perplexities = [f"{torch.tensor(x).exp().item():.2f}" for x in figures[0::2]]
         divergences = [f"{x:.3f}" for x in figures[1::2]]
         print("| " + " | ".join([f"{p}", f"{kept:.0%}", *perplexities, *divergences]) + " |", flush=True)
@@ -149,18 +149,18 @@ def needles(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> None:
                 counts.setdefault((p, when), []).append(row)
             scorer.forget()
     for (p, when), rows in sorted(counts.items()):
-        kept, *found = (list(column) for column in zip(*rows, strict=True))
-        print(f"| {p} | {when} | {mean(kept):.0%} | " + " | ".join(f"{sum(one):.0f}" for one in found) + " |")
+        kept, *right = (list(column) for column in zip(*rows, strict=True))
+        print(f"| {p} | {when} | {mean(kept):.0%} | " + " | ".join(f"{sum(one):.0f}" for one in right) + " |")
     print(f"\nFull cache: {sum(in_full)}")
 
 
-def main(name: str = "smollm2-135m", num_context: str = "1024") -> None:
+def main(name: str = "smollm2-135m", num_context: str = "1024", least: str = "40") -> None:
     """Print the tables."""
     folder, context = resolve_model(name), int(num_context)
-    scorer, tokenizer = Scorer(load_model(folder), context + NUM_SCORED), Tokenizer.load(folder)
+    scorer, tokenizer = Scorer(load_model(folder), context + NUM_SCORED, int(least)), Tokenizer.load(folder)
     texts(scorer, tokenizer, context)
     needles(scorer, tokenizer, context)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

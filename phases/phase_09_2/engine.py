@@ -4,13 +4,11 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 
-from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.compressing import compress
 from shared.cache.condensed_memory import condensed_memory
-from shared.cache.condensed_view import CondensedView
 from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
@@ -103,7 +101,7 @@ class Engine:
         self.request_ids = itertools.count()
         self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
         self.last_step: StepRecord | None = None
-        self.num_compressions = 0
+        self.num_compressions = self.num_freed_blocks = 0
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
@@ -151,14 +149,15 @@ class Engine:
         if not isinstance(scheduler, CompressingScheduler):
             return
         for request in scheduler.due():
-            pool, view = cast(CondensedKVCachePool, self.pool), cast(CondensedView, self.view)
             try:
-                packed = view.compress(pool.holding(request))
+                num_freed = compress(self.pool, self.view, request)
             except BaseException:
                 scheduler.preempt(request)
                 raise
-            pool.compress(request, packed)
-            self.num_compressions += packed is not None
+            scheduler.compressed(request)
+            if num_freed is not None:
+                self.num_compressions += 1
+                self.num_freed_blocks += num_freed
 
     def abort(self, request_id: str) -> bool:
         """Abort a request, which gives no further output; False if it is neither waiting nor running."""
@@ -212,7 +211,7 @@ class Engine:
             "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
             "kernels launched": LAUNCHES.total(),
             "compressions": self.num_compressions,
-            "blocks freed by compressions": getattr(self.pool, "num_freed_blocks", 0),
+            "blocks freed by compressions": self.num_freed_blocks,
         }
 
     def load(self) -> EngineLoad:

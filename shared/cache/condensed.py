@@ -23,8 +23,6 @@ class CondensedKVCachePool(PagedKVCachePool):
         super().__init__(cells.num_blocks, cells.block_size, max_sequences, max_seq_len)
         self.cells = cells
         self.packed: dict[Request, Packed] = {}  # of the compressed requests
-        self.compressed_at: dict[Request, int] = {}  # tokens of a request when its compression last ran
-        self.num_freed_blocks = 0  # by compressions
 
     def num_saved(self, request: Request) -> int:
         """Slots that a request lacks for one to a token."""
@@ -52,7 +50,6 @@ class CondensedKVCachePool(PagedKVCachePool):
     def release(self, request: Request) -> None:
         """See ``CachePoolProtocol``."""
         self.packed.pop(request, None)
-        self.compressed_at.pop(request, None)
         super().release(request)
 
     def layout(self, schedule: Schedule) -> CondensedLayout:
@@ -65,20 +62,18 @@ class CondensedKVCachePool(PagedKVCachePool):
         table: Blocks = self.tables[row, : self.blocks_for(self.lengths[row])].copy()
         return Holding(row, table, self.lengths[row], self.packed.get(request))
 
-    def compress(self, request: Request, packed: Packed | None) -> None:
-        """Count what the view has kept of a request, and free the blocks behind it; None if it dropped nothing."""
+    def compress(self, request: Request, packed: Packed) -> int:
+        """See :class:`shared.cache.compressing.CompressingPool`."""
         row = self._row(request)
-        self.compressed_at[request] = self.lengths[row] + self.num_saved(request)
-        if packed is None:
-            return
         self.packed[request] = packed
-        if packed.num_slots:
-            reserved = self.granted[row] - self.lengths[row]
-            self.lengths[row], self.granted[row] = packed.num_slots, packed.num_slots + reserved
-            held, needed = self.num_held[row], self.blocks_for(self.granted[row])
-            self.allocator.free(self.tables[row, needed:held])
-            self.num_held[row] = needed
-            self.num_freed_blocks += held - needed
+        if not packed.num_slots:
+            return 0
+        reserved = self.granted[row] - self.lengths[row]
+        self.lengths[row], self.granted[row] = packed.num_slots, packed.num_slots + reserved
+        held, needed = self.num_held[row], self.blocks_for(self.granted[row])
+        self.allocator.free(self.tables[row, needed:held])
+        self.num_held[row] = needed
+        return held - needed
 
     def fill(self, request: Request) -> tuple[int, int]:
         """The cells that a request's tokens fill, and those that it holds."""
@@ -98,7 +93,7 @@ class CondensedKVCachePool(PagedKVCachePool):
         ]
         found += [
             f"Request {request.request_id} is compressed and holds no blocks."
-            for request in {**self.packed, **self.compressed_at}
+            for request in self.packed
             if request not in self.rows
         ]
         return found + super().audit_blocks()

@@ -12,7 +12,8 @@ Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; 
 scheduled only after the compression there.
 """
 
-from shared.cache.condensed import CondensedKVCachePool
+from weakref import WeakKeyDictionary
+
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
@@ -21,11 +22,12 @@ from shared.scheduling.schedule import Schedule, Scheduled
 
 
 class CompressingScheduler(OverlappedScheduler):
-    """As :class:`OverlappedScheduler`, for a pool that compresses; for any other it is the same."""
+    """As :class:`OverlappedScheduler`, with compressions if ``compress_method`` is set."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
-        self.compressing = pool if isinstance(pool, CondensedKVCachePool) else None
+        self.is_compressing = config.compress_method is not None
+        self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # the last length, since admission
 
     def next_point(self, request: Request, num_tokens: int) -> int:
         """The first length above ``num_tokens`` at which a request is compressed."""
@@ -35,19 +37,19 @@ class CompressingScheduler(OverlappedScheduler):
 
     def due(self) -> list[Request]:
         """The running requests to compress before the next step."""
-        if self.compressing is None:
+        if not self.is_compressing:
             return []
         return [
             request
             for request in self.running.values()
             if request.num_scheduled_tokens == request.num_computed_tokens
             and self._is_point(request, request.num_computed_tokens)
-            and self.compressing.compressed_at.get(request) != request.num_computed_tokens
+            and self.compressed_at.get(request) != request.num_computed_tokens
         ]
 
     def schedule(self) -> Schedule:
         """See :class:`shared.scheduling.scheduler.Scheduler`; empty while a request reaches a compression in flight."""
-        if self.compressing is not None and any(
+        if self.is_compressing and any(
             request.num_scheduled_tokens > request.num_computed_tokens
             and self._is_point(request, request.num_scheduled_tokens)
             for request in self.running.values()
@@ -55,12 +57,20 @@ class CompressingScheduler(OverlappedScheduler):
             return Schedule(self.num_steps)
         return super().schedule()
 
+    def compressed(self, request: Request) -> None:
+        """Note that a request that was due has been compressed."""
+        self.compressed_at[request] = request.num_computed_tokens
+
     def preempt(self, request: Request) -> None:
         """Drop what a running request has computed, after an interrupted compression."""
         self._preempt(request)
 
+    def _preempt(self, request: Request) -> None:
+        super()._preempt(request)
+        self.compressed_at.pop(request, None)
+
     def _grant(self, request: Request, num_tokens: int) -> Scheduled:
-        if self.compressing is not None:
+        if self.is_compressing:
             start = request.num_scheduled_tokens
             num_tokens = min(num_tokens, self.next_point(request, start) - start)
         return super()._grant(request, num_tokens)
