@@ -1,9 +1,10 @@
 """What a compressed KV cache costs: perplexity, distance to the full cache, needles found. Introduced in phase 9.2.
 
-Run as ``python -m benchmarks.compression [MODEL [CONTEXT [LEAST]]]``; prints two Markdown tables. The texts are chapters of the
-course. A context is computed and compressed once, then the tokens that follow are scored. Each row takes a mass p, by
-which every head keeps what it needs (*a head*); the columns beside it give every head the mean of those counts: the
-same tokens in all, chosen by the same scores (*alike*), or the newest (*newest*, StreamingLLM).
+Run as ``python -m benchmarks.compression [MODEL [CONTEXT [LEAST]]]``; prints two Markdown tables. The texts are
+chapters of the course. A context is computed and compressed once, then the tokens that follow are scored. Each row
+takes a mass p, by which every head keeps what it needs, at least ``LEAST`` (*a head*); the columns beside it give every
+head the mean of those counts: the same tokens in all, chosen by the same scores (*alike*), or the newest (*newest*,
+StreamingLLM).
 """
 
 import sys
