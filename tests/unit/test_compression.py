@@ -131,8 +131,8 @@ def test_heads_keep_as_many_as_their_attention_needs() -> None:
     keys[50, 0] = 10.0
     kept = select(torch.ones(3, 2, 4), keys, VanillaTopP(), Budget(20, 60, num_sinks=2, num_recent=5))
     assert_equal(kept.sum(1).tolist(), [20, 60], "kept within 20 and 60", ("head",))
-    assert kept[0, 50]
-    assert kept[:, [0, 1, *range(95, 100)]].all()
+    assert kept[0, 50], "the key that head 0 looks at"
+    assert kept[:, [0, 1, *range(95, 100)]].all(), "sinks and recent keys"
     between = Budget(1, 100, num_sinks=2, num_recent=5)
     counts = select(torch.ones(3, 2, 4), keys, VanillaTopP(), between).sum(1).tolist()
     assert_equal(counts, [8, 95], "kept within 1 and 100", ("head",))  # 2 + 1 + 5; 90 + 5
