@@ -42,6 +42,7 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "use_speculative_decoding": (("batching_mode", "continuous"),),
     "drafter": (("use_speculative_decoding", True),),
     "draft_model": (("use_speculative_decoding", True), ("drafter", "model")),
+    "adapter": (("use_speculative_decoding", True), ("kv_cache_backend", "paged")),
     "spec_length": (("use_speculative_decoding", True),),
     "acceptance_method": (("use_speculative_decoding", True),),
     "adapt_spec_length": (("use_speculative_decoding", True),),
@@ -227,6 +228,16 @@ class EngineConfig:
     adapt_spec_length: bool | None = setting(
         None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
     )
+    adapter: str | None = setting(
+        None, "11.1", "Folder of an adapter with which the model drafts for itself; default: none."
+    )
+    grammar_pool_bytes: int = setting(
+        256_000_000,
+        "12",
+        "Of GPU memory for the grammars of running requests; the masks of those that find no room come from the CPU.",
+        at_least=0,
+    )
+    tensor_parallel_size: int = setting(1, "12.1", "Processes, each with a device, that share the model.", at_least=1)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -279,7 +290,24 @@ class EngineConfig:
                 f"pack_weights is True and quantization is {self.quantization!r}; packing keeps 16-bit weights: leave "
                 "one of them out."
             )
-        if self.use_speculative_decoding and self.drafter != "ngram" and self.draft_model is None:
+        for name in ("drafter", "draft_model"):
+            if self.adapter is not None and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"adapter is {self.adapter!r} and {name} is {getattr(self, name)!r}; with an adapter the model "
+                    "drafts for itself: leave one of them out."
+                )
+        if self.adapter is not None and self.kv_cache_dtype == "fp8":
+            raise ConfigError(
+                f"adapter is {self.adapter!r} and kv_cache_dtype is 'fp8'; mask tokens need keys and values of the "
+                "weights' dtype: leave one of them out."
+            )
+        if self.pack_weights and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"pack_weights is True and tensor_parallel_size is {self.tensor_parallel_size}; packed matrices are "
+                "whole: leave one of them out."
+            )
+        has_drafter = self.drafter == "ngram" or self.draft_model is not None or self.adapter is not None
+        if self.use_speculative_decoding and not has_drafter:
             raise ConfigError(
                 f"use_speculative_decoding is True, drafter is {self.drafter!r} and draft_model is None; set "
                 "draft_model to the model that proposes tokens, or choose drafter 'ngram', which needs none."

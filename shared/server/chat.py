@@ -7,15 +7,18 @@ same choice in one body.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from shared.engine.output import StepOutput
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.progress import Progress
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
-from shared.server.completions import ANSWER, OPENAI_REASONS
+from shared.server.completions import ANSWER, OPENAI_REASONS, at_token
 from shared.server.errors import ApiError
 from shared.server.event_stream import EventStreamResponse, WholeResponse
 from shared.server.intake import Intake
@@ -43,6 +46,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     prompt_ids = await intake.chat_ids(body.messages, thinking)
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     params = await intake.with_grammar(params, body)
+    watched = await intake.watched(params, body)
     answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl")
     frames = ChatFrames(
         answer,
@@ -50,6 +54,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
         intake.tokenizer,
         wants_usage=body.wants_usage,
         wants_usage_so_far=body.wants_usage_so_far,
+        watched=watched,
     )
     if body.stream:
         return EventStreamResponse(answer, intake.config, frames)
@@ -62,6 +67,7 @@ class ChatFrames:
     Args:
         wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
         wants_usage_so_far: they hold the usage so far.
+        watched: the grammar, whose state each token's frame then holds, and each token has one.
     """
 
     def __init__(
@@ -72,12 +78,14 @@ class ChatFrames:
         *,
         wants_usage: bool = False,
         wants_usage_so_far: bool = False,
+        watched: TokenFSM | None = None,
     ) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._wants_usage = wants_usage
         self._wants_usage_so_far = wants_usage_so_far
         self._num_sent = 0  # tokens so far
+        self._progress = {} if watched is None else {choice: Progress(watched) for choice in answer.choices}
         self._head = {"id": answer.request_id, "created": int(time.time()), "model": model_name}
 
     def start(self) -> bytes:
@@ -87,8 +95,10 @@ class ChatFrames:
         frames = b""
         for output in outputs:
             self._num_sent += 1
-            if output.text or output.logprobs is not None:
-                frames += self._frame(choice.index, {"content": output.text}, logprobs=self._logprobs([output]))
+            extra = at_token(self._progress, choice, output)
+            if output.text or output.logprobs is not None or extra:
+                logprobs = self._logprobs([output])
+                frames += self._frame(choice.index, {"content": output.text}, logprobs=logprobs, extra=extra)
         return frames
 
     def finish(self, choice: AnswerStream) -> bytes:
@@ -122,9 +132,11 @@ class ChatFrames:
     def _chunk(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
-    def _frame(self, index: int, delta: dict[str, str], *, logprobs: Any = None, **end: Any) -> bytes:
+    def _frame(
+        self, index: int, delta: dict[str, str], *, logprobs: Any = None, extra: Any = MappingProxyType({}), **end: Any
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
-        chunk = {**self._chunk(), "choices": [choice]}
+        chunk = {**self._chunk(), "choices": [choice], **extra}
         if self._wants_usage:
             chunk["usage"] = self._answer.usage_after(self._num_sent) if self._wants_usage_so_far else None
         return frame(to_json(chunk))

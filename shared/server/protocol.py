@@ -98,6 +98,7 @@ class SamplingFields(BaseModel):
     guided_json: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_json"])] = None
     guided_regex: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_regex"])] = None
     guided_choice: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_choice"])] = None
+    grammar_progress: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -141,6 +141,7 @@ MAKERS = {
     "condensed_memory",
     "contiguous_memory",
     "fp8_memory",
+    "multi_token_memory",
     "paged_memory",
     "planned_memory",
     "pool_size",
@@ -151,7 +152,9 @@ VIEWS = {f"shared.cache.{name}" for name in DEVICE | MAKERS}
 HOST_FILES = [path for path in CACHE if path.stem in HOST] + sorted(
     path for path in (ROOT / "shared/scheduling").glob("*.py") if path.stem != "__init__"
 )
-HOST_FILES += [ROOT / "shared/engine" / f"{name}.py" for name in ("batch", "memory_map", "record", "request")]
+HOST_FILES += [
+    ROOT / "shared/engine" / f"{name}.py" for name in ("batch", "memory_map", "multi_token_batch", "record", "request")
+]
 
 
 def imports(source: str) -> set[str]:
