@@ -21,6 +21,8 @@ BATCHING_MODES = ("static", "continuous")
 KV_CACHE_BACKENDS = ("contiguous", "paged")
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
 ACCEPTANCE_METHODS = ("coupled", "rejection")
+COMPRESS_METHODS = ("snapkv", "rkv", "topp", "streaming", "none")
+ATTN_REDUCE_METHODS = ("mean", "raw", "sum", "max")
 DEFAULT_MAX_SEQ_LEN = 4096
 
 NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -30,6 +32,7 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
     "use_chunked_prefill": (("batching_mode", "continuous"),),
     "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
+    "compress_method": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
     "kv_cache_dtype": (("kv_cache_backend", "paged"),),
     "use_cuda_graphs": (
         ("batching_mode", "continuous"),
@@ -46,6 +49,23 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
 }
 """Fields that depend on others: if changed, they require the named fields to have the given values. An optimization
 left to the phase (None) is off without its requirements; one set to True is refused."""
+
+COMPRESSION = (
+    "if_fake_compress",
+    "layer_budget",
+    "layer_upper_budget",
+    "query_window_size",
+    "steps_between_cache_compressions",
+    "p_attn",
+    "attn_reduce_method",
+)
+"""Fields that have no meaning without ``compress_method``."""
+
+WITHOUT_COMPRESSION = {
+    "use_prefix_caching": "a request's kept tokens are its own",
+    "use_cuda_graphs": "compressed sequences have no kernel yet",
+}
+"""Optimizations that are off with ``compress_method``, and refused if set to True; with the reason."""
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
 """Side tracks: no later phase supports their settings."""
@@ -155,6 +175,25 @@ class EngineConfig:
     overlap_scheduling: bool | None = setting(
         None, "09", "Plan and launch a step while the one before it runs; default: on with CUDA graphs."
     )
+    compress_method: str | None = setting(
+        None,
+        "09.2",
+        "Which keys a compressed KV cache keeps: snapkv, rkv, topp, streaming (the newest) or none (all); default: no "
+        "compression.",
+        choices=COMPRESS_METHODS,
+    )
+    if_fake_compress: bool = setting(False, "09.2", "Mask dropped keys instead of moving the others together.")
+    layer_budget: int = setting(1024, "09.2", "Least tokens that a KV head keeps.", at_least=1)
+    layer_upper_budget: int = setting(2048, "09.2", "Most tokens that a KV head keeps at a compression.", at_least=1)
+    query_window_size: int = setting(128, "09.2", "The last queries that say which keys matter.", at_least=1)
+    steps_between_cache_compressions: int = setting(128, "09.2", "Tokens between two compressions.", at_least=1)
+    p_attn: float = setting(0.9, "09.2", "Attention that the keys of a head must keep, between 0 and 1.")
+    attn_reduce_method: str = setting(
+        "mean",
+        "09.2",
+        "How the window's attention is reduced to count the keys that a head needs: mean, raw, sum or max.",
+        choices=ATTN_REDUCE_METHODS,
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "10",
@@ -241,6 +280,7 @@ class EngineConfig:
                 "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; planned attention works on "
                 "blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
             )
+        self._check_compression()
         if self.quantize_head and self.quantization is None:
             raise ConfigError(
                 "quantize_head is True and quantization is None; choose what the head is rounded to: fp8, int8 or int4."
@@ -273,6 +313,34 @@ class EngineConfig:
                 "draft_model to the model that proposes tokens, or choose drafter 'ngram', which needs none."
             )
 
+    def _check_compression(self) -> None:
+        """Raise ConfigError for settings of a compressed KV cache that contradict others."""
+        if not 0 < self.p_attn < 1:
+            raise ConfigError(f"p_attn is {self.p_attn!r}; it must lie between 0 and 1.")
+        if self.layer_upper_budget < self.layer_budget:
+            raise ConfigError(
+                f"layer_upper_budget is {self.layer_upper_budget} and layer_budget is {self.layer_budget}; the most "
+                "that a head keeps cannot be below the least: raise layer_upper_budget too."
+            )
+        if self.compress_method is None:
+            for name in COMPRESSION:
+                if (value := getattr(self, name)) != self.__dataclass_fields__[name].default:
+                    raise ConfigError(
+                        f"{name} is {value!r} and compress_method is None; {name}, which arrives in phase 09.2, is of "
+                        f"a compressed KV cache: choose a compress_method too, or leave {name} out."
+                    )
+            return
+        for name, reason in WITHOUT_COMPRESSION.items():
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is True and compress_method is {self.compress_method!r}; {reason}: leave one of them out."
+                )
+        if self.attention_backend in ("flash", "planned"):
+            raise ConfigError(
+                f"attention_backend is {self.attention_backend!r} and compress_method is {self.compress_method!r}; "
+                "compressed sequences have no kernel yet: choose sdpa or naive, or leave attention_backend out."
+            )
+
     def check(self, supported: Collection[str]) -> None:
         """Raise ConfigError for a changed setting that the engine does not support, and name its phase.
 
@@ -296,6 +364,8 @@ class EngineConfig:
     def is_on(self, name: str) -> bool:
         """Whether an optimization that the phase supports is on; None means on if its requirements are met."""
         value = getattr(self, name)
+        if value is None and self.compress_method is not None and name in WITHOUT_COMPRESSION:
+            return False
         return bool(value) if value is not None else self._unmet(name) is None
 
     def _unmet(self, name: str) -> tuple[str, Any] | None:

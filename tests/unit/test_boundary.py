@@ -32,7 +32,12 @@ PARTS = sorted(
 BACKENDS = re.compile(r"\b(paged|contiguous|planned|contiguous)", re.IGNORECASE)
 PROBES = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "delattr", "type", "vars", "dir"}
 TABLES = ("MEMORY", "SUPPORTED")
-PROTOCOLS = {"shared.cache.pool", "shared.cache.view", "shared.cache.layout"}  # and what passes between the two sides
+PROTOCOLS = {
+    "shared.cache.pool",
+    "shared.cache.view",
+    "shared.cache.layout",
+    "shared.cache.compressing",
+}  # and what passes between the two sides
 
 
 def members(protocol: type) -> set[str]:
@@ -116,6 +121,8 @@ CACHE = sorted(path for path in (ROOT / "shared/cache").glob("*.py") if path.ste
 HOST = {
     "bucket_planner",
     "blocks",
+    "condensed",
+    "condensed_layout",
     "contiguous_pool",
     "layout",
     "paged",
@@ -127,9 +134,11 @@ HOST = {
     "prefix",
     "prefix_tree",
 }
-# They make both sides.
+# They make both sides, or join them.
 MAKERS = {
     "bucket_memory",
+    "compressing",
+    "condensed_memory",
     "contiguous_memory",
     "fp8_memory",
     "multi_token_memory",
