@@ -1,7 +1,7 @@
 """A rank's part of gated additions to a model's matrices (LoRA). Introduced in phase 12.1.
 
-An addition is B A x. Beside a column-parallel matrix, A is whole and B is cut as the matrix: the rank adds to the outputs
-that it has. Beside a row-parallel one, A is cut and B is whole: the addition is a term too, and is added before the sum
+An addition is B A x. Beside a column-parallel matrix, A is whole and B is cut as the matrix: a rank adds to its
+outputs. Beside a row-parallel one, A is cut and B is whole: the addition is a term too, and is added before the sum
 over the ranks. No engine uses it yet: phase 11.1, which trains additions, has one rank.
 
 Invariant: with ``RowParallelProjection`` behind it, no addition needs a sum of its own.
