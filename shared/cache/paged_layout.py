@@ -33,8 +33,6 @@ class PagedLayout(Layout):
     table_starts: Integers  # [B + 1], offsets of the sequences in ``tables``, as in CSR
     copies: Blocks = field(default_factory=lambda: np.zeros((0, 2), np.int32), kw_only=True)
     """[c, 2], blocks that are copied before the step, each as (from, to); none without a prefix tree."""
-    num_ahead: int = field(default=0, kw_only=True)
-    """Tokens behind the new ones of which ``tables`` has the blocks too."""
 
     @classmethod
     def of(

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from shared.cache.paged_layout import PagedLayout
 from shared.cache.view import BatchView, StepInputs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
@@ -92,7 +91,7 @@ class CapturedRunner(OverlappedRunner):
         batch, bucket = launched.batch, self.buckets.bucket
         captured = self.graphs.get(bucket) if bucket is not None and bucket.is_decode else None
         is_whole = len(batch.logit_rows) == len(batch) and not launched.errors
-        if captured is None or not is_whole or launched.num_repeats == cast(PagedLayout, batch.layout).num_ahead:
+        if captured is None or not is_whole or launched.num_repeats == batch.layout.num_ahead:
             return None
         self.buckets.advance()
         captured.replay()

@@ -1,8 +1,9 @@
-"""Moves a decode step on by a token, on the device. Introduced in phase 11.
+"""Moves a decode step on by a token, on the device. Introduced in phase 9.
 
-A draft model computes several tokens of the same sequences in a row, each of which follows the one just drawn. Between
-two of these steps every length and position grows by one, and the rest is as it was: the host need not plan and upload
-them one by one. Invariant: sequences of length 0, which pad a bucket, stay as they are.
+Between two steps of the same sequences every length and position grows by one, and the rest is as it was. So a captured
+step can be repeated for the tokens just drawn, and the host need not plan and upload the next one. A draft model, which
+computes several tokens in a row (phase 11), is what does so. Invariant: sequences of length 0, which pad a bucket, stay
+as they are.
 """
 
 import torch

@@ -17,6 +17,12 @@ import torch
 import torch.distributed as dist
 
 gloo: Any = dist.ProcessGroupGloo
+NCCL_SETTINGS = {
+    "NCCL_NVLS_ENABLE": "0",  # multicast, which not every machine lets processes use
+    "NCCL_SOCKET_IFNAME": "lo",  # the ranks are of one machine
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # PyTorch's own watch would end the engine's process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 MEETING = timedelta(seconds=60)
 """Within this the ranks must have connected to each other, on CPUs."""
 NEVER = timedelta(days=1)
@@ -48,8 +54,8 @@ class Collectives:
         self.rank, self.size, self.device = rank, size, device
         self.count, self.waiting = count, waiting
         if device.type == "cuda":
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every machine lets processes use
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the ranks are of one machine
+            for name, value in NCCL_SETTINGS.items():
+                os.environ.setdefault(name, value)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
             self.group: Any = dist.ProcessGroupNCCL(store, rank, size, options)

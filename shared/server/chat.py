@@ -26,6 +26,7 @@ from shared.server.logprobs import chat_logprobs, scored
 from shared.server.middleware import record_of
 from shared.server.protocol import ChatRequest
 from shared.server.sse import DONE, frame, to_json
+from shared.server.tool_answer import ToolAnswer, ToolReading, whole_message
 from shared.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -43,7 +44,8 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     max_tokens = max_tokens or min(intake.config.max_chat_tokens, intake.max_seq_len)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(max_tokens, logprobs)
-    prompt_ids = await intake.chat_ids(body.messages, thinking)
+    reading = intake.tool_reading(body)
+    prompt_ids = await intake.chat_ids(body.messages, thinking, body.definitions)
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     params = await intake.with_grammar(params, body)
     watched = await intake.watched(params, body)
@@ -54,6 +56,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
         intake.tokenizer,
         wants_usage=body.wants_usage,
         wants_usage_so_far=body.wants_usage_so_far,
+        reading=reading,
         watched=watched,
     )
     if body.stream:
@@ -67,6 +70,7 @@ class ChatFrames:
     Args:
         wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
         wants_usage_so_far: they hold the usage so far.
+        reading: how calls of tools are read; None: all text is content.
         watched: the grammar, whose state each token's frame then holds, and each token has one.
     """
 
@@ -78,6 +82,7 @@ class ChatFrames:
         *,
         wants_usage: bool = False,
         wants_usage_so_far: bool = False,
+        reading: ToolReading | None = None,
         watched: TokenFSM | None = None,
     ) -> None:
         self._answer = answer
@@ -85,6 +90,8 @@ class ChatFrames:
         self._wants_usage = wants_usage
         self._wants_usage_so_far = wants_usage_so_far
         self._num_sent = 0  # tokens so far
+        self._reading = reading
+        self._readers = [None if reading is None else ToolAnswer(reading) for _ in answer.choices]
         self._progress = {} if watched is None else {choice: Progress(watched) for choice in answer.choices}
         self._head = {"id": answer.request_id, "created": int(time.time()), "model": model_name}
 
@@ -92,17 +99,21 @@ class ChatFrames:
         return b"".join(self._frame(choice.index, {"role": "assistant", "content": ""}) for choice in self._choices)
 
     def tokens(self, choice: AnswerStream, outputs: Sequence[StepOutput]) -> bytes:
-        frames = b""
+        frames, reader = b"", self._readers[choice.index]
         for output in outputs:
             self._num_sent += 1
-            extra = at_token(self._progress, choice, output)
-            if output.text or output.logprobs is not None or extra:
-                logprobs = self._logprobs([output])
-                frames += self._frame(choice.index, {"content": output.text}, logprobs=logprobs, extra=extra)
+            deltas = reader.deltas(output) if reader else [{"content": output.text}] if output.text else []
+            logprobs, extra = self._logprobs([output]), at_token(self._progress, choice, output)
+            for delta in deltas or ([{"content": ""}] if logprobs or extra else []):
+                frames += self._frame(choice.index, delta, logprobs=logprobs, extra=extra)
+                logprobs, extra = None, {}
         return frames
 
     def finish(self, choice: AnswerStream) -> bytes:
-        return self._frame(choice.index, {}, **_end_of(choice))
+        reader = self._readers[choice.index]
+        deltas = reader.last_deltas() if reader else []
+        end = _end_of(choice, has_calls=reader is not None and reader.has_calls)
+        return b"".join(self._frame(choice.index, delta) for delta in deltas) + self._frame(choice.index, {}, **end)
 
     def end(self) -> bytes:
         if not self._wants_usage:
@@ -114,16 +125,22 @@ class ChatFrames:
 
     def whole(self, outputs: Sequence[Sequence[StepOutput]]) -> bytes:
         """The body of an answer that is not streamed."""
+        messages = [self._message(own) for own in outputs]
         choices = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": "".join(output.text for output in own), "refusal": None},
+                "message": {"role": "assistant", **message, "refusal": None},
                 "logprobs": self._logprobs(own),
-                **_end_of(choice),
+                **_end_of(choice, has_calls="tool_calls" in message),
             }
-            for choice, own in zip(self._choices, outputs, strict=True)
+            for choice, own, message in zip(self._choices, outputs, messages, strict=True)
         ]
         return to_json({**self._head, "object": "chat.completion", "choices": choices, "usage": self._answer.usage})
+
+    def _message(self, outputs: Sequence[StepOutput]) -> dict[str, Any]:
+        if self._reading is None:
+            return {"content": "".join(output.text for output in outputs)}
+        return whole_message(self._reading, outputs)
 
     @property
     def _choices(self) -> Sequence[AnswerStream]:
@@ -133,7 +150,7 @@ class ChatFrames:
         return {**self._head, "object": "chat.completion.chunk"}
 
     def _frame(
-        self, index: int, delta: dict[str, str], *, logprobs: Any = None, extra: Any = MappingProxyType({}), **end: Any
+        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, extra: Any = MappingProxyType({}), **end: Any
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
         chunk = {**self._chunk(), "choices": [choice], **extra}
@@ -146,6 +163,7 @@ class ChatFrames:
         return chat_logprobs(self._tokenizer, tokens) if tokens else None
 
 
-def _end_of(choice: AnswerStream) -> dict[str, Any]:
+def _end_of(choice: AnswerStream, *, has_calls: bool) -> dict[str, Any]:
     assert choice.finish_reason is not None
-    return {"finish_reason": OPENAI_REASONS[choice.finish_reason], "stop_reason": choice.stop}
+    reason = OPENAI_REASONS[choice.finish_reason]
+    return {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason, "stop_reason": choice.stop}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from shared.cache.uncached import UncachedView
+from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
 from shared.loading.config_json import parse_config, read_config
@@ -239,3 +240,17 @@ def test_the_parts_of_a_model_compute_its_logits(folder: Path, size: int, quanti
         assert_rows_close(logits, expected, bound, "logits", ("token", "id"))
     if quantization != "int8":
         assert torch.equal(found[0].argmax(-1), expected.argmax(-1))
+
+
+def test_the_parts_of_a_quantized_checkpoint_compute_its_logits(session_folder: Path, tmp_path: Path) -> None:
+    """In 4 bits, with groups of 32 columns; each rank reads a matrix, and keeps its part of numbers and scales."""
+    folder = quantize_checkpoint(checkpoint_for_ranks("llama", session_folder), tmp_path / "int4", "int4")
+    with torch.inference_mode():
+        expected = forward(fuse(load_model(folder, quantize=quantizer())))
+
+    def run(ranks: Collectives) -> torch.Tensor:
+        model = fuse(load_part(folder, ranks))
+        return Vocabulary(model.config.vocab_size, ranks).gather(forward(model))
+
+    for logits in on_ranks(2, run):
+        assert_rows_close(logits, expected, 1e-5, "logits", ("token", "id"))
