@@ -87,6 +87,14 @@ class ChunkRegistry:
             )
         return chunk
 
+    def register(self, role: str, token_ids: Sequence[int]) -> str:
+        """Add a chunk and have it computed; returns its id. Raises RequestError as ``add`` and ``check`` do."""
+        if self.free is not None:
+            self.check([Chunk("", role, tuple(token_ids))], 1)
+        chunk = self.add(role, token_ids)
+        self.want(chunk)
+        return chunk.chunk_id
+
     def want(self, chunk: Chunk) -> None:
         """Have a chunk computed, unless it is resident."""
         if not chunk.is_resident:

@@ -18,6 +18,7 @@ from shared.chunks.pool import ChunkKVCachePool
 from shared.chunks.registry import Chunk, ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.config import EngineConfig
+from shared.engine.prompt import check_prompt
 from shared.engine.request import Request, RequestStatus
 from shared.errors import RequestError
 from shared.sampling.params import SamplingParams
@@ -78,6 +79,7 @@ class ChunkMachine(RuleBasedStateMachine):
         ids = [token_id for chunk in chunks for token_id in chunk.token_ids] + [7 + n for n in range(own)]
         params, name = SamplingParams(max_new_tokens=answer), str(len(self.requests))
         try:
+            check_prompt(ids, 2000, MAX_SEQ_LEN)
             self.scheduler.check(name, len(ids), params)
             self.registry.check(chunks, own + answer)
         except RequestError:
