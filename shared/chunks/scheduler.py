@@ -37,15 +37,7 @@ class ChunkScheduler(OverlappedScheduler):
         for chunk in self.registry.wanted:
             self._compute(chunk)
         self.registry.wanted.clear()
-        for place, request in enumerate(queue := list(self.waiting.values())):
-            missing = self.registry.missing(request)
-            if missing:
-                self.registry.touch(self.registry.contexts[request])
-                computing = [self._compute(chunk) for chunk in missing]
-                for one in (*computing, *(other for other in queue[place:] if other not in computing)):
-                    if one.request_id in self.waiting:
-                        self.waiting.move_to_end(one.request_id)
-                break
+        self._put_missing_chunks_first()
         return super().schedule()
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
@@ -59,6 +51,26 @@ class ChunkScheduler(OverlappedScheduler):
     def has_work(self) -> bool:
         """See :class:`shared.scheduling.scheduler.Scheduler`."""
         return bool(self.registry.wanted) or super().has_work()
+
+    def _put_missing_chunks_first(self) -> None:
+        """Queue the missing chunks of the first waiting request that lacks any, directly before it."""
+        # exercise 09.1x4: the chunks of the first request that lacks any, directly before it
+        # hint: registry.missing names the missing chunks of a request; find the first waiting request that has any
+        # hint: touch what it has of its chunks (registry.contexts), so that computing the others does not evict it
+        # hint: _compute returns the request that computes a chunk, which may be waiting already, or running
+        # hint: self.waiting is an OrderedDict: move to its end, in this order, the requests that compute and are
+        # hint: waiting, then the request, then those behind it (move_to_end); those before it keep their place
+        queue = list(self.waiting.values())
+        for place, request in enumerate(queue):
+            missing = self.registry.missing(request)
+            if missing:
+                self.registry.touch(self.registry.contexts[request])
+                computing = [self._compute(chunk) for chunk in missing]
+                for one in (*computing, *(other for other in queue[place:] if other not in computing)):
+                    if one.request_id in self.waiting:
+                        self.waiting.move_to_end(one.request_id)
+                break
+        # end exercise
 
     def _candidates(self) -> Iterator[Request]:
         """Those before the first request that lacks chunks, as they are when each one's turn comes."""

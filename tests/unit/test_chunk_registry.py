@@ -71,9 +71,9 @@ def test_a_chunk_in_use_is_never_evicted() -> None:
     a, b = resident(registry, allocator, "aaaa"), resident(registry, allocator, "bbbb")
     registry.acquire([a, a])  # one request, two places
     registry.release([a])
-    assert_equal(registry.evict(12), 1, "freed blocks")
-    assert a.is_resident
-    assert not b.is_resident
+    c = resident(registry, allocator, "cccc")
+    assert_equal(registry.evict(12), 2, "freed blocks: before the chunk in use and behind it")
+    assert_equal([chunk.is_resident for chunk in (a, b, c)], [True, False, False], "resident", ("chunk",))
     with pytest.raises(RequestError, match="is used in 1 places"):
         registry.drop(a)
     registry.release([a])
