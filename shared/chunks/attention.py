@@ -47,16 +47,20 @@ def range_state(
         scores = softcap * torch.tanh(scores / softcap)
     # exercise 09.1x2: the state of a range
     # hint: number the keys 0 … S - 1; a query sees key j if j <= place, and with a window if j > place - window too
-    # hint: set the scores of the others to -inf; the state's logarithm is logsumexp of the scores, times log2 e
-    # hint: softmax of a row that is -inf everywhere is NaN: such a query has the state of no keys, zeros and -inf
+    # hint: set the scores of the others to -inf; `scores` is [Hkv, G, T, S], the mask [T, S]
+    # hint: leave in `peak` the largest score of each row, in `weights` exp(scores - peak), in `total` their sum
+    # hint: -inf minus -inf is NaN: a row without a key that it sees needs another peak, such as 0
     number = torch.arange(S, device=q.device)
     sees = number <= places[:, None]  # [T, S]
     if window is not None:
         sees &= number > places[:, None] - window
     if not sees.all():
         scores = scores.masked_fill(~sees, -torch.inf)
-    logs = scores.logsumexp(-1)  # [Hkv, G, T]
-    weights = (scores - logs.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp()
+    peak = scores.amax(-1, keepdim=True)  # [Hkv, G, T, 1]
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weights = (scores - peak).exp_()
+    total = weights.sum(-1, keepdim=True)
     # end exercise
-    values = (weights.view(Hkv, -1, S) @ v.float()).view(Hkv, -1, T, D)
-    return values.permute(2, 0, 1, 3).reshape(T, Hq, D), (logs * LOG2_E).permute(2, 0, 1).reshape(T, Hq)
+    values = (weights.view(Hkv, -1, S) @ v.float()).view(Hkv, -1, T, D) / torch.where(total == 0, 1.0, total)
+    logs = (peak + total.log())[..., 0] * LOG2_E  # [Hkv, G, T]
+    return values.permute(2, 0, 1, 3).reshape(T, Hq, D), logs.permute(2, 0, 1).reshape(T, Hq)
