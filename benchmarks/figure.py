@@ -83,6 +83,9 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
             continue
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, color=colour, lw=2.2, marker="o", ms=5, mec=PAPER, label=f"{name}  {number(ys[-1])}")
+        if panel.curves:
+            axes.plot(panel.x, panel.curves[index], color=colour, lw=1.2, ls=(0, (4, 3)))  # type: ignore[arg-type]
+            axes.lines[-2].set_linestyle("none")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -1,4 +1,5 @@
-"""The ladder: each phase's speed with one request and with 16, and a token's cost by context. Introduced in phase 3.
+"""The ladder: each phase's speed with one request and with 16, and a token's cost by context; of phases whose gain must
+be asked for (10 on), that with the option beside the default. Introduced in phase 3.
 
 The phases take turns in one process: a trial loads each, measures it with the trial's prompts, and frees it, so that
 memory holds one engine. Medians count. Invariant: phases that serve many requests have equally large KV caches.
@@ -11,19 +12,24 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from benchmarks.contenders import generating_lessons, speeds
+from benchmarks.options import measure_options, options_of
 from benchmarks.report import Report, rounded
 from benchmarks.serving.contenders import has_continuous
 from benchmarks.serving.engine_load import OneAtATime, drive
 from benchmarks.serving.results import ServedRun
 from benchmarks.setup import Setup, check_least, free_memory
 from benchmarks.timing import Run, SyntheticPrompts, answer_with, rotated, run, timed
-from benchmarks.view import Bar, Bars, Column, Lines, Row, Table, View, count, number, text, times
+from benchmarks.view import NOTHING, Bar, Bars, Column, Lines, Row, Table, View, count, number, quantity, text, times
 from benchmarks.workloads.serving import Workload, make_trace
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import warm_up
 from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson
+from shared.models.config import ModelConfig
+from shared.parallel.shard import possible_sizes
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ def measure_ladder(
     limit = setup.shape.max_position_embeddings
     contexts = _contexts(context_lengths, limit)
     rungs = generating_lessons(phases)
+    if phases is None:
+        rungs = [lesson for lesson in rungs if not has_ranks(lesson) or most_ranks(setup.shape, setup.target) > 1]
     longest = max(prompt_tokens + new_tokens, REGION_TOKENS, *(length + POINT_TOKENS + 1 for length in contexts))
     config = setup.config(max_seq_len=min(longest, limit))
     setup.check_memory(1, "close other programs")
@@ -86,7 +94,7 @@ def measure_ladder(
     runs: dict[str, list[Run]] = {lesson.number: [] for lesson in rungs}
     curves: dict[str, dict[str, float]] = {name: {} for name in runs}
     many: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
-    with setup.running(3 * len(rungs) * trials) as steps:
+    with setup.running((3 * len(rungs) + len(options_of(rungs))) * trials) as steps:
         for trial in range(trials):
             prompt = prompts.draw(prompt_tokens)
             loads = (TOGETHER, None), (BESIDE, ARRIVALS), (TURNS, None)
@@ -94,7 +102,7 @@ def measure_ladder(
             for name in rotated(tuple(runs), trial):
                 what = f"phase {name}, trial {trial + 1} of {trials}"
                 with steps.step(f"{what}: load"):
-                    engine, queue = load_rung(find_lesson(name), config)
+                    engine, queue = load_rung(find_lesson(name), config, most_ranks(setup.shape, setup.target))
                     engines[name] = engine.config
                     run(engine, [1] * prompt_tokens, 2)  # warms up
                 with steps.step(f"{what}: one request"):
@@ -113,6 +121,7 @@ def measure_ladder(
                     many[name].append(found)
                 del engine, queue
                 free_memory()
+        options = measure_options(setup, rungs, trials, steps)
         results: dict[str, Any] = {}
         for lesson in rungs:
             name, first = lesson.number, rungs[0].number
@@ -128,6 +137,8 @@ def measure_ladder(
                 "equal_output": [each.token_ids for each in runs[name]] == [each.token_ids for each in runs[first]],
                 "ms_per_token": curves[name],
             }
+            if name in options:
+                results[name]["options"] = options[name]
         flags = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials, "contexts": list(contexts)}
         return setup.report("ladder", engines, flags | {"together": TOGETHER.describe()}, results)
 
@@ -137,8 +148,21 @@ def longest_wait(run: ServedRun) -> float:
     return max(b - a for each in run.requests if each.is_background for a, b in pairwise(each.token_times))
 
 
-def load_rung(lesson: Lesson, config: EngineConfig) -> tuple[Any, Any]:
+def has_ranks(lesson: Lesson) -> bool:
+    """Whether a phase can share the model over several GPUs."""
+    return "tensor_parallel_size" in lesson.load("engine").SUPPORTED
+
+
+def most_ranks(shape: ModelConfig, device: torch.device) -> int:
+    """The GPUs over which the model can be shared: as many as there are, and its heads allow; 1 on a CPU."""
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    return max(size for size in possible_sizes(shape) if size <= num_gpus)
+
+
+def load_rung(lesson: Lesson, config: EngineConfig, num_ranks: int = 1) -> tuple[Any, Any]:
     """A phase's engine, and the queue in front of it that many requests join: the engine itself if it has one."""
+    if has_ranks(lesson):
+        config = replace(config, tensor_parallel_size=num_ranks)
     if "prefill_chunk_size" in lesson.load("engine").SUPPORTED:
         config = replace(config, prefill_chunk_size=CHUNK)
     engine = lesson.engine_within(config, REGIONS, TOGETHER.concurrency)
@@ -189,6 +213,17 @@ def view(report: Report) -> View:
         panels.append(Bars(heading, [("", bars)]))
     tables.append(Table("The longest wait, ms", [phase, *waits], rows, style))
     tables.append(Table("What each phase bought", [text("phase", "name"), text("", "bought")], rows, style))
+    asked = [{"phase": row["name"]} | option for row in rows for option in row.get("options", [])]
+    if asked:
+        columns = [
+            text("phase", lambda row: f"{row['phase']} {row['title']}"),
+            Column("tok/s", "tokens_per_second"),
+            Column("speedup", "speedup", times),
+            Column("tokens a forward pass", "tokens_per_forward"),
+            Column("weights", "weight_bytes", partial(quantity, unit="B")),
+            Column("readable", "valid_share", lambda share: NOTHING if share is None else f"{100 * share:.0f} %"),
+        ]
+        tables.append(Table("What a phase buys if it is asked", columns, asked))
     if contexts:
         points = [Column(length, length) for length in contexts]
         tables.append(Table("Milliseconds a token, by tokens of context before it", [phase, *points], rows, style))

@@ -6,20 +6,25 @@ one. Invariant: engines that are compared take turns, in one process, on the sam
 """
 
 import dataclasses
-import random
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report, describe_model, engine_settings, ratio, rounded
 from benchmarks.view import Column, Lines, Table, View, percent, text, times
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
+from shared.loading.config_json import read_config
+from shared.loading.resolve import resolve_model
 from shared.sampling.params import SamplingParams
+from shared.speculation.adaptive import StepTimes
 from shared.speculation.ngram import NGramDrafter
 
 CONTEXT, WARM = 256, 4  # tokens of a prompt; steps that are not timed
+GOLDEN = (5**0.5 - 1) / 2
 FILLER = 7  # the id of a draft where the lookup finds none
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 CODE = """class Queue:
@@ -47,15 +52,21 @@ TASKS = {
     "story": "Write a short story about a dragon who learns to bake bread.",
 }
 PLAIN = "phase 10"
+RANDOM = "random"
+"""In place of an adapter's folder: one that is not trained."""
 
 
 class Lot:
-    """Decides by lot which drafts of an engine are accepted, each with probability ``acceptance``."""
+    """Decides by lot which drafts of an engine are accepted, each with probability ``acceptance``.
+
+    The lots of successive requests are spread evenly (multiples of the golden ratio), so that few steps accept as many
+    drafts as many do.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.running, self.drafter = engine.scheduler.running, engine.drafter
         self.commit, self.propose = engine.scheduler.commit, engine.drafter.propose
-        self.acceptance, self.chance = 0.0, random.Random(0)
+        self.acceptance, self.lot = 0.0, 0.5
         engine.scheduler.commit, engine.drafter.propose = self.decide, self.fill
 
     def fill(self, schedule: Any) -> None:
@@ -69,11 +80,12 @@ class Lot:
         """Commit the drafts that are drawn by lot, and another token behind them."""
         ids, first = list(sampled.token_ids), 0
         for request, _, _, num_drafts, num_rows, _ in schedule:
-            for n, draft in enumerate(request.draft_ids[:num_drafts]):
-                is_accepted = self.chance.random() < self.acceptance
-                ids[first + n] = draft if is_accepted else draft ^ 1
-                if not is_accepted:
-                    break
+            drafts = request.draft_ids[:num_drafts]
+            if drafts:
+                self.lot = (self.lot + GOLDEN) % 1
+                num_accepted = sum(self.lot < self.acceptance**n for n in range(1, num_drafts + 1))
+                drafts[num_accepted : num_accepted + 1] = [draft ^ 1 for draft in drafts[num_accepted:][:1]]
+                ids[first : first + num_drafts] = drafts
             first += num_rows
         self.commit(schedule, dataclasses.replace(sampled, token_ids=ids))
 
@@ -110,16 +122,36 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return sum(acceptance**n for n in range(length + 1))
 
 
-def make_engines(target: str, draft: str | None, length: int, **about: Any) -> dict[str, Any]:
-    """Phase 10's engine, and phase 11's with each drafter."""
+def by_formula(times: StepTimes, longest: int, requests: int, acceptance: float, length: int) -> float:
+    """What drafts should buy: the expected tokens of a step, over its time in plain steps, from the measured parts."""
+    plain, short, long, first, more = times.of(requests)
+    verification = short + (long - short) * (length - 1) / max(longest - 1, 1)
+    return expected_tokens(acceptance, length) * plain / (verification + first + (length - 1) * more)
+
+
+def make_engines(target: str, draft: str | None, adapter: str | None, length: int, **about: Any) -> dict[str, Any]:
+    """Phase 10's engine, phase 11's with each drafter, and phase 11.1's with an adapter, or an untrained one."""
     ours = {"use_speculative_decoding": True, "spec_length": length}
     settings: dict[str, dict[str, Any]] = {PLAIN: {}, "ngram": ours | {"drafter": "ngram"}}
     if draft is not None:
         settings["model"] = ours | {"draft_model": draft}
+    if adapter is not None:
+        folder = untrained_adapter(target, length) if adapter == RANDOM else adapter
+        settings["adapter"] = ours | {"adapter": str(folder)}
+    phases = {PLAIN: "10", "adapter": "11.1"}
     return {
-        name: find_lesson("10" if name == PLAIN else "11").engine(EngineConfig(target, **about, **more))
+        name: find_lesson(phases.get(name, "11")).engine(EngineConfig(target, **about, **more))
         for name, more in settings.items()
     }
+
+
+def untrained_adapter(target: str, num_masks: int) -> Path:
+    """The folder of an adapter for a target, which guesses at random; its speed is that of a trained one."""
+    from shared.speculation.adapter import Adapter, AdapterConfig
+
+    folder = Path(tempfile.mkdtemp(prefix="adapter-"))
+    Adapter(AdapterConfig(num_masks=num_masks), read_config(resolve_model(target), can_quantize=True)).save(folder)
+    return folder
 
 
 def report_of(name: str, target: str, engines: dict[str, Any], flags: dict[str, Any], results: Any) -> Report:
@@ -127,7 +159,8 @@ def report_of(name: str, target: str, engines: dict[str, Any], flags: dict[str, 
     model, draft = describe_model(target), flags["draft"]
     flags = flags | {"draft": draft and describe_model(draft)["name"]}
     shown = {key: engine_settings(engine.config, model["name"]) for key, engine in engines.items()}
-    shown = {key: value | {"draft_model": value["draft_model"] and flags["draft"]} for key, value in shown.items()}
+    known = {"draft_model": flags["draft"], "adapter": flags["adapter"] and Path(flags["adapter"]).name}
+    shown = {key: value | {name: value[name] and known[name] for name in known} for key, value in shown.items()}
     return Report(name, model, shown, 0, flags, results, str(engines[PLAIN].model.device.type))
 
 
@@ -135,6 +168,7 @@ def measure_imposed(
     target: str,
     *,
     draft: str | None = None,
+    adapter: str | None = None,
     device: str = "cpu",
     lengths: Sequence[int] = (1, 3, 5, 8),
     acceptances: Sequence[float] = (0.6, 0.8, 0.95),
@@ -144,10 +178,10 @@ def measure_imposed(
 ) -> Report:
     """Speed by length and acceptance; also with useless drafts and adaptive lengths, and with speculation off."""
     chosen, rates, sizes, longest = list(lengths), list(acceptances), list(batches), max(lengths)
-    max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2) + 16
+    max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2 + (longest + 1 if adapter else 0)) + 16
     about: dict[str, Any] = {"device": device, "max_batch_size": max(sizes), "max_seq_len": max_seq_len}
     about |= {"num_gpu_blocks": max(sizes) * (max_seq_len // 16 + 1), "use_prefix_caching": False}
-    engines = make_engines(target, draft, longest, **about)
+    engines = make_engines(target, draft, adapter, longest, **about)
     lots = {name: Lot(engine) for name, engine in engines.items() if name != PLAIN}
     cases = [(size, PLAIN, 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
     cases += [(size, name, k, a) for size in sizes for name in lots for k in chosen for a in rates]
@@ -163,6 +197,7 @@ def measure_imposed(
             num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become few with time
             speed = tokens_per_second(engine, size, num_steps, salt=1000 * trial)
             speeds[size, name, length, acceptance] += [speed] if trial else []
+    times = {name: engines[name].scheduler.lengths.times for name in lots}
     medians = {case: statistics.median(found) for case, found in speeds.items()}
     rows = [
         {
@@ -173,14 +208,18 @@ def measure_imposed(
             "tokens_per_second": rounded(medians[size, name, length, acceptance]),
             "over_plain": ratio(medians[size, name, length, acceptance], medians[size, PLAIN, 0, 0.0]),
             "expected_tokens": rounded(expected_tokens(acceptance, length)) if length else None,
+            "by_formula": rounded(by_formula(times[name], longest, size, acceptance, length)) if length else None,
         }
         for size, name, length, acceptance in cases
     ]
-    times_of = {
-        name: dataclasses.asdict(engines[name].scheduler.lengths.times) if name in lots else None for name in engines
-    }
-    flags = {"steps": steps, "trials": trials, "draft": draft}
-    return report_of("speculation", target, engines, flags, {"rows": rows, "times": times_of})
+    flags = {"steps": steps, "trials": trials, "draft": draft, "adapter": adapter}
+    return report_of(
+        "speculation",
+        target,
+        engines,
+        flags,
+        {"rows": rows, "times": {n: dataclasses.asdict(t) for n, t in times.items()}},
+    )
 
 
 def imposed_view(report: Report) -> View:
@@ -197,26 +236,21 @@ def imposed_view(report: Report) -> View:
     ]
     fixed = [row for row in rows if isinstance(row["length"], int)]
     lengths = sorted({row["length"] for row in fixed})
-    names: dict[tuple[int, str, float], dict[int, float]] = {
+    names: dict[tuple[int, str, float], dict[int, dict[str, Any]]] = {
         (row["requests"], row["drafter"], row["acceptance"]): {} for row in fixed
     }
     for row in fixed:
-        names[row["requests"], row["drafter"], row["acceptance"]][row["length"]] = row["over_plain"]
-    panels = [
-        Lines(
-            f"{drafter}, {requests} requests: times phase 10, by drafts a step",
-            lengths,
-            [
-                (f"{100 * rate:.0f} % accepted", [found[k] for k in lengths])
-                for (size, name, rate), found in names.items()
-                if (size, name) == (requests, drafter)
-            ],
-        )
-        for requests, drafter in dict.fromkeys(key[:2] for key in names)
-    ]
+        names[row["requests"], row["drafter"], row["acceptance"]][row["length"]] = row
+    panels = []
+    for requests, drafter in dict.fromkeys(key[:2] for key in names):
+        own = [(rate, found) for (*key, rate), found in names.items() if key == [requests, drafter]]
+        measured = [(f"{100 * rate:.0f} % accepted", [row[k]["over_plain"] for k in lengths]) for rate, row in own]
+        curves = [[row[k].get("by_formula") for k in lengths] for _, row in own]
+        panels.append(Lines(f"{drafter}, {requests} at a time", lengths, measured, curves))
     draft = report.flags["draft"]
-    about = [report.machine_title, f"draft model {draft}" if draft else "drafts by lookup alone"]
-    return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:2])
+    about = [f"{report.machine_title}, {f'draft model {draft}' if draft else 'drafts by lookup alone'}"]
+    about += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the measured times of its parts"]
+    return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:4])
 
 
 def answer(engine: Any, prompt: str, max_new_tokens: int) -> tuple[list[int], float]:
@@ -232,6 +266,7 @@ def measure_texts(
     target: str = "smollm2-135m",
     *,
     draft: str | None = None,
+    adapter: str | None = None,
     device: str = "cpu",
     length: int = 5,
     max_new_tokens: int = 160,
@@ -239,7 +274,7 @@ def measure_texts(
 ) -> Report:
     """Answers of a chat model to four tasks: acceptance, forward passes and time, beside the plain engine."""
     about: dict[str, Any] = {"device": device, "max_batch_size": 1, "max_seq_len": 1024, "use_prefix_caching": False}
-    engines = make_engines(target, draft, length, **about)
+    engines = make_engines(target, draft, adapter, length, **about)
     rows: list[dict[str, Any]] = []
     for task, said in TASKS.items():
         prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
@@ -265,7 +300,9 @@ def measure_texts(
                     "over_plain": ratio(plain, statistics.median(seconds for _, seconds in found[name])),
                 }
             )
-    return report_of("speculation-texts", target, engines, {"length": length, "draft": draft}, {"rows": rows})
+    return report_of(
+        "speculation-texts", target, engines, {"length": length, "draft": draft, "adapter": adapter}, {"rows": rows}
+    )
 
 
 def texts_view(report: Report) -> View:

@@ -124,11 +124,15 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel of lines over the same ``x``, each a name and a value for each x, or None; both axes are logarithmic."""
+    """A panel of lines over the same ``x``, each a name and a value for each x, or None; both axes are logarithmic.
+
+    ``curves``: what was expected of each line, dashed and without its points; none, or one for each.
+    """
 
     title: str
     x: Sequence[float]
     lines: Sequence[tuple[str, Sequence[float | None]]]
+    curves: Sequence[Sequence[float | None]] = ()
 
 
 @dataclass(frozen=True)

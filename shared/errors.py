@@ -31,3 +31,7 @@ class QueueFullError(InferError):
 
 class BlockError(InferError):
     """A KV cache block was freed twice, or freed by a request that does not hold it."""
+
+
+class RankError(InferError):
+    """A rank has died, hangs, or failed, so the group of ranks that shares the model has ended (phase 12.1)."""

@@ -7,6 +7,7 @@ facts about a phase (in tables, diffs, the ladder, documentation) are read from 
 import dataclasses
 import importlib
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import phases
+from shared.engine.config import SIDE_TRACKS, EngineConfig
 from shared.errors import ConfigError
 
 
@@ -104,6 +106,15 @@ def find_lesson(number: str) -> Lesson:
 def newest_lesson() -> Lesson:
     """The last phase of the main line that generates text."""
     return [lesson for lesson in lessons() if lesson.generates and not lesson.is_side_track][-1]
+
+
+def lesson_of(settings: Mapping[str, Any]) -> Lesson:
+    """The phase that runs an engine's settings: the side track of one that is changed, else the newest."""
+    for field in dataclasses.fields(EngineConfig):
+        phase = field.metadata["phase"]
+        if phase in SIDE_TRACKS and settings.get(field.name, field.default) != field.default:
+            return find_lesson(phase)
+    return newest_lesson()
 
 
 def _read(folder: Path) -> Lesson:

@@ -24,6 +24,7 @@ from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request
 from shared.engine.sampler import SamplerOutput
 from shared.grammar.constraint import Constraints
+from shared.grammar.pool import GrammarPool
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
@@ -79,6 +80,7 @@ SUPPORTED = {
     "spec_length",
     "acceptance_method",
     "adapt_spec_length",
+    "grammar_pool_bytes",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
@@ -108,19 +110,23 @@ class Engine:
             self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         runner = CapturedRunner if is_capturing else OverlappedRunner
+        grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         if self.drafter is not None:
             self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": GrammarSampler}
+        make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool)
         if self.drafter is not None and config.acceptance_method == "rejection":
-            sampling["make_sampler"] = partial(GrammarRejectionSampler, distributions=self.drafter.distributions)
+            distributions = self.drafter.distributions
+            make_sampler = partial(GrammarRejectionSampler, pool=grammar_pool, distributions=distributions)
+        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": make_sampler}
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
         if self.drafter is not None:
             tune(self.scheduler, self.runner, self.drafter)
-        self.constraints = Constraints(partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size))
+        make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
+        self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
@@ -137,9 +143,9 @@ class Engine:
         if request_id is None:
             request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
         self.scheduler.check(request_id, len(prompt_ids), params)
-        self.constraints.check(params)
+        constraint = self.constraints.of(params)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(request_id, prompt_ids, params, seed, end_ids)
+        request = Request(request_id, prompt_ids, params, seed, end_ids, constraint=constraint)
         self.scheduler.add(request)
         self.output_processor.add(request)
         return request_id

@@ -74,6 +74,7 @@ def plan_prefill(
     *,
     tokens_per_tile: int,
     window: int | None = None,
+    has_masks: bool = False,
     first_row: int = 0,
     num_rows: int | None = None,
     num_requests: int | None = None,
@@ -90,6 +91,8 @@ def plan_prefill(
         num_new_tokens: ``[B]``, possibly 0.
         lengths: ``[B]``, tokens of each sequence, the new ones included.
         tokens_per_tile: tokens of the kernel's query tile.
+        has_masks: whether new tokens may be mask tokens, which stand earlier in the text than in the cache (phase
+            11.1): the keys of every tile begin in the window of the sequence's first new token.
         first_row: the row of the first new token, in a step whose first rows are of other sequences.
         num_rows, num_requests, capacity: rows, sequences and items of a captured graph's bucket; None: those of this
             batch.
@@ -115,7 +118,7 @@ def plan_prefill(
     after = np.minimum(first + tokens_per_tile, new[requests])
     seen = past[requests] + after
     if window is not None:
-        seen = seen - np.maximum(past[requests] + first + 1 - window, 0)
+        seen = seen - np.maximum(past[requests] + (0 if has_masks else first) + 1 - window, 0)
     return _plan(
         grid,
         seen,

@@ -48,6 +48,7 @@ class BucketPlanner(AttentionPlanner):
                 grid,
                 tokens_per_tile=tokens,
                 window=window,
+                has_masks=self.has_masks,
                 first_row=num_decoding,
                 num_rows=bucket.num_tokens,
                 num_requests=bucket.num_sequences,

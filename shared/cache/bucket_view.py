@@ -18,6 +18,7 @@ from shared.cache.prefix_view import PrefixView
 from shared.cache.view import StepInputs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
+from shared.kernels.next_token import next_token
 from shared.models.config import ModelConfig
 
 OF_TOKENS = {"token_ids": 0, "positions": 0, "places": -1}
@@ -65,6 +66,7 @@ class BucketView(PrefixView):
 
     def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
         super()._receive(layout, sent)
+        self.sent = sent
         bucket, planner = self.bucket, cast(BucketPlanner, self.planner)
         if bucket is None:
             return
@@ -75,6 +77,11 @@ class BucketView(PrefixView):
             )
         else:
             self.prefill_tiling = planner.bucket_prefill_tiling(bucket)
+
+    def advance(self) -> None:
+        """Move the loaded decode step on by a token for each sequence, on the device; see :func:`next_token`."""
+        names = ("token_ids", "positions", "places", "lengths", "table_starts", "tables", "sequence_rows")
+        next_token(*(self.sent[name] for name in names), block_size=self.block_size, stride=self.token_stride)
 
     def attend(
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None

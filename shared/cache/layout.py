@@ -6,7 +6,7 @@ derived from the other. Invariant: the sequences are in the order of the schedul
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
@@ -24,6 +24,7 @@ class Layout:
     num_cached: Integers  # [B], tokens of each sequence in the cache before the step, tokens in flight included
     lengths: Integers  # [B], num_cached plus the new tokens
     slot_mapping: Integers  # [T], the slot of each new token: its index among all slots of a layer
+    num_ahead: int = field(default=0, kw_only=True)  # further tokens that may follow without a layout of their own
 
     @cached_property
     def num_new(self) -> Integers:

@@ -162,7 +162,8 @@ class PagedKVCachePool:
         except KeyError as error:
             raise self._no_row(error.args[0]) from None
         num_cached, lengths = before_and_after(schedule, rows, self.lengths, self.granted)
-        return PagedLayout.of(np.array(rows, np.int64), num_cached, lengths, self.tables, self.block_size)
+        places = (np.array(rows, np.int64), num_cached, lengths)
+        return PagedLayout.of(*places, self.tables, self.block_size, schedule.num_ahead)
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
         """See ``CachePoolProtocol``."""

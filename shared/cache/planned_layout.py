@@ -4,7 +4,8 @@ Attention is planned once a step, for all layers: :mod:`shared.attention.plan` c
 splits of one size, and each layer's launch follows the plan. A plan depends on the layer only through its window, so a
 step has one plan for each distinct window of the model; a step that decodes beside prompts (phase 7) has two.
 
-Invariant: plans are made for the lengths of the layout, which the kernels read.
+Invariant: plans are made for the lengths of the layout, which the kernels read; the keys of tokens that may follow
+(``num_ahead``) are planned too, and a split without keys is a state that changes nothing.
 """
 
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ class AttentionPlanner:
         default_factory=dict, compare=False
     )
     """The plans of the last decoding sequences, by their lengths in whole tiles and the rows of the launch."""
+    has_masks: bool = False  # whether new tokens may be mask tokens (phase 11.1)
 
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """The tiling of a decode step of ``num_sequences`` sequences."""
@@ -92,7 +94,9 @@ class AttentionPlanner:
         grid = tiling.grid(self.config.num_kv_heads, self.device)
         tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
         return {
-            window: plan_prefill(num_new, lengths, grid, tokens_per_tile=tokens, window=window)
+            window: plan_prefill(
+                num_new, lengths, grid, tokens_per_tile=tokens, window=window, has_masks=self.has_masks
+            )
             for window in self.windows
         }
 
@@ -108,8 +112,9 @@ class PlannedLayout(PagedLayout):
     def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> Self:
         """The layout with its plans."""
         places = (layout.rows, layout.num_cached, layout.lengths, layout.slot_mapping)
-        plans = planner.plan(layout.num_new, layout.lengths, layout.num_decoding)
-        return cls(*places, layout.tables, layout.table_starts, planner, plans, copies=layout.copies)
+        plans = planner.plan(layout.num_new, layout.lengths + layout.num_ahead, layout.num_decoding)
+        about: dict[str, Any] = {"copies": layout.copies, "num_ahead": layout.num_ahead}
+        return cls(*places, layout.tables, layout.table_starts, planner, plans, **about)
 
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`; the part gets new plans."""

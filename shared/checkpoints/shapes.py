@@ -146,4 +146,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         query_pre_attn_scalar=24,
         sliding_window=16,
     ),
+    # For several ranks: heads that 2 and 4 divide, KV heads replicated on 4, an odd vocabulary.
+    "tiny-llama-ranks": _llama(
+        **_sizes(96, 160, 3, 8),
+        **TINY | {"vocab_size": 509},
+        num_key_value_heads=4,
+        bos_token_id=0,
+        eos_token_id=[1, 4, 5],
+        rope_scaling=TINY_LLAMA_ROPE,
+        rope_theta=10000.0,
+    ),
+    "tiny-qwen3-ranks": _qwen3(
+        **_sizes(64, 150, 4, 8),
+        **TINY | {"vocab_size": 511},
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "tiny-gemma3-ranks": _gemma3(
+        **_sizes(72, 144, 8, 4),
+        **TINY | {"vocab_size": 507},
+        num_key_value_heads=2,
+        query_pre_attn_scalar=24,
+        sliding_window=16,
+    ),
 }

@@ -12,7 +12,7 @@ if is_enabled():
 
 import typer
 
-from shared.cli import bench, deploy, models, phases, workshop
+from shared.cli import bench, deploy, models, phases, train, workshop
 from shared.cli.chat import EPILOG as CHAT_EPILOG
 from shared.cli.chat import chat
 from shared.cli.compare import EPILOG as COMPARE_EPILOG
@@ -62,4 +62,5 @@ app.add_typer(bench.app, name="bench")
 app.command("roofline", epilog=ROOFLINE_EPILOG)(roofline)
 app.command("compare", epilog=COMPARE_EPILOG)(compare)
 app.add_typer(models.app, name="model")
+app.add_typer(train.app, name="train")
 app.add_typer(workshop.app, name="workshop")

@@ -17,6 +17,10 @@ from shared.cli.terminal import examples, working
 def speculation(
     model: Model = "smollm2-135m",
     draft: Annotated[str | None, typer.Option("--draft", help="A draft model, beside lookup.")] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option("--adapter", help="An adapter of phase 11.1, beside lookup; random: one that is not trained."),
+    ] = None,
     texts: Annotated[
         bool, typer.Option("--texts", help="Instead, let a chat model answer, with its true acceptance.")
     ] = False,
@@ -42,11 +46,14 @@ def speculation(
     where = computing_device(device)
     with working("drafting and verifying"):
         if texts:
-            report = measure_texts(model, draft=draft, device=where, length=max(length or [5]), trials=trials)
+            report = measure_texts(
+                model, draft=draft, adapter=adapter, device=where, length=max(length or [5]), trials=trials
+            )
         else:
             report = measure_imposed(
                 model,
                 draft=draft,
+                adapter=adapter,
                 device=where,
                 lengths=length or (1, 3, 5, 8),
                 acceptances=acceptance or (0.6, 0.8, 0.95),

@@ -44,7 +44,7 @@ def chat(
 ) -> None:
     """Chat with a model; /help lists the commands of a conversation."""
     params = options.take_sampling_params(settings)
-    lesson = options.answering_lesson(phase)
+    lesson = options.answering_lesson(phase, settings)
     engine = options.load_engine(lesson, model, is_alone=True, **settings)
     conversation = Conversation(engine, params, thinking)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()

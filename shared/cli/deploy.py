@@ -78,7 +78,10 @@ def start(
     gateways: Annotated[int, _fleet("--gateways", text="Processes that read requests and choose replicas.")] = 1,
     cpus: Annotated[float, _fleet("--cpus", text="Processors that Ray reserves for each replica.")] = 1.0,
     gpus: Annotated[
-        float | None, _fleet("--gpus", text="GPUs that Ray reserves for each replica; default: 1 if --device is one.")
+        float | None,
+        _fleet(
+            "--gpus", text="GPUs that Ray reserves for each replica; default: one for each rank if --device is one."
+        ),
     ] = None,
     address: Address = None,
     host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 for every interface.")] = (
@@ -112,7 +115,7 @@ def start(
     from shared.server.process import address_of, bind
     from shared.server.settings import ServerConfig
 
-    lesson = serving_lesson(phase)
+    lesson = serving_lesson(phase, settings)
     config = ServerConfig(
         model_name=served_model_name or model_name(model),
         api_key=api_key,
@@ -133,7 +136,7 @@ def start(
         max_ongoing_requests=most + engine_config.max_waiting_requests,
         gateways=gateways,
         cpus=cpus,
-        gpus=float(is_gpu) if gpus is None else gpus,
+        gpus=float(is_gpu * engine_config.tensor_parallel_size) if gpus is None else gpus,
         router=router,
     )
     is_ours = not application.join(address)

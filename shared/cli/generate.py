@@ -41,7 +41,7 @@ def generate(
             "--thinking and --no-thinking apply to the chat template only; add --chat, or leave them out."
         )
     params = options.take_sampling_params(settings)
-    lesson = options.answering_lesson(phase)
+    lesson = options.answering_lesson(phase, settings)
     started = time.perf_counter()
     engine = options.load_engine(lesson, model, is_alone=True, **settings)
     load_seconds = time.perf_counter() - started

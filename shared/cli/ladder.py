@@ -50,7 +50,7 @@ def ladder(
     dtype: Dtype = None,
     device: Device = "auto",
     seed: Seed = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Take a minute: less of everything, and no curve.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take a minute or two: less, and no curve.")] = False,
 ) -> None:
     """Measure each phase on this machine with one request and with 16 at a time, and say what it bought.
 

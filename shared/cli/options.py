@@ -8,9 +8,10 @@ alone, so a bad one gives the same message on the command line, in a server and 
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
@@ -18,7 +19,7 @@ import typer
 from shared.cli.terminal import byte_progress, working
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, RequestError
-from shared.lessons import Lesson, find_lesson, lessons, newest_lesson
+from shared.lessons import Lesson, find_lesson, lesson_of, lessons
 
 if TYPE_CHECKING:
     from shared.grammar.grammar import Grammar
@@ -136,11 +137,12 @@ def sampling_params(
         stop_token_ids=tuple(stop_token_id or ()),
         seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
         ignore_eos=ignore_eos,
-        structured_output=_grammar(json_schema, regex, choice or None),
+        structured_output=described_grammar(json_schema, regex, choice or None),
     )
 
 
-def _grammar(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> "Grammar | None":
+def described_grammar(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> "Grammar | None":
+    """The grammar of three options, of which one may be given; raises RequestError."""
     if json_schema is None and regex is None and choice is None:
         return None
     from shared.grammar.grammar import grammar_of
@@ -224,10 +226,10 @@ def _with_parameters(added: Iterable[Parameter]) -> Callable[[Command], Command]
     return decorate
 
 
-def answering_lesson(number: str | None) -> Lesson:
-    """The phase with this number, or the newest of the main line; raises ConfigError if it does not generate."""
+def answering_lesson(number: str | None, settings: Mapping[str, Any] = MappingProxyType({})) -> Lesson:
+    """The phase with this number, or that of the settings; raises ConfigError if it does not generate."""
     if number is None:
-        return newest_lesson()
+        return lesson_of(settings)
     lesson = find_lesson(number)
     if not lesson.generates:
         first = next(other.number for other in lessons() if other.generates)

@@ -31,8 +31,8 @@ def phases(ctx: typer.Context) -> None:
     table.add_column("what it adds to shared/", style="dim", ratio=3)
     for lesson in lessons():
         added = ", ".join(module.removeprefix("shared.") for module in lesson.adds)
-        number = f"{lesson.number} (side)" if lesson.is_side_track else lesson.number
-        table.add_row(number, lesson.title, lesson.question, added or "-")
+        title = f"{lesson.title}\n(side track)" if lesson.is_side_track else lesson.title
+        table.add_row(lesson.number, title, lesson.question, added or "-")
     stdout_console().print(table)
 
 

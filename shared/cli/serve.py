@@ -4,8 +4,10 @@ Invariant: errors come before the server listens: an invalid setting first, then
 """
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -95,7 +97,7 @@ def serve(
     style = log_format or ("text" if sys.stderr.isatty() else "json")
     if style not in FORMATS:
         raise ConfigError(f"--log-format is {style!r}; it must be one of {', '.join(FORMATS)}.")
-    lesson = serving_lesson(phase)
+    lesson = serving_lesson(phase, settings)
     config = ServerConfig(
         model_name=served_model_name or model_name(model),
         api_key=api_key,
@@ -142,9 +144,9 @@ def load_warm(number: str, model: str, log_format: str, verbose: bool, **setting
     return engine
 
 
-def serving_lesson(number: str | None) -> Lesson:
-    """The phase with this number, or the newest of the main line; raises ConfigError if it cannot be served."""
-    lesson = options.answering_lesson(number)
+def serving_lesson(number: str | None, settings: Mapping[str, Any] = MappingProxyType({})) -> Lesson:
+    """The phase with this number, or that of the settings; raises ConfigError if it cannot be served."""
+    lesson = options.answering_lesson(number, settings)
     if not serves(lesson):
         able = ", ".join(other.number for other in lessons() if serves(other))
         raise ConfigError(

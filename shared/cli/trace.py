@@ -18,6 +18,7 @@ from shared.errors import ConfigError
 from shared.lessons import Lesson, lessons
 
 if TYPE_CHECKING:
+    from shared.grammar.grammar import Grammar
     from shared.tracing.trace import Trace
 
 EPILOG = examples(
@@ -29,6 +30,7 @@ EPILOG = examples(
     "infer trace --compare contiguous,paged --max-seq-len 256",
     "infer trace --shared-prefix 128",
     "infer trace --compare waiting,overlapped",
+    "infer trace --requests 3 --json-schema person.json --max-tokens 64",
     "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",
 )
 DEFAULT_REQUESTS = 12
@@ -63,6 +65,9 @@ def trace(
         float | None, _work("--rate", text="Instead: the mean number of arrivals in a step (Poisson).")
     ] = None,
     seed: Annotated[int, _work("--seed", text="Seed of the workload, the arrivals and the engine.")] = 0,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    choice: options.Choice = None,
     compare: Annotated[
         str | None,
         _work(
@@ -84,7 +89,7 @@ def trace(
     from shared.tracing.trials import TracedRun, record
     from shared.tracing.workload import arrival_steps, read_prompts
 
-    lesson = _tracing_lesson(phase)
+    lesson = _tracing_lesson(phase, settings)
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
     if texts is not None and shared_prefix is not None:
@@ -96,6 +101,7 @@ def trace(
         raise ConfigError(f"--every is {every} and --rate is {rate}; both set the arrivals: give one of them.")
     steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
     SamplingParams(max_new_tokens=max_tokens)
+    grammar = options.described_grammar(json_schema, regex, choice or None)
     variants = _variants(compare, {**settings, "seed": seed, "max_waiting_requests": number}, number)
     for _, variant in variants:
         EngineConfig(model=model, **variant).check(lesson.load("engine").SUPPORTED)
@@ -103,7 +109,7 @@ def trace(
     runs = []
     for title, variant in variants:
         engine = options.load_engine(lesson, model, **variant)
-        arrivals = _arrivals(engine, steps, texts, max_tokens, seed, shared_prefix or 0)
+        arrivals = _arrivals(engine, steps, texts, max_tokens, seed, shared_prefix or 0, grammar)
         warm_up(engine)
         about = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
         title = title or ", ".join(str(about[name]) for name in ("batching mode", "policy") if name in about)
@@ -114,9 +120,9 @@ def trace(
     _write(traces, out, f"infer trace · {model_name(model)}", note)
 
 
-def _tracing_lesson(number: str | None) -> Lesson:
-    """The phase with this number, or the newest; raises ConfigError if it runs one request at a time."""
-    lesson = options.answering_lesson(number)
+def _tracing_lesson(number: str | None, settings: dict[str, Any]) -> Lesson:
+    """The phase with this number, or that of the settings; raises ConfigError if it runs one request at a time."""
+    lesson = options.answering_lesson(number, settings)
     if not _has_steps(lesson):
         able = ", ".join(other.number for other in lessons() if _has_steps(other))
         raise ConfigError(
@@ -203,10 +209,16 @@ def _prepare(out: Path) -> None:
 
 
 def _arrivals(
-    engine: Any, steps: list[int], texts: list[tuple[int, str]] | None, max_tokens: int, seed: int, shared_prefix: int
+    engine: Any,
+    steps: list[int],
+    texts: list[tuple[int, str]] | None,
+    max_tokens: int,
+    seed: int,
+    shared_prefix: int,
+    grammar: "Grammar | None",
 ) -> Any:
     """The requests and their arrivals; the same for every engine with the same model and limit."""
-    from shared.tracing.workload import Arrival, mixed_requests, text_requests
+    from shared.tracing.workload import Arrival, constrained, mixed_requests, text_requests
 
     vocab_size = engine.model.config.vocab_size
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": engine.max_seq_len, "max_new_tokens": max_tokens}
@@ -217,7 +229,7 @@ def _arrivals(
         requests = text_requests(texts, tokenizer=engine.tokenizer, **sizes)
         names = [*texts]
     return [
-        Arrival(step, str(number), ids, params, text)
+        Arrival(step, str(number), ids, constrained(params, grammar), text)
         for step, (number, text), (ids, params) in zip(steps, names, requests, strict=True)
     ]
 

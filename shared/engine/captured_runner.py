@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -22,6 +23,7 @@ from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.graphs import Capture, CapturedStep, Computed, CudaGraphCapture
 from shared.engine.overlapped_runner import OverlappedRunner
+from shared.engine.runner import Launched
 from shared.kernels.pending_ids import fill_pending
 from shared.models.causal_lm import CausalLM
 
@@ -33,6 +35,10 @@ class BucketedView(BatchView, Protocol):
 
     bucket: Bucket | None  # of the loaded step; None: it is larger than all
     paddings: Sequence[Batch]  # a full batch of padding for each bucket, the largest first
+
+    def advance(self) -> None:
+        """Move the loaded decode step on by a token for each sequence."""
+        ...
 
 
 class CapturedRunner(OverlappedRunner):
@@ -79,6 +85,21 @@ class CapturedRunner(OverlappedRunner):
         fill_pending(inputs.tokens.ids, self.last_ids)
         hidden = self.model(inputs.tokens, self.view)
         return Computed(hidden, self.model.logits(hidden) if bucket.is_decode else None)
+
+    def repeat(self, launched: Launched) -> Launched | None:
+        """See :class:`shared.engine.runner.Runner`; within the ``num_ahead`` tokens that the batch was laid out for."""
+        batch, bucket = launched.batch, self.buckets.bucket
+        captured = self.graphs.get(bucket) if bucket is not None and bucket.is_decode else None
+        is_whole = len(batch.logit_rows) == len(batch) and not launched.errors
+        if captured is None or not is_whole or launched.num_repeats == batch.layout.num_ahead:
+            return None
+        self.buckets.advance()
+        captured.replay()
+        self.num_replays += 1
+        self.num_forwards += 1
+        self.num_tokens_computed += len(batch)
+        logits = cast(torch.Tensor, captured.results.logits)[: len(batch)]
+        return replace(launched, logits=logits, num_repeats=launched.num_repeats + 1)
 
     def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         bucket = self.buckets.bucket

@@ -21,6 +21,8 @@ BATCHING_MODES = ("static", "continuous")
 KV_CACHE_BACKENDS = ("contiguous", "paged")
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
 ACCEPTANCE_METHODS = ("coupled", "rejection")
+COMPRESS_METHODS = ("snapkv", "rkv", "topp", "streaming", "none")
+ATTN_REDUCE_METHODS = ("mean", "raw", "sum", "max")
 DEFAULT_MAX_SEQ_LEN = 4096
 
 NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -30,6 +32,7 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
     "use_chunked_prefill": (("batching_mode", "continuous"),),
     "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
+    "compress_method": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
     "kv_cache_dtype": (("kv_cache_backend", "paged"),),
     "use_cuda_graphs": (
         ("batching_mode", "continuous"),
@@ -39,12 +42,30 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "use_speculative_decoding": (("batching_mode", "continuous"),),
     "drafter": (("use_speculative_decoding", True),),
     "draft_model": (("use_speculative_decoding", True), ("drafter", "model")),
+    "adapter": (("use_speculative_decoding", True), ("kv_cache_backend", "paged")),
     "spec_length": (("use_speculative_decoding", True),),
     "acceptance_method": (("use_speculative_decoding", True),),
     "adapt_spec_length": (("use_speculative_decoding", True),),
 }
 """Fields that depend on others: if changed, they require the named fields to have the given values. An optimization
 left to the phase (None) is off without its requirements; one set to True is refused."""
+
+COMPRESSION = (
+    "if_fake_compress",
+    "layer_budget",
+    "layer_upper_budget",
+    "query_window_size",
+    "steps_between_cache_compressions",
+    "p_attn",
+    "attn_reduce_method",
+)
+"""Fields that have no meaning without ``compress_method``."""
+
+WITHOUT_COMPRESSION = {
+    "use_prefix_caching": "a request's kept tokens are its own",
+    "use_cuda_graphs": "compressed sequences have no kernel yet",
+}
+"""Optimizations that are off with ``compress_method``, and refused if set to True; with the reason."""
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
 """Side tracks: no later phase supports their settings."""
@@ -154,6 +175,25 @@ class EngineConfig:
     overlap_scheduling: bool | None = setting(
         None, "09", "Plan and launch a step while the one before it runs; default: on with CUDA graphs."
     )
+    compress_method: str | None = setting(
+        None,
+        "09.2",
+        "Which keys a compressed KV cache keeps: snapkv, rkv, topp, streaming (the newest) or none (all); default: no "
+        "compression.",
+        choices=COMPRESS_METHODS,
+    )
+    if_fake_compress: bool = setting(False, "09.2", "Mask dropped keys instead of moving the others together.")
+    layer_budget: int = setting(1024, "09.2", "Least tokens that a KV head keeps.", at_least=1)
+    layer_upper_budget: int = setting(2048, "09.2", "Most tokens that a KV head keeps at a compression.", at_least=1)
+    query_window_size: int = setting(128, "09.2", "The last queries that say which keys matter.", at_least=1)
+    steps_between_cache_compressions: int = setting(128, "09.2", "Tokens between two compressions.", at_least=1)
+    p_attn: float = setting(0.9, "09.2", "Attention that the keys of a head must keep, between 0 and 1.")
+    attn_reduce_method: str = setting(
+        "mean",
+        "09.2",
+        "How the window's attention is reduced to count the keys that a head needs: mean, raw, sum or max.",
+        choices=ATTN_REDUCE_METHODS,
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "10",
@@ -188,6 +228,16 @@ class EngineConfig:
     adapt_spec_length: bool | None = setting(
         None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
     )
+    adapter: str | None = setting(
+        None, "11.1", "Folder of an adapter with which the model drafts for itself; default: none."
+    )
+    grammar_pool_bytes: int = setting(
+        256_000_000,
+        "12",
+        "Of GPU memory for the grammars of running requests; the masks of those that find no room come from the CPU.",
+        at_least=0,
+    )
+    tensor_parallel_size: int = setting(1, "12.1", "Processes, each with a device, that share the model.", at_least=1)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -230,6 +280,7 @@ class EngineConfig:
                 "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; planned attention works on "
                 "blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
             )
+        self._check_compression()
         if self.quantize_head and self.quantization is None:
             raise ConfigError(
                 "quantize_head is True and quantization is None; choose what the head is rounded to: fp8, int8 or int4."
@@ -239,10 +290,55 @@ class EngineConfig:
                 f"pack_weights is True and quantization is {self.quantization!r}; packing keeps 16-bit weights: leave "
                 "one of them out."
             )
-        if self.use_speculative_decoding and self.drafter != "ngram" and self.draft_model is None:
+        for name in ("drafter", "draft_model"):
+            if self.adapter is not None and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"adapter is {self.adapter!r} and {name} is {getattr(self, name)!r}; with an adapter the model "
+                    "drafts for itself: leave one of them out."
+                )
+        if self.adapter is not None and self.kv_cache_dtype == "fp8":
+            raise ConfigError(
+                f"adapter is {self.adapter!r} and kv_cache_dtype is 'fp8'; mask tokens need keys and values of the "
+                "weights' dtype: leave one of them out."
+            )
+        if self.pack_weights and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"pack_weights is True and tensor_parallel_size is {self.tensor_parallel_size}; packed matrices are "
+                "whole: leave one of them out."
+            )
+        has_drafter = self.drafter == "ngram" or self.draft_model is not None or self.adapter is not None
+        if self.use_speculative_decoding and not has_drafter:
             raise ConfigError(
                 f"use_speculative_decoding is True, drafter is {self.drafter!r} and draft_model is None; set "
                 "draft_model to the model that proposes tokens, or choose drafter 'ngram', which needs none."
+            )
+
+    def _check_compression(self) -> None:
+        """Raise ConfigError for settings of a compressed KV cache that contradict others."""
+        if not 0 < self.p_attn < 1:
+            raise ConfigError(f"p_attn is {self.p_attn!r}; it must lie between 0 and 1.")
+        if self.layer_upper_budget < self.layer_budget:
+            raise ConfigError(
+                f"layer_upper_budget is {self.layer_upper_budget} and layer_budget is {self.layer_budget}; the most "
+                "that a head keeps cannot be below the least: raise layer_upper_budget too."
+            )
+        if self.compress_method is None:
+            for name in COMPRESSION:
+                if (value := getattr(self, name)) != self.__dataclass_fields__[name].default:
+                    raise ConfigError(
+                        f"{name} is {value!r} and compress_method is None; {name}, which arrives in phase 09.2, is of "
+                        f"a compressed KV cache: choose a compress_method too, or leave {name} out."
+                    )
+            return
+        for name, reason in WITHOUT_COMPRESSION.items():
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is True and compress_method is {self.compress_method!r}; {reason}: leave one of them out."
+                )
+        if self.attention_backend in ("flash", "planned"):
+            raise ConfigError(
+                f"attention_backend is {self.attention_backend!r} and compress_method is {self.compress_method!r}; "
+                "compressed sequences have no kernel yet: choose sdpa or naive, or leave attention_backend out."
             )
 
     def check(self, supported: Collection[str]) -> None:
@@ -268,6 +364,8 @@ class EngineConfig:
     def is_on(self, name: str) -> bool:
         """Whether an optimization that the phase supports is on; None means on if its requirements are met."""
         value = getattr(self, name)
+        if value is None and self.compress_method is not None and name in WITHOUT_COMPRESSION:
+            return False
         return bool(value) if value is not None else self._unmet(name) is None
 
     def _unmet(self, name: str) -> tuple[str, Any] | None:

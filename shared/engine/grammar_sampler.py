@@ -4,23 +4,45 @@ Log-probabilities stay those of the raw logits.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from shared.engine.grammar_rows import GrammarRows
 from shared.engine.rejection_sampler import RejectionSampler
 from shared.engine.sampler import Sampler
+from shared.grammar.pool import GrammarPool
 from shared.sampling.logit_mask import LogitMaskProcessor
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 
 
 class GrammarSampler(Sampler):
-    """As :class:`Sampler`, of the tokens that each row's grammar allows."""
+    """As :class:`Sampler`, of the tokens that each row's grammar allows.
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow], batch: SamplingBatch) -> torch.Tensor:
+    Args:
+        pool: the tables of the grammars whose masks the device computes; None: all masks come with the rows.
+    """
+
+    def __init__(self, device: torch.device, max_rows: int, *, pool: GrammarPool | None = None, **more: Any) -> None:
+        super().__init__(device, max_rows, **more)
+        self.grammar_rows = None if pool is None else GrammarRows(max_rows, pool, self.upload)
+
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch
+    ) -> torch.Tensor:
         processor = LogitMaskProcessor.of([row.allowed for row in rows])
         if processor is not None:
             logits = processor.sent(self.upload)(logits)
-        return super()._draw(logits, rows, batch)
+        entered = None if self.grammar_rows is None else self.grammar_rows.enter(rows, places)
+        if entered is None:
+            return super()._draw(logits, rows, places, batch)
+        assert self.grammar_rows is not None
+        if any(row.params.logprobs is not None for row in rows):
+            logits = logits.clone()
+        self.grammar_rows.remove_refused(entered, logits)
+        ids = super()._draw(logits, rows, places, batch)
+        self.grammar_rows.advance(entered, rows, places, ids)
+        return ids
 
 
 class GrammarRejectionSampler(GrammarSampler, RejectionSampler):

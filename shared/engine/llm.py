@@ -26,7 +26,7 @@ from shared.engine.output import StepOutput
 from shared.engine.prompt import check_prompt
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError, RequestError
-from shared.lessons import find_lesson, newest_lesson
+from shared.lessons import find_lesson, lesson_of
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
 
@@ -64,7 +64,8 @@ class LLM:
 
     Args:
         model: a model folder, a known name, or a hub name.
-        phase: the phase of the engine, such as 05; by default the newest of the main line.
+        phase: the phase of the engine, such as 05; by default the newest of the main line, or the
+            side track of a setting.
         config: the other settings of ``EngineConfig``.
 
     Raises:
@@ -73,7 +74,7 @@ class LLM:
     """
 
     def __init__(self, model: str, phase: str | None = None, **config: Any) -> None:
-        lesson = newest_lesson() if phase is None else find_lesson(phase)
+        lesson = lesson_of(config) if phase is None else find_lesson(phase)
         if not hasattr(lesson.engine, "step"):
             raise ConfigError(
                 f"Phase {lesson.number} ({lesson.title}) answers one request at a time; choose phase 04 or a later "

@@ -31,8 +31,10 @@ class RejectionSampler(Sampler):
         super().__init__(*sampler)
         self.distributions = distributions
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow], batch: SamplingBatch) -> torch.Tensor:
-        ids = super()._draw(logits, rows, batch)
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch
+    ) -> torch.Tensor:
+        ids = super()._draw(logits, rows, places, batch)
         drafts = {
             number: row.draft_id
             for number, row in enumerate(rows)

@@ -66,6 +66,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
     last_step: int = 0  # the step that computed its last token; set by the scheduler
     error: str | None = None  # why it failed, as a message for the client
+    constraint: object = None  # its grammar, and where its output stands in it (phase 12); set by the engine
     serial: int = field(default_factory=lambda: next(_serials))  # its number in this process, never reused
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # prompt and output tokens whose ids are known
@@ -134,4 +135,4 @@ class Request:
         if num_drafts and self.params.has_penalties:
             output_ids = output_ids + self.draft_ids[:num_drafts]
         about = (self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts)
-        return SamplingRow(self.params, self.seed, index, *about, draft_id)
+        return SamplingRow(self.params, self.seed, index, *about, draft_id, None, self.constraint)

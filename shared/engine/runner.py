@@ -36,6 +36,7 @@ class Launched:
     sequence_rows: torch.Tensor  # int64 [n], the pool's row of the sequence of each logit row
     errors: Mapping[int, Exception]  # by the index of the sequence in the batch
     prompts: Sequence[PromptDraws] = ()
+    num_repeats: int = 0  # forwards of the same sequences behind that of the batch
 
 
 class Runner:
@@ -86,6 +87,13 @@ class Runner:
             done.append((self._no_logits(), torch.empty(0, dtype=torch.int64, device=self.model.device)))
             logits, rows = (torch.cat(tensors) for tensors in zip(*done, strict=True))
         return Launched(batch, logits, rows, errors, prompts)
+
+    def repeat(self, launched: Launched) -> Launched | None:
+        """The forward of the tokens just sampled for the sequences of a decode step, which was the last forward.
+
+        Returns None if the step cannot be moved on without the host; run a batch of its own then.
+        """
+        return None
 
     def sample(self, launched: Launched, rows: Sequence[SamplingRow]) -> SamplerOutput:
         """Sample a token for each logit row of the forward.
@@ -151,10 +159,14 @@ class Runner:
             rows, ids = (
                 self.sampler.upload(torch.from_numpy(array[piece])) for array in (prompts.rows, prompts.next_ids)
             )
-            logprobs = top_logprobs(self.model.logits(hidden[rows]), ids, most)
+            logprobs = top_logprobs(self._prompt_logits(hidden[rows]), ids, most)
             asking = dict(enumerate(prompts.num_top[piece].tolist()))
             scored.append(PromptDraws(prompts.sequences[piece], Draws(ids, logprobs, asking)))
         return scored
+
+    def _prompt_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, V]`` of n rows of hidden states of prompts."""
+        return self.model.logits(hidden)
 
 
 MakeRunner = Callable[..., Runner]

@@ -154,7 +154,7 @@ class Sampler:
             places: a row of the tables below ``max_rows`` for each, which stays a request's while it runs.
         """
         batch, asking = self._parameters(rows, places, logits.shape[-1])
-        ids = self._draw(logits, rows, batch)
+        ids = self._draw(logits, rows, places, batch)
         self.penalties.add(rows, places, batch, ids)
         if not asking:
             return Draws(ids)
@@ -164,7 +164,9 @@ class Sampler:
             logits, chosen = logits[numbers], ids[numbers]
         return Draws(ids, top_logprobs(logits, chosen, max(asking.values())), asking)
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow], batch: SamplingBatch) -> torch.Tensor:
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch
+    ) -> torch.Tensor:
         """The tokens of all rows, int64 ``[n]``."""
         return sample(logits, batch, counters=self.counters)
 

@@ -3,7 +3,8 @@
 Kernels are compiled, and libraries select theirs, when a shape first occurs. On a GPU that takes up to a second each,
 so the warm-up runs every batch size once, and prompts from one token to a long one. On a CPU one short request
 suffices. No two requests share a cached prefix, which would leave out computation. Invariant: afterwards the engine
-holds none of the warm-up requests, and its KV cache nothing of them.
+holds none of the warm-up requests, and its KV cache nothing of them. From phase 12 on the vocabulary's trie is made
+here too, and not at the first request with a grammar, while all others wait.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,8 @@ def warm_up(engine: Any) -> None:
     sizes = (engine.config.max_batch_size, engine.max_seq_len)
     serve_rounds(engine, rounds(*sizes, is_gpu=engine.model.device.type == "cuda", capacity_tokens=capacity))
     engine.pool.drop_cached()
+    if hasattr(engine, "constraints"):
+        engine.constraints.prepare()
 
 
 def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -> None:

@@ -1,8 +1,10 @@
 """The requests of an engine whose outputs have a grammar: where each stands, and what it may draw.
 
-Before a step samples, all earlier tokens are known on the host. So the state of a request follows its outputs, and its
-rows get the masks of their states: row j that behind the first j drafts. Behind a draft that the grammar refuses no row
-matters, because the draft cannot be drawn, and acceptance ends there. Introduced in phase 12.
+On a GPU the device that samples finds the masks (:mod:`shared.engine.grammar_rows`). Without one, and for few requests
+elsewhere, they are made here: before a step samples, all earlier tokens are known on the host, so the state of a
+request follows its outputs, and its rows get the masks of their states: row j that behind the first j drafts. Behind a
+draft that the grammar refuses no row matters, because the draft cannot be drawn, and acceptance ends there. Introduced
+in phase 12.
 
 A state is a function of the outputs alone. So preemption needs nothing here, a rejected draft leaves nothing, and what
 is known of a request goes when the request does.
@@ -10,18 +12,17 @@ is known of a request goes when the request does.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.engine.request import Request
 from shared.errors import RequestError
 from shared.grammar.automaton import Configuration
 from shared.grammar.cache import GrammarCache
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Limits
+from shared.grammar.pool import GrammarPool
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
@@ -30,11 +31,17 @@ from shared.scheduling.schedule import Schedule
 
 @dataclass
 class Constraint:
-    """A request's grammar, and the state behind its first ``num_tokens`` outputs; None behind the end."""
+    """A request's grammar, and the state behind its first ``num_tokens`` outputs; None behind the end.
 
+    ``base`` is where its tables begin in the pool on the device, from the first sampling on; None: they are not there.
+    """
+
+    grammar: Grammar
     fsm: TokenFSM
     state: Configuration | None
     num_tokens: int = 0
+    has_sampled: bool = False
+    base: int | None = None
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Go to the state behind all outputs."""
@@ -47,35 +54,62 @@ class Constraints:
     """Compiles grammars for one vocabulary, and masks the rows of the requests that have one.
 
     Args:
-        make_vocabulary: called when the first grammar comes.
+        make_vocabulary: called by ``prepare``, or when the first grammar comes.
+        pool: for the tables of the grammars on the device that samples; None: masks are made here.
     """
 
-    def __init__(self, make_vocabulary: Callable[[], GrammarVocabulary], limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], GrammarVocabulary],
+        limits: Limits | None = None,
+        pool: GrammarPool | None = None,
+    ) -> None:
         self.make_vocabulary, self.limits = make_vocabulary, limits or Limits()
+        self.pool = pool
         self.vocabulary: GrammarVocabulary | None = None
         self.grammars: GrammarCache[TokenFSM] = GrammarCache(
             self._compile, lambda fsm: fsm.automaton.num_bytes + fsm.masks.cache_bytes
         )
-        self.requests: WeakKeyDictionary[Request, Constraint] = WeakKeyDictionary()
         self.num_masks = 0
 
-    def check(self, params: SamplingParams) -> None:
-        """Compile a request's grammar, unless it is known. Raises GrammarError, RequestError if it could not end."""
-        grammar = _grammar(params)
-        if grammar is not None and not self.grammars.get(grammar).vocabulary.end_ids:
-            raise RequestError("This model has no end-of-sequence token, so an output with a grammar could not end.")
+    def prepare(self) -> GrammarVocabulary:
+        """The vocabulary, made once; takes about 0.3 s for 128,000 tokens."""
+        if self.vocabulary is None:
+            self.vocabulary = self.make_vocabulary()
+        return self.vocabulary
 
-    def masked(self, schedule: Schedule, rows: Sequence[SamplingRow]) -> Sequence[SamplingRow]:
-        """The sampling rows of a schedule, with masks where requests have a grammar."""
-        if all(request.params.structured_output is None for request in schedule.requests):
-            return rows
+    def of(self, params: SamplingParams) -> Constraint | None:
+        """Where an output stands before its first token; None without a grammar, which is compiled unless it is known.
+
+        Raises GrammarError, and RequestError if the output could not end.
+        """
+        grammar = params.structured_output
+        if grammar is None:
+            return None
+        assert isinstance(grammar, Grammar)
+        fsm = self.grammars.get(grammar)
+        if not fsm.vocabulary.end_ids:
+            raise RequestError("This model has no end-of-sequence token, so an output with a grammar could not end.")
+        return Constraint(grammar, fsm, fsm.initial_state)
+
+    def masked(self, schedule: Schedule, rows: Sequence[SamplingRow]) -> list[SamplingRow]:
+        """The sampling rows of a schedule, with masks where requests have a grammar and the device does not find them.
+
+        The device does not if there is no room in the pool, nor while ``min_tokens`` forbids the end: then it must be
+        known whether the grammar allows anything else.
+        """
         result, first = list(rows), 0
         for request, _, _, num_drafts, num_rows, _ in schedule:
-            grammar = _grammar(request.params)
-            if grammar is not None and num_rows:
-                constraint = self._constraint(request, grammar)
-                constraint.follow(request.output_ids)
-                self._mask(result, first, constraint, [*request.draft_ids[:num_drafts], None][:num_rows])
+            constraint = request.constraint
+            if isinstance(constraint, Constraint) and num_rows:
+                if not constraint.has_sampled:
+                    constraint.has_sampled = True
+                    if self.pool is not None:
+                        constraint.base = self.pool.hold(constraint.grammar, constraint.fsm, constraint)
+                if constraint.base is None or rows[first].masked_ids:
+                    constraint.follow(request.output_ids)
+                    self._mask(result, first, constraint, [*request.draft_ids[:num_drafts], None][:num_rows])
+                self.num_masks += num_rows
             first += num_rows
         return result
 
@@ -85,32 +119,18 @@ class Constraints:
         """Mask the rows from ``first`` on, each behind the drafts before it."""
         fsm, state = constraint.fsm, constraint.state
         for number, draft_id in enumerate(draft_ids, first):
-            if state is None:
-                return
-            allowed = fsm.mask(state)
-            rows[number] = rows[number]._replace(allowed=allowed, masked_ids=_masked(rows[number].masked_ids, allowed))
-            self.num_masks += 1
-            state = None if draft_id is None else fsm.next_state(state, draft_id)
-
-    def _constraint(self, request: Request, grammar: Grammar) -> Constraint:
-        found = self.requests.get(request)
-        if found is None:
-            fsm = self.grammars.get(grammar)
-            found = self.requests[request] = Constraint(fsm, fsm.initial_state)
-        return found
+            rows[number] = rows[number]._replace(constraint=None)
+            if state is not None:
+                allowed = fsm.mask(state)
+                masked_ids = _masked(rows[number].masked_ids, allowed)
+                rows[number] = rows[number]._replace(allowed=allowed, masked_ids=masked_ids)
+                state = None if draft_id is None else fsm.next_state(state, draft_id)
 
     def _compile(self, grammar: Grammar) -> TokenFSM:
-        if self.vocabulary is None:
-            self.vocabulary = self.make_vocabulary()
-        automaton = grammar.compiled(self.vocabulary.usable_bytes, self.limits).automaton
+        vocabulary = self.prepare()
+        automaton = grammar.compiled(vocabulary.usable_bytes, self.limits).automaton
         assert automaton is not None
-        return TokenFSM(automaton, self.vocabulary)
-
-
-def _grammar(params: SamplingParams) -> Grammar | None:
-    grammar = params.structured_output
-    assert grammar is None or isinstance(grammar, Grammar)
-    return grammar
+        return TokenFSM(automaton, vocabulary)
 
 
 def _masked(masked_ids: Sequence[int], allowed: NDArray[np.bool_]) -> Sequence[int]:

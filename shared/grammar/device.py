@@ -18,6 +18,7 @@ from shared.grammar.plain import plain_from
 from shared.grammar.vocabulary import GrammarVocabulary
 
 TOKEN_BLOCK = 1024  # plain tokens begin at a multiple of it, and the tokens fill whole blocks
+GROUP = 32  # places whose bits share a word
 NEVER, AT_END = -1, -2  # in place of a rank
 LENGTH_BITS = 10
 LONGEST = (1 << LENGTH_BITS) - 1
@@ -42,6 +43,7 @@ class GrammarTokens:
         about: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
         ranks: int32 ``[V]``, the place of an id's token; ``NEVER`` or ``AT_END``.
         ids: int32 ``[V, 2]``: where the bytes of each id begin, and how many it has.
+        firsts: int32 ``[N / GROUP]``, the byte with which all tokens of a group of places begin; -1 if they differ.
         first_plain: from this place on all tokens are plain.
         longest: bytes of the longest token.
     """
@@ -51,6 +53,7 @@ class GrammarTokens:
     about: torch.Tensor
     ranks: torch.Tensor
     ids: torch.Tensor
+    firsts: torch.Tensor
     first_plain: int
     longest: int
 
@@ -76,6 +79,8 @@ class GrammarTokens:
         places[rest], places[plains] = np.arange(len(rest)), first_plain + np.arange(len(plains))
         starts_at, about_at = np.zeros(size, np.int32), np.zeros(size, np.int32)
         starts_at[places], about_at[places] = starts, about
+        firsts = text[starts_at].reshape(-1, GROUP).astype(np.int32)
+        is_alike = ((firsts == firsts[:, :1]) | (about_at.reshape(-1, GROUP) == 0)).all(1)
         number = {token: n for n, token in enumerate(tokens)}
         numbers = np.array([number.get(token, -1) for token in vocabulary.tokens], np.int32)
         ranks = np.where(numbers < 0, NEVER, places[numbers])
@@ -91,14 +96,15 @@ class GrammarTokens:
             about=upload(about_at),
             ranks=upload(ranks),
             ids=upload(ids),
+            firsts=upload(np.where(is_alike, firsts[:, 0], -1)),
             first_plain=first_plain,
             longest=vocabulary.longest,
         )
 
     @property
     def num_words(self) -> int:
-        """int32 words of a row's bits: one for every 32 places, and one that says whether the text may end."""
-        return len(self.starts) // 32 + 1
+        """int32 words of a row's bits: one for every group of places, and one that says whether the text may end."""
+        return len(self.starts) // GROUP + 1
 
 
 def pack_row(base: int, now: Configuration) -> Integers:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.automaton import Automaton
+from shared.grammar.calls import CallDescription, compile_calls
 from shared.grammar.dfa import DFA, restrict
 from shared.grammar.json_schema import compile_json, compile_schema
 from shared.grammar.limits import Budget, GrammarError, Limits
@@ -33,6 +34,7 @@ class GrammarKind(StrEnum):
     JSON_OBJECT = "json_object"
     REGEX = "regex"
     CHOICE = "choice"
+    CALLS = "calls"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Grammar(StructuredOutput):
     """A description, made by one of the class methods. Raises GrammarError if it cannot be one.
 
     Attributes:
-        text: the schema as JSON, the pattern, or the list of texts as JSON; "" for any JSON object.
+        text: the schema, the list of texts or the description of calls, as JSON; the pattern; "" for any JSON object.
         automaton: compiled before, if it was: a server compiles where it delays no step.
     """
 
@@ -87,6 +89,14 @@ class Grammar(StructuredOutput):
             raise GrammarError(f"The choice must be a list of 1 to {MAX_CHOICES} texts, none of them empty.")
         return cls(GrammarKind.CHOICE, json.dumps(texts, ensure_ascii=False))
 
+    @classmethod
+    def calls(cls, description: CallDescription) -> Self:
+        """An answer that may, or must, call tools."""
+        try:
+            return cls(GrammarKind.CALLS, description.text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise GrammarError(f"A schema holds what JSON does not have: {error}.") from error
+
     def compiled(self, usable_bytes: NDArray[np.bool_], limits: Limits) -> Self:
         """The grammar with its automaton.
 
@@ -112,6 +122,8 @@ def compile_grammar(grammar: Grammar, usable_bytes: NDArray[np.bool_], limits: L
             automaton = _of_dfa(compile_regex(grammar.text, budget), usable_bytes)
         case GrammarKind.CHOICE:
             automaton = _of_dfa(compile_choice(json.loads(grammar.text), budget), usable_bytes)
+        case GrammarKind.CALLS:
+            automaton = compile_calls(CallDescription.of_text(grammar.text), usable_bytes, budget)
     if automaton.num_bytes > limits.bytes:
         raise GrammarError(f"The grammar's tables take {automaton.num_bytes} bytes, more than {limits.bytes}.")
     return automaton

@@ -5,16 +5,19 @@ would need several at once (lookaround, word borders): these are refused with th
 changes which match is found, and not what matches.
 """
 
+import re
 import sys
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 
-from shared.grammar.characters import MAX_CHARACTER, Characters, characters, complement
-from shared.grammar.limits import GrammarError
+from shared.grammar.characters import MAX_CHARACTER, Characters, Range, characters, complement
+from shared.grammar.limits import Budget, GrammarError
 
 MAX_REPEATS = 10_000
+MAX_RANGES = 20_000
+"""Of one class: its spelling takes time that no budget sees."""
 DIGITS = characters([(ord("0"), ord("9"))])
 WORD = characters([*DIGITS, (ord("A"), ord("Z")), (ord("a"), ord("z")), (ord("_"), ord("_"))])
 SPACE = characters(
@@ -29,6 +32,7 @@ CLASSES: dict[str, Characters] = {
     "W": complement(WORD),
     "S": complement(SPACE),
 }
+BOUNDS = re.compile(r"\{([0-9]+)(?:(,)([0-9]*))?\}")
 CONTROLS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "0": 0}
 
 
@@ -69,10 +73,10 @@ Node = Members | Concatenation | Alternatives | Repeat | Anchor
 
 
 class Parser:
-    """Reads a pattern from left to right."""
+    """Reads a pattern from left to right, in a time that grows with its length; ``budget`` bounds it."""
 
-    def __init__(self, pattern: str) -> None:
-        self.pattern, self.place = pattern, 0
+    def __init__(self, pattern: str, budget: Budget) -> None:
+        self.pattern, self.place, self.budget = pattern, 0, budget
         self.depth = 0
 
     def parse(self) -> Node:
@@ -95,7 +99,15 @@ class Parser:
         self.place += len(text) if found else 0
         return found
 
+    def until(self, mark: str) -> str:
+        """The text before the mark, which is read too; the rest of the pattern if there is none."""
+        begin, found = self.place, self.pattern.find(mark, self.place)
+        self.place = len(self.pattern) if found < 0 else found + len(mark)
+        return self.pattern[begin : self.place if found < 0 else found]
+
     def character(self) -> str:
+        if self.place % 256 == 0:
+            self.budget.check(0)
         if self.place == len(self.pattern):
             raise self.error("ends too early")
         self.place += 1
@@ -136,13 +148,11 @@ class Parser:
         for text, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self.take(text):
                 return bounds
-        if self.peek("{"):
-            inside, _, rest = self.pattern[self.place + 1 :].partition("}")
-            least, comma, most = inside.partition(",")
-            is_number = least.isdecimal() and least.isascii() and (most == "" or (most.isdecimal() and most.isascii()))
-            if is_number and len(inside) + len(rest) + 2 == len(self.pattern) - self.place:
-                self.place += len(inside) + 2
-                return int(least), int(most) if most else None if comma else int(least)
+        found = BOUNDS.match(self.pattern, self.place)
+        if found:
+            self.place = found.end()
+            least, comma, most = found.groups()
+            return _number(least), _number(most) if most else None if comma else _number(least)
         return None
 
     def atom(self) -> Node:
@@ -168,8 +178,7 @@ class Parser:
             if any(map(self.peek, ("=", "!", "<=", "<!"))):
                 raise self.error("has a lookaround, which is not supported,", place)
             if self.take("<") or self.take("P<"):
-                _, _, rest = self.pattern[self.place :].partition(">")
-                self.place = len(self.pattern) - len(rest)
+                self.until(">")
             elif not self.take(":"):
                 raise self.error("has a group of an unknown kind", place)
         self.depth += 1
@@ -186,6 +195,8 @@ class Parser:
         ranges: list[tuple[int, int]] = []
         while not self.take("]"):
             at = self.place
+            if len(ranges) > MAX_RANGES:
+                raise self.error(f"has a class of more than {MAX_RANGES} ranges", place)
             first = self.member(place)
             if self.peek("-") and not self.peek("-]"):
                 self.take("-")
@@ -240,9 +251,8 @@ class Parser:
         if character == "u":
             return self.one(self.unicode(place), place)
         if character in "pP" and self.take("{"):
-            name, _, rest = self.pattern[self.place :].partition("}")
-            self.place = len(self.pattern) - len(rest)
-            members = _category(name.removeprefix("General_Category=").removeprefix("gc="))
+            name = self.until("}")
+            members = _categories().get(name.removeprefix("General_Category=").removeprefix("gc="))
             if members is None:
                 raise self.error(f"names the property {shown(name)}, which is not a general category,", place)
             return members if character == "p" else complement(members)
@@ -252,8 +262,7 @@ class Parser:
 
     def unicode(self, place: int) -> int:
         if self.take("{"):
-            digits, _, rest = self.pattern[self.place :].partition("}")
-            self.place = len(self.pattern) - len(rest)
+            digits = self.until("}")
             try:
                 code = int(digits, 16)
             except ValueError:
@@ -279,12 +288,21 @@ def _is_single(members: Characters) -> bool:
     return len(members) == 1 and members[0][0] == members[0][1]
 
 
+def _number(digits: str) -> int:
+    """Of a bound; a number that is too large if it has too many digits for one."""
+    return int(digits) if len(digits) <= 9 else MAX_REPEATS + 1
+
+
 @cache
-def _category(name: str) -> Characters | None:
-    """The characters of a general category such as ``Lu`` or ``L``; None if there are none."""
-    test: Callable[[str], bool] = {"Letter": "L", "Number": "N", "Punctuation": "P"}.get(name, name).__eq__
-    ranges = [(c, c) for c in range(sys.maxunicode + 1) if test(kind := unicodedata.category(chr(c))) or test(kind[0])]
-    return characters(ranges) or None
+def _categories() -> dict[str, Characters]:
+    """The characters of each general category such as ``Lu`` or ``L``; takes about 0.3 s, once."""
+    found: dict[str, list[Range]] = {}
+    for kind, group in groupby(range(sys.maxunicode + 1), lambda code: unicodedata.category(chr(code))):
+        first, *others = group
+        for name in (kind, kind[0]):
+            found.setdefault(name, []).append((first, others[-1] if others else first))
+    sets = {name: members for name, ranges in found.items() if (members := characters(ranges))}
+    return sets | {"Letter": sets["L"], "Number": sets["N"], "Punctuation": sets["P"]}
 
 
 def shown(text: str) -> str:

@@ -7,16 +7,19 @@ that follow each other with the same schema upload it once.
 Invariant: ranges never overlap, and a range that a request holds neither moves nor changes.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Automaton, Integers
-from shared.grammar.limits import GrammarError
+from shared.grammar.device import LONGEST
+from shared.grammar.fsm import TokenFSM
 from shared.grammar.plain import ACTION_MASK, free_loops
 
 HEADER = 16  # numbers before the 256 columns: the number of columns, and where each table begins
@@ -64,39 +67,61 @@ class GrammarPool:
 
     Attributes:
         tables: int32 ``[size]`` on the device; its address never changes.
+        arrived: recorded behind the last upload; another stream waits for it before it reads the tables.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
         self.tables = torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)
+        self.arrived = torch.cuda.Event() if self.tables.is_cuda else None
         self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()  # in the order in which they were last released
 
-    def acquire(self, key: Hashable, packed: Integers) -> int | None:
-        """Hold the range of a grammar, and upload its tables if they are not there.
+    @classmethod
+    def on(cls, device: torch.device, num_bytes: int) -> Self | None:
+        """A pool on a GPU; None on a CPU, and without bytes: then masks are made on the host."""
+        return cls(num_bytes, device) if device.type == "cuda" and num_bytes else None
+
+    def hold(self, key: Hashable, fsm: TokenFSM, holder: object) -> int | None:
+        """Acquire the range of a grammar for as long as ``holder`` exists.
 
         Args:
             key: equal for equal grammars.
-            packed: from :func:`pack`.
 
         Returns:
-            Where its tables begin; None if there is no room now. Room comes with :meth:`release`.
+            Where its tables begin; None if there is no room, or a token of the vocabulary is too long for kernels.
+        """
+        if fsm.vocabulary.longest > LONGEST:
+            return None
+        is_known = key in self._ranges
+        base = self.acquire(key, None if is_known else pack(fsm.automaton, fsm.vocabulary.usable_bytes))
+        if base is not None:
+            weakref.finalize(holder, self.release, key).atexit = False
+        return base
 
-        Raises GrammarError if the whole pool is too small.
+    def acquire(self, key: Hashable, packed: Integers | None) -> int | None:
+        """Hold the range of a grammar, and upload its tables if they are not there.
+
+        Args:
+            packed: from :func:`pack`; not needed if the tables are there.
+
+        Returns:
+            Where its tables begin; None if there is no room, which comes with :meth:`release`.
         """
         known = self._ranges.get(key)
         if known is not None:
             known.num_holders += 1
             return known.base
+        assert packed is not None
         size = -(-len(packed) // HEADER) * HEADER
-        if size > len(self.tables):
-            raise GrammarError(
-                f"The grammar's tables take {4 * size:,} bytes, and the pool for all grammars has "
-                f"{4 * len(self.tables):,}; simplify the grammar, or start the engine with a larger pool."
-            )
         base = self._find(size)
         if base is None:
             return None
         self._ranges[key] = _Range(base, size, 1)
-        self.tables[base : base + len(packed)] = torch.from_numpy(packed).to(self.tables.device)
+        tables, room = torch.from_numpy(packed), self.tables[base : base + len(packed)]
+        if self.arrived is not None:
+            room.copy_(tables.pin_memory(), non_blocking=True)
+            self.arrived.record()
+        else:
+            room.copy_(tables)
         return base
 
     def release(self, key: Hashable) -> None:

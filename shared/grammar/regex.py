@@ -3,10 +3,10 @@
 The tree of a pattern becomes an NFA (Thompson, 1968), and the NFA a minimal DFA.
 """
 
-from functools import cache
+from functools import lru_cache
 
 from shared.grammar.automaton import Automaton
-from shared.grammar.characters import ANY, Characters, Sequence, Spelling, spelled
+from shared.grammar.characters import ANY, Characters, Range, Sequence, Spelling, spelled
 from shared.grammar.dfa import DFA, NFA, determinize, words
 from shared.grammar.limits import Budget, GrammarError
 from shared.grammar.pattern import Alternatives, Anchor, Concatenation, Members, Node, Parser, Repeat, shown
@@ -22,7 +22,7 @@ def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spellin
     Raises:
         GrammarError: the pattern is invalid, unsupported, too large, or matches nothing.
     """
-    tree = Parser(pattern).parse()
+    tree = Parser(pattern, budget).parse()
     nfa = NFA()
     start, end = nfa.state(), nfa.state()
     builder = Builder(nfa, budget, spelling)
@@ -59,19 +59,20 @@ class Builder:
 
     def __init__(self, nfa: NFA, budget: Budget, spelling: Spelling) -> None:
         self.nfa, self.budget, self.spelling = nfa, budget, spelling
+        self.num_nodes = 0
 
     def add(self, node: Node, start: int, end: int) -> None:
         """Add paths from ``start`` to ``end`` that read what the node matches."""
         nfa = self.nfa
-        if len(nfa.edges) % 256 == 0:
-            self.budget.check(len(nfa.edges) // 16)  # a character has up to some ten states
+        self.num_nodes += 1
+        if self.num_nodes % 64 == 0:
+            self.budget.check(len(nfa.edges) // 16)  # a DFA has fewer, and how many is known later
         match node:
             case Members(members):
-                for sequence in _spelled(members, self.spelling):
-                    state = start
-                    for low, high in sequence[:-1]:
-                        nfa.edges[state].append((low, high, state := nfa.state()))
-                    nfa.edges[state].append((*sequence[-1], end))
+                fragment = _fragment(members, self.spelling)
+                states = [start, *(nfa.state() for _ in fragment[1:]), end]
+                for state, edges in zip(states, fragment, strict=False):
+                    nfa.edges[state] += [(low, high, states[target]) for low, high, target in edges]
             case Concatenation(parts):
                 for part in parts[:-1]:
                     self.add(part, start, start := nfa.state())
@@ -102,6 +103,25 @@ class Builder:
                 (nfa.begins if is_begin else nfa.ends).setdefault(start, []).append(end)
 
 
-@cache
-def _spelled(members: Characters, spelling: Spelling) -> list[Sequence]:
-    return spelled(members, spelling)
+@lru_cache(256)
+def _fragment(members: Characters, spelling: Spelling) -> list[list[tuple[int, int, int]]]:
+    """The edges of each state of an automaton that reads one of the characters; its end is the state behind the last.
+
+    Spellings share their beginnings and their endings, which matters where a character is repeated 500 times.
+    """
+    rests = [tuple(spelled(members, spelling))]  # of the spellings that have led to each state
+    numbers: dict[tuple[Sequence, ...], int] = {}
+    fragment: list[list[tuple[int, int, int]]] = []
+    for rest in rests:  # which grows
+        after: dict[Range, list[Sequence]] = {}
+        for first, *others in rest:
+            after.setdefault(first, []).append(tuple(others))
+        edges = []
+        for (low, high), left in after.items():
+            key = tuple(left)
+            if key != ((),) and key not in numbers:
+                numbers[key] = len(rests)
+                rests.append(key)
+            edges.append((low, high, numbers.get(key, -1)))
+        fragment.append(edges)
+    return fragment

@@ -3,8 +3,11 @@
 An automaton reads bytes and a model draws tokens, so a mask needs the bytes of every token. Tokens with a common
 beginning share its walk: the trie holds each beginning once.
 
-Invariants: special tokens and tokens without bytes are in no trie, so no grammar allows them; nodes are numbered level
-by level, and the children of a node are adjacent.
+Special tokens have no text. Here their bytes are one that UTF-8 does not have, and their name: a grammar allows those
+that it names, and no others.
+
+Invariants: tokens without bytes, and those that end an output, are in no trie; nodes are numbered level by level, and
+the children of a node are adjacent.
 """
 
 from collections.abc import Sequence
@@ -19,6 +22,8 @@ from shared.grammar.plain_tokens import PlainTokens
 from shared.text.tokenizer import Tokenizer
 
 Nodes = NDArray[np.int32]
+SPECIAL_BYTE = 0xFF
+"""The first byte of special tokens; other tokens with it are in no trie, as no text has it."""
 MAX_OPENED = 4
 """Frames that one token may push and leave open, since the kernel that walks tokens has registers for so many. Tokens
 with as many opening brackets, behind which a quote may open one more, are never allowed: shorter tokens spell them."""
@@ -49,6 +54,11 @@ class GrammarVocabulary:
         """The vocabulary of a model whose logits have ``vocab_size`` columns; takes about 0.3 s for 128,000 tokens."""
         known = min(vocab_size, tokenizer.vocab_size)
         tokens = [tokenizer.token_bytes(token_id) for token_id in range(known)] + [b""] * (vocab_size - known)
+        tokens = [b"" if SPECIAL_BYTE in token else token for token in tokens]
+        for name in tokenizer.special_tokens:
+            token_id = tokenizer.token_id(name)
+            if token_id is not None and token_id < known:
+                tokens[token_id] = bytes([SPECIAL_BYTE]) + name.encode()
         return cls.of_tokens(tokens, sorted(token_id for token_id in tokenizer.eos_ids if token_id < vocab_size))
 
     @classmethod

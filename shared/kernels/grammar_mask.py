@@ -12,15 +12,16 @@ nothing, and all addresses are fixed, so that a CUDA graph can hold both launche
 import numpy as np
 import torch
 
-from shared.grammar.device import AT_END, LENGTH_BITS, LONGEST, NEVER, TOKEN_BLOCK, GrammarTokens, unpack_row
+from shared.grammar.device import AT_END, GROUP, LENGTH_BITS, LONGEST, NEVER, TOKEN_BLOCK, GrammarTokens, unpack_row
 from shared.grammar.fsm import TokenFSM
-from shared.kernels.grammar_walk import BASE, HEIGHT, MOST, ROW, STATE, walk
-from shared.kernels.launch import launch, launches, tl, triton
+from shared.kernels.grammar_walk import BASE, COLUMNS, HEIGHT, MOST, ROW, STATE, any_of, walk
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 
-BLOCK, NUM_WARPS = 256, 4  # tokens that a program walks at a time
-PROGRAMS = 4096  # of a launch, about
-APPLY_BLOCK = 2048
+BLOCK, NUM_WARPS = 32, 1  # tokens that a program walks at a time
+PROGRAMS = 32768  # of a launch, about
+APPLY_BLOCK, APPLY_WARPS = 8192, 8
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
+GROUPED = tl.constexpr(GROUP)
 BANNED = tl.constexpr(NEVER)
 ENDS = tl.constexpr(AT_END)
 IS_END, WITHOUT = 1, 2  # in the last word of a row
@@ -30,7 +31,19 @@ assert TOKEN_BLOCK % BLOCK == 0
 
 @triton.jit
 def grammar_mask_kernel(
-    tables, rows, slots, text, starts, about, words, num_tokens, first_plain, longest, stride, BLOCK: tl.constexpr
+    tables,
+    rows,
+    slots,
+    text,
+    starts,
+    about,
+    firsts,
+    words,
+    num_tokens,
+    first_plain,
+    longest,
+    stride,
+    BLOCK: tl.constexpr,
 ):
     """Program (i, b) walks blocks i, i + the grid's size, … of row b."""
     slot = tl.load(slots + tl.program_id(1))
@@ -42,17 +55,23 @@ def grammar_mask_kernel(
             tl.store(words + stride - 1, NO_GRAMMAR)
         else:
             grammar = tables + base
-            state_is = tl.load(grammar + tl.load(grammar + 2) + tl.load(row + STATE))
+            state = tl.load(row + STATE)
+            state_is = tl.load(grammar + tl.load(grammar + 2) + state)
+            entries = grammar + tl.load(grammar + 1) + state * tl.load(grammar)
             if tl.program_id(0) == 0:
                 may_end = (state_is & 1) * (tl.load(row + HEIGHT) == 0).to(tl.int32)
                 tl.store(words + stride - 1, may_end)
             free = (state_is >> 1) & 3
             is_open = (free == 1) | ((free == 2) & (tl.load(row + MOST) >= longest))
-            first_word = tl.arange(0, BLOCK // 32)
+            group = tl.arange(0, BLOCK // GROUPED)
             for first in range(tl.program_id(0) * BLOCK, num_tokens, BLOCK * tl.num_programs(0)):
-                at = words + first // 32 + first_word
-                if is_open & (first >= first_plain):
-                    tl.store(at, tl.full([BLOCK // 32], -1, tl.int32))
+                at = first // GROUPED + group
+                byte = tl.load(firsts + at)
+                column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
+                is_live = (byte < 0) | (tl.load(entries + column) >= 0)
+                is_plain = is_open & (first >= first_plain)
+                if is_plain | (any_of(is_live) == 0):
+                    tl.store(words + at, tl.zeros([BLOCK // GROUPED], tl.int32) - is_plain.to(tl.int32))
                 else:
                     token = first + tl.arange(0, BLOCK)
                     numbers = tl.load(about + token)
@@ -62,12 +81,15 @@ def grammar_mask_kernel(
                     is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
                         grammar, row, text, start, length, plain_from, (numbers >> BITS) >> BITS
                     )
-                    bits = is_allowed.to(tl.int32) << (tl.arange(0, BLOCK) % 32)
-                    tl.store(at, tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), 1))
+                    bits = is_allowed.to(tl.int32) << (tl.arange(0, BLOCK) % GROUPED)
+                    tl.store(words + at, tl.sum(tl.reshape(bits, [BLOCK // GROUPED, GROUPED]), 1))
 
 
 @triton.jit
-def remove_kernel(words, slots, ranks, logits, vocabulary, stride, logit_stride, BLOCK: tl.constexpr):
+def remove_kernel(
+    words, slots, numbers, ranks, logits, vocabulary, stride, logit_stride, BLOCK: tl.constexpr, WORDS: tl.constexpr
+):
+    """Program (i, b) removes the i-th block of ids of the b-th row, and looks up their bits in shared memory."""
     b = tl.program_id(1)
     if tl.load(slots + b) >= 0:
         words += b.to(tl.int64) * stride
@@ -75,11 +97,14 @@ def remove_kernel(words, slots, ranks, logits, vocabulary, stride, logit_stride,
         if about_row != NO_GRAMMAR:
             ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
             rank = tl.load(ranks + ids, mask=ids < vocabulary, other=BANNED)
-            word = tl.load(words + (rank >> 5), mask=rank >= 0, other=0)
-            is_allowed = ((word >> (rank & 31)) & 1) != 0
+            place = tl.arange(0, WORDS)
+            row = tl.load(words + place, mask=place < stride, other=0)
+            word = tl.gather(row, tl.where(rank >= 0, rank // GROUPED, 0), 0)
+            is_allowed = (rank >= 0) & (((word >> (rank % GROUPED)) & 1) != 0)
             is_allowed = is_allowed | ((rank == ENDS) & (about_row == MAY_END))
-            removed = tl.full([BLOCK], float("-inf"), tl.float32)
-            tl.store(logits + b.to(tl.int64) * logit_stride + ids, removed, mask=(ids < vocabulary) & (is_allowed == 0))
+            own = logits + tl.load(numbers + b).to(tl.int64) * logit_stride + ids
+            kept = tl.load(own, mask=ids < vocabulary, other=0.0)  # storing all is faster than storing some
+            tl.store(own, tl.where(is_allowed, kept.to(tl.float32), float("-inf")), mask=ids < vocabulary)
 
 
 def grammar_mask(
@@ -121,6 +146,7 @@ def grammar_mask(
         tokens.text,
         tokens.starts,
         tokens.about,
+        tokens.firsts,
         words,
         size,
         tokens.first_plain,
@@ -153,31 +179,38 @@ def _mask_by_numpy(
         words[number, -1] = int(grammars[base].is_terminal(now))
 
 
-def remove_refused(words: torch.Tensor, slots: torch.Tensor, tokens: GrammarTokens, logits: torch.Tensor) -> None:
+def remove_refused(
+    words: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, tokens: GrammarTokens, logits: torch.Tensor
+) -> None:
     """Set the logits of the tokens to -inf that the bits of :func:`grammar_mask` do not allow, in place.
 
     Args:
-        logits: ``[B, V]``, with adjacent columns.
+        numbers: int32 ``[B]``, the row of the logits to which each row of bits belongs; none twice.
+        logits: ``[n, V]``, with adjacent columns; other rows are left as they are.
     """
-    B, V = logits.shape
+    B, V = len(slots), logits.shape[1]
     if len(tokens.ranks) != V or logits.stride(1) != 1:
         raise ValueError(f"the logits have {V} columns; the vocabulary has {len(tokens.ranks)}, side by side")
-    if launches(logits):
+    if B and launches(logits):
         launch(
             remove_kernel,
             (triton.cdiv(V, APPLY_BLOCK), B),
             words,
             slots,
+            numbers,
             tokens.ranks,
             logits,
             V,
             words.shape[1],
             logits.stride(0),
             BLOCK=APPLY_BLOCK,
+            WORDS=next_power_of_two(words.shape[1]),
+            num_warps=APPLY_WARPS,
         )
         return
     ranks, flags = tokens.ranks.long(), words[:, -1:]
     bits = (words[:, :-1][:, ranks.clamp(min=0) >> 5] >> (ranks.clamp(min=0) & 31)) & 1
     is_allowed = ((ranks >= 0) & (bits != 0)) | ((ranks == AT_END) & (flags == IS_END))
     is_constrained = (slots >= 0)[:, None] & (flags != WITHOUT)
-    logits.masked_fill_(is_constrained & ~is_allowed, float("-inf"))
+    rows = numbers.long()
+    logits[rows] = logits[rows].masked_fill(is_constrained & ~is_allowed, float("-inf"))

@@ -33,6 +33,7 @@ def planned_prefill_kernel(
     lengths,
     k_scales,
     v_scales,
+    num_masks,
     num_items,
     split_size,
     request_indices,
@@ -49,6 +50,7 @@ def planned_prefill_kernel(
     q_row_stride,
     q_head_stride,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -77,8 +79,18 @@ def planned_prefill_kernel(
         row = (first_row + token).to(tl.int64)
         head = kv_head * GROUP + r % GROUP
         # The tile's keys: from the first token's first visible key to the last token's own.
-        first = tl.maximum(length - num_new + first_token + 1 - window, 0)
+        first = tl.maximum(length - num_new + (0 if HAS_MASKS else first_token) + 1 - window, 0)
         last = length - num_new + tl.minimum(first_token + TOKENS, num_new)
+        if HAS_MASKS:
+            # k mask tokens for each real one lie behind all real ones; a group sees its real token's keys, and its own.
+            k_masks = tl.load(num_masks + request)
+            num_real = num_new // (k_masks + 1)
+            behind = token - num_real
+            is_mask = behind >= 0
+            group = tl.where(is_mask, behind // tl.maximum(k_masks, 1), token)
+            last_real = length - num_new + group
+            first_own = tl.where(is_mask, length - num_new + num_real + group * k_masks, position + 1)
+            in_text = tl.where(is_mask, last_real + 1 + behind % tl.maximum(k_masks, 1), position)
         start = first + kv_tile * size
         end = tl.minimum(start + size, last)
         tables += tl.load(table_starts + request)
@@ -98,7 +110,12 @@ def planned_prefill_kernel(
             rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
             k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)  # [TILE, D]
             v = widened(tl.load(values + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
-            is_visible = (place[None, :] <= position[:, None]) & (place[None, :] > position[:, None] - window)
+            if HAS_MASKS:
+                is_real = (place[None, :] <= last_real[:, None]) & (place[None, :] > in_text[:, None] - window)
+                is_own = (place[None, :] >= first_own[:, None]) & (place[None, :] <= position[:, None])
+                is_visible = is_real | is_own
+            else:
+                is_visible = (place[None, :] <= position[:, None]) & (place[None, :] > position[:, None] - window)
             maximum, total, weighted = add_tile(
                 queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
             )
@@ -128,6 +145,7 @@ def planned_prefill(
     softcap: float | None = None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    num_masks: torch.Tensor | None = None,
     tiling: PrefillTiling,
     workspace: PlannedWorkspace,
     out: torch.Tensor | None = None,
@@ -140,6 +158,8 @@ def planned_prefill(
             :func:`shared.kernels.planned_attention.planned_decode`.
         lengths: int32 ``[B]``, the tokens of each sequence, the new ones included; must equal the planned lengths.
         plan: from :func:`shared.attention.plan.plan_prefill`, with the same window and the tiling's tokens per tile.
+        num_masks: int32 ``[B]``, mask tokens for each real token of a sequence, fewer than the window; they lie behind
+            its real ones (phase 11.1). The plan must have ``has_masks``. None: there are none. Kernels alone take it.
         tiling: from :func:`shared.kernels.planned_tiling.prefill_tiling`.
         out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
 
@@ -152,6 +172,8 @@ def planned_prefill(
     if out is None:
         out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
     if not launches(q):
+        if num_masks is not None:
+            raise ValueError("mask tokens need a GPU here; the op is shared.ops.multi_token.masked_attention")
         memory = (keys, values, tables, table_starts.tolist(), lengths.tolist())
         num_new = plan.query_indptr.diff().tolist()
         return attend_by_sequence(q, *memory, num_new, scale, window, softcap, out, k_scales, v_scales)
@@ -174,6 +196,7 @@ def planned_prefill(
         lengths,
         k_scales,
         v_scales,
+        num_masks,
         plan.num_items,
         plan.split_size,
         plan.request_indices,
@@ -189,6 +212,7 @@ def planned_prefill(
         q.stride(0),
         q.stride(1),
         HAS_SOFTCAP=softcap is not None,
+        HAS_MASKS=num_masks is not None,
         BLOCK_SIZE=block_size,
         HKV=Hkv,
         GROUP=group,

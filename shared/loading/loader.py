@@ -15,11 +15,15 @@ from shared.loading.placement import check_device, check_room, default_dtype
 from shared.loading.resolve import resolve_model
 from shared.loading.weights import fill, layer_tensors
 from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
 from shared.models.families import FAMILIES
 from shared.models.projection import Projection
 
 # Replaces projections of an empty model by loaded ones; returns the names of the tensors that it read.
 Quantize = Callable[[CausalLM, dict[str, str], Checkpoint, torch.device], set[str]]
+
+# Makes an empty model from the checkpoint's config, the number of positions, and the device.
+MakeModel = Callable[[ModelConfig, int, torch.device], CausalLM]
 
 # Our parameters outside the blocks -> the checkpoint's tensors.
 MODEL_TENSORS = {
@@ -39,6 +43,8 @@ def load_model(
     device: torch.device | str = "cpu",
     max_positions: int | None = None,
     quantize: Quantize | None = None,
+    make_model: MakeModel = CausalLM,
+    open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
 ) -> CausalLM:
     """Load a model for inference.
 
@@ -48,6 +54,7 @@ def load_model(
         device: the device of the weights.
         max_positions: number of RoPE positions; by default the model's maximum.
         quantize: loads what is quantized, from phase 10 on; without it quantized checkpoints are refused.
+        make_model, open_checkpoint: make the empty model and read its tensors: all of them, or a part (phase 12.1).
 
     Raises:
         ModelFolderError: the folder is missing, unsafe or damaged, or its model is not supported.
@@ -55,14 +62,14 @@ def load_model(
     """
     folder = resolve_model(name_or_path)
     config = read_config(folder, can_quantize=quantize is not None)
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     device = check_device(device)
     dtype = dtype or default_dtype(config, device)
     limit = config.max_position_embeddings
     if max_positions is not None and not 1 <= max_positions <= limit:
         raise ConfigError(f"max_positions is {max_positions}; this model takes from 1 to {limit} positions.")
 
-    model = CausalLM(config, max_positions or limit, device)
+    model = make_model(config, max_positions or limit, device)
     tensor_of = tensor_names(model)
     used: set[str] = set()
     if quantize is not None:

@@ -6,7 +6,7 @@ Introduced in phase 10. Invariant: memory holds the quantized matrices and a few
 import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ from shared.models.projection import Projection
 from shared.models.quantized import QuantizedProjection
 from shared.quantization.formats.detect import detect_format
 from shared.quantization.rounding import quantize
+from shared.quantization.weight import QuantizedWeight
 
 # What a format may have beside the weight of a module: scales of activations are not used, and the rest is checked by
 # the format's reader.
@@ -34,14 +35,27 @@ def quantization_config(checkpoint: Checkpoint) -> Any:
     return json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
 
 
-def quantizer(quantization: str | None = None, quantize_head: bool = False) -> Quantize:
+class WeightCut(Protocol):
+    """Which part of each quantized matrix the model has (phase 12.1)."""
+
+    def whole(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """The shape of the whole matrix ``name`` of which the model has ``shape``."""
+        ...
+
+    def part(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
+        """The model's part of a whole matrix."""
+        ...
+
+
+def quantizer(quantization: str | None = None, quantize_head: bool = False, cut: WeightCut | None = None) -> Quantize:
     """What ``load_model`` takes as ``quantize``.
 
     Args:
         quantization: ``fp8``, ``int8`` or ``int4`` rounds the matrices of a plain checkpoint; None: as stored.
         quantize_head: whether ``quantization`` is for the head too; the embedding that it may be tied to stays.
+        cut: the part that the model has; None: all.
     """
-    return functools.partial(place_quantized, quantization=quantization, quantize_head=quantize_head)
+    return functools.partial(place_quantized, quantization=quantization, quantize_head=quantize_head, cut=cut)
 
 
 def place_quantized(
@@ -51,6 +65,7 @@ def place_quantized(
     device: torch.device,
     quantization: str | None,
     quantize_head: bool,
+    cut: WeightCut | None = None,
 ) -> set[str]:
     """Replace the quantized projections of an empty model, and return the names of the tensors they were read from.
 
@@ -80,9 +95,12 @@ def place_quantized(
         projection, source = projections[name], source_of[name]
         rows, columns = projection.weight.shape
         if stored is not None:
-            weight = stored.read(source, (rows, columns)).to(device)
+            shape = (rows, columns) if cut is None else cut.whole(name, (rows, columns))
+            weight = stored.read(source, shape).to(device)
         else:
             weight = quantize(checkpoint.tensor(f"{source}.weight").to(device), quantization or "")
+        if cut is not None:
+            weight = cut.part(name, weight).to(device)
         model.set_submodule(name, QuantizedProjection(projection, weight))
 
     used = {f"{source_of[name]}.{part}" for name in chosen for part in PARTS} & checkpoint.names

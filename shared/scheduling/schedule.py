@@ -42,13 +42,15 @@ class Schedule:
     """A step, or a part of one.
 
     ``entries`` holds ``num_decoding`` decoding requests, then prompts: requests admitted for the first time or after a
-    preemption. ``preempted`` holds the ids of the requests that were preempted for this step.
+    preemption. ``preempted`` holds the ids of the requests that were preempted for this step. ``num_ahead`` is how many
+    further tokens each entry may compute without a schedule of its own, one by one (phase 11); they are reserved.
     """
 
     step: int  # counted from 1
     entries: tuple[Scheduled, ...] = ()
     num_decoding: int = 0
     preempted: tuple[str, ...] = ()
+    num_ahead: int = 0
 
     @property
     def decoding(self) -> "Schedule":

@@ -44,15 +44,15 @@ class SpeculativeScheduler(OverlappedScheduler):
         asking = [request for request in schedule.decoding.requests if request.params.use_speculative_decoding]
         lengths = dict(zip(asking, self.lengths.next_lengths(asking), strict=True))
         for entry in schedule.decoding:
-            entry = self._grant_drafts(entry, min(lengths.get(entry.request, 0), budget))
+            entry = self._grant_drafts(entry, lengths.get(entry.request, 0), budget)
             budget -= entry.num_drafts
             entries.append(entry)
         return _ordered(schedule, entries)
 
-    def _grant_drafts(self, entry: Scheduled, most: int) -> Scheduled:
-        """The entry of a decoding request with up to ``most`` drafts, for which KV cache is reserved."""
+    def _grant_drafts(self, entry: Scheduled, wanted: int, budget: int) -> Scheduled:
+        """The entry of a decoding request with up to ``wanted`` drafts, for which KV cache is reserved."""
         request, end = entry.request, entry.start + entry.num_tokens
-        count = min(most, self._longest(request) - end - 1)  # a token is sampled behind the last draft
+        count = min(wanted, budget, self._longest(request) - end - 1)  # a token is sampled behind the last draft
         while count > 0 and not self.pool.reserve(request, end + count):
             count -= 1
         return _resized(entry, max(count, 0))

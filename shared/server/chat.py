@@ -7,15 +7,18 @@ same choice in one body.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from shared.engine.output import StepOutput
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.progress import Progress
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
-from shared.server.completions import ANSWER, OPENAI_REASONS
+from shared.server.completions import ANSWER, OPENAI_REASONS, at_token
 from shared.server.errors import ApiError
 from shared.server.event_stream import EventStreamResponse, WholeResponse
 from shared.server.intake import Intake
@@ -23,6 +26,7 @@ from shared.server.logprobs import chat_logprobs, scored
 from shared.server.middleware import record_of
 from shared.server.protocol import ChatRequest
 from shared.server.sse import DONE, frame, to_json
+from shared.server.tool_answer import ToolAnswer, ToolReading, whole_message
 from shared.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -40,9 +44,11 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     max_tokens = max_tokens or min(intake.config.max_chat_tokens, intake.max_seq_len)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(max_tokens, logprobs)
-    prompt_ids = await intake.chat_ids(body.messages, thinking)
+    reading = intake.tool_reading(body)
+    prompt_ids = await intake.chat_ids(body.messages, thinking, body.definitions)
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     params = await intake.with_grammar(params, body)
+    watched = await intake.watched(params, body)
     answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl")
     frames = ChatFrames(
         answer,
@@ -50,6 +56,8 @@ async def answer(request: Request, body: ChatRequest) -> Response:
         intake.tokenizer,
         wants_usage=body.wants_usage,
         wants_usage_so_far=body.wants_usage_so_far,
+        reading=reading,
+        watched=watched,
     )
     if body.stream:
         return EventStreamResponse(answer, intake.config, frames)
@@ -62,6 +70,8 @@ class ChatFrames:
     Args:
         wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
         wants_usage_so_far: they hold the usage so far.
+        reading: how calls of tools are read; None: all text is content.
+        watched: the grammar, whose state each token's frame then holds, and each token has one.
     """
 
     def __init__(
@@ -72,27 +82,38 @@ class ChatFrames:
         *,
         wants_usage: bool = False,
         wants_usage_so_far: bool = False,
+        reading: ToolReading | None = None,
+        watched: TokenFSM | None = None,
     ) -> None:
         self._answer = answer
         self._tokenizer = tokenizer
         self._wants_usage = wants_usage
         self._wants_usage_so_far = wants_usage_so_far
         self._num_sent = 0  # tokens so far
+        self._reading = reading
+        self._readers = [None if reading is None else ToolAnswer(reading) for _ in answer.choices]
+        self._progress = {} if watched is None else {choice: Progress(watched) for choice in answer.choices}
         self._head = {"id": answer.request_id, "created": int(time.time()), "model": model_name}
 
     def start(self) -> bytes:
         return b"".join(self._frame(choice.index, {"role": "assistant", "content": ""}) for choice in self._choices)
 
     def tokens(self, choice: AnswerStream, outputs: Sequence[StepOutput]) -> bytes:
-        frames = b""
+        frames, reader = b"", self._readers[choice.index]
         for output in outputs:
             self._num_sent += 1
-            if output.text or output.logprobs is not None:
-                frames += self._frame(choice.index, {"content": output.text}, logprobs=self._logprobs([output]))
+            deltas = reader.deltas(output) if reader else [{"content": output.text}] if output.text else []
+            logprobs, extra = self._logprobs([output]), at_token(self._progress, choice, output)
+            for delta in deltas or ([{"content": ""}] if logprobs or extra else []):
+                frames += self._frame(choice.index, delta, logprobs=logprobs, extra=extra)
+                logprobs, extra = None, {}
         return frames
 
     def finish(self, choice: AnswerStream) -> bytes:
-        return self._frame(choice.index, {}, **_end_of(choice))
+        reader = self._readers[choice.index]
+        deltas = reader.last_deltas() if reader else []
+        end = _end_of(choice, has_calls=reader is not None and reader.has_calls)
+        return b"".join(self._frame(choice.index, delta) for delta in deltas) + self._frame(choice.index, {}, **end)
 
     def end(self) -> bytes:
         if not self._wants_usage:
@@ -104,16 +125,22 @@ class ChatFrames:
 
     def whole(self, outputs: Sequence[Sequence[StepOutput]]) -> bytes:
         """The body of an answer that is not streamed."""
+        messages = [self._message(own) for own in outputs]
         choices = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": "".join(output.text for output in own), "refusal": None},
+                "message": {"role": "assistant", **message, "refusal": None},
                 "logprobs": self._logprobs(own),
-                **_end_of(choice),
+                **_end_of(choice, has_calls="tool_calls" in message),
             }
-            for choice, own in zip(self._choices, outputs, strict=True)
+            for choice, own, message in zip(self._choices, outputs, messages, strict=True)
         ]
         return to_json({**self._head, "object": "chat.completion", "choices": choices, "usage": self._answer.usage})
+
+    def _message(self, outputs: Sequence[StepOutput]) -> dict[str, Any]:
+        if self._reading is None:
+            return {"content": "".join(output.text for output in outputs)}
+        return whole_message(self._reading, outputs)
 
     @property
     def _choices(self) -> Sequence[AnswerStream]:
@@ -122,9 +149,11 @@ class ChatFrames:
     def _chunk(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
-    def _frame(self, index: int, delta: dict[str, str], *, logprobs: Any = None, **end: Any) -> bytes:
+    def _frame(
+        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, extra: Any = MappingProxyType({}), **end: Any
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
-        chunk = {**self._chunk(), "choices": [choice]}
+        chunk = {**self._chunk(), "choices": [choice], **extra}
         if self._wants_usage:
             chunk["usage"] = self._answer.usage_after(self._num_sent) if self._wants_usage_so_far else None
         return frame(to_json(chunk))
@@ -134,6 +163,7 @@ class ChatFrames:
         return chat_logprobs(self._tokenizer, tokens) if tokens else None
 
 
-def _end_of(choice: AnswerStream) -> dict[str, Any]:
+def _end_of(choice: AnswerStream, *, has_calls: bool) -> dict[str, Any]:
     assert choice.finish_reason is not None
-    return {"finish_reason": OPENAI_REASONS[choice.finish_reason], "stop_reason": choice.stop}
+    reason = OPENAI_REASONS[choice.finish_reason]
+    return {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason, "stop_reason": choice.stop}

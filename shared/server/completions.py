@@ -8,13 +8,15 @@ one ``done`` or ``error``, unnamed frames with ``[DONE]``.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from shared.engine.output import StepOutput
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.progress import Progress
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
 from shared.server.echo import Echo
@@ -59,6 +61,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     prompts = [await intake.text_ids(prompt, has_special) for prompt in body.prompt]
     params = body.sampling_params(max_tokens, body.logprobs, prompt_logprobs)
     params = await intake.with_grammar(params, body)
+    watched = await intake.watched(params, body)
     answer = intake.submit(request, body, prompts, params, kind="cmpl")
     frames = CompletionFrames(
         answer,
@@ -67,11 +70,20 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         is_named=is_named,
         wants_usage=body.wants_usage,
         wants_usage_so_far=body.wants_usage_so_far,
+        watched=watched,
         echo=Echo(intake.tokenizer, body.prompt, has_logprobs=body.logprobs is not None) if body.echo else None,
     )
     if is_streaming:
         return EventStreamResponse(answer, intake.config, frames)
     return WholeResponse(answer, intake.config, frames.whole)
+
+
+def at_token(progress: Mapping[AnswerStream, Progress], choice: AnswerStream, output: StepOutput) -> dict[str, Any]:
+    """The field of a chunk that says where in its grammar a token was drawn; none for a choice that is not watched."""
+    if choice not in progress or output.token_id is None:
+        return {}
+    position = progress[choice].read(output.token_id)
+    return {"grammar": None if position is None else position._asdict()}
 
 
 def accepts_events(request: Request) -> bool:
@@ -89,6 +101,7 @@ class CompletionFrames:
         wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``. Without
             effect on named events.
         wants_usage_so_far: they hold the usage so far.
+        watched: the grammar, whose state each token's frame then holds.
         echo: the prompts, which then begin the text of their choices.
     """
 
@@ -101,6 +114,7 @@ class CompletionFrames:
         is_named: bool,
         wants_usage: bool = False,
         wants_usage_so_far: bool = False,
+        watched: TokenFSM | None = None,
         echo: Echo | None = None,
     ) -> None:
         created = int(time.time())
@@ -111,6 +125,7 @@ class CompletionFrames:
         self._wants_usage = wants_usage and not is_named
         self._wants_usage_so_far = wants_usage_so_far and not is_named
         self._num_sent = 0  # tokens in frames so far
+        self._progress = {} if watched is None else {choice: Progress(watched) for choice in answer.choices}
         self._echo = echo
         self._length = [0] * len(answer.choices)  # characters of each choice so far, if that is asked for
         self._is_begun = [echo is None] * len(answer.choices)  # whether the choice's prompt has been sent
@@ -151,7 +166,7 @@ class CompletionFrames:
         assert output.token_id is not None
         self._num_sent += 1
         index = choice.index
-        if output.logprobs is None and self._is_begun[index]:
+        if output.logprobs is None and self._is_begun[index] and not self._progress:
             before, between, after = self._parts[index]
             escaped = json.dumps(output.text, ensure_ascii=False).encode()
             if self._wants_usage_so_far:
@@ -159,7 +174,8 @@ class CompletionFrames:
             return b"%b%b%b%d%b" % (before, escaped, between, output.token_id, after)
         text, tokens = self._begun(choice)
         shown = self._shown(index, text + output.text, tokens + scored([output]))
-        return frame(to_json(self._chunk([shown], output.token_id)), self._name("token"))
+        chunk = self._chunk([shown], output.token_id) | at_token(self._progress, choice, output)
+        return frame(to_json(chunk), self._name("token"))
 
     def _last(self, choice: AnswerStream) -> dict[str, Any]:
         """The end of a choice; also its prompt, if no token has followed that."""

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import sub
 from typing import Any
 
@@ -47,7 +47,7 @@ class EngineClient:
     """Owns the open streams.
 
     ``load`` is the engine's load as of the last event, plus the requests submitted since, counted as waiting; ``crash``
-    is the reason if the engine loop has crashed.
+    is the reason if the engine loop has crashed, and ``end_server`` is called if the server should end with it.
     """
 
     def __init__(self, handle: EngineHandle, observer: Observer, config: ServerConfig) -> None:
@@ -62,6 +62,7 @@ class EngineClient:
         self._is_stopped = False
         self.load = handle.load
         self.crash: str | None = None
+        self.end_server: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -180,9 +181,11 @@ class EngineClient:
                 asked = self._questions.get(number)
                 if asked is not None and not asked.done():  # else the HTTP request that asked has ended
                     asked.set_result(answer) if failure is None else asked.set_exception(engine_failure(failure))
-            case Crashed(cause):
+            case Crashed(cause, ends_server):
                 if not self._is_stopped:
                     self._crashed(cause)
+                    if ends_server:
+                        self.end_server()
             case Idle():
                 pass
 

@@ -10,6 +10,7 @@ last event is Crashed.
 import dataclasses
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from shared.engine.memory_map import MemoryMap
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
-from shared.errors import InferError
+from shared.errors import InferError, RankError
 from shared.sampling.params import SamplingParams
 from shared.server.served_engine import ServedEngine
 
@@ -110,9 +111,10 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Crashed:
-    """The loop has ended with the exception ``cause``."""
+    """The loop has ended with the exception ``cause``; ``ends_server`` if that is a rank of its group (phase 12.1)."""
 
     cause: str
+    ends_server: bool = False
 
 
 Event = Refused | Idle | Answered | Stepped | Crashed
@@ -136,6 +138,7 @@ class EngineHandle(Protocol):
     max_seq_len: int
     request_capacity: int  # tokens that the KV cache can hold for one request
     load: EngineLoad  # before the loop started
+    has_grammars: bool  # from phase 12 on
 
     def start(self, publish: Publish) -> None:
         """Start the loop, which calls ``publish`` on some other thread."""
@@ -159,13 +162,17 @@ class EngineLoop:
     def __init__(self, engine: ServedEngine, inbox: Inbox, publish: Publish) -> None:
         self._engine = engine
         self._inbox = inbox
-        self._publish_with_load = publish
+        self._lock = threading.Lock()  # a rank may be lost while a step publishes
+        self._publish_to = publish
         self._load = engine.load()
         self._num_added = 0
 
     def run(self) -> None:
         """Run until :class:`Stop`, or until a step raises an exception that concerns no single request."""
         try:
+            group = getattr(self._engine, "group", None)
+            if group is not None:
+                group.when_lost(self._crash)
             while self._drain_commands():
                 if self._engine.has_work():
                     self._step()
@@ -173,8 +180,16 @@ class EngineLoop:
                     self._publish(Idle())
         except BaseException as error:
             _log.critical("the engine loop crashed", exc_info=error)
-            crashed = Crashed(f"{type(error).__name__}: {error}")
-            self._publish_with_load(crashed, self._load, self._num_added)  # the last known load
+            self._crash(error)
+
+    def _crash(self, error: BaseException) -> None:
+        is_rank = isinstance(error, RankError)
+        cause = str(error) if is_rank else f"{type(error).__name__}: {error}"
+        self._publish_with_load(Crashed(cause, is_rank), self._load, self._num_added)  # the last known load
+
+    def _publish_with_load(self, event: Event, load: EngineLoad, num_added: int) -> None:
+        with self._lock:
+            self._publish_to(event, load, num_added)
 
     def _drain_commands(self) -> bool:
         """Execute all queued commands; if the engine has no work, block for the first. False after :class:`Stop`."""

@@ -41,6 +41,7 @@ class About:
     max_seq_len: int
     request_capacity: int
     load: EngineLoad
+    has_grammars: bool
 
 
 class EngineProcess:
@@ -72,6 +73,7 @@ class EngineProcess:
             raise about
         self.config, self.model_config, self.max_seq_len = about.config, about.model_config, about.max_seq_len
         self.request_capacity, self.load = about.request_capacity, about.load
+        self.has_grammars = about.has_grammars
         self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
@@ -148,6 +150,6 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
     except InferError as refusal:
         send(refusal)
         return
-    capacity = engine.pool.request_capacity
-    send(About(engine.config, engine.model.config, engine.max_seq_len, capacity, engine.load()))
+    sizes = engine.max_seq_len, engine.pool.request_capacity
+    send(About(engine.config, engine.model.config, *sizes, engine.load(), hasattr(engine, "constraints")))
     EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

@@ -21,6 +21,7 @@ class EngineThread:
         self.max_seq_len = engine.max_seq_len
         self.request_capacity = engine.pool.request_capacity
         self.load = engine.load()
+        self.has_grammars = hasattr(engine, "constraints")
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

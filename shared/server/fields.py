@@ -49,6 +49,7 @@ _PART_SCHEMA = {
     "additionalProperties": False,
 }
 CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}
+MESSAGE_CONTENT_SCHEMA = {"anyOf": [*CONTENT_SCHEMA["anyOf"], {"type": "null"}]}
 
 
 class Only:
@@ -117,6 +118,11 @@ def content_text(value: Any) -> str:
         if not (is_text and isinstance(part["text"], str)):
             raise ValueError(f'content holds the part {short(part)}; a part must be {{"type": "text", "text": "..."}}.')
     return "".join(part["text"] for part in value)
+
+
+def message_text(value: Any) -> str | None:
+    """The text of a message; None beside calls of tools."""
+    return None if value is None else content_text(value)
 
 
 def token_biases(value: Any) -> dict[int, Any] | None:

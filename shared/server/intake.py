@@ -8,32 +8,38 @@ of the engine or the tokenizer becomes a 422 or a 503 that names the field.
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from starlette.requests import Request
 
 from shared.engine.prompt import check_length
 from shared.errors import ModelFolderError, RequestError
 from shared.grammar.automaton import Automaton
 from shared.grammar.cache import GrammarCache
+from shared.grammar.fsm import TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.server.answer import Answer
+from shared.server.conversation import conversation
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
 from shared.server.errors import ApiError, invalid, overloaded
+from shared.server.message import Message
 from shared.server.middleware import record_of
-from shared.server.protocol import Message, Prediction, SamplingFields
+from shared.server.protocol import ChatRequest, Prediction, SamplingFields
 from shared.server.settings import ServerConfig
 from shared.server.structured_output import described_grammar, refusal
-from shared.text.chat import THINKING_TEMPLATES, ChatMessage, chat_parts, choose_template
+from shared.server.tool_answer import ToolReading
+from shared.server.tool_fields import check_tools, field_that_constrains
+from shared.server.tool_grammar import tool_grammar
+from shared.text.chat import THINKING_TEMPLATES, chat_parts, choose_template, has_tools
 from shared.text.token_length import TextBound
+from shared.text.tools import TOOL_FORMATS, ToolFormat
 
 _LONG = 2**14  # characters
 _COMPILERS = 8  # threads, so that a few slow grammars hold up no other
@@ -46,6 +52,7 @@ class Intake:
         self.tokenizer = handle.tokenizer
         self.max_seq_len = handle.max_seq_len
         self.vocab_size: int = handle.model_config.vocab_size
+        self.has_grammars = handle.has_grammars
         self.config = config
         self.is_draining = False
         self._client = client
@@ -54,11 +61,15 @@ class Intake:
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer of long texts")
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar compiler")
         self._grammars: GrammarCache[Grammar] = GrammarCache(self._compiled, lambda each: _automaton(each).num_bytes)
-        self._usable_bytes: NDArray[np.bool_] | None = None
+        self._watched: GrammarCache[TokenFSM] = GrammarCache(self._over_tokens, lambda fsm: fsm.masks.cache_bytes)
+        self._vocabulary: GrammarVocabulary | None = None
         self._template: str | None = None
         with contextlib.suppress(ModelFolderError):
             self._template = choose_template(handle.model_config.family, handle.tokenizer)
         self.has_thinking = self._template in THINKING_TEMPLATES
+        self.tool_format: ToolFormat | None = None
+        if self._template is not None and has_tools(self._template, handle.tokenizer):
+            self.tool_format = TOOL_FORMATS[self._template]
 
     async def text_ids(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
         if not isinstance(prompt, str):
@@ -70,7 +81,27 @@ class Intake:
 
         return await self._encode("prompt", len(prompt), encode)
 
-    async def chat_ids(self, messages: list[Message], thinking: bool | None) -> list[int]:
+    def tool_reading(self, body: ChatRequest) -> ToolReading | None:
+        """How the calls in an answer are read; None where there can be none. Raises ApiError."""
+        tools = body.definitions
+        check_tools(tools, body.tool_choice)
+        if not tools:
+            return None
+        if self.tool_format is None:
+            said = f"tools is given, and the chat format of {self.config.model_name} has no tools; leave it out."
+            raise invalid(said, param="tools")
+        param = field_that_constrains(tools, body.tool_choice)
+        if param is not None and not self.has_grammars:
+            said = f"{param} asks for a call that is valid, which takes a grammar: phase 12 is the first that has them."
+            raise invalid(said, param=param)
+        if body.tool_choice == "none":
+            return None
+        several = body.parallel_tool_calls is not False
+        return ToolReading.of(self.tokenizer, self.tool_format, tools, has_several=several)
+
+    async def chat_ids(
+        self, messages: list[Message], thinking: bool | None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         template = self._template
         if template is None:
             name = self.config.model_name
@@ -78,14 +109,16 @@ class Intake:
         if thinking and not self.has_thinking:
             said = "enable_thinking is true; this model's chat format has no thinking: leave it out or set it to false."
             raise invalid(said, param="chat_template_kwargs.enable_thinking")
-        turns = [ChatMessage(message.role, message.content) for message in messages]
+        turns = conversation(messages)
 
         def encode() -> list[int]:
-            parts = chat_parts(self.tokenizer, turns, template=template, thinking=thinking)
+            parts = chat_parts(self.tokenizer, turns, template=template, thinking=thinking, tools=tools)
             check_length(self._bound.least_tokens("".join(parts)), self.max_seq_len)
             return [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
 
-        return await self._encode("messages", sum(len(turn.content) for turn in turns), encode)
+        arguments = (call.arguments for turn in turns for call in turn.tool_calls)
+        written = [*(turn.content for turn in turns), *arguments, *map(str, tools)]
+        return await self._encode("messages", sum(map(len, written)), encode)
 
     async def prediction_ids(self, prediction: Prediction | None) -> tuple[int, ...]:
         """The tokens of a predicted answer; raises ApiError if no answer can be so long."""
@@ -110,10 +143,13 @@ class Intake:
 
     async def with_grammar(self, params: SamplingParams, body: SamplingFields) -> SamplingParams:
         """The parameters with the grammar of the body, compiled. A request waits for its own and delays no other."""
-        described = described_grammar(body)
+        described = self._described(body)
         if described is None:
             return params
         grammar, param = described
+        if not self.has_grammars:
+            said = f"{param} asks for a grammar, and phase 12 is the first whose engine has them: leave it out."
+            raise invalid(said, param=param)
         try:
             compiled = self._grammars.known(grammar)
             if compiled is None:
@@ -125,10 +161,38 @@ class Intake:
         except RequestError as error:
             raise invalid(str(error), param="ignore_eos") from None
 
+    def _described(self, body: SamplingFields) -> tuple[Grammar, str] | None:
+        """The grammar that the body asks for, by its tools or otherwise, and the field that does. Raises ApiError."""
+        described = described_grammar(body)
+        if not (isinstance(body, ChatRequest) and body.tools and self.tool_format and self.has_grammars):
+            return described
+        if described is None:
+            return tool_grammar(body, self.tokenizer, self.tool_format), "tools"
+        if body.tool_choice != "none":
+            said = f"An answer has one grammar, and {described[1]} and tools are given; leave out one of them."
+            raise invalid(said, param="tools")
+        return described
+
+    async def watched(self, params: SamplingParams, body: SamplingFields) -> TokenFSM | None:
+        """The grammar over tokens, for what follows each answer, if the body asks for that.
+
+        Call it behind ``with_grammar``. Each token is then read on the event loop: 0.01 ms, or 3 where no mask is kept.
+        """
+        grammar = params.structured_output
+        if not body.grammar_progress or not isinstance(grammar, Grammar):
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._watched.get, grammar)
+
     def _compiled(self, grammar: Grammar) -> Grammar:
-        if self._usable_bytes is None:
-            self._usable_bytes = GrammarVocabulary.of(self.tokenizer, self.vocab_size).usable_bytes
-        return grammar.compiled(self._usable_bytes, Limits())
+        return grammar.compiled(self._words().usable_bytes, Limits())
+
+    def _over_tokens(self, grammar: Grammar) -> TokenFSM:
+        return TokenFSM(_automaton(grammar), self._words())
+
+    def _words(self) -> GrammarVocabulary:
+        if self._vocabulary is None:
+            self._vocabulary = GrammarVocabulary.of(self.tokenizer, self.vocab_size)
+        return self._vocabulary
 
     def within_limit(self, field: str, max_tokens: int | None) -> int | None:
         """The value of a field that bounds the answer; raises ApiError if no sequence can be so long."""

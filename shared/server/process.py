@@ -24,7 +24,7 @@ import psutil
 import uvicorn
 from fastapi import FastAPI
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RankError
 from shared.server.connection import Connection
 from shared.server.errors import overloaded
 from shared.server.logs import log_event
@@ -61,6 +61,8 @@ class Server(uvicorn.Server):
         self._grace = config.grace
         self._retry_after = config.retry_after
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self.has_lost_engine = False
+        app.state.client.end_server = self._lose_engine
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -70,6 +72,9 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
         if self._event_loop is not None:  # a signal may arrive between any two instructions
             self._event_loop.call_soon_threadsafe(self._drain)
+
+    def _lose_engine(self) -> None:
+        self.has_lost_engine = self.should_exit = True
 
     def _drain(self) -> None:
         """Refuse new requests, and end running ones shortly before the grace time is over."""
@@ -140,7 +145,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: Any) -> None:
-    """Serve until SIGTERM, then return; SIGINT raises KeyboardInterrupt.
+    """Serve until SIGTERM, then return; SIGINT raises KeyboardInterrupt, and an engine that lost a rank RankError.
 
     ``described`` is logged when the server is ready.
     """
@@ -158,3 +163,5 @@ def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: A
         server.run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)
+    if server.has_lost_engine:
+        raise RankError(app.state.client.crash)

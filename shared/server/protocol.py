@@ -6,7 +6,7 @@ ignored. Any other field is refused by name. Invariants: ``SamplingParams`` vali
 value gives the same message here, on the command line and in Python; a field's JSON schema allows what is accepted.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -33,13 +33,14 @@ from shared.server.fields import (
     content_text,
     optional,
     prompt_list,
-    short,
     stop_texts,
     token_biases,
     whole,
 )
+from shared.server.message import Message
 from shared.server.settings import MAX_N
 from shared.server.structured_output import GUIDED_SCHEMAS, RESPONSE_FORMAT_SCHEMA, STRUCTURED_OUTPUTS_SCHEMA
+from shared.server.tool_fields import TOOL_CHOICE_SCHEMA, Tools, chosen_tool
 
 _MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
 _SAMPLING = (
@@ -98,6 +99,7 @@ class SamplingFields(BaseModel):
     guided_json: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_json"])] = None
     guided_regex: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_regex"])] = None
     guided_choice: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_choice"])] = None
+    grammar_progress: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -177,30 +179,6 @@ class CompletionRequest(SamplingFields):
         return value
 
 
-class Message(BaseModel):
-    """One message of a conversation; an answer of this server is valid as it is."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Annotated[str, WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]})]
-    content: Annotated[Any, AfterValidator(content_text), WithJsonSchema(CONTENT_SCHEMA)]
-
-    name: Annotated[Any, Only(None)] = None
-    refusal: Annotated[Any, Only(None)] = None
-    annotations: Annotated[Any, Only([], None)] = None
-    audio: Annotated[Any, Only(None)] = None
-    function_call: Annotated[Any, Only(None)] = None
-    tool_calls: Annotated[Any, Only([], None)] = None
-
-    @field_validator("role")
-    @classmethod
-    def _is_role(cls, value: str) -> str:
-        """``developer`` is OpenAI's newer name for the role ``system``."""
-        if value not in ("system", "developer", "user", "assistant"):
-            raise ValueError(f"role is {short(value)}; the roles are system, user and assistant.")
-        return "system" if value == "developer" else value
-
-
 class TemplateOptions(BaseModel):
     """``enable_thinking``: whether the model may think first (Qwen 3)."""
 
@@ -231,8 +209,10 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: TemplateOptions | None = None
     prediction: Prediction | None = None
 
-    tools: Annotated[Any, Only([], None)] = None  # tools arrive in phase 12
-    tool_choice: Annotated[Any, Only("none", "auto", None)] = None
+    tools: Tools | None = None
+    tool_choice: Annotated[Any, AfterValidator(chosen_tool), WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool | None = None
+
     functions: Annotated[Any, Only([], None)] = None
     function_call: Annotated[Any, Only("none", "auto", None)] = None
     modalities: Annotated[Any, Only(["text"], None)] = None
@@ -241,9 +221,13 @@ class ChatRequest(SamplingFields):
     verbosity: Annotated[Any, Only(None)] = None
     web_search_options: Annotated[Any, Only(None)] = None
 
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The tools, as they were sent."""
+        return cast("list[dict[str, Any]]", self.tools or [])
 
     @field_validator("top_logprobs")
     @classmethod

@@ -3,7 +3,8 @@
 The draft model is served as any other: it has requests of its own (the *twins* of
 :class:`shared.cache.paired.PairedPool`), a KV cache, and a runner. Its first forward of a step computes what it lacks
 of each request, and draws the first draft; each further one computes the draft before, whose id never leaves the
-device, and draws the next. The host waits once, for all drafts.
+device, and draws the next. As long as all requests go on, the step is moved on there too, and the host only launches.
+It waits once, for all drafts.
 
 A draft model draws with the seed, the index and the parameters of its request. With coupled acceptance it also draws
 with the same noise, which makes equal tokens likely. With rejection it draws from a stream of its own, and hands over
@@ -109,7 +110,8 @@ class DraftModel:
             return
         self.runner.sampler.penalties.forget()  # they count the drafts of the step before
         drawn: list[tuple[list[Asking], list[int], SamplerOutput]] = []
-        launched = self._run(schedule, entries)
+        is_decode = len(asking) == len(entries) and all(entry.num_tokens == 1 for entry in entries)
+        launched = self._run(schedule, entries, max(ask[2] for ask in asking) - 1 if is_decode else 0)
         for number, entry in enumerate(entries):
             if number not in launched.errors:
                 self.pool.commit(entry.request, entry.num_tokens)
@@ -124,14 +126,15 @@ class DraftModel:
             entries = [Scheduled(entry.request, entry.start + entry.num_tokens, num_tokens=1) for entry in before]
             asking, numbers = list(compress(asking, goes_on)), list(range(len(entries)))
             if entries:
-                launched = self._run(schedule, entries)
+                again = self.runner.repeat(launched) if all(goes_on) else None
+                launched = again or self._run(schedule, entries, max(ask[2] for ask in asking) - len(drawn) - 1)
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.wait())
 
     def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         """See :class:`shared.speculation.drafter.Drafter`."""
-        first, more = ([step_seconds(self.runner, self.pool, size, extra) for size in sizes] for extra in (1, 0))
-        return first, more
+        first = [step_seconds(self.runner, self.pool, size, 1) for size in sizes]
+        return first, [step_seconds(self.runner, self.pool, size, repeats=True) for size in sizes]
 
     def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
         """The entries of the first forward, those of one token first, and the requests for which it draws."""
@@ -170,9 +173,10 @@ class DraftModel:
         twin.num_computed_tokens = length + num_right
         return twin.num_computed_tokens
 
-    def _run(self, schedule: Schedule, entries: Sequence[Scheduled]) -> Launched:
+    def _run(self, schedule: Schedule, entries: Sequence[Scheduled], num_ahead: int) -> Launched:
         num_single = sum([entry.num_tokens == 1 for entry in entries])
-        return self.runner.forward(Batch.of(Schedule(schedule.step, tuple(entries), num_single), self.pool))
+        own = Schedule(schedule.step, tuple(entries), num_single, num_ahead=num_ahead)
+        return self.runner.forward(Batch.of(own, self.pool))
 
 
 def _hand_out(asking: Sequence[Asking], numbers: Sequence[int], sampled: SampledTokens) -> None:

@@ -25,7 +25,9 @@ class DraftSampler(Sampler):
         super().__init__(*sampler)
         self.distributions = distributions
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow], batch: SamplingBatch) -> torch.Tensor:
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch
+    ) -> torch.Tensor:
         logits = adjust_logits(logits, batch)
         ids = logits.argmax(-1)
         numbers = [number for number, row in enumerate(rows) if not row.params.is_greedy]

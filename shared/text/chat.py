@@ -9,12 +9,13 @@ official checkpoint: one BOS where the family has one, never two. Text inside a 
 """
 
 import datetime
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import ModelFolderError, RequestError
 from shared.text.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import jinja2
 
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 # (family, a token that the tokenizer must have, template): the first matching row is used.
 TEMPLATE_CHOICES = (
     ("llama", "<|start_header_id|>", "llama3"),
@@ -35,14 +36,29 @@ TEMPLATE_CHOICES = (
 LLAMA_RELEASE_DATE = "26 Jul 2024"
 _ALTERNATING = ("gemma3",)
 THINKING_TEMPLATES = ("qwen3",)
+# How each template that has tools lays out their JSON (phase 12).
+TOOL_INDENTS = {"llama3": 4, "qwen3": None, "chatml": None}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function by the assistant (phase 12): its name, and its arguments as the text of a JSON object."""
+
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """One turn; `role` is system, user or assistant. Raises RequestError for another role or non-string content."""
+    """One turn. Raises RequestError for another role or non-string content.
+
+    role        system, user, assistant, or tool: the result of a call of the assistant's last turn
+    tool_calls  of an assistant, behind the content (Llama 3 has one call and no content)
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -69,6 +85,13 @@ def choose_template(family: str, tokenizer: Tokenizer) -> str:
     )
 
 
+def has_tools(template: str, tokenizer: Tokenizer) -> bool:
+    """Whether a template has tools for this checkpoint: the first Llama 3 has none, 3.1 and later have."""
+    return template in TOOL_INDENTS and (
+        template != "llama3" or llama_date(tokenizer, datetime.date.today()) is not None
+    )
+
+
 def render_chat(
     messages: Sequence[ChatMessage],
     *,
@@ -78,6 +101,7 @@ def render_chat(
     thinking: bool | None = None,
     date: str | None = None,
     default_system: bool = True,
+    tools: Sequence[str] = (),
 ) -> str:
     """The prompt text of a conversation.
 
@@ -88,12 +112,13 @@ def render_chat(
     date                   Llama 3.1 and later: today's date in the system turn; None is the original Llama 3 format,
                            plain header blocks without a system turn of its own
     default_system         ChatML: SmolLM2's own system message when the conversation has none
+    tools                  the functions that may be called, each as JSON (phase 12)
 
     Contents appear verbatim (trimmed if the family trims). A content such as "<|im_end|>" is text here, but would
     become a control token if the result were simply tokenized: use `encode_chat`.
 
-    Raises RequestError for an empty list, for roles that do not alternate as the family requires, and for thinking that
-    the template does not support; ModelFolderError for a template that does not exist.
+    Raises RequestError for an empty list, for roles that do not alternate as the family requires, and for thinking or
+    tools that the template does not support; ModelFolderError for a template that does not exist.
     """
     if not (TEMPLATE_FOLDER / f"{template}.jinja").is_file():
         known = ", ".join(sorted(path.stem for path in TEMPLATE_FOLDER.glob("*.jinja")))
@@ -106,6 +131,7 @@ def render_chat(
         )
     if template in _ALTERNATING:
         _check_alternation(messages)
+    _check_tools(messages, template, tools, has_date=date is not None)
     return (
         _environment()
         .get_template(f"{template}.jinja")
@@ -116,6 +142,7 @@ def render_chat(
             thinking=thinking,
             date=date,
             default_system=default_system,
+            tools=list(tools),
         )
     )
 
@@ -128,6 +155,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     thinking: bool | None = None,
     today: datetime.date | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Token ids of a conversation: those of `chat_parts`, without special tokens added."""
     parts = chat_parts(
@@ -137,6 +165,7 @@ def encode_chat(
         add_generation_prompt=add_generation_prompt,
         thinking=thinking,
         today=today,
+        tools=tools,
     )
     return [index for part in parts for index in tokenizer.encode(part, add_special_tokens=False)]
 
@@ -149,6 +178,7 @@ def chat_parts(
     add_generation_prompt: bool = True,
     thinking: bool | None = None,
     today: datetime.date | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """The prompt text of a conversation in parts to tokenize one by one; BOS comes from the template alone.
 
@@ -159,8 +189,22 @@ def chat_parts(
     parts are tokenized separately, so a user cannot forge a turn. transformers encodes it as a control token; for every
     other content the ids are the same.
     """
-    seam = _unused_character(messages)
-    guarded = [ChatMessage(message.role, _cut(message.content, tokenizer, seam)) for message in messages]
+    described = [json.dumps(tool, ensure_ascii=False, indent=TOOL_INDENTS.get(template)) for tool in tools]
+    calls = [call for message in messages for call in message.tool_calls]
+    written = [*(message.content for message in messages), *described, *(call.arguments for call in calls)]
+    seam = _unused_character(written)
+
+    def cut(text: str) -> str:
+        return _cut(text, tokenizer, seam)
+
+    guarded = [
+        ChatMessage(
+            message.role,
+            cut(message.content),
+            tuple(replace(call, arguments=cut(call.arguments)) for call in message.tool_calls),
+        )
+        for message in messages
+    ]
     own = tokenizer.chat_template
     text = render_chat(
         guarded,
@@ -170,6 +214,7 @@ def chat_parts(
         thinking=thinking,
         date=llama_date(tokenizer, today or datetime.date.today()) if template == "llama3" else None,
         default_system=own is None or "named SmolLM" in own,
+        tools=[cut(text) for text in described],
     )
     return text.split(seam)
 
@@ -193,12 +238,14 @@ def _environment() -> "jinja2.Environment":
     import jinja2
     import jinja2.sandbox
 
-    return jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
+    return environment
 
 
 def _check_alternation(messages: Sequence[ChatMessage]) -> None:
@@ -212,9 +259,22 @@ def _check_alternation(messages: Sequence[ChatMessage]) -> None:
         )
 
 
-def _unused_character(messages: Sequence[ChatMessage]) -> str:
-    """A private-use character that no message contains."""
-    used = set().union(*(message.content for message in messages))
+def _check_tools(messages: Sequence[ChatMessage], template: str, tools: Sequence[str], *, has_date: bool) -> None:
+    calls = [len(message.tool_calls) for message in messages]
+    if not (tools or any(calls) or any(message.role == "tool" for message in messages)):
+        return
+    if template not in TOOL_INDENTS or (template == "llama3" and not has_date):
+        raise RequestError("This model's chat format has no tools; leave out tools, tool calls and their results.")
+    if template == "llama3" and max(calls) > 1:
+        raise RequestError(f"An assistant's turn has {max(calls)} tool calls; this model's format has one a turn.")
+    turns = messages[1:] if messages[0].role == "system" else messages
+    if template == "llama3" and tools and not (turns and turns[0].role == "user"):
+        raise RequestError("tools stand in the first message in this format, and that is no message of the user.")
+
+
+def _unused_character(texts: Sequence[str]) -> str:
+    """A private-use character that no text contains."""
+    used = set().union(*texts)
     return next(chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
 

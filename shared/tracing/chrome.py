@@ -78,6 +78,8 @@ def _request_events(trace: Trace, request: TracedRequest, pid: int, tid: int) ->
             ids = [token.token_id for token in tokens[cell.step]]
             args |= {"token ids": ids} if len(ids) > 1 else {"token id": ids[0]}
             args["text"] = "".join(token.text for token in tokens[cell.step])
+            positions = [token.position._asdict() for token in tokens[cell.step] if token.position is not None]
+            args |= {"grammar": positions} if positions else {}
         if cell.kind is CellKind.FAILED:
             args["error"] = request.error
         yield _span(cell.kind.value, cell.kind.value, pid, tid, step.started_ns, step.ended_ns, args)

@@ -18,9 +18,16 @@ class Focus:
 
 
 def focus(trace: Trace) -> Focus:
-    """The first of these that the run has: accepted drafts, a prompt that begins in the cache, a preemption, a stalled
-    request, a chunk of a prompt beside decoding, empty rows while requests wait, a wait.
+    """The first of these that the run has: a token drawn deep inside a grammar, accepted drafts, a prompt that begins
+    in the cache, a preemption, a stalled request, a chunk of a prompt beside decoding, empty rows while requests wait,
+    a wait.
     """
+    drawn = [(token.position, token.step, each) for each in trace.requests for token in each.tokens if token.position]
+    if drawn:
+        position, step, request = max(drawn, key=lambda found: len(found[0].stack))
+        name, (state, _, number) = request.request_id, position
+        tokens = "1 allowed token" if number == 1 else f"{number} allowed tokens"
+        return Focus(step, f"step {step} draws for request {name} in state {state} of its grammar, from {tokens}.")
     verified = [(step, *counts) for step, each in enumerate(trace.steps) for counts in each.record.verified]
     step, name, num_accepted, num_rejected = max(verified, key=lambda counts: counts[2], default=(0, "", 0, 0))
     if num_accepted:

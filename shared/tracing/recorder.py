@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from shared.engine.memory_map import MemoryMap
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
+from shared.grammar.grammar import Grammar
+from shared.grammar.progress import Progress
 from shared.sampling.params import SamplingParams
 from shared.tracing.activity import ActivityRecorder, StepActivity
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep, TracedToken
@@ -25,6 +27,7 @@ class TraceableEngine(Protocol):
     tokenizer: Any
     scheduler: Any
     runner: Any
+    constraints: Any  # from phase 12 on
     last_step: StepRecord | None
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
@@ -54,6 +57,7 @@ class Recorder:
         self.activities: list[StepActivity] = []  # of each step
         self.requests: list[TracedRequest] = []  # without their tokens
         self.tokens: list[list[TracedToken]] = []  # of each request
+        self.progress: dict[str, Progress] = {}  # of the requests with a grammar, by id
         self.places: dict[str, int] = {}  # index in those lists by id, which may be reused after the request's end
 
     def add_request(
@@ -67,6 +71,9 @@ class Recorder:
         prompt_ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         arrived_ns = self._now()
         request_id = self.engine.add_request(prompt_ids, params, request_id)
+        self.progress.pop(request_id, None)
+        if isinstance(params.structured_output, Grammar):
+            self.progress[request_id] = Progress(self.engine.constraints.grammars.get(params.structured_output))
         self.places[request_id] = len(self.requests)
         self.tokens.append([])
         self.requests.append(
@@ -120,7 +127,10 @@ class Recorder:
         if output.num_cached_tokens:
             self._set(output.request_id, num_cached_tokens=output.num_cached_tokens)
         if output.token_id is not None:
-            self.tokens[self.places[output.request_id]].append(TracedToken(index, output.token_id, output.text))
+            progress = self.progress.get(output.request_id)
+            position = None if progress is None else progress.read(output.token_id)
+            token = TracedToken(index, output.token_id, output.text, position)
+            self.tokens[self.places[output.request_id]].append(token)
         if output.finish_reason is not None:
             self._set(
                 output.request_id,

@@ -10,13 +10,14 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from shared.engine.record import StepRecord
+from shared.grammar.progress import Position
 from shared.tracing.focus import focus
 from shared.tracing.holdings import memory_data
 from shared.tracing.lanes import LANES, activity_lanes
@@ -110,7 +111,10 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
 
 def _request_data(trace: Trace, request: TracedRequest) -> dict[str, Any]:
     values = dataclasses.asdict(request)
-    values["tokens"] = [[token.step, token.token_id, token.text] for token in request.tokens]
+    values["tokens"] = [
+        [token.step, token.token_id, token.text, *([token.position] if token.position is not None else [])]
+        for token in request.tokens
+    ]
     values["runs"] = trace.runs(request)
     values["chunks"] = trace.chunks(request)
     values["preemptions"] = trace.preemptions(request)
@@ -161,11 +165,29 @@ def _tables(trace: Trace) -> str:
     by_step = ["step", "ms", "preempted", "prefill (tokens)", "decode", *(["accepted drafts"] if has_drafts else [])]
     by_step += ["ended", *(lane.name for lane in LANES)]
     by_step += [f"{name}, ms" for name, _ in activity]
-    return (
-        f"<details><summary>{escape(trace.title)}, as tables</summary>\n"
-        f"{_table(f'Requests, {trace.title}', by_request, requests)}\n"
-        f"{_table(f'Steps, {trace.title}', by_step, steps)}\n</details>"
-    )
+    tables = [
+        _table(f"Requests, {trace.title}", by_request, requests),
+        _table(f"Steps, {trace.title}", by_step, steps),
+        *_positions(trace),
+    ]
+    return "\n".join([f"<details><summary>{escape(trace.title)}, as tables</summary>", *tables, "</details>"])
+
+
+def _positions(trace: Trace) -> Iterator[str]:
+    """The places in the grammar in which tokens were drawn, as a table, if there are any."""
+    found = [
+        (f"{request.request_id}, token {number}", token.step, repr(token.text), *_grammar_cells(token.position))
+        for request in trace.requests
+        for number, token in enumerate(request.tokens, start=1)
+        if token.position is not None
+    ]
+    if found:
+        head = ["request", "step", "text", "state", "open", "allowed tokens"]
+        yield _table(f"Grammar, {trace.title}", head, found)
+
+
+def _grammar_cells(position: Position) -> tuple[object, ...]:
+    return position.state, position.stack or "–", position.num_allowed
 
 
 def _verified(record: StepRecord) -> str:

@@ -14,6 +14,7 @@ from itertools import groupby
 
 from shared.engine.memory_map import MemoryMap
 from shared.engine.record import StepRecord
+from shared.grammar.progress import Position
 
 
 class CellKind(StrEnum):
@@ -63,11 +64,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class TracedToken:
-    """An output token, the step that sampled it, and the text that it released."""
+    """An output token, the step that sampled it, the text that it released, and its place in the grammar if any."""
 
     step: int
     token_id: int
     text: str
+    position: Position | None = None
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ compared on the same requests. Invariant: a seed gives the same requests everywh
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shared.engine.prompt import check_prompt
 from shared.errors import ConfigError, RequestError
+from shared.grammar.grammar import Grammar
 from shared.sampling.params import SamplingParams
 from shared.text.tokenizer import Tokenizer
 from shared.tracing.recorder import Recorder
@@ -99,6 +100,11 @@ def text_requests(
             raise RequestError(f"Line {number}: {error}") from None
         requests.append((tuple(ids), params))
     return requests
+
+
+def constrained(params: SamplingParams, grammar: Grammar | None) -> SamplingParams:
+    """The parameters with a grammar, at whose end the output ends; as they are without one."""
+    return params if grammar is None else replace(params, structured_output=grammar, ignore_eos=False)
 
 
 def arrival_steps(num_requests: int, *, every: int = 0, rate: float | None = None, seed: int = 0) -> list[int]:

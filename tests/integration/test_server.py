@@ -571,6 +571,11 @@ def statuses_of(operation: Any, mode: GenerationMode) -> set[int]:
                 "structured_output is ",
                 "An answer has one ",
                 "ignore_eos ",
+                "tools",
+                "tool_choice ",
+                "tool_call_id ",
+                "arguments is ",
+                "An assistant's turn has ",
             )
             error = response.json()["error"]
             assert error["code"] == "invalid_grammar" or error["message"].startswith(told), error

@@ -215,6 +215,54 @@ def test_the_controls_reach_the_model(page: Any) -> None:
     assert answers[0] == answers[1] != answers[2]
 
 
+@pytest.mark.parametrize("tab", ["complete", "chat"])
+def test_a_grammar_is_drawn_while_its_text_streams(page: Any, tab: str) -> None:
+    page.click(f"#tab-{tab}")
+    assert not page.is_visible("#walk")
+    page.fill("#grammar", '{"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 2, "maxItems": 4}')
+    page.fill("#max_tokens", "60")
+    page.fill("#prompt" if tab == "complete" else "#message", "abc")
+    page.click("#run")
+    expect(page, "#summary", "stop$")
+    said = "".join(page.locator("#answer .token" if tab == "complete" else ".turn.assistant .token").all_inner_texts())
+    assert len(json.loads(said)) in (2, 3, 4)
+    columns = page.locator(".walk-token")
+    titles = [columns.nth(n).get_attribute("title") for n in range(columns.count())]
+    stacks = ["".join(columns.nth(n).locator(".walk-frame").all_inner_texts()) for n in range(len(titles))]
+    texts = [columns.nth(n).locator(".walk-text").inner_text() for n in range(len(titles))]
+    assert texts[-1] == "·", "the end of the output has no text"
+    assert re.sub("[ ⏎]", "", "".join(texts[:-1])) == re.sub(r"\s", "", said)
+    assert (stacks[0], stacks[-1], '["' in stacks) == ("", "", True)
+    for title, stack in zip(titles, stacks, strict=True):
+        opened = re.escape(f"{len(stack)} open: {stack}" if stack else "nothing open")
+        assert re.search(rf": state \d+ · {opened} · \d+ tokens? allowed$", title)
+    assert titles[-1].endswith(page.inner_text("#walk-now"))
+    heights = {columns.nth(n).locator(".walk-allowed").bounding_box()["height"] for n in range(len(titles))}
+    assert len(heights) > 1
+    page.set_viewport_size(PHONE)
+    page.evaluate(TWO_FRAMES)
+    assert page.evaluate(WIDE) == []
+    page.click("#clear")
+    assert not page.is_visible("#walk")
+
+
+def test_a_regex_is_a_grammar_and_a_wrong_one_is_told(page: Any) -> None:
+    page.fill("#grammar", "[0-9]{4}")
+    page.click("#run")
+    expect(page, "#summary", "stop$")
+    assert re.fullmatch("[0-9]{4}", "".join(page.locator("#answer .token").all_inner_texts()))
+    page.fill("#grammar", "(a")
+    page.click("#run")
+    expect(page, "#complaint", "an opening parenthesis without a closing one")
+    page.fill("#grammar", "")
+    page.fill("#max_tokens", "3")
+    with page.expect_request("**/v1/completions") as sent:
+        page.click("#run")
+    expect(page, "#summary", "^3 tokens")
+    assert not {"guided_json", "guided_regex", "grammar_progress"} & set(json.loads(sent.value.post_data))
+    assert not page.is_visible("#walk")
+
+
 def test_an_answer_can_be_stopped(page: Any) -> None:
     page.fill("#max_tokens", "2000")
     page.fill("#prompt", "stop me")

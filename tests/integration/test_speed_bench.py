@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
-from benchmarks import bench_generation, ladder, profile_generation, sanity_check
+from benchmarks import bench_generation, ladder, options, profile_generation, sanity_check
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
 from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
@@ -47,6 +47,7 @@ def folder(tiny_checkpoints: dict[str, Path]) -> Path:
 def _few_requests() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder, "TOGETHER", replace(ladder.TOGETHER, num_requests=24, new_tokens=(1, 20)))
+        patch.setattr(options, "OPTIONS", tuple(replace(each, max_tokens=8) for each in options.OPTIONS))
         yield
 
 
@@ -95,6 +96,42 @@ def test_sixteen_requests_show_what_batching_and_blocks_buy(rungs: Report) -> No
         assert result["bought"] == find_lesson(number).bought
         assert (result["longest_wait_ms"] or 0) > 0 or number < "05"
         assert result["second_turn_ms"] > 0
+
+
+def test_phases_whose_gain_must_be_asked_for_show_it_beside_their_default(rungs: Report) -> None:
+    rows = {name: result["options"] for name, result in rungs.results.items() if "options" in result}
+    assert {name: len(found) for name, found in rows.items()} == {"10": 2, "11": 2, "12": 2}
+    assert "4 bits" not in [row["title"] for row in rows["10"]], "whose groups do not divide this model's rows"
+    for found in rows.values():
+        assert found[0]["speedup"] == 1.0
+        for row in found:
+            assert row["tokens_per_second"] > 0
+            assert row["speedup"] == pytest.approx(row["tokens_per_second"] / found[0]["tokens_per_second"], rel=2e-3)
+    whole, eight = (row["weight_bytes"] for row in rows["10"])
+    assert whole > eight
+    plain, drafted = (row["tokens_per_forward"] for row in rows["11"])
+    assert plain == 1 <= drafted
+    assert [row["valid_share"] for row in rows["12"]] == [0, 0], "8 random tokens end no object"
+    shown = next(table for table in ladder.view(rungs).tables if table.heading == "What a phase buys if it is asked")
+    assert len(shown.rows) == 6
+    assert [shown.columns[-1].cell(row) for row in shown.rows] == ["–"] * 4 + ["0 %"] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_valid"),
+    [
+        ('{"name": "Ada", "born": 1815}', True),
+        ('{"born": 1815, "name": ""}', True),
+        ('{"name": "Ada"}', False),
+        ('{"name": "Ada", "born": "1815"}', False),
+        ('{"name": "Ada", "born": true}', False),
+        ('```json\n{"name": "Ada", "born": 1815}\n```', False),
+        ('[{"name": "Ada", "born": 1815}]', False),
+        ("", False),
+    ],
+)
+def test_an_answer_is_readable_if_it_is_an_object_of_both_keys(answer: str, is_valid: bool) -> None:
+    assert options.is_person(answer) == is_valid
 
 
 def test_the_ladder_fits_the_terminal(rungs: Report) -> None:

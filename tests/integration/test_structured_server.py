@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema_rs
+import openai
 import pytest
 from pydantic import BaseModel, Field
 
@@ -81,3 +82,38 @@ def test_a_schema_that_is_not_supported_names_its_keyword(server: ServerProcess)
         error = client.post("/v1/completions", json=body).json()["error"]
     assert (error["param"], error["code"]) == ("guided_json", "invalid_grammar")
     assert "#/properties/a/uniqueItems" in error["message"]
+
+
+class Weather(BaseModel):
+    """The weather of a place."""
+
+    place: Literal["Rome", "Oslo"]
+    days: int = Field(ge=1, le=14)
+
+
+def test_tools_of_openais_client(server: ServerProcess) -> None:
+    tool = openai.pydantic_function_tool(Weather)
+    chat = server.openai().chat.completions
+    for seed in range(3):
+        parsed = chat.parse(**SETTINGS, messages=QUESTION, tools=[tool], tool_choice="required", seed=seed).choices[0]
+        assert parsed.finish_reason == "tool_calls"
+        (call,) = parsed.message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, Weather)
+    with chat.stream(**SETTINGS, messages=QUESTION, tools=[tool], tool_choice="required", seed=1) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather)
+    assert (
+        call.function.arguments
+        == chat.create(**SETTINGS, messages=QUESTION, tools=[tool], tool_choice="required", seed=1)
+        .choices[0]
+        .message.tool_calls[0]
+        .function.arguments
+    )
+    turns = [
+        *QUESTION,
+        parsed.message,
+        {"role": "tool", "tool_call_id": parsed.message.tool_calls[0].id, "content": "sun"},
+    ]
+    assert (
+        chat.create(**SETTINGS, messages=turns, tools=[tool], tool_choice="none").choices[0].message.tool_calls is None
+    )

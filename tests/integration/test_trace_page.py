@@ -304,6 +304,38 @@ def test_the_drafts_of_a_step_are_drawn_and_told(browser: Any, model: str, tmp_p
         assert tab.inner_text("#details").split("\n")[0].count(" is “") == 1 + verified[name][0], "tokens of the step"
 
 
+def test_the_grammar_of_a_step_is_drawn_and_told(browser: Any, model: str, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 2, "maxItems": 4}')
+    traced("--model", model, "--requests", "3", "--json-schema", schema, "--out", tmp_path)
+    (trace,) = page_data(tmp_path / "trace.html")
+    step = trace["focus"]["step"]
+    drawn = {
+        request["request_id"]: (text, position)
+        for request in trace["requests"]
+        for at, _, text, position in request["tokens"]
+        if at == step
+    }
+    assert '["' in [stack for _, (_, stack, _) in drawn.values()]
+    for tab in opened(browser, tmp_path / "trace.html"):
+        assert "of its grammar, from " in tab.locator("section .caption").first.inner_text()
+        told = tab.locator(".step-tokens span").all_inner_texts()
+        tab.locator("section input[type=range]").fill(str(step))
+        tab.locator(".scroller").focus()
+        for name, (text, (state, stack, number)) in drawn.items():
+            opened_frames = f"{len(stack)} open ({stack})" if stack else "nothing open"
+            place = f"in state {state}, {opened_frames}, from {number} allowed token{'' if number == 1 else 's'}"
+            row = told.index(f"grammar of {name}: “{text}” {place}")
+            assert "".join(tab.locator(".track").nth(row).locator("i.frame").all_inner_texts()) == stack
+            while not tab.inner_text("#details").startswith(f"Request {name} "):
+                tab.keyboard.press("ArrowDown")
+            assert f"drawn {place}" in tab.inner_text("#details")
+        assert tab.evaluate(FAINTEST, [".track i.frame", "color"])[1] >= TEXT_CONTRAST
+        tab.set_viewport_size(PHONE)
+        tab.evaluate(TWO_FRAMES)
+        assert tab.evaluate(WIDE) == []
+
+
 def test_without_its_script_the_page_has_the_tables(browser: Any, written: Path) -> None:
     for tab in opened(browser, written, java_script_enabled=False):
         assert tab.locator("noscript p").is_visible()

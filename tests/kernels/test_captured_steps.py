@@ -9,16 +9,19 @@ import torch
 
 from phases.phase_09.engine import Engine
 from phases.phase_11.engine import Engine as Speculative
+from phases.phase_11_1.engine import Engine as MultiToken
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.config import EngineConfig
 from shared.engine.graphs import CapturedStep, Computed, CudaGraphCapture
+from shared.engine.multi_token_runner import CapturedMultiTokenRunner
 from shared.kernels import gemv, rmsnorm, sampler
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED, LAUNCHES
 from shared.kernels.pending_ids import fill_pending
 from shared.scheduling.schedule import Schedule
+from tests.adapters import random_adapter_of
 from tests.mixed_requests import seen, serve
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -118,6 +121,61 @@ def test_replayed_steps_verify_drafts(tiny_checkpoints: dict[str, Path], family:
     assert steps.count((True, True)) > 1
     assert sum(num_accepted) > 1
     assert engine.runner.num_forwards < plain.runner.num_forwards
+
+
+def test_replayed_steps_have_mask_tokens(tiny_checkpoints: dict[str, Path]) -> None:
+    """Nine tokens verify two guesses and make the next ones; the guesses are those of steps that are not captured."""
+    folder, requests = tiny_checkpoints["gemma3_text"], REQUESTS[:1]
+    expected, _ = serve(make_engine(folder, use_cuda_graphs=False), requests)
+    about: dict[str, Any] = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder))}
+    about |= {"adapt_spec_length": False, "spec_length": 2, "max_batch_size": 1}
+    guessed: list[list[list[int]]] = []
+    for captures in (False, True):
+        engine = make_engine(folder, MultiToken, **about, use_cuda_graphs=None if captures else False)
+        if captures:
+            sampling = {"most_logit_rows": engine.config.most_logit_rows, "states": engine.drafter.states}
+            capture = Repeat() if INTERPRETED else None
+            engine.runner = CapturedMultiTokenRunner(engine.model, engine.view, 1, capture, **sampling)
+        propose = engine.drafter.propose
+        found: list[list[int]] = []
+
+        def noting(schedule: Schedule, propose: Any = propose, found: Any = found) -> None:
+            propose(schedule)
+            found += [list(request.draft_ids) for request in schedule.requests if request.draft_ids]
+
+        engine.drafter.propose = noting
+        got, _ = serve(engine, requests)
+        assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
+        guessed.append(found)
+        assert (engine.runner.num_replays > 8) == captures
+    assert sum(map(len, guessed[0])) > 12
+    assert guessed[0] == guessed[1]
+
+
+@pytest.mark.parametrize(("family", "is_same"), [("llama", True), ("gemma3_text", False)])
+def test_drafts_behind_each_other_are_moved_on_by_the_device(
+    tiny_checkpoints: dict[str, Path], family: str, is_same: bool
+) -> None:
+    """A draft model that is the model itself, whose drafts are all right, and one with other layers."""
+    folder = tiny_checkpoints[family]
+    expected, _ = serve(make_engine(folder, use_cuda_graphs=False), REQUESTS[:2])
+    drafting: dict[str, Any] = {"use_speculative_decoding": True, "draft_model": str(folder), "spec_length": 4}
+    engine = make_engine(folder, Speculative, adapt_spec_length=False, num_gpu_blocks=24, **drafting)
+    drafter, capture = engine.drafter, Repeat() if INTERPRETED else None
+    drafter.model.blocks = engine.model.blocks if is_same else drafter.model.blocks[:2]
+    runner = drafter.runner = CapturedRunner(drafter.model, drafter.runner.view, drafter.pool.max_sequences, capture)
+    answers, repeat = [], runner.repeat
+    runner.repeat = lambda launched: answers.append(repeat(launched)) or answers[-1]  # type: ignore[func-returns-value]
+    for memory in (runner.view.keys, runner.view.values):  # type: ignore[attr-defined]
+        memory.fill_(float("nan"))
+    got, _ = serve(engine, REQUESTS[:2])
+    assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
+    num_repeats = sum(answer is not None for answer in answers)
+    assert num_repeats > 5
+    stats = engine.stats()
+    assert stats["drafts accepted (tokens)"] > (15 if is_same else 0)
+    assert stats["drafts rejected (tokens)"] > 0 or is_same
+    assert runner.num_forwards - runner.num_replays <= 2
 
 
 def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkpoints: dict[str, Path]) -> None:

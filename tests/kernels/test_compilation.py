@@ -54,6 +54,7 @@ def test_every_variant_compiles(tmp_path):
         "grammar_mask_kernel",
         "remove_kernel",
         "grammar_advance_kernel",
+        "next_token_kernel",
     }
 
 
@@ -231,7 +232,9 @@ def compile_fp8_kv_cache():
             grid, tokens = tiling.grid(Hkv, one.device), tiling.tokens(Hq // Hkv)
             plan = plan_prefill([1], [1], grid, tokens_per_tile=tokens, window=None)
             plan = DevicePlan.of(plan, [torch.as_tensor(array).int() for array in plan.arrays()])
-            planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
+            for num_masks in (None, one):  # with mask tokens too
+                about["num_masks"] = num_masks
+                planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
 
 
 def compile_sampler():
@@ -258,9 +261,17 @@ def compile_grammar():
     words = torch.zeros(2, tokens.num_words, dtype=torch.int32)
     grammar_mask.grammar_mask(tables, tokens, rows, slots, words, {})
     for dtype in (torch.bfloat16, torch.float32):
-        grammar_mask.remove_refused(words, slots, tokens, torch.zeros(2, 3, dtype=dtype))
+        grammar_mask.remove_refused(words, slots, slots, tokens, torch.zeros(2, 3, dtype=dtype))
     for ids in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)):
         grammar_advance.grammar_advance(tables, tokens, rows, slots, slots, ids, {})
+
+
+def compile_next_token():
+    from shared.kernels import next_token as module
+
+    module.launches, module.launch = lambda tensor: True, compile_launch
+    longs, ints = [torch.zeros(4, dtype=torch.int64)] * 3, [torch.zeros(4, dtype=torch.int32)] * 3
+    module.next_token(*longs, *ints, longs[0], block_size=16, stride=1024)
 
 
 if __name__ == "__main__":
@@ -272,3 +283,4 @@ if __name__ == "__main__":
     compile_fp8_kv_cache()
     compile_sampler()
     compile_grammar()
+    compile_next_token()

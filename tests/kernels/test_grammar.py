@@ -51,12 +51,13 @@ class Machine:
         slots = torch.tensor([-1, *range(len(rows) - 1, 0, -1)], dtype=torch.int32, device=DEVICE)
         words = torch.full((len(slots), self.tokens.num_words), 7, dtype=torch.int32, device=DEVICE)
         grammar_mask(self.pool.tables, self.tokens, rows, slots, words, self.grammars)
-        logits = torch.zeros(len(slots), len(self.tokens.ranks) + 3, dtype=dtype, device=DEVICE)
-        remove_refused(words, slots, self.tokens, logits[:, :-3])
+        logits = torch.zeros(len(slots) + 1, len(self.tokens.ranks) + 3, dtype=dtype, device=DEVICE)
+        numbers = torch.tensor([0, *range(2, len(slots) + 1)], dtype=torch.int32, device=DEVICE)
+        remove_refused(words, slots, numbers, self.tokens, logits[:, :-3])
         assert (words[0] == 7).all()
-        assert (logits[0] == 0).all()
+        assert (logits[:2] == 0).all(), "a row without a grammar, and one without bits"
         assert (logits[:, -3:] == 0).all(), "columns beyond the vocabulary"
-        for row, (number, now) in zip(logits[1:, :-3].cpu(), reversed(configurations), strict=True):
+        for row, (number, now) in zip(logits[2:, :-3].cpu(), reversed(configurations), strict=True):
             allowed = self.fsms[number].allowed_tokens(now)
             assert (row == 0).nonzero()[:, 0].tolist() == allowed, now
             assert (row == -torch.inf).sum() == len(row) - len(allowed)
@@ -146,7 +147,7 @@ def test_a_row_that_lost_its_grammar_is_free():
     words = torch.zeros(1, machine.tokens.num_words, dtype=torch.int32, device=DEVICE)
     grammar_mask(*about, slots, words, machine.grammars)
     logits = torch.zeros(1, len(machine.tokens.ranks), device=DEVICE)
-    remove_refused(words, slots, machine.tokens, logits)
+    remove_refused(words, slots, slots - 1, machine.tokens, logits)
     assert (logits == 0).all()
 
 

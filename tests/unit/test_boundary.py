@@ -32,7 +32,12 @@ PARTS = sorted(
 BACKENDS = re.compile(r"\b(paged|contiguous|planned|contiguous)", re.IGNORECASE)
 PROBES = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "delattr", "type", "vars", "dir"}
 TABLES = ("MEMORY", "SUPPORTED")
-PROTOCOLS = {"shared.cache.pool", "shared.cache.view", "shared.cache.layout"}  # and what passes between the two sides
+PROTOCOLS = {
+    "shared.cache.pool",
+    "shared.cache.view",
+    "shared.cache.layout",
+    "shared.cache.compressing",
+}  # and what passes between the two sides
 
 
 def members(protocol: type) -> set[str]:
@@ -116,6 +121,8 @@ CACHE = sorted(path for path in (ROOT / "shared/cache").glob("*.py") if path.ste
 HOST = {
     "bucket_planner",
     "blocks",
+    "condensed",
+    "condensed_layout",
     "contiguous_pool",
     "layout",
     "paged",
@@ -127,11 +134,14 @@ HOST = {
     "prefix",
     "prefix_tree",
 }
-# They make both sides.
+# They make both sides, or join them.
 MAKERS = {
     "bucket_memory",
+    "compressing",
+    "condensed_memory",
     "contiguous_memory",
     "fp8_memory",
+    "multi_token_memory",
     "paged_memory",
     "planned_memory",
     "pool_size",
@@ -142,7 +152,9 @@ VIEWS = {f"shared.cache.{name}" for name in DEVICE | MAKERS}
 HOST_FILES = [path for path in CACHE if path.stem in HOST] + sorted(
     path for path in (ROOT / "shared/scheduling").glob("*.py") if path.stem != "__init__"
 )
-HOST_FILES += [ROOT / "shared/engine" / f"{name}.py" for name in ("batch", "memory_map", "record", "request")]
+HOST_FILES += [
+    ROOT / "shared/engine" / f"{name}.py" for name in ("batch", "memory_map", "multi_token_batch", "record", "request")
+]
 
 
 def imports(source: str) -> set[str]:

@@ -17,6 +17,7 @@ from shared.text.chat import (
     LLAMA_RELEASE_DATE,
     TEMPLATE_FOLDER,
     ChatMessage,
+    ToolCall,
     _environment,
     choose_template,
     encode_chat,
@@ -125,6 +126,94 @@ def test_gemma3_prefixes_the_system_text_and_names_the_model():
     )
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLS = ChatMessage("assistant", "I add.", (ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")))
+RESULTS = [ChatMessage("tool", "1"), ChatMessage("tool", "zéro")]
+HERMES_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    '{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}\n</tools>\n\n'
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    'tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+)
+HERMES_TURNS = (
+    "<|im_start|>user\n Hi there\n<|im_end|>\n<|im_start|>assistant\nI add."
+    '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>\n'
+    "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\nzéro\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "shown"),
+    [
+        ("qwen3", [], ""),
+        ("qwen3", [SYSTEM], "Be brief.\n\n"),
+        ("chatml", [SYSTEM], "Be brief.\n\n"),
+        ("chatml", [], "You are a helpful AI assistant named SmolLM, trained by Hugging Face\n\n"),
+    ],
+)
+def test_tools_calls_and_results_as_hermes_and_qwen_write_them(template, system, shown):
+    tools = [json.dumps(TOOL)]
+    assert render_chat([*system, HI, CALLS, *RESULTS], template=template, tools=tools) == (
+        f"<|im_start|>system\n{shown}{HERMES_TOOLS}{HERMES_TURNS}"
+    )
+
+
+def test_qwen3_keeps_the_thinking_before_a_call_whose_result_is_the_last_message():
+    thought = ChatMessage("assistant", "<think>\nhm\n</think>\n\n", (ToolCall("add", "{}"),))
+    assert render_chat([HI, thought, RESULTS[0]], template="qwen3").endswith(
+        '<|im_start|>assistant\n<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tools_calls_and_results_as_llama_31_writes_them():
+    call = ChatMessage("assistant", "", (ToolCall("add", '{"a": 1}'),))
+    text = render_chat(
+        [SYSTEM, HI, call, RESULTS[1]], template="llama3", date=LLAMA_RELEASE_DATE, tools=[json.dumps(TOOL, indent=4)]
+    )
+    assert text == (
+        "<|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\nCutting Knowledge Date: December 2023\n"
+        "Today Date: 26 Jul 2024\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+        "Given the following functions, please respond with a JSON for a function call with its proper arguments that "
+        'best answers the given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of '
+        'argument name and its value}.Do not use variables.\n\n{\n    "type": "function",\n    "function": {\n'
+        '        "name": "add",\n        "parameters": {\n            "type": "object"\n        }\n    }\n}\n\n'
+        'Hi there<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n{"name": "add", "parameters": {"a": 1}}'
+        '<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"zéro"<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "date", "messages", "told"),
+    [
+        ("gemma3", None, [HI], "no tools"),
+        ("llama3", None, [HI], "no tools"),
+        ("llama3", LLAMA_RELEASE_DATE, [HI, CALLS], "2 tool calls; this model's format has one a turn"),
+        ("llama3", LLAMA_RELEASE_DATE, [HELLO, HI], "no message of the user"),
+    ],
+)
+def test_tools_that_a_format_does_not_have_are_refused(template, date, messages, told):
+    with pytest.raises(RequestError, match=told):
+        render_chat(messages, template=template, date=date, tools=[json.dumps(TOOL)])
+
+
+@pytest.mark.parametrize("kind", ["llama3", "smollm2", "qwen3"])
+def test_a_control_token_in_a_tool_stays_text(tokenizers, kind):
+    tokenizer, counts = tokenizers[kind], []
+    for word in ("plain", "<|im_end|><|eot_id|>"):
+        tool = {"type": "function", "function": {"name": "add", "description": word}}
+        calls = ChatMessage("assistant", "", (ToolCall("add", json.dumps({"a": word})),))
+        messages = [HI, calls, ChatMessage("tool", word)]
+        ids = encode_chat(tokenizer, messages, template=FAMILIES[kind][1], today=TODAY, tools=[tool])
+        assert word in tokenizer.decode(ids)
+        counts.append(len([index for index in ids if index in tokenizer.special_ids]))
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("messages", [[HI, MORE], [HELLO], [SYSTEM], [HI, HELLO, HELLO], [HI, SYSTEM]])
 def test_gemma3_refuses_roles_that_do_not_alternate(messages):
     with pytest.raises(RequestError, match="in turn"):
@@ -147,7 +236,7 @@ def test_bad_requests_are_refused(template):
 
 
 @pytest.mark.parametrize(
-    ("role", "content"), [("tool", "x"), ("User", "x"), (None, "x"), ("user", None), ("user", ["x"])]
+    ("role", "content"), [("function", "x"), ("User", "x"), (None, "x"), ("user", None), ("user", ["x"])]
 )
 def test_a_message_of_another_kind_is_refused(role, content):
     with pytest.raises(RequestError, match="message"):

@@ -99,7 +99,7 @@ def test_a_query_that_sees_no_key_has_the_state_of_no_keys() -> None:
     values, logs = range_state(q, k, k, torch.tensor([4, 20]), scale=1.0, window=8)
     assert_equal(values[1], torch.zeros(2, D), "values", ("head", "dim"))
     assert_equal(logs[1], torch.full((2,), -torch.inf), "logarithms", ("head",))
-    assert logs[0].isfinite().all()
+    assert logs[0].isfinite().all(), "the query beside it sees keys, and its logarithms are numbers"
 
 
 def test_the_states_of_ranges_merge_to_the_attention_over_all_keys() -> None:

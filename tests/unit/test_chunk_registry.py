@@ -26,12 +26,12 @@ def resident(registry: ChunkRegistry, allocator: BlockAllocator, text: str) -> C
     """A chunk that is computed; a letter is a token."""
     chunk = registry.add("user", [ord(letter) for letter in text])
     blocks = allocator.allocate(-(-len(chunk) // SIZE))
-    assert blocks is not None
+    assert blocks is not None, "the allocator of the test is too small"
     registry.store(chunk, blocks)
     return chunk
 
 
-def test_a_content_is_one_chunk_whoever_registers_it() -> None:
+def test_a_content_is_one_chunk_however_often_it_is_registered() -> None:
     registry, _ = make_registry()
     first = registry.add("user", [1, 2, 3])
     assert registry.add("user", (1, 2, 3)) is first

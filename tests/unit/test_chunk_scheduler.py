@@ -27,7 +27,7 @@ def chunk(scheduler: ChunkScheduler, letter: str, count: int = SIZE, is_resident
     found = scheduler.registry.add("user", [ord(letter)] * count)
     if is_resident:
         blocks = scheduler.pool.allocator.allocate(-(-count // SIZE))
-        assert blocks is not None
+        assert blocks is not None, "the pool of the test is too small"
         scheduler.registry.store(found, blocks)
     return found
 
@@ -78,18 +78,18 @@ def test_what_is_being_computed_is_not_asked_for_again(scheduler: ChunkScheduler
     ask(scheduler, "1", a)
     ask(scheduler, "2", a, b)
     commit(scheduler, scheduler.schedule())  # b was wanted and joined the end of the queue, behind what waits
-    assert a.is_resident
-    assert not b.is_resident
+    assert a.is_resident, "chunk a was computed"
+    assert not b.is_resident, "chunk b was computed before the request that lacks a"
     assert_equal(queue(scheduler), ["1", "2", "b"], "queue", ("place",))
     scheduler._put_missing_chunks_first()
     assert_equal(queue(scheduler), ["1", "b", "2"], "queue: what computes b has moved", ("place",))
     commit(scheduler, scheduler.schedule())
     scheduler._put_missing_chunks_first()
     assert_equal(queue(scheduler), ["2"], "queue", ("place",))
-    assert b.is_resident
+    assert b.is_resident, "chunk b was computed"
     commit(scheduler, scheduler.schedule())
-    assert "2" in scheduler.running
-    assert scheduler.pool.audit_blocks() == []
+    assert "2" in scheduler.running, "request 2 has all its chunks and runs"
+    assert_equal(scheduler.pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
 def test_without_missing_chunks_the_queue_stays_as_it_is(scheduler: ChunkScheduler) -> None:
@@ -98,4 +98,4 @@ def test_without_missing_chunks_the_queue_stays_as_it_is(scheduler: ChunkSchedul
     ask(scheduler, "2", a)
     scheduler._put_missing_chunks_first()
     assert_equal(queue(scheduler), ["1", "2"], "queue", ("place",))
-    assert not scheduler.registry.computing
+    assert not scheduler.registry.computing, "a chunk is computed that no request lacks"

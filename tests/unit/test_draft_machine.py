@@ -37,10 +37,10 @@ class Followed(DraftModel):
     def __init__(self) -> None:
         pass
 
-    def _run(self, schedule: Schedule, entries: Sequence[Scheduled]) -> Any:
+    def _run(self, schedule: Schedule, entries: Sequence[Scheduled], num_ahead: int) -> Any:
         requests = {twin: request for request, twin in self.pair.twins.items()}
         self.runner.requests = [requests[entry.request] for entry in entries]  # type: ignore[attr-defined]
-        return super()._run(schedule, entries)
+        return super()._run(schedule, entries, num_ahead)
 
 
 class NaiveRunner:
@@ -68,6 +68,9 @@ class NaiveRunner:
             known = [*request.token_ids, *self.machine.drawn.get(request, [])]
             assert read == known[:num_cached], "the draft model reads the request's text and its own drafts"
         return SimpleNamespace(batch=batch, requests=self.requests, errors=self.errors(len(batch)))
+
+    def repeat(self, launched: SimpleNamespace) -> None:
+        return None
 
     def errors(self, num_sequences: int) -> dict[int, Exception]:
         chance = self.machine.chance

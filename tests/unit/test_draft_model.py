@@ -315,7 +315,7 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(
             answers = serve(engine, requests, arrivals)[0]
             assert [tokens_of(answer) for answer in answers] == [tokens_of(answer) for answer in expected]
         assert has_guessed(engine)
-        assert engine.runner.num_replays > 50
+        assert engine.runner.num_replays > 20
 
 
 def test_a_step_that_is_interrupted_behind_its_drafts_can_be_made_again(

@@ -78,7 +78,7 @@ def test_the_main_file_is_the_same_everywhere(lesson: Lesson) -> None:
 @pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
 def test_an_engine_is_short_imports_no_phase_and_knows_no_number(lesson: Lesson) -> None:
     source = (lesson.folder / "engine.py").read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 242
+    assert len(source.splitlines()) <= 248
     tree = ast.parse(source)
     imported = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     imported += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]

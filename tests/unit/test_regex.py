@@ -85,6 +85,8 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
         (r"a\b", r"the word border \\b"),
         ("a{3,2}", "the bounds 3 and 2 in the wrong order"),
         ("a{20000}", "more than 10000 times"),
+        ("a{" + "9" * 5000 + "}", "more than 10000 times"),
+        ("[" + "ab" * 20_000 + "]", "a class of more than 20000 ranges at position 0"),
         ("[z-a]", "the range z-a in the wrong order"),
         ("a\\", "ends too early"),
         (r"\u12", "4 hexadecimal digits"),
@@ -108,6 +110,24 @@ def test_a_hostile_pattern_ends_within_its_budget(pattern: str) -> None:
     with pytest.raises(GrammarError, match="more than"):
         compile_regex(pattern, Budget(), spelling=Spelling.JSON)
     assert time.perf_counter() - began < 4, "a second, and what a busy machine adds"
+
+
+@pytest.mark.parametrize("part", ["{", r"\p{Lu}"])
+def test_a_long_pattern_is_parsed_within_the_budget(part: str) -> None:
+    """A million characters. A parser that copied the rest of the pattern at each of them would take half a minute."""
+    began = time.thread_time()
+    with pytest.raises(GrammarError, match="more than 1 s"):
+        compile_regex(part * (1_000_000 // len(part)), Budget())
+    assert time.thread_time() - began < 3, "a second, and what a busy machine adds"
+
+
+@pytest.mark.parametrize("pattern", ["[^x]{0,500}", "[^x]{500,}", "y[^x]{500}", "(ab?){0,500}"])
+def test_long_counted_repeats_compile(pattern: str) -> None:
+    """In some 0.3 s; with a round for each place of the chain, three."""
+    dfa = compile_regex(pattern, Budget(), spelling=Spelling.JSON)
+    longest = {"y[^x]{500}": "yé" + "a" * 499, "(ab?){0,500}": "ab" * 500}.get(pattern, "é" * 500)
+    assert dfa.run(longest.encode())
+    assert bool(dfa.run((longest + "a").encode())) == (pattern == "[^x]{500,}")
 
 
 def test_a_choice() -> None:

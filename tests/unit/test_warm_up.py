@@ -8,8 +8,11 @@ import pytest
 from phases.phase_04.engine import Engine as Static
 from phases.phase_06.engine import Engine as Paged
 from phases.phase_08.engine import Engine as Prefixes
+from phases.phase_12.engine import Engine as Structured
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import rounds, warm_up
+from shared.grammar.grammar import Grammar
+from shared.sampling.params import SamplingParams
 
 
 def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> None:
@@ -54,3 +57,13 @@ def test_nothing_is_left_behind(
     assert not engine.has_work()
     assert engine.pool.used_tokens == 0
     assert engine.runner.num_tokens_computed > (50 if is_gpu else 8)
+
+
+def test_the_first_request_with_a_grammar_finds_the_vocabulary_made(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Structured(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=64))
+    assert engine.constraints.vocabulary is None, "a caller without grammars does not pay for it"
+    warm_up(engine)
+    vocabulary = engine.constraints.vocabulary
+    assert vocabulary is not None
+    engine.add_request([1], SamplingParams(structured_output=Grammar.regex("a")))
+    assert engine.constraints.vocabulary is vocabulary

@@ -1,13 +1,14 @@
 // The two ways to ask: a text that goes on, and a conversation. Both stream, and both can be stopped.
 
 import { complain, events, send, servedModel } from "./api.js";
+import { clearWalk, drawToken, grammarFields } from "./grammar.js";
 
 const byId = (id) => document.getElementById(id);
 const conversation = [];
 let running = null;
 
 function sampling() {
-  const body = {};
+  const body = grammarFields();
   for (const name of ["temperature", "top_p", "repetition_penalty", "max_tokens", "top_k", "seed"]) {
     if (byId(name).value !== "") body[name] = Number(byId(name).value);
   }
@@ -39,6 +40,7 @@ async function ask(path, accept, body, show) {
   running = new AbortController();
   const { signal } = running;
   complain("complaint", "");
+  clearWalk();
   byId("summary").textContent = "waiting for the first token";
   byId("run").disabled = true;
   byId("stop").disabled = false;
@@ -48,6 +50,7 @@ async function ask(path, accept, body, show) {
     const response = await send(path, { method: "POST", headers, body: JSON.stringify({ model, ...body }), signal });
     for await (const chunk of events(response)) {
       const added = show(chunk);
+      if (chunk.grammar) drawToken(chunk.grammar, chunk.choices[0].text ?? chunk.choices[0].delta.content);
       if (added) state.first ||= performance.now();
       state.count = chunk.usage ? chunk.usage.completion_tokens : state.count + added;
       state.reason = chunk.choices[0]?.finish_reason ?? state.reason;
@@ -153,6 +156,7 @@ export function build() {
     conversation.length = 0;
     byId("turns").replaceChildren();
     byId("answer").replaceChildren();
+    clearWalk();
     complain("complaint", "");
     byId("summary").textContent = "";
   });

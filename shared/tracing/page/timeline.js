@@ -282,7 +282,10 @@ class Timeline {
   // The token that the step gave, and the end.
   given(request, step) {
     const given = request.tokens.map((token, index) => [index, ...token]).filter(([, at]) => at === step);
-    const told = given.map(([index, , id, text]) => `token ${index + 1} of ${request.tokens.length} is “${text}” (id ${id})`);
+    const told = given.map(([index, , id, text, position]) => {
+      const drawn = position ? `, drawn ${placeInGrammar(position)}` : "";
+      return `token ${index + 1} of ${request.tokens.length} is “${text}” (id ${id})${drawn}`;
+    });
     const end = request.outcome === "finished" && request.end_step === step + 1 ? [`finished (${request.finish_reason})`] : [];
     return [...told, ...end];
   }

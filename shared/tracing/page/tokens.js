@@ -23,6 +23,11 @@ function draftsOf(record, id) {
   return accepted + rejected ? `${accepted} of ${some(accepted + rejected, "draft")} accepted` : "";
 }
 
+// Where a token of a request with a grammar was drawn: the automaton's state, what is open, how many tokens may follow.
+function placeInGrammar([state, stack, allowed]) {
+  return `in state ${state}, ${stack ? `${stack.length} open (${stack})` : "nothing open"}, from ${some(allowed, "allowed token")}`;
+}
+
 class StepTokens {
   constructor(trace, section) {
     this.trace = trace;
@@ -44,6 +49,12 @@ class StepTokens {
       const track = this.row(`decode ${id}: ${draftsOf(record, id)}`);
       for (let place = 0; place <= accepted; place++) make("i", "", track, "decode");
       for (let place = 0; place < rejected; place++) make("i", "", track, "rejected");
+    }
+    for (const { request_id: id, tokens } of this.trace.requests) {
+      for (const [, , text, position] of tokens.filter(([at, , , position]) => at === step && position)) {
+        const stack = this.row(`grammar of ${id}: “${text}” ${placeInGrammar(position)}`);
+        for (const opened of position[1]) make("i", opened, stack, "frame");
+      }
     }
     for (const part of chunksOf(this.trace, step)) {
       const { request, first, count, total, text, cached, before, isChunk } = part;

@@ -52,7 +52,7 @@ REFUSED = {
     "model": ["other", "", 3],
     "min_p": [-0.1, 1.1, "0"],
     "use_speculative_decoding": ["no", 0],
-    "tools": [[{}]],
+    "tools": [5, [5]],
     "response_format": [{"type": "xml"}, "text", 5],
     "unheard_of": [None, 1],
 }
@@ -206,7 +206,7 @@ def test_a_refusal_behind_a_comment_is_an_event(folder: Path) -> None:
         [{"role": "user", "content": 5}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "user", "content": "x", "name": "Ada"}],
-        [{"role": "user", "content": "x", "tool_calls": [{}]}],
+        [{"role": "user", "content": "x", "tool_calls": [5]}],
     ],
 )
 def test_messages_that_are_none_are_refused(messages: Any, client: httpx.Client) -> None:

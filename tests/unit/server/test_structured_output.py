@@ -1,5 +1,6 @@
 """Answers with a grammar over HTTP: every way to ask for one, and what is refused."""
 
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.grammar.grammar import Grammar
-from tests.unit.server.echo import serving
+from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import chat, completion, error_of, events
 
 DATE = "[0-9]{4}-[0-9]{2}"
@@ -56,6 +57,41 @@ def test_every_way_to_ask(path: str, fields: dict[str, Any], pattern: str, clien
         assert response.status_code == 200, response.text
         assert re.fullmatch(pattern, text_of(response.json()))
         assert response.json()["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_stream_says_where_each_token_was_drawn_if_that_is_asked_for(path: str, client: httpx.Client) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 2, "maxItems": 3}
+    body = ROUTES[path]("Say", guided_json=schema, n=2, seed=4, stream=True) | {"max_tokens": 60}
+    plain, watched = (
+        [data for _, data in events(client.post(path, json=body | more).text) if data != "[DONE]"]
+        for more in ({}, {"grammar_progress": True})
+    )
+    assert not any("grammar" in frame for frame in plain)
+    texts = ["", ""]
+    for frame in watched:
+        (choice,) = frame["choices"]
+        if "grammar" not in frame:
+            assert choice["finish_reason"] or choice["delta"].get("role")
+            continue
+        before, stack = texts[choice["index"]], frame["grammar"]["stack"]
+        assert set(frame["grammar"]) == {"state", "stack", "num_allowed"}
+        assert frame["grammar"]["num_allowed"] >= 1
+        inside = before[:1] if not before.endswith("]") else ""
+        assert stack == inside + '"' * (before.count('"') % 2)
+        texts[choice["index"]] += choice["text"] if "text" in choice else choice["delta"]["content"]
+    assert all(len(json.loads(text)) in (2, 3) for text in texts)
+
+
+def test_named_events_say_it_too_and_free_answers_never(client: httpx.Client) -> None:
+    named = {"accept": "text/event-stream"}
+    body = completion("Say", guided_regex=DATE, grammar_progress=True) | {"max_tokens": 20}
+    frames = [data for name, data in events(client.post("/v1/completions", json=body, headers=named).text)]
+    assert [frame["grammar"]["stack"] for frame in frames[:-1]] == [""] * (len(frames) - 1)
+    assert frames[0]["grammar"]["num_allowed"] == 10, "the digits of a vocabulary of bytes"
+    free = completion("Say", grammar_progress=True) | {"max_tokens": 3}
+    frames = [data for name, data in events(client.post("/v1/completions", json=free, headers=named).text)]
+    assert not any("grammar" in frame for frame in frames)
 
 
 def test_a_stream_and_a_beginning(client: httpx.Client) -> None:
@@ -107,6 +143,26 @@ def test_what_is_no_grammar_is_refused_by_its_field(
         error = error_of(response)
         assert error["param"] == param
         assert message in error["message"]
+
+
+ASKED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format.pattern"),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+    ({"guided_regex": "a"}, "guided_regex"),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_phase_before_grammars_refuses_them_by_the_field(path: str, folder: Path) -> None:
+    with serving(EchoEngine(folder)) as running, running.client() as client:
+        for fields, param in ASKED:
+            response = client.post(path, json=ROUTES[path](**fields))
+            assert response.status_code == 422, response.text
+            assert error_of(response)["param"] == param
+            assert "phase 12 is the first" in error_of(response)["message"]
+        assert client.post(path, json=ROUTES[path](response_format={"type": "text"})).status_code == 200
+        assert running.engine.num_steps > 0
 
 
 def test_a_slow_grammar_delays_no_other_request(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,167 @@
+"""What phases buy only where they are asked: 8 and 4 bits, drafts, grammars. Introduced in phase 12.
+
+With default settings phases 10 to 12 are as fast as phase 9, so their rungs of the ladder show nothing. Here an engine
+of the phase answers with the option and without it, in turns, one engine in memory at a time. Medians count. An option
+that the model's shape excludes has no row. Invariant: the options of a phase are measured on the same prompts.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.report import ratio, rounded
+from benchmarks.setup import Setup, free_memory
+from benchmarks.speculation import TASKS
+from benchmarks.timing import Steps, rotated
+from shared.errors import ConfigError, ModelFolderError
+from shared.grammar.grammar import Grammar
+from shared.lessons import Lesson
+from shared.quantization.weight import QuantizedWeight
+from shared.sampling.params import SamplingParams
+from shared.text.chat import ChatMessage, choose_template, encode_chat
+
+MAX_SEQ_LEN, WARM_UP_TOKENS = 512, 3
+PERSON = Grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 40}, "born": {"type": "integer"}},
+        "required": ["name", "born"],
+        "additionalProperties": False,
+    }
+)
+QUESTIONS = tuple(
+    f'Who {what}? Answer as JSON, with the keys "name", a string, and "born", a year.'
+    for what in ("wrote the first program", "discovered radium", "painted Guernica")
+)
+"""Each asks for a person, whom a program wants to read."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row: settings of an engine, and what it answers; ``is_read`` by a program, which needs a `PERSON`."""
+
+    phase: str
+    title: str
+    questions: Sequence[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    grammar: Grammar | None = None
+    is_read: bool = False
+    max_tokens: int = 48
+
+
+EDIT, STORY = (TASKS["edit"],), (TASKS["story"],)
+LOOKUP = {"use_speculative_decoding": True, "drafter": "ngram"}
+OPTIONS = (
+    Option("10", "weights as they are", STORY, max_tokens=16),
+    Option("10", "8 bits", STORY, {"quantization": "int8"}, max_tokens=16),
+    Option("10", "4 bits", STORY, {"quantization": "int4"}, max_tokens=16),
+    Option("11", "an edit, plain", EDIT),
+    Option("11", "an edit, drafts looked up", EDIT, LOOKUP),
+    Option("12", "JSON asked for", QUESTIONS, is_read=True),
+    Option("12", "JSON by its schema", QUESTIONS, grammar=PERSON, is_read=True),
+)
+
+
+def options_of(lessons: Sequence[Lesson]) -> list[Option]:
+    """The options of these phases."""
+    return [option for option in OPTIONS if option.phase in {lesson.number for lesson in lessons}]
+
+
+def measure_options(setup: Setup, lessons: Sequence[Lesson], trials: int, steps: Steps) -> dict[str, list[Any]]:
+    """The rows of each phase that has options, with the speed over that of its first row."""
+    found: dict[str, list[Any]] = {}
+    for lesson in lessons:
+        options = {option.title: option for option in options_of([lesson])}
+        tries: dict[str, list[dict[str, float]]] = {title: [] for title in options}
+        for trial in range(trials if options else 0):
+            for title in rotated(tuple(options), trial):
+                with steps.step(f"phase {lesson.number}, {title}, trial {trial + 1} of {trials}"):
+                    with suppress(ConfigError):  # such as groups of 4 bits that do not divide a row
+                        tries[title].append(_measured(setup, lesson, options[title]))
+                    free_memory()
+        rows: list[dict[str, Any]] = [
+            {"title": title} | {key: rounded(statistics.median(each[key] for each in values)) for key in values[0]}
+            for title, values in tries.items()
+            if values
+        ]
+        if rows:
+            speeds = [row["tokens_per_second"] for row in rows]
+            pairs = zip(rows, speeds, strict=True)
+            found[lesson.number] = [row | {"speedup": ratio(speed, speeds[0])} for row, speed in pairs]
+    return found
+
+
+def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
+    """Tokens a second behind the first of each answer, tokens a forward pass, bytes of weights, valid answers."""
+    limit = min(MAX_SEQ_LEN, setup.shape.max_position_embeddings)
+    engine = lesson.engine_alone(setup.config(max_seq_len=limit, **option.settings))
+    about: dict[str, Any] = {"structured_output": option.grammar, "ignore_eos": not option.is_read}
+    params = SamplingParams(temperature=0.0, max_new_tokens=option.max_tokens, **about)
+    prompts = [_prompt(engine, text)[-(limit - option.max_tokens) :] for text in option.questions]
+    for _ in engine.generate(prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS)):
+        pass
+    seconds, num_tokens, num_valid = 0.0, 0, 0
+    before = engine.stats()["forward passes"]
+    for prompt in prompts:
+        started, text = 0.0, ""
+        for output in engine.generate(prompt, params):
+            num_tokens += 1 if started else 0
+            started = started or time.perf_counter()
+            text += output.text
+        seconds += time.perf_counter() - started
+        num_valid += is_person(text)
+    num_forwards = engine.stats()["forward passes"] - before
+    found = {
+        "tokens_per_second": num_tokens / seconds,
+        "tokens_per_forward": (num_tokens + len(prompts)) / num_forwards,
+        "weight_bytes": float(sum(_weights(engine.model).values())),
+    }
+    return found | ({"valid_share": num_valid / len(prompts)} if option.is_read else {})
+
+
+def is_person(text: str) -> bool:
+    """Whether a program could read the answer: JSON with the two keys, and values of their types."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    is_object = isinstance(found, dict) and found.keys() == {"name", "born"}
+    return is_object and isinstance(found["name"], str) and type(found["born"]) is int
+
+
+def _prompt(engine: Any, text: str) -> list[int]:
+    """The ids of a question; without a chat format those of its text."""
+    try:
+        template = choose_template(engine.model.config.family, engine.tokenizer)
+    except ModelFolderError:
+        ids: list[int] = engine.tokenizer.encode(text)
+        return ids
+    return encode_chat(engine.tokenizer, [ChatMessage("user", text)], template=template)
+
+
+def _weights(model: nn.Module) -> dict[int, int]:
+    """The bytes of each storage of a model's tensors, quantized ones included."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(model, set())}
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module | QuantizedWeight):
+        yield from _tensors(vars(value), seen)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each, seen)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each, seen)

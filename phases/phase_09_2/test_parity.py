@@ -1,0 +1,261 @@
+"""Phase 9.2 gives the outputs of phase 9 while nothing is dropped; masks and moved tokens give the same attention."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from phases.phase_09.engine import Engine as Uncompressed
+from phases.phase_09_2.engine import Engine
+from shared.cache.condensed import CondensedKVCachePool
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.sampling.params import SamplingParams
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve, tokens
+from tests.unit.scheduling_loop import run_machine
+
+SNAP: dict[str, Any] = {
+    "compress_method": "snapkv",
+    "layer_budget": 40,
+    "layer_upper_budget": 56,
+    "p_attn": 0.35,  # a model of random weights attends to all keys nearly alike
+    "query_window_size": 12,
+    "steps_between_cache_compressions": 16,
+    "block_size": 4,
+    "max_seq_len": 256,
+    "dtype": "float32",
+}
+PROMPTS = [[(31 * n + 7 * m) % 250 for n in range(30 + 40 * m)] for m in range(3)]
+LONG: Requests = [(prompt, GREEDY | {"max_new_tokens": 90}) for prompt in PROMPTS]
+
+
+def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
+    return phase(EngineConfig(model=str(folder), **config))
+
+
+def running(engine: Any) -> list[Request]:
+    return list(engine.scheduler.running.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_a_budget_above_the_length_outputs_are_those_of_phase_9(model_folder: Path, overlap: bool) -> None:
+    requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
+    about = SMALL | {"overlap_scheduling": overlap}
+    expected = seen(serve(make(model_folder, Uncompressed, **about), requests, arrivals)[0])
+    roomy = {"compress_method": "snapkv", "layer_budget": 128, "steps_between_cache_compressions": 8}
+    engine = make(model_folder, **about, **roomy)
+    assert seen(serve(engine, requests, arrivals)[0]) == expected
+    assert engine.num_compressions == 0
+    assert seen(serve(make(model_folder, **about), requests, arrivals)[0]) == expected
+
+
+@pytest.mark.parametrize("method", ["snapkv", "rkv", "topp", "streaming"])
+def test_masked_and_moved_tokens_give_the_same_outputs(tiny_checkpoints: dict[str, Path], method: str) -> None:
+    for family in tiny_checkpoints if method == "snapkv" else ("llama",):
+        logits: list[list[torch.Tensor]] = []
+        for fake in (False, True):
+            engine = make(tiny_checkpoints[family], **SNAP | {"compress_method": method}, if_fake_compress=fake)
+            logits.append([])
+            compress, noted = engine.pool.compress, list[list[int]]()
+
+            def note(request: Request, packed: Any, compress: Any = compress, noted: list[list[int]] = noted) -> int:
+                noted += packed.counts.tolist()
+                return compress(request, packed)
+
+            engine.pool.compress = note
+            with_logits(engine, logits[-1])
+            serve(engine, LONG)
+            assert engine.num_compressions > 10
+            assert method == "streaming" or len({count for counts in noted for count in counts}) > 1, "heads differ"
+            assert (engine.num_freed_blocks > 0) != fake
+        assert len(logits[0]) == len(logits[1])
+        for moved, masked in zip(*logits, strict=True):
+            torch.testing.assert_close(moved, masked, atol=2e-5, rtol=1e-4)
+
+
+def answers_of(engine: Any) -> list[list[int | None]]:
+    return [tokens(outputs) for outputs in serve(engine, [*LONG, *LONG])[0]]
+
+
+def with_logits(engine: Any, into: list[torch.Tensor]) -> None:
+    """Keep a copy of every step's logits."""
+    forward = engine.runner.forward
+
+    def kept(batch: Any) -> Any:
+        launched = forward(batch)
+        into.append(launched.logits.clone())
+        return launched
+
+    engine.runner.forward = kept
+
+
+def test_no_compression_keeps_every_token(tiny_checkpoints: dict[str, Path]) -> None:
+    expected = answers_of(make(tiny_checkpoints["llama"], Uncompressed, max_seq_len=256))
+    engine = make(tiny_checkpoints["llama"], **SNAP | {"compress_method": "none"})
+    assert answers_of(engine) == expected
+    assert engine.num_compressions == 0
+
+
+def test_heads_keep_different_numbers_and_blocks_return(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"], **SNAP | {"layer_upper_budget": 120})
+    engine.add_request(PROMPTS[2] * 2, SamplingParams(**GREEDY, max_new_tokens=30))
+    while not engine.num_compressions:
+        free = engine.pool.allocator.num_free
+        engine.step()
+    request = running(engine)[0]
+    packed = engine.pool.packed[request]
+    assert packed.num_tokens == 220 == len(PROMPTS[2] * 2)
+    assert packed.counts.min() >= 40
+    assert packed.counts.max() <= 120
+    assert len(set(packed.counts.flatten().tolist())) > 1, "heads differ"
+    filled, held = engine.pool.fill(request)
+    assert filled == packed.counts.sum() + packed.counts.size, "the kept tokens and one new one"
+    assert held <= 1.3 * filled
+    assert engine.pool.allocator.num_free - free == engine.num_freed_blocks - 1, "blocks returned, less a tail"
+    assert engine.num_freed_blocks >= (220 - 120) // 4 - 1
+
+
+def test_a_sliding_window_keeps_its_window(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["gemma3_text"], **SNAP)
+    engine.add_request(PROMPTS[2], SamplingParams(**GREEDY, max_new_tokens=50))
+    while engine.num_compressions < 2:
+        engine.step()
+    packed = engine.pool.packed[running(engine)[0]]
+    windows = engine.model.config.windows
+    assert {window is None for window in windows} == {True, False}
+    for counts, window in zip(packed.counts.tolist(), windows, strict=True):
+        assert window is None or counts == [min(window, packed.num_tokens)] * len(counts)
+
+
+def test_memory_stays_within_the_budget(tiny_checkpoints: dict[str, Path]) -> None:
+    """However long the answer, a request holds what its heads keep, and what came since."""
+    engine = make(tiny_checkpoints["llama"], **SNAP | {"max_seq_len": 256})
+    engine.add_request(PROMPTS[0], SamplingParams(**GREEDY, max_new_tokens=220))
+    most = 0
+    while engine.has_work():
+        engine.step()
+        for request in running(engine):
+            filled, held = engine.pool.fill(request)
+            most = max(most, held // engine.pool.cells.per_block)
+            if request in engine.pool.packed:
+                assert held <= 1.3 * filled
+    assert most * 4 <= 56 + 16 + 2 * 4, "beside 250 slots without compression"
+    assert engine.pool.audit() == []
+
+
+def test_a_preempted_request_comes_to_the_same_cache(tiny_checkpoints: dict[str, Path]) -> None:
+    """Six requests in a pool for one without compression, beside the same in a pool for all."""
+    roomy, small = (make(tiny_checkpoints["llama"], **SNAP, num_gpu_blocks=n) for n in (400, 64))
+    caches: list[dict[tuple[str, int], tuple[list[Any], torch.Tensor]]] = []
+    for engine in (roomy, small):
+        caches.append(caches_of(engine, seen_answers := []))
+        if engine is roomy:
+            expected = seen_answers
+    assert small.load().num_preemptions > 0
+    assert seen_answers == expected
+    common = caches[0].keys() & caches[1].keys()
+    assert len(common) == len(caches[0]) > 10
+    for point in common:
+        (counts, keys), (same_counts, same_keys) = caches[0][point], caches[1][point]
+        assert counts == same_counts
+        torch.testing.assert_close(keys, same_keys, atol=1e-5, rtol=1e-4)
+
+
+def caches_of(engine: Any, answers: list[Any]) -> dict[tuple[str, int], tuple[list[Any], torch.Tensor]]:
+    """What is packed at each compression of each request, when it was last compressed there."""
+    caches, compress = {}, engine.pool.compress
+
+    def noted(request: Request, packed: Any) -> int:
+        cells = engine.view.cells.packed(np.arange(packed.counts.sum()), engine.pool.table(request))
+        name = request.request_id, packed.num_tokens
+        caches[name] = packed.counts.tolist(), engine.view.key_cells[torch.from_numpy(cells)].clone()
+        return compress(request, packed)
+
+    engine.pool.compress = noted
+    answers += answers_of(engine)
+    return caches
+
+
+FEW = SNAP | {"layer_budget": 37, "layer_upper_budget": 42, "steps_between_cache_compressions": 8, "max_seq_len": 96}
+LENGTHS, NEW = (1, 40, 60), (5, 30)
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests arrive, compress, lose their memory and are aborted; each says what it says alone."""
+
+    folder: Path
+    alone: dict[tuple[int, int, int], list[int]]  # by block size, length of the prompt, new tokens
+    counted: dict[str, int]
+
+    @initialize(more=st.integers(0, 20), block_size=st.sampled_from([1, 3]), overlap=st.booleans())
+    def begin(self, more: int, block_size: int, overlap: bool) -> None:
+        self.engine = make(
+            self.folder,
+            **FEW | {"block_size": block_size},
+            num_gpu_blocks=96 // block_size + more,
+            overlap_scheduling=overlap,
+        )
+        self.block_size = block_size
+        self.said: dict[str, list[int]] = {}
+        self.asked: dict[str, tuple[int, int]] = {}
+
+    @rule(length=st.sampled_from(LENGTHS), num_new=st.sampled_from(NEW))
+    def add(self, length: int, num_new: int) -> None:
+        name = str(len(self.asked))
+        self.asked[name], self.said[name] = (length, num_new), []
+        self.engine.add_request(PROMPTS[1][:length], SamplingParams(**GREEDY, max_new_tokens=num_new), name)
+
+    @rule(count=st.integers(1, 25))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for output in self.engine.step():
+                self.said[output.request_id].append(output.token_id)
+            self.hold()
+
+    @rule(number=st.integers(0, 30))
+    def abort(self, number: int) -> None:
+        self.engine.abort(str(number))
+
+    def hold(self) -> None:
+        pool: CondensedKVCachePool = self.engine.pool
+        assert pool.audit_blocks() == []
+        for request in running(self.engine):
+            filled, held = pool.fill(request)
+            reserved = pool.granted[pool.rows[request]] - pool.lengths[pool.rows[request]]
+            assert held < filled + (reserved + 2 * pool.block_size) * pool.cells.per_block / pool.block_size
+
+    @invariant()
+    def what_was_said_is_right(self) -> None:
+        for name, (length, num_new) in getattr(self, "asked", {}).items():
+            said = self.said[name]
+            assert said == self.alone[self.block_size, length, num_new][: len(said)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.has_work():
+            self.step(1)
+        assert self.engine.pool.audit() == []
+        self.counted["compressions"] += self.engine.num_compressions
+        self.counted["preemptions"] += self.engine.load().num_preemptions
+
+
+def test_any_order_of_arrivals_steps_and_aborts(tiny_checkpoints: dict[str, Path]) -> None:
+    Machine.folder, Machine.alone, Machine.counted = (
+        tiny_checkpoints["llama"],
+        {},
+        {"compressions": 0, "preemptions": 0},
+    )
+    for block_size in (1, 3):  # less than a block is not dropped, so answers depend on it
+        engine = make(Machine.folder, **FEW | {"block_size": block_size})
+        for length in LENGTHS:
+            for num_new in NEW:
+                params = SamplingParams(**GREEDY, max_new_tokens=num_new)
+                outputs = engine.generate(PROMPTS[1][:length], params)
+                Machine.alone[block_size, length, num_new] = [output.token_id for output in outputs]
+    run_machine(Machine, lambda: min(Machine.counted.values()) > 5, 12, 15)
+    assert min(Machine.counted.values()) > 5, Machine.counted

@@ -1,0 +1,61 @@
+"""What a compressed cache buys: memory that no longer grows, more requests at a time; counted, at small sizes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phases.phase_09.engine import Engine as Uncompressed
+from phases.phase_09_2.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.sampling.params import SamplingParams
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+SNAP: dict[str, Any] = {
+    "compress_method": "snapkv",
+    "layer_budget": 48,
+    "layer_upper_budget": 48,
+    "steps_between_cache_compressions": 16,
+    "query_window_size": 16,
+}
+LONG, BLOCKS = 512, 32  # tokens of a request; the pool holds one such request without compression
+
+
+def serve(engine: Any, num_requests: int) -> tuple[int, int]:
+    """The most requests that decode in a step, and the most blocks held for one of them."""
+    for n in range(num_requests):
+        params = SamplingParams(**GREEDY, max_new_tokens=LONG - 8)
+        engine.add_request([n + 5] * 8, params)
+    most_requests = most_blocks = 0
+    while engine.has_work():
+        engine.step()
+        most_requests = max(most_requests, len(engine.last_step.decoded))
+        tables = engine.pool.holdings()[1].values()
+        most_blocks = max([most_blocks, *(len(table) for table in tables)])
+    assert engine.pool.audit() == []
+    return most_requests, most_blocks
+
+
+def test_five_long_answers_in_the_memory_of_one(tiny_checkpoints: dict[str, Path]) -> None:
+    about: dict[str, Any] = {
+        "model": str(tiny_checkpoints["llama"]),
+        "max_seq_len": LONG,
+        "num_gpu_blocks": BLOCKS,
+        "max_batch_size": 5,
+        "use_prefix_caching": False,
+    }
+    one = Uncompressed(EngineConfig(**about))
+    assert serve(one, 1)[1] == BLOCKS
+    engine = Engine(EngineConfig(**about, **SNAP))
+    requests, blocks = serve(engine, 5)
+    assert requests == 5
+    assert blocks <= (48 + 16) // 16 + 2, "what heads keep, what came since, and less than two blocks of waste"
+    assert engine.load().num_preemptions == 0, "all of them to the end"
+    assert engine.runner.num_tokens_computed == 5 * (LONG - 1)
+
+
+@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
+def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8, **SNAP))
+    params = SamplingParams(**GREEDY, max_new_tokens=16)
+    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)

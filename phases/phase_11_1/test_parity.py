@@ -1,0 +1,295 @@
+"""Phase 11.1 gives the tokens of plain decoding, whatever the adapter guesses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phases.phase_11_1.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.engine.request import RequestStatus
+from shared.errors import ConfigError, ModelFolderError
+from shared.scheduling.multi_token import MultiTokenSchedule
+from shared.scheduling.schedule import Schedule
+from tests.adapters import random_adapter_of
+from tests.drafts import Foresight, states_of
+from tests.mixed_requests import (
+    ALIKE,
+    ARRIVALS,
+    ARRIVE,
+    GREEDY,
+    MIXED,
+    PENALISED,
+    SMALL,
+    Requests,
+    seen,
+    serve,
+    serve_with_aborts,
+    tokens,
+)
+
+MULTI: dict[str, Any] = {"use_speculative_decoding": True, "adapt_spec_length": False}
+
+
+class Checked(Engine):
+    """Checks what each step leaves behind."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        commit = self.scheduler.commit
+
+        def checking(schedule: Schedule, sampled: Any) -> None:
+            commit(schedule, sampled)
+            for request in schedule.requests:
+                if request.status is RequestStatus.RUNNING:
+                    assert self.pool.length(request) == request.num_computed_tokens
+            assert len(self.pool.audit()) == len(self.pool.holdings()[1])
+
+        self.scheduler.commit = checking  # type: ignore[method-assign]
+
+    def has_guessed(self) -> bool:
+        """Whether some guesses were accepted and some rejected."""
+        return self.scheduler.num_accepted_drafts > 0 and self.scheduler.num_rejected_drafts > 0
+
+
+def plain(folder: Path, **config: Any) -> Engine:
+    """The same engine without guesses: the loop of phase 10."""
+    return Engine(EngineConfig(str(folder), **config))
+
+
+def guessing(folder: Path, answers: Any = None, error_rate: float = 0.5, **config: Any) -> Checked:
+    """An engine with a random adapter; ``answers``: its guesses are these, some of them with an error."""
+    engine = Checked(EngineConfig(str(folder), adapter=str(random_adapter_of(folder)), **MULTI | config))
+    if answers is not None:
+        engine.drafter = Foresight([[o.token_id for o in answer] for answer in answers], error_rate)  # type: ignore
+    return engine
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 129), (3, 43), (16, 9)], ids=str)
+def test_outputs_are_those_of_plain_decoding(model_folder: Path, sizes: tuple[int, int], overlaps: bool) -> None:
+    """Greedy and drawn, with penalties, chunks, shared prefixes, preemptions; guesses of an adapter, and imposed."""
+    about = SMALL | {"prefill_chunk_size": 30} | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
+    requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
+    answers = serve(reference := plain(model_folder, **about), requests, arrivals)[0]
+    num_preemptions = 0
+    for foreseen, arrive in ((None, arrivals), (answers, [0] * len(requests))):
+        engine = guessing(model_folder, foreseen, overlap_scheduling=overlaps, **about)
+        assert seen(serve(engine, requests, arrive)[0]) == seen(answers)
+        assert engine.has_guessed()
+        assert engine.scheduler.num_prefix_hits > 0
+        assert engine.load().kv_usage == 0
+        num_preemptions += engine.load().num_preemptions
+    assert num_preemptions > 0 or sizes[0] == 16
+    assert engine.runner.num_forwards < reference.runner.num_forwards
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_chunked_prefill": False, "max_batch_size": 5},
+        {"max_num_batched_tokens": 17, "max_batch_size": 4},
+        {"spec_length": 1, "scheduler_policy": "decode_round_robin"},
+        {"quantization": "int8", "attention_backend": "naive"},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_other_schedules_backends_and_weights(tiny_checkpoints: dict[str, Path], config: dict[str, Any]) -> None:
+    folder, about = tiny_checkpoints["gemma3_text"], config | {"max_seq_len": 128}
+    requests: Requests = [*ALIKE, *MIXED]
+    without = {name: value for name, value in about.items() if name != "spec_length"}
+    answers = serve(plain(folder, **without), requests)[0]
+    for foreseen in (None, answers):
+        engine = guessing(folder, foreseen, **about)
+        for mine, theirs in zip(serve(engine, requests)[0], answers, strict=True):
+            assert [(o.token_id, o.text, o.finish_reason) for o in mine] == [
+                (o.token_id, o.text, o.finish_reason) for o in theirs
+            ]
+        assert engine.has_guessed() or "spec_length" in config
+
+
+def test_masks_respect_the_token_budget_and_the_number_of_masks(tiny_checkpoints: dict[str, Path]) -> None:
+    """Sixteen tokens a step, which one request with two guesses and three masks for each of its tokens nearly fills."""
+    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 96, "max_num_batched_tokens": 16, "max_batch_size": 3}
+    requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 14 + 8 * n}) for n in range(3)]
+    engine = guessing(folder, serve(plain(folder, **about), requests)[0], **about)
+    commit, sizes = engine.scheduler.commit, []
+
+    def measured(schedule: Schedule, sampled: Any) -> None:
+        masks = schedule.masks if isinstance(schedule, MultiTokenSchedule) else {}
+        for entry in schedule.decoding:
+            sizes.append((entry.num_drafts, masks.get(entry.request, 0)))
+        added = sum(entry.num_tokens * masks.get(entry.request, 0) for entry in schedule)
+        assert int(schedule.num_tokens.sum()) + added <= 16
+        commit(schedule, sampled)
+
+    engine.scheduler.commit = measured  # type: ignore[method-assign]
+    serve(engine, requests)
+    assert max(sizes) == (3, 3), "the adapter has three masks, fewer than spec_length"
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    block_size=st.sampled_from([1, 2, 5, 16]),
+    size=st.integers(1, 40),
+    spare=st.integers(0, 120),
+    batch=st.integers(2, 8),
+    length=st.integers(1, 3),
+    error_rate=st.sampled_from([0.0, 0.3, 1.0]),
+    overlaps=st.booleans(),
+    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
+    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
+    abort_at=st.integers(1, 20),
+)
+def test_whatever_the_sizes_arrivals_and_aborts(
+    tiny_checkpoints: dict[str, Path],
+    block_size: int,
+    size: int,
+    spare: int,
+    batch: int,
+    length: int,
+    error_rate: float,
+    overlaps: bool,
+    arrivals: list[int],
+    aborted: set[int],
+    abort_at: int,
+) -> None:
+    """Each request that is not aborted has the output that it has alone; nothing leaks."""
+    folder = tiny_checkpoints["gemma3_text"]
+    if not ALONE:
+        ALONE.extend(serve(plain(folder, max_seq_len=96), [request])[0][0] for request in ALIKE)
+    engine = guessing(
+        folder,
+        ALONE,
+        error_rate,
+        max_seq_len=96,
+        max_batch_size=batch,
+        block_size=block_size,
+        num_gpu_blocks=(96 + spare) // block_size + 1,
+        prefill_chunk_size=size,
+        spec_length=length,
+        overlap_scheduling=overlaps,
+    )
+    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
+    for n, answer in enumerate(ALONE):
+        alone = tokens(answer)
+        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+
+
+ALONE: list[list[StepOutput]] = []  # the answer to each request of ALIKE, without guesses
+
+
+def test_masks_and_rejected_guesses_leave_no_trace(model_folder: Path) -> None:
+    """At each length that both runs reach, counts, tables, tree, keys and values are those of a run without guesses."""
+    about: dict[str, Any] = {"max_seq_len": 80, "block_size": 3, "num_gpu_blocks": 40}
+    request: Requests = [("A text, and more", PENALISED | {"max_new_tokens": 40, "ignore_eos": True})]
+    states = [states_of(plain(model_folder, **about), request)]
+    answers = serve(plain(model_folder, **about), request)[0]
+    engine = guessing(model_folder, answers, **about)
+    states.append(states_of(engine, request))
+    assert engine.has_guessed()
+    assert len(states[1]) < len(states[0])
+    for length, (counts, keys) in states[1].items():
+        expected, expected_keys = states[0][length]
+        assert counts == expected
+        torch.testing.assert_close(keys, expected_keys, rtol=1e-4, atol=1e-5)
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which pytest would take as its own."""
+
+
+@pytest.mark.parametrize("broken", ["drafter.propose", "runner.forward", "scheduler.commit", "pool.layout"])
+def test_an_interrupted_step_is_repeated_and_loses_nothing(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    folder, about = tiny_checkpoints["llama"], SMALL | {"max_batch_size": 4}
+    answers = serve(plain(folder, **about), ALIKE, ARRIVE)[0]
+    engine = guessing(folder, answers if broken != "drafter.propose" else None, overlap_scheduling=True, **about)
+    owner, name = broken.split(".")
+    call, calls = getattr(getattr(engine, owner), name), []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) % 7 == 2:
+            raise Interrupt
+        result = call(*args)
+        if len(calls) % 7 == 5:
+            raise Interrupt
+        return result
+
+    monkeypatch.setattr(getattr(engine, owner), name, interrupted)
+    step, num_interrupts = engine.step, 0
+
+    def persistent() -> list[StepOutput]:
+        nonlocal num_interrupts
+        while True:
+            try:
+                return step()
+            except Interrupt:
+                num_interrupts += 1
+                assert engine.in_flight is None
+
+    monkeypatch.setattr(engine, "step", persistent)
+    assert seen(serve(engine, ALIKE, ARRIVE)[0]) == seen(answers)
+    assert num_interrupts > 2
+    assert engine.scheduler.num_rejected_drafts > 0
+
+
+def test_requests_with_and_without_guesses_share_steps(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["qwen3"]
+    requests: Requests = [
+        (ids, params | {"use_speculative_decoding": n % 2 == 0}) for n, (ids, params) in enumerate(ALIKE)
+    ]
+    answers = serve(plain(folder, max_seq_len=128), requests)[0]
+    engine = guessing(folder, answers, max_seq_len=128)
+    found = serve(engine, requests)[0]
+    assert seen(found) == seen(answers)
+    drafted = [answer[-1].num_accepted_drafts + answer[-1].num_rejected_drafts > 0 for answer in found]
+    assert drafted == [n % 2 == 0 for n in range(len(requests))]
+
+
+def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repeatable(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 128}
+    requests: Requests = [*ALIKE, *MIXED]
+    answers = serve(plain(folder, **about), requests)[0]
+    engines = [guessing(folder, acceptance_method="rejection", **about) for _ in range(2)]
+    found = [serve(engine, requests)[0] for engine in engines]
+    assert seen(found[0]) == seen(found[1])
+    assert engines[0].has_guessed()
+    is_greedy = [params.get("temperature") == 0 for _, params in requests]
+    same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found[0], answers, strict=True)]
+    assert all(is_same for is_same, is_certain in zip(same, is_greedy, strict=True) if is_certain)
+    assert not all(same), "drawn tokens differ"
+
+
+def test_useless_guesses_are_given_up_and_tried_again(tiny_checkpoints: dict[str, Path]) -> None:
+    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 256, "max_batch_size": 2}
+    requests: Requests = [([5, 6, 7], GREEDY | {"max_new_tokens": 200})]
+    answers = serve(plain(folder, **about), requests)[0]
+    wrong = [[output._replace(token_id=(output.token_id or 0) ^ 1) for output in answers[0]]]
+    engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **about)
+    found, records = serve(engine, requests)
+    assert seen(found) == seen(answers)
+    tried = [n for n, record in enumerate(records) if record.verified]
+    assert 4 <= len(tried) < 20
+    assert tried[-1] > 60
+
+
+def test_the_settings_say_what_is_missing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"adapter is 'a' and use_speculative_decoding is False"):
+        EngineConfig(adapter="a")
+    with pytest.raises(ConfigError, match=r"adapter is 'a' and drafter is 'ngram'; with an adapter the model drafts"):
+        EngineConfig(**MULTI, adapter="a", drafter="ngram")
+    with pytest.raises(ConfigError, match="keys and values of the weights' dtype"):
+        EngineConfig(**MULTI, adapter="a", kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"requires kv_cache_backend = 'paged'"):
+        EngineConfig(**MULTI, adapter="a", kv_cache_backend="contiguous")
+    with pytest.raises(ModelFolderError, match=r"has no adapter\.json"):
+        Engine(EngineConfig(str(tiny_checkpoints["llama"]), **MULTI, adapter=str(tmp_path)))

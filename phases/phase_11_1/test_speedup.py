@@ -1,0 +1,48 @@
+"""What an adapter buys: several tokens a forward, where its guesses are right."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phases.phase_11_1.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.sampling.params import SamplingParams
+from tests.adapters import random_adapter_of
+from tests.drafts import Foresight
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+PROMPT = [7] * 32
+
+
+def make(folder: Path, **more: Any) -> Engine:
+    about = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder)), "adapt_spec_length": False}
+    return Engine(EngineConfig(model=str(folder), max_batch_size=8, max_seq_len=128, **about | more))
+
+
+@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
+def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
+    engine = make(tiny_checkpoints["llama"])
+    params = SamplingParams(**GREEDY, max_new_tokens=16)
+    benchmark.pedantic(lambda: list(engine.generate(PROMPT, params)), rounds=5, warmup_rounds=1)
+
+
+def test_right_guesses_give_four_tokens_a_forward(tiny_checkpoints: dict[str, Path]) -> None:
+    """Masks are computed in every step, and logits of real tokens alone."""
+    folder, params = tiny_checkpoints["llama"], SamplingParams(**GREEDY, max_new_tokens=41)
+    plain = Engine(EngineConfig(model=str(folder), max_seq_len=128))
+    answer = [output.token_id or 0 for output in plain.generate(PROMPT, params)]
+    engine = make(folder)
+    engine.drafter = Foresight([answer], error_rate=0.0)
+    rows, logits = [], engine.model.logits
+
+    def counting(hidden: Any) -> Any:
+        rows.append(len(hidden))
+        return logits(hidden)
+
+    engine.model.logits = counting  # type: ignore[method-assign]
+    assert [output.token_id for output in engine.generate(PROMPT, params)] == answer
+    assert plain.runner.num_forwards == 41
+    assert engine.runner.num_forwards == 2 + 10  # the prompt, a first draft, and four tokens a step; the last gives 3
+    assert rows[2:-1] == [4] * 9
+    assert engine.runner.num_tokens_computed > 16 * 9

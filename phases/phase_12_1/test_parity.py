@@ -1,0 +1,310 @@
+"""Phase 12.1 gives the tokens of phase 12, with as many ranks as there are; and a rank that fails ends the group."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import shared.parallel.watch
+from phases.phase_12.engine import Engine as Whole
+from phases.phase_12_1.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError, RankError
+from shared.grammar.grammar import Grammar
+from shared.lessons import find_lesson
+from shared.sampling.params import SamplingParams
+from tests.mixed_requests import (
+    ALIKE,
+    ARRIVALS,
+    ARRIVE,
+    GREEDY,
+    LONG,
+    MIXED,
+    SMALL,
+    STEM,
+    Requests,
+    seen,
+    serve,
+    tokens,
+)
+from tests.ranks import FAMILIES, Poison, checkpoint_for_ranks
+
+NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
+GRAMMAR: Requests = [
+    (STEM[:9], {"temperature": 0.0, "max_new_tokens": 40, "structured_output": Grammar.regex(r"\[\d(, \d){2,9}\]")}),
+    ("x", {"seed": 3, "max_new_tokens": 40, "structured_output": Grammar.choice(["red", "green", "greenish"])}),
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"tensor_parallel_size": 2, "prefill_chunk_size": 16, "overlap_scheduling": True},
+    "qwen3": {
+        "tensor_parallel_size": 2,
+        "use_speculative_decoding": True,
+        "drafter": "ngram",
+        "adapt_spec_length": False,
+    },
+    "gemma3": {"tensor_parallel_size": 4, "prefill_chunk_size": 16},
+}
+"""Each family's group: chunks and overlap, drafts, and KV heads that two ranks share."""
+
+
+def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
+    return phase(EngineConfig(model=str(folder), **{"max_batch_size": 4} | config))
+
+
+def alone(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "tensor_parallel_size"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engines(request: pytest.FixtureRequest, session_folder: Path) -> Iterator[tuple[Engine, Whole]]:
+    """A group, and the engine of phase 12 with the same settings; most preempt and cache prefixes."""
+    folder, config = checkpoint_for_ranks(request.param, session_folder), SMALL | KINDS[request.param]
+    group = make(folder, **config)
+    yield group, make(folder, Whole, **alone(config))
+    group.group.close()
+
+
+def test_answers_are_those_of_one_process(engines: tuple[Engine, Whole]) -> None:
+    """With chunks, prefixes, preemptions, drafts and grammars; greedy and drawn."""
+    group, whole = engines
+    for requests, arrivals in ((MIXED, ARRIVALS), (ALIKE, ARRIVE), (GRAMMAR, [0, 1])):
+        answers, records = serve(group, requests, arrivals)
+        expected, steps = serve(whole, requests, arrivals)
+        assert seen(answers) == seen(expected)
+        assert records == steps, "rank 0 plans what one process plans"
+    assert group.load().num_preemptions > 0
+    assert group.stats()["prefix cache hits (tokens)"] > 0
+    drafts = group.stats()["drafts accepted (tokens)"] + group.stats()["drafts rejected (tokens)"]
+    assert (drafts > 0) is group.config.use_speculative_decoding
+
+
+def test_log_probabilities_are_those_of_all_logits(engines: tuple[Engine, Whole]) -> None:
+    params = GREEDY | {"max_new_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
+    (found,), (expected,) = (serve(engine, [(STEM[:20], params)])[0] for engine in engines)
+    assert tokens(found) == tokens(expected)
+    assert found[0].prompt_logprobs is not None
+    for pairs in ((found, expected),):
+        for one, other in zip(*pairs, strict=True):
+            assert [i for i, _ in one.logprobs.top] == [i for i, _ in other.logprobs.top]
+            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+
+
+def test_only_greedy_steps_gather_no_logits(engines: tuple[Engine, Whole], monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _ = engines
+    gathered: list[int] = []
+    gather = group.runner.vocabulary.gather
+    monkeypatch.setattr(
+        group.runner.vocabulary, "gather", lambda logits: gathered.append(len(logits)) or gather(logits)
+    )
+    params = GREEDY | {"max_new_tokens": 4}
+    serve(group, [("x", params), (STEM, params)])
+    assert gathered == []
+    for more in ({"logit_bias": {5: 2.0}}, {"repetition_penalty": 1.2}, {"temperature": 1.0}, {"logprobs": 1}):
+        serve(group, [("x", params | more), (STEM, params)])
+        assert gathered, more
+        gathered.clear()
+
+
+def test_a_rank_has_its_share(engines: tuple[Engine, Whole]) -> None:
+    group, whole = engines
+    size = group.config.tensor_parallel_size
+    weights = [sum(p.nbytes for p in engine.model.parameters()) for engine in engines]
+    assert weights[0] < 1.2 * weights[1] / min(size, 2), "of Gemma, two ranks each share the keys and values"
+    num_kv_heads = whole.model.config.num_kv_heads
+    assert group.view.num_bytes * num_kv_heads == whole.view.num_bytes * max(1, num_kv_heads // size)
+    assert group.pool.capacity_tokens == whole.pool.capacity_tokens
+
+
+def test_an_engine_of_one_rank_is_that_of_phase_12(session_folder: Path) -> None:
+    folder = checkpoint_for_ranks("llama", session_folder)
+    engine = make(folder, **SMALL)
+    assert engine.group.watch is None
+    assert seen(serve(engine, MIXED, ARRIVALS)[0]) == seen(serve(make(folder, Whole, **SMALL), MIXED, ARRIVALS)[0])
+
+
+def test_a_draft_model_is_whole_on_rank_0_and_quantized_weights_are_cut(session_folder: Path) -> None:
+    folder = checkpoint_for_ranks("llama", session_folder)
+    config = SMALL | {"quantization": "fp8", "use_speculative_decoding": True, "draft_model": str(folder)}
+    config |= {"adapt_spec_length": False, "spec_length": 3, "num_gpu_blocks": 200}
+    group = make(folder, tensor_parallel_size=2, **config)
+    answers, expected = (serve(engine, MIXED, ARRIVALS)[0] for engine in (group, make(folder, Whole, **config)))
+    assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]
+    assert group.stats()["drafts accepted (tokens)"] > 0
+    group.group.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            "is 3 and the model has 8 query heads and 4 KV heads; .* Choose 1 or 2 or 4",
+        ),
+        ({"tensor_parallel_size": 2, "pack_weights": True}, "packed matrices are whole: leave one of them out"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be an integer of at least 1"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(session_folder: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(checkpoint_for_ranks("llama", session_folder), **config)
+
+
+@pytest.mark.parametrize("phase", ["04", "09", "12"])
+def test_earlier_phases_have_one_rank(session_folder: Path, phase: str) -> None:
+    folder = checkpoint_for_ranks("llama", session_folder)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 2 arrives in phase 12.1"):
+        make(folder, find_lesson(phase).engine, tensor_parallel_size=2)
+
+
+def test_an_interrupt_waits_for_the_end_of_a_step(
+    engines: tuple[Engine, Whole], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks have begun it, and the engine goes on afterwards."""
+    group, whole = engines
+    requests = [(STEM, GREEDY | {"max_new_tokens": 12}), ("x", GREEDY | {"max_new_tokens": 9})]
+    expected = [tokens(answer) for answer in serve(whole, requests)[0]]
+    names = [group.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
+    found: dict[str, list[int | None]] = {name: [] for name in names}
+    send, num_interrupts = group.group.sender.send, 0
+
+    def interrupted(batch: Any) -> None:
+        send(batch)
+        signal.raise_signal(signal.SIGINT)
+
+    for number in range(100):
+        monkeypatch.setattr(group.group.sender, "send", interrupted if number % 3 == 1 else send)
+        try:
+            for output in group.step():
+                found[output.request_id].append(output.token_id)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        if not group.has_work():
+            break
+    assert num_interrupts > 1
+    assert list(found.values()) == expected
+
+
+# A rank that dies, hangs, or runs out of memory.
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work():
+        engine.step()
+
+
+def kill(engine: Engine) -> None:
+    engine.group.watch.processes[0].kill()
+
+
+def stop(engine: Engine) -> None:
+    engine.group.watch.processes[0].send_signal(signal.SIGSTOP)
+
+
+def hang(engine: Engine) -> None:
+    engine.group.sender.send(Poison("hang"))
+
+
+def run_out(engine: Engine) -> None:
+    engine.group.sender.send(Poison("memory"))
+
+
+def skip(engine: Engine) -> None:
+    engine.group.sender.number += 1
+
+
+@pytest.mark.parametrize(
+    ("fail", "sentence"),
+    [
+        (kill, "Rank 1 of 2 was ended by SIGKILL; the other ranks cannot go on without it and have ended"),
+        (stop, "Rank 1 of 2 made no progress for 2 s; the other"),
+        (hang, "Rank 1 of 2 made no progress for 2 s; the other"),
+        (run_out, r"Rank 1 of 2 ran out of memory \(12 GB are too many\); the other"),
+        (
+            skip,
+            r"Rank 1 of 2 failed \(RuntimeError: it received step 2 and the next one is 1: the ranks",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_rank_that_fails_ends_the_group_and_is_named(
+    session_folder: Path, monkeypatch: pytest.MonkeyPatch, fail: Any, sentence: str
+) -> None:
+    engine = make(checkpoint_for_ranks("llama", session_folder), tensor_parallel_size=2, **SMALL)
+    if fail in (stop, hang):
+        monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
+    engine.add_request("x", SamplingParams(**GREEDY, max_new_tokens=90))
+    engine.step()
+    fail(engine)
+    started = time.monotonic()
+    with pytest.raises(RankError, match=sentence):
+        drain(engine)
+    assert time.monotonic() - started < 10
+    with pytest.raises(RankError, match=sentence):
+        engine.step()
+    assert all(process.wait(5) for process in engine.group.watch.processes)
+
+
+SCRIPT = """
+import sys
+from phases.phase_12_1.engine import Engine
+from shared.engine.config import EngineConfig
+engine = Engine(EngineConfig(model=sys.argv[1], tensor_parallel_size=2, max_seq_len=64))
+print(engine.group.watch.processes[0].pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
+    """The script has no main guard, which processes of multiprocessing would need."""
+    folder = checkpoint_for_ranks("llama", session_folder)
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
+    ) as process:
+        assert process.stdout is not None
+        other = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        other.wait(10)
+
+
+# On GPUs: the lead runs these on machines with 2 and 4.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size: int) -> None:
+    """With graphs, whose replays count, and without."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
+    folder = checkpoint_for_ranks(family, session_folder)
+    config: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seq_len": 640, "num_gpu_blocks": 400}
+    arrivals = [0, *ARRIVALS, 10]
+    expected = [tokens(answer) for answer in serve(make(folder, Whole, **config), LONG, arrivals)[0]]
+    for graphs in (True, False):
+        group = make(folder, tensor_parallel_size=size, use_cuda_graphs=graphs, **config)
+        assert [tokens(answer) for answer in serve(group, LONG, arrivals)[0]] == expected
+        assert (group.stats()["CUDA graph replays"] > 0) is graphs
+        group.group.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_lost_ends_the_group(session_folder: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    engine = make(checkpoint_for_ranks("llama", session_folder), device="cuda", tensor_parallel_size=2, max_seq_len=256)
+    engine.add_request("x", SamplingParams(**GREEDY, max_new_tokens=200))
+    for _ in range(3):
+        engine.step()
+    kill(engine)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="Rank 1 of 2 was ended by SIGKILL"):
+        drain(engine)
+    assert time.monotonic() - started < 10

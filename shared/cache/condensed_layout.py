@@ -1,0 +1,112 @@
+"""Where the kept tokens of each head are: the layout of a compressed KV cache. Introduced in phase 9.2.
+
+Heads keep different numbers of tokens, so a slot that has room for one token in every layer and head fits no longer.
+A slot is therefore divided into *cells*, one for each layer and KV head, and the kept tokens of all layers and heads
+are laid end to end in the cells of the request's first blocks, head after head, in time order. Tokens that follow are
+written as before, one to a slot, in the blocks behind: the *tail*.
+
+Invariants: the packed part fills whole blocks, the last one perhaps partly, so the tail begins at a block of its own;
+lengths are physical (slots), positions stay the request's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Self
+
+import numpy as np
+
+from shared.cache.blocks import Blocks
+from shared.cache.layout import Integers
+from shared.cache.paged_layout import PagedLayout
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What the last compression of a request kept of its first ``num_tokens`` tokens."""
+
+    counts: Integers  # [layers, Hkv], kept tokens
+    num_tokens: int
+    num_slots: int  # of the packed part, a multiple of the block size; 0 if tokens are masked and stay where they are
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The tokens of one sequence: ``length`` slots of the blocks ``table``, of which the first may be packed."""
+
+    row: int
+    table: Blocks
+    length: int
+    packed: Packed | None
+
+    @property
+    def num_packed_slots(self) -> int:
+        """Slots of the packed part."""
+        return 0 if self.packed is None else self.packed.num_slots
+
+    @property
+    def num_tail(self) -> int:
+        """Tokens since the last compression, of which every head has all."""
+        if self.packed is None:
+            return self.length
+        return self.length - (self.packed.num_slots or self.packed.num_tokens)
+
+
+@dataclass(frozen=True)
+class CondensedLayout(PagedLayout):
+    """The layout of a batch of which some sequences are compressed."""
+
+    packed: tuple[Packed | None, ...]  # [B]
+
+    @classmethod
+    def of_paged(cls, layout: PagedLayout, packed: Sequence[Packed | None]) -> Self:
+        """A paged layout, and what is packed of each sequence."""
+        return cls(**{field.name: getattr(layout, field.name) for field in fields(PagedLayout)}, packed=tuple(packed))
+
+    def part(self, sequences: slice, tokens: slice) -> Self:
+        """See :class:`shared.cache.layout.Layout`."""
+        return replace(super().part(sequences, tokens), packed=self.packed[sequences])
+
+    def holdings(self) -> list[Holding]:
+        """The tokens of each sequence after the step."""
+        rows, lengths, starts = self.rows.tolist(), self.lengths.tolist(), self.table_starts.tolist()
+        tables = [self.tables[start:end] for start, end in pairwise(starts)]
+        return [Holding(*one) for one in zip(rows, tables, lengths, self.packed, strict=True)]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells of a memory ``[layers, blocks, block_size, Hkv, D]``, numbered in that order."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+
+    @property
+    def per_block(self) -> int:
+        """Cells of a block, in all layers."""
+        return self.num_layers * self.block_size * self.num_kv_heads
+
+    def slots_for(self, counts: Integers) -> int:
+        """Slots of the whole blocks that ``counts`` [layers, Hkv] kept tokens fill."""
+        return -(-int(counts.sum()) // self.per_block) * self.block_size
+
+    def packed(self, numbers: Integers, table: Blocks) -> Integers:
+        """Cells of the packed tokens ``numbers``, counted from the first, in a request's blocks."""
+        # exercise 09.2x4: where a packed token is
+        # hint: a block has per_block cells: the first per_block packed tokens fill the request's first block, table[0]
+        # hint: inside a block they fill one layer's cells after another: block_size * num_kv_heads for each layer
+        # hint: cells are numbered by layer, then by block, then by place: (layer * num_blocks + block) * places + place
+        # hint: tables are int32; convert the blocks to int64 before you multiply
+        places = self.block_size * self.num_kv_heads
+        planes, place = np.divmod(numbers, places)
+        entries, layers = np.divmod(planes, self.num_layers)
+        return (layers * self.num_blocks + table[entries].astype(np.int64)) * places + place
+        # end exercise
+
+    def plain(self, layer: int, slots: Integers, table: Blocks) -> Integers:
+        """Cells [Hkv, n] of one token to a slot, for n slots of a request."""
+        blocks = table[slots // self.block_size].astype(np.int64)
+        rows = (layer * self.num_blocks + blocks) * self.block_size + slots % self.block_size
+        return rows * self.num_kv_heads + np.arange(self.num_kv_heads)[:, None]

@@ -1,0 +1,32 @@
+"""Makes a pool and a view that compress, from an engine's settings. Introduced in phase 9.2.
+
+Invariant: that of :mod:`shared.cache.paged_memory`; without ``compress_method`` the memory is phase 9's.
+"""
+
+from shared.cache.bucket_memory import bucket_memory
+from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.condensed_view import CondensedView
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_memory import sizes_for
+from shared.cache.view import BatchView
+from shared.compression.compressors import COMPRESSORS
+from shared.compression.selection import Budget
+from shared.engine.config import EngineConfig
+from shared.models.causal_lm import CausalLM
+
+
+def condensed_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
+    """See ``MakeMemory``."""
+    if config.compress_method is None:
+        return bucket_memory(config, model, max_seq_len)
+    compressor = COMPRESSORS[config.compress_method](model.config.attention_scale)
+    bounds = config.layer_budget, config.layer_upper_budget
+    budget = Budget(*bounds, config.p_attn, reduction=config.attn_reduce_method)
+    about = compressor, budget, config.query_window_size, not config.if_fake_compress
+
+    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
+        view = CondensedView(model.config, sizes, model.dtype, model.device, config.attention_backend, *about)
+        return CondensedKVCachePool(view.cells, sizes.max_sequences, sizes.max_seq_len), view
+
+    return make(sizes_for(config, model, max_seq_len, make))

@@ -1,0 +1,158 @@
+"""The model's view of a KV cache of which parts were dropped. Introduced in phase 9.2.
+
+The view keeps the last queries of each sequence and layer in a ring, since they say which keys matter. ``compress``
+runs between two steps: for each layer and head it scores the keys that are left, and then either moves those that it
+keeps into the first blocks (*condensed*), or marks them in a mask and moves nothing (*masked*, ``if_fake_compress``).
+
+A layer with a sliding window keeps exactly its window, which loses nothing. The other layers keep what the compressor
+selects. Compressed sequences are attended one at a time with PyTorch's operations, on every device.
+
+Invariants: those of :class:`shared.cache.paged_view.PagedView`; a head's tokens are in time order, its tail included;
+masks only lose bits; the queries of a token have one place in the ring, so a step can be run again.
+"""
+
+from typing import cast
+
+import numpy as np
+import torch
+
+from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
+from shared.cache.layout import ranges
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_view import PagedView
+from shared.cache.view import StepInputs
+from shared.compression.calibration import pack, unpack
+from shared.compression.compressors import Compressor
+from shared.compression.masked import masked_attention
+from shared.compression.selection import Budget, select
+from shared.engine.batch import Batch
+from shared.models.config import ModelConfig
+from shared.models.tokens import QueryKeyTransform
+
+
+class CondensedView(PagedView):
+    """Keys and values in blocks, of which compressed requests have kept a part; see ``BatchView``.
+
+    Args:
+        num_queries: the last queries of a sequence that compressors see, ``query_window_size``.
+        moves: whether kept tokens move together; otherwise they are masked.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PagedSizes,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        backend: str | None,
+        compressor: Compressor,
+        budget: Budget,
+        num_queries: int,
+        moves: bool,
+    ) -> None:
+        super().__init__(config, sizes, dtype, device, backend or "sdpa")
+        self.compressor, self.budget, self.num_queries, self.moves = compressor, budget, num_queries, moves
+        self.cells = Cells(config.num_layers, sizes.num_blocks, sizes.block_size, config.num_kv_heads)
+        self.key_cells, self.value_cells = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
+        shape = (config.num_layers, sizes.max_sequences, num_queries, config.num_heads, config.head_dim)
+        self.ring = torch.empty(shape, dtype=dtype, device=device)
+        self.masks: dict[int, torch.Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
+
+    def load(self, batch: Batch) -> StepInputs:
+        """See ``BatchView``."""
+        inputs = super().load(batch)
+        layout, w = cast(CondensedLayout, batch.layout), self.num_queries
+        kept = np.minimum(batch.num_new_tokens, w)  # the queries of each sequence that stay in the ring
+        tokens = ranges(batch.num_new_tokens.cumsum() - kept, kept)
+        places = layout.rows.repeat(kept) * w + batch.positions[tokens] % w
+        self.ring_tokens, self.ring_places = (torch.from_numpy(x).to(self.keys.device) for x in (tokens, places))
+        self.sequences = layout.holdings()
+        self.is_compressed = any(one.packed is not None for one in self.sequences)
+        return inputs
+
+    def write(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        qk: QueryKeyTransform,
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        q = super().write(layer, q, k, v, positions, qk)
+        self.ring[layer].flatten(0, 1).index_copy_(0, self.ring_places, q[self.ring_tokens])
+        return q
+
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        if not self.is_compressed:
+            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
+        attended = []
+        for queries, sequence in zip(q.split(self.num_new), self.sequences, strict=True):
+            cells, kept = self.cells_of(sequence, layer)
+            k, v = self.key_cells[cells], self.value_cells[cells]  # [Hkv, S, D]
+            attended.append(masked_attention(queries, k, v, kept, scale=scale, window=window, softcap=softcap))
+        return torch.cat(attended)
+
+    def cells_of(self, sequence: Holding, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's cells in time order, int64 [Hkv, S], and which of them are kept, bool [Hkv, S].
+
+        Heads of a condensed part are aligned at their newest token, so padding comes first and is not kept.
+        """
+        packed, device = sequence.packed, self.keys.device
+        tail = np.arange(sequence.num_packed_slots, sequence.length)
+        cells = self.cells.plain(layer, tail, sequence.table)
+        kept = torch.ones(cells.shape, dtype=torch.bool, device=device)
+        if packed is None:
+            return torch.from_numpy(cells).to(device), kept
+        if not packed.num_slots:
+            kept[:, : packed.num_tokens] = unpack(self.masks[sequence.row][layer], packed.num_tokens)
+            return torch.from_numpy(cells).to(device), kept
+        ends = packed.counts.cumsum().reshape(packed.counts.shape)[layer][:, None]  # behind the last of each head
+        counts = packed.counts[layer][:, None]
+        back = np.arange(counts.max(), 0, -1)  # how far from the end
+        first = self.cells.packed(np.maximum(ends - back, 0), sequence.table)
+        both = np.concatenate([first, cells], 1)
+        is_kept = torch.from_numpy(back <= counts).to(device)
+        return torch.from_numpy(both).to(device), torch.cat([is_kept, kept], 1)
+
+    def compress(self, sequence: Holding) -> Packed | None:
+        """Keep the best tokens of a sequence, between two steps; None, and no change, if less than a block goes."""
+        num_tokens = sequence.num_tail + (0 if sequence.packed is None else sequence.packed.num_tokens)
+        chosen = [self._choose(sequence, layer, num_tokens) for layer in range(self.cells.num_layers)]
+        counts = torch.stack([kept.sum(1) for _, kept, _ in chosen]).cpu().numpy().astype(np.int64)
+        num_dropped = sum(int(before.sum()) for *_, before in chosen) - int(counts.sum())
+        if num_dropped < self.cells.per_block:
+            return None
+        if not self.moves:
+            self.masks[sequence.row] = pack(torch.stack([kept for _, kept, _ in chosen]))
+            return Packed(counts, num_tokens, 0)
+        sources = torch.cat([cells[kept] for cells, kept, _ in chosen])  # head after head, in time order
+        targets = torch.from_numpy(self.cells.packed(np.arange(len(sources)), sequence.table)).to(self.keys.device)
+        for cells in (self.key_cells, self.value_cells):
+            cells[targets] = cells[sources]  # read as a whole before the first is written
+        return Packed(counts, num_tokens, self.cells.slots_for(counts))
+
+    def _choose(
+        self, sequence: Holding, layer: int, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A layer's cells, which of them it keeps from now on, and which it kept so far, [Hkv, S] each."""
+        cells, before = self.cells_of(sequence, layer)
+        window = self.config.windows[layer]
+        if window is not None:
+            kept = before.clone()
+            kept[:, : max(0, kept.shape[1] - window)] = False
+            return cells, kept, before
+        # Causality inside the window of queries is by index, so its keys must be there: no older than the tail.
+        w = min(self.num_queries, sequence.num_tail)
+        places = torch.arange(num_tokens - w, num_tokens, device=self.keys.device) % self.num_queries
+        queries = self.ring[layer, sequence.row, places]  # [w, Hq, D]
+        kept, group = torch.zeros_like(before), queries.shape[1] // self.num_kv_heads
+        for head, columns in enumerate(before):  # heads have different lengths
+            mine = self.key_cells[cells[head, columns]][:, None]  # [n, 1, D]
+            of_head = queries[:, head * group : (head + 1) * group]
+            kept[head, columns] = select(of_head, mine, self.compressor, self.budget, self.config.attention_scale)[0]
+        return cells, kept, before

@@ -1,0 +1,55 @@
+"""Calibration: how many keys a head needs, and the temperature that makes any score agree. Introduced in phase 9.2.
+
+n* is the size of the smallest set of keys whose attention has mass p. The temperature T at which the top-n* mass of
+softmax(score / T) is p makes a top-p choice by score keep n* keys. Without ties that is the top n* by score, which is
+the implementation; bisection for T is its reference (HARD-KV, arXiv 2606.28831).
+
+Invariant: a count is at least 1 and at most n.
+"""
+
+import torch
+from torch import Tensor
+
+
+def top_p_count(attention: Tensor, p: float) -> Tensor:
+    """attention [..., n], rows that sum to 1 -> the size n* of the smallest set with mass at least p, [...]."""
+    # exercise 09.2x2: how many keys does a head need
+    # hint: the smallest set takes the heaviest keys first: sort, then add up (cumsum)
+    # hint: count the sums that are below p; one key more reaches it
+    # hint: rounding may leave the whole sum below p: never more than n keys
+    mass = attention.sort(-1, descending=True).values.cumsum(-1)
+    return ((mass < p).sum(-1) + 1).clamp(max=attention.shape[-1])
+    # end exercise
+
+
+def top_n(scores: Tensor, count: Tensor) -> Tensor:
+    """scores [..., n], count [...] -> bool [..., n], the `count` highest of each row; of equal ones the older."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return order.argsort(-1) < count[..., None]
+
+
+def temperature(scores: Tensor, count: int, p: float, steps: int = 200) -> float:
+    """The reference: bisection for the T at which the top-`count` mass of softmax(scores [n] / T) is p.
+
+    The mass falls from 1 (T near 0) to count / n (T large). Raises ValueError unless count / n < p < 1.
+    """
+    if not count / len(scores) < p < 1:
+        raise ValueError(f"no temperature gives the top {count} of {len(scores)} keys mass {p}: count / n < p < 1")
+    ordered = scores.double().sort(descending=True).values
+    low, high = 1e-6, 1e6
+    for _ in range(steps):
+        middle = (low * high) ** 0.5
+        enough = (ordered / middle).softmax(-1)[:count].sum() >= p
+        low, high = (middle, high) if enough else (low, middle)
+    return low
+
+
+def pack(kept: Tensor) -> Tensor:
+    """bool [..., n] -> uint8 [..., ceil(n / 8)]; bit j of byte b is slot 8 b + j."""
+    padded = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (padded << torch.arange(8, device=kept.device)).sum(-1).to(torch.uint8)
+
+
+def unpack(mask: Tensor, n: int) -> Tensor:
+    """uint8 [..., ceil(n / 8)] -> bool [..., n]."""
+    return (mask[..., None] >> torch.arange(8, device=mask.device) & 1).flatten(-2)[..., :n].bool()

@@ -1,0 +1,184 @@
+"""Where the requests of a batch stand in their grammars, on the device that draws their tokens. Introduced in phase 12.
+
+A request's row is its row in the sampler's tables, as of the token counts (:mod:`shared.engine.penalty_tables`), and
+what a row holds is found out in the same way: it remembers the request and the number of outputs behind which it
+stands, and if these are not those of the request that samples next, the host walks the outputs and sends the
+configuration anew. So a new request, a preempted one, and a step that was interrupted and is repeated need no case of
+their own. Otherwise nothing is sent: the launch behind the draw moves the rows on.
+
+Masks do not depend on logits. So they are found on a stream of their own, while the forward computes these.
+
+A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
+there, and the next step goes on from the one with the accepted drafts.
+
+Invariant: a row that is remembered stands behind exactly the first outputs of its request; while a draw changes a row,
+the row is forgotten.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.grammar.automaton import Integers
+from shared.grammar.constraint import Constraint
+from shared.grammar.device import ROW, GrammarTokens, pack_row
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.pool import GrammarPool
+from shared.kernels.grammar_advance import grammar_advance
+from shared.kernels.grammar_mask import grammar_mask, remove_refused
+from shared.sampling.sampler import SamplingRow
+
+Key = tuple[int, int, bool]
+"""A row: its request's serial, the number of its outputs, and whether it has a grammar."""
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The m rows of a batch that have a grammar.
+
+    Attributes:
+        numbers: int32 ``[m]``, which rows of the batch.
+        slots: int32 ``[m]``, the table row of each.
+        words: int32 ``[m, tokens.num_words]``, the bits of the tokens that each allows.
+    """
+
+    numbers: torch.Tensor
+    slots: torch.Tensor
+    words: torch.Tensor
+
+
+class GrammarRows:
+    """The configurations of up to ``num_rows`` rows, and their masks.
+
+    Args:
+        grammar_pool: the tables of the grammars, on the device.
+        upload: copies a tensor to the device without waiting.
+    """
+
+    def __init__(
+        self, num_rows: int, grammar_pool: GrammarPool, upload: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self.grammar_pool, self.upload = grammar_pool, upload
+        self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=grammar_pool.tables.device)
+        self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
+        self.next: tuple[list[int], list[Key]] | None = None  # places and keys if the same rows sample again
+        self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
+        self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which is that of all
+        self.words = torch.empty(0)
+        self.last: tuple[tuple[list[int], ...], torch.Tensor] = ((), torch.empty(0))  # numbers and slots, and uploaded
+        is_cuda = self.rows.is_cuda
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
+        self.moved: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
+
+    def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
+        """Find the masks behind the outputs and drafts of the rows with a grammar; None if there are none.
+
+        Args:
+            places: the table row of each row; those of a request are adjacent.
+        """
+        places, keys = list(places), [(row.serial, row.index, row.constraint is not None) for row in rows]
+        expected, self.next = self.next, None
+        has_drafts = any(row.num_drafts for row in rows)
+        if expected == (places, keys) and not has_drafts:  # each of the same rows stands behind its own token
+            return self._aside({}, {}, {}, *self.last[0])
+        for place, (serial, index, has_grammar) in zip(*(expected or ((), ())), strict=True):
+            if has_grammar:
+                self.entered[place] = serial, index
+        sent, moved, chains = dict[int, Integers](), dict[int, int](), dict[int, list[int]]()
+        numbers, slots = list[int](), list[int]()
+        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+            constraint = row.constraint
+            if not isinstance(constraint, Constraint):
+                self.entered.pop(place, None)
+                continue
+            if row.num_drafts == 0:
+                known = self._forget(place, row.serial).get(row.index)
+                if known is None:
+                    constraint.follow(row.output_ids)
+                    if constraint.state is None:  # behind the end: what is drawn here is dropped
+                        continue
+                    assert constraint.base is not None
+                    sent[place] = pack_row(constraint.base, constraint.state)
+                    self.grammars[constraint.base] = constraint.fsm
+                elif known != place:
+                    moved[place] = known
+                chains[place] = []
+            if place - row.num_drafts in chains:
+                numbers.append(number)
+                slots.append(place)
+                if row.draft_id is not None:
+                    chains[place - row.num_drafts].append(row.draft_id)
+        return self._aside(sent, moved, chains, numbers, slots) if numbers else None
+
+    def remove_refused(self, entered: Entered, logits: torch.Tensor) -> None:
+        """Set the logits ``[n, V]`` of the tokens to -inf that the grammars do not allow, in place."""
+        assert self.tokens is not None
+        remove_refused(entered.words, entered.slots, entered.numbers, self.tokens, logits)
+
+    def advance(self, entered: Entered, rows: Sequence[SamplingRow], places: Sequence[int], ids: torch.Tensor) -> None:
+        """Move each row to behind the token drawn for it; ``ids`` is int64 ``[n]``."""
+        numbers, _ = self.last[0]
+        own = ids if len(numbers) == len(rows) else ids[entered.numbers]
+        self._walk(entered.slots, entered.slots, own)
+        if self.moved is not None:
+            self.moved.record()
+        is_bound = set(numbers)
+        self.next = list(places), [(row.serial, row.index + 1, n in is_bound) for n, row in enumerate(rows)]
+
+    def _forget(self, place: int, serial: int) -> dict[int, int]:
+        """Forget the rows of a request that samples at ``place``; by their numbers of outputs, where they were."""
+        found: dict[int, int] = {}
+        while self.entered.get(place, (None, 0))[0] == serial:
+            found[self.entered.pop(place)[1]] = place
+            place += 1
+        return found
+
+    def _aside(self, *about: Any) -> Entered:
+        """:meth:`_find` on the stream of its own; what is launched next waits for it."""
+        if self.stream is None:
+            return self._find(*about)
+        for event in filter(None, (self.moved, self.grammar_pool.arrived)):
+            self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream):
+            entered = self._find(*about)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return entered
+
+    def _find(
+        self,
+        sent: dict[int, Integers],
+        moved: dict[int, int],
+        chains: dict[int, list[int]],
+        numbers: list[int],
+        slots: list[int],
+    ) -> Entered:
+        """Set the rows: ``sent`` from the host, ``moved`` from other rows, those behind drafts by walking these."""
+        if self.tokens is None:
+            vocabulary = next(iter(self.grammars.values())).vocabulary
+            self.tokens = GrammarTokens.of(vocabulary, self.rows.device)
+            self.words = self.rows.new_zeros(len(self.rows), self.tokens.num_words)
+        if moved:
+            targets, sources = self.upload(torch.tensor([list(moved), list(moved.values())])).unbind()
+            self.rows[targets] = self.rows[sources]
+        if sent:
+            configurations = self.upload(torch.from_numpy(np.stack(list(sent.values()))))
+            self.rows[self.upload(torch.tensor(list(sent)))] = configurations
+        chains = {place: drafts for place, drafts in chains.items() if drafts}
+        if chains:
+            most = max(map(len, chains.values()))
+            ids = torch.tensor([[*drafts, *[0] * (most - len(drafts))] for drafts in chains.values()])
+            first = self.upload(torch.tensor(list(chains), dtype=torch.int32))
+            self._walk(first, first + 1, self.upload(ids))
+        if self.last[0] != (numbers, slots):
+            self.last = (numbers, slots), self.upload(torch.tensor([numbers, slots], dtype=torch.int32))
+        on_device = self.last[1]
+        entered = Entered(on_device[0], on_device[1], self.words[: len(slots)])
+        grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, entered.slots, entered.words, self.grammars)
+        return entered
+
+    def _walk(self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
+        assert self.tokens is not None
+        grammar_advance(self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)

@@ -1,0 +1,185 @@
+"""The literal part of an answer that may, or must, call tools: thinking, free text, and what is around arguments.
+
+Free text is a few states that read all bytes and look for what opens a call, and thinking likewise for its end (Knuth,
+Morris and Pratt, SIAM J. Comput. 1977); behind the opening only the rest of a call can follow. So an answer with calls
+is a grammar like any other, and masks, drafts and preemption need nothing for tools. Introduced in phase 12.
+
+Special tokens have no text. A grammar that names one, by ``SPECIAL_MARK`` before its name, allows it there and nowhere
+else, since its bytes begin with one that UTF-8 does not have.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.grammar.joining import Graph, document
+from shared.grammar.vocabulary import SPECIAL_BYTE
+
+SPECIAL_MARK = "\uffff"
+"""Stands for the byte with which special tokens begin; it is no character."""
+_BLANKS = b" \n"
+
+
+class CallMode(StrEnum):
+    """What an answer is: free text that may call, calls alone, or free text in which no call can be."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class CallSpelling:
+    """How calls are written: trigger, head, name, middle, arguments, closing.
+
+    Attributes:
+        trigger: ends free text; "" if a call is the whole answer. Then free text may begin as a call does, up to the
+            arguments.
+        separator: between two calls; None: one call at most.
+        hidden: special token that may stand before a call without a trigger, marked; None without it.
+        thought: opens and closes thinking, which may come first; None without it.
+    """
+
+    trigger: str
+    head: str
+    middle: str
+    closing: str
+    separator: str | None = None
+    hidden: str | None = None
+    thought: tuple[str, str] | None = None
+
+
+class AnswerGraph:
+    """The graph of an answer.
+
+    Attributes:
+        graph: leads into document i behind the name of function i.
+        behind: the state behind arguments.
+    """
+
+    def __init__(self, mode: CallMode, spelling: CallSpelling, names: Sequence[str]) -> None:
+        self.graph, self.mode, self.spelling, self.names = Graph(), mode, spelling, names
+        graph = self.graph
+        start = graph.state()
+        end = graph.state(is_final=True)
+        self.behind = graph.state()
+        self.called = graph.state()  # behind the trigger
+        graph.word(self.behind, encoded(spelling.closing), end)
+        if mode is not CallMode.NONE:
+            self._heads(self.called)
+            if spelling.separator is not None:
+                graph.word(end, encoded(spelling.separator + spelling.trigger), self.called)
+        if mode is CallMode.REQUIRED:
+            self._required(start)
+        elif spelling.trigger:
+            self._free(start)
+        else:
+            self._free_or_call(start)
+
+    def _heads(self, state: int) -> None:
+        """From a state into the documents."""
+        for number, head in enumerate(self._texts()):
+            self.graph.word(state, head, document(number))
+
+    def _texts(self) -> list[bytes]:
+        spelling = self.spelling
+        return [encoded(spelling.head + name + spelling.middle) for name in self.names]
+
+    def _call(self, state: int) -> None:
+        """From a state into a call, which must follow."""
+        if self.spelling.trigger:
+            self.graph.word(state, encoded(self.spelling.trigger), self.called)
+            return
+        self._heads(state)
+        if self.spelling.hidden is not None:
+            self.graph.word(state, encoded(self.spelling.hidden), self.called)
+
+    def _required(self, start: int) -> None:
+        """A call, before which there may be thinking and up to two line breaks."""
+        self._call(start)
+        if self.spelling.thought is None:
+            return
+        opening, closing = map(encoded, self.spelling.thought)
+        lines = [self.graph.state() for _ in range(3)]
+        for number, state in enumerate(lines):
+            self._call(state)
+            if number:
+                self.graph.rows[lines[number - 1]][ord("\n")] = state
+        (thinking, *_) = self._search(closing, lines[0], is_final=False)
+        self.graph.word(start, opening, thinking)
+
+    def _free(self, start: int) -> None:
+        """Free text up to the trigger, before which there may be thinking."""
+        graph, trigger = self.graph, encoded(self.spelling.trigger)
+        states = self._search(trigger, self.called if self.mode is CallMode.AUTO else None, is_final=True)
+        graph.final.add(start)
+        graph.rows[start] |= graph.rows[states[0]]
+        if self.spelling.thought is None:
+            return
+        opening, closing = map(encoded, self.spelling.thought)
+        (thinking, *_) = self._search(closing, states[0], is_final=True)
+        graph.rows[start] |= dict.fromkeys(_BLANKS, start)
+        free, state = states[0], start
+        for place, byte in enumerate(opening):  # as free text, and as the beginning of thinking
+            free = graph.rows[free][byte]
+            following = thinking if place == len(opening) - 1 else graph.state(is_final=True)
+            graph.rows[state][byte] = following
+            if following != thinking:
+                graph.rows[following] |= graph.rows[free]
+            state = following
+
+    def _free_or_call(self, start: int) -> None:
+        """An answer that is a call from its beginning on, or free text."""
+        graph = self.graph
+        free = graph.state(is_final=True)
+        self._read_text(free)
+        first = len(graph.rows)
+        refused = set()
+        if self.mode is CallMode.AUTO:
+            self._heads(start)
+        else:
+            refused = {(graph.word(start, head[:-1]), head[-1]) for head in self._texts()}
+        graph.rows[start] |= dict.fromkeys(_BLANKS, start)
+        for state in [start, *range(first, len(graph.rows))]:
+            others = {byte: to for byte, to in graph.rows[free].items() if (state, byte) not in refused}
+            graph.rows[state] = others | graph.rows[state]
+            graph.final.add(state)
+        if self.mode is CallMode.AUTO and self.spelling.hidden is not None:
+            graph.word(start, encoded(self.spelling.hidden), self.called)
+
+    def _search(self, mark: bytes, found: int | None, *, is_final: bool) -> list[int]:
+        """States that read text up to a mark, by how much of the mark has been read; None: the mark is refused."""
+        graph = self.graph
+        states = [graph.state(is_final=is_final)]
+        self._read_text(states[0])
+        if mark[0] == SPECIAL_BYTE:  # one token, so no text begins as it does
+            if found is not None:
+                graph.word(states[0], mark, found)
+            return states
+        states += [graph.state(is_final=is_final) for _ in mark[1:]]
+        shorter = states[0]  # where the text stands if the mark began later
+        for place, (state, byte) in enumerate(zip(states, mark, strict=True)):
+            if place:
+                graph.rows[state] = dict(graph.rows[shorter])
+                shorter = graph.rows[shorter].get(byte, states[0])
+            following = found if place == len(mark) - 1 else states[place + 1]
+            if following is None:
+                graph.rows[state].pop(byte, None)
+            else:
+                graph.rows[state][byte] = following
+        return states
+
+    def _read_text(self, state: int) -> None:
+        """A state that reads any text, a whole character at a time, so that a special token splits none."""
+        graph, following = self.graph, state
+        graph.rows[state] = dict.fromkeys(range(0x80), state)
+        for first, last in ((0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4)):
+            inside = graph.state()
+            graph.rows[inside] = dict.fromkeys(range(0x80, 0xC0), following)
+            graph.rows[state] |= dict.fromkeys(range(first, last + 1), inside)
+            following = inside
+
+
+def encoded(text: str) -> bytes:
+    """The bytes of a literal in which special tokens are marked."""
+    return bytes([SPECIAL_BYTE]).join(part.encode() for part in text.split(SPECIAL_MARK))

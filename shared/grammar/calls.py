@@ -1,0 +1,75 @@
+"""The grammar of an answer that may, or must, call tools: its arguments follow the schemas of the functions.
+
+Introduced in phase 12. Invariant: a function whose schema must be followed has arguments that are valid under it; where
+that is not asked for and the schema is not supported, they are some object.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.grammar.answer_graph import AnswerGraph, CallMode, CallSpelling
+from shared.grammar.automaton import Automaton
+from shared.grammar.joining import joined
+from shared.grammar.json_schema import compile_schema
+from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.spelling import spellable
+
+
+@dataclass(frozen=True)
+class CalledFunction:
+    """A function: its name, the JSON schema of its arguments, and whether they must follow it."""
+
+    name: str
+    schema: Any
+    is_strict: bool
+
+
+@dataclass(frozen=True)
+class CallDescription:
+    """What an answer may be."""
+
+    mode: CallMode
+    spelling: CallSpelling
+    functions: tuple[CalledFunction, ...]
+
+    @property
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        fields = json.loads(text)
+        spelling = fields["spelling"]
+        spelling["thought"] = spelling["thought"] and tuple(spelling["thought"])
+        functions = tuple(CalledFunction(**each) for each in fields["functions"])
+        return cls(CallMode(fields["mode"]), CallSpelling(**spelling), functions)
+
+
+def compile_calls(description: CallDescription, usable_bytes: NDArray[np.bool_], budget: Budget) -> Automaton:
+    """The automaton of the answers. Raises GrammarError."""
+    arguments = []
+    for each in description.functions if description.mode is not CallMode.NONE else ():
+        try:
+            found = spellable(compile_schema(_of_object(each.schema), budget), usable_bytes)
+        except GrammarError as error:
+            if each.is_strict:
+                raise GrammarError(f"The arguments of {each.name}: {error}") from error
+            found = spellable(compile_schema({"type": "object"}, budget), usable_bytes)
+        budget.keep(found.num_states)
+        arguments.append(found)
+    names = [each.name for each in description.functions]
+    answer = AnswerGraph(description.mode, description.spelling, names)
+    return joined(answer.graph, arguments, answer.behind)
+
+
+def _of_object(schema: Any) -> Any:
+    """The schema with what every function has: its arguments are an object."""
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise GrammarError('the schema must be of an object; say "type": "object".')
+    return {"type": "object", **schema}

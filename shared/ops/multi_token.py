@@ -1,0 +1,84 @@
+"""Attention and positions of a step that verifies guesses and makes the next ones. Introduced in phase 11.1.
+
+A request's new tokens are n *real* ones, its newest token and n - 1 guesses, and behind each of them a *group* of k
+mask tokens, which stand for the k tokens after it. If the guesses up to real token g are right, the hidden states of
+group g are the start of the next guesses (Samragh et al., arXiv 2507.11851). With n = k + 1 there are (k + 1)² tokens.
+
+The real tokens are laid down first, then the groups. So the keys and values of accepted tokens are where they stay,
+and nothing is copied: the paper's order, with each group behind its token, moves them in every layer of every step.
+
+A token has a group g and a rank r in it: a real token has rank 0, mask tokens 1 to k. Invariants: a real token sees
+what it would see without masks; a mask token sees the real tokens up to its group's, and the masks of its group up to
+itself.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+
+
+def groups_and_ranks(num_real: int, num_masks: int) -> tuple[Integers, Integers]:
+    """g and r of each of ``num_real · (1 + num_masks)`` new tokens, in the order of the step."""
+    real = np.arange(num_real)
+    ranks = np.tile(np.arange(1, num_masks + 1), num_real)
+    return np.append(real, real.repeat(num_masks)), np.append(np.zeros_like(real), ranks)
+
+
+def positions(start: int, num_real: int, num_masks: int) -> Integers:
+    """The position of each new token of a request whose first new token has the position ``start``."""
+    group, rank = groups_and_ranks(num_real, num_masks)
+    # exercise 11.1x2: where in the text each token stands
+    # hint: real token g is the g-th behind `start`, whatever is laid down between
+    # hint: the mask of rank r stands for the token that is r places behind its group's real token
+    return start + group + rank
+    # end exercise
+
+
+def visible_with_masks(
+    num_cached: int, num_real: int, num_masks: int, window: int | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    """The attention mask: which keys each new token attends to, bool ``[T, num_cached + T]``.
+
+    Args:
+        num_cached: keys before the new tokens; with a window, at least those that the first new token can see.
+        window: of a sliding-window layer, the token itself included; distances are between positions.
+    """
+    numbers = groups_and_ranks(num_real, num_masks)
+    group, rank = (torch.from_numpy(array).to(device) for array in numbers)  # [T] each
+    # exercise 11.1x1: what each new token sees of the new tokens
+    # hint: compare a column, the queries, with a row, the keys: group[:, None] and group[None, :]
+    # hint: every token sees the real tokens (rank 0) of its own group and of those before
+    # hint: a mask token also sees the masks of its own group, up to its own rank
+    # hint: leave the result in `new`, bool [T, T]
+    is_real = (rank == 0)[None, :] & (group[None, :] <= group[:, None])
+    is_own = (group[None, :] == group[:, None]) & (rank[None, :] > 0) & (rank[None, :] <= rank[:, None])
+    new = is_real | is_own
+    # end exercise
+    mask = torch.cat((new.new_ones(len(new), num_cached), new), dim=1)
+    if window is None:
+        return mask
+    places = torch.from_numpy(positions(num_cached, num_real, num_masks)).to(device)
+    keys = torch.cat((torch.arange(num_cached, device=device), places))
+    return mask & (keys[None, :] > places[:, None] - window)
+
+
+def masked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """As :func:`shared.ops.attention.naive_attention`, with a mask bool ``[T, S]`` in place of causality."""
+    T, Hq, D = q.shape
+    Hkv = k.shape[0]
+    grouped = q.view(T, Hkv, Hq // Hkv, D)
+    scores = torch.einsum("thgd,hsd->hgts", grouped, k).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).to(q.dtype)
+    return torch.einsum("hgts,hsd->thgd", weights, v).reshape(T, Hq, D)

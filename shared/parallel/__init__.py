@@ -1,0 +1,1 @@
+"""One model on several devices: shards of its weights, collectives, and the processes of the ranks."""

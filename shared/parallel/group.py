@@ -1,0 +1,242 @@
+"""The ranks of an engine: one process each, started and ended by rank 0. Introduced in phase 12.1.
+
+The engine's process is rank 0. It starts the others, and each makes the same model, memory and runner as the engine
+does, of its own part (:mod:`shared.parallel.worker`). With one rank there is no process, and nothing differs from an
+engine without ranks.
+
+Invariants: all ranks have KV caches of the same size; the other ranks end when the group is closed, fails, or is
+forgotten, and when rank 0 ends in whatever way.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shared.cache.pool import CachePoolProtocol
+from shared.cache.view import BatchView, MakeMemory
+from shared.engine.config import EngineConfig
+from shared.engine.runner import Runner
+from shared.engine.sampler import SampledTokens, SamplerOutput
+from shared.errors import ConfigError, RankError
+from shared.loading.config_json import read_config
+from shared.loading.loader import load_model
+from shared.loading.placement import check_device
+from shared.loading.quantized import quantizer
+from shared.models.causal_lm import CausalLM
+from shared.parallel.board import CALLS, Board
+from shared.parallel.channel import Sender
+from shared.parallel.collectives import Collectives
+from shared.parallel.model import load_part
+from shared.parallel.runner import rank_runner
+from shared.parallel.shard import Shard
+from shared.parallel.watch import Watch
+
+START = "from shared.parallel.worker import main; main()"
+START_SECONDS = 120
+"""Within these all ranks must have met, before any has loaded its part."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a rank is told when it starts."""
+
+    rank: int
+    config: EngineConfig
+    folder: Path
+    port: int  # of the store where the ranks meet
+    num_threads: int  # on a CPU
+    make_memory: MakeMemory
+    runner: type[Runner]
+
+
+class Group:
+    """Rank 0, and the processes of the other ranks.
+
+    Args:
+        folder: the model's.
+        make_memory, runner: what each rank makes its memory and its runner with.
+
+    Raises ConfigError if the model or the machine cannot be shared by ``config.tensor_parallel_size`` ranks.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, make_memory: MakeMemory, runner: type[Runner]) -> None:
+        self.config, self.folder, self.size = config, folder, config.tensor_parallel_size
+        self.make_memory, self.make_runner = make_memory, runner
+        self.watch: Watch | None = None
+        if self.size == 1:
+            return
+        Shard(0, self.size).heads(read_config(folder, can_quantize=True))
+        device = rank_device(config, 0)
+        if device.type == "cuda" and torch.cuda.device_count() - (device.index or 0) < self.size:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.size} and this machine has {torch.cuda.device_count()} GPUs, counted "
+                f"from {device}; choose at most that many."
+            )
+        store = local_store()
+        num_threads = max(1, torch.get_num_threads() // self.size)
+        self.board = Board(self.size)
+        lifeline, self._lifeline = os.pipe()
+        processes, pipes = [], []
+        for rank in range(1, self.size):
+            pipe, theirs = Pipe()
+            passed = (theirs.fileno(), self.board.fd, lifeline)
+            processes.append(start_process(passed))
+            theirs.close()
+            pipe.send((self.size, Assignment(rank, config, folder, store.port, num_threads, make_memory, runner)))
+            pipes.append(pipe)
+        os.close(lifeline)
+        os.close(self.board.fd)  # its memory stays
+        self.watch = Watch(self.board, processes, pipes)
+        weakref.finalize(self, _end, self.watch, self._lifeline, torch.get_num_threads())
+        if device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        with self._starting():
+            self.sender = Sender(self.board, pipes, self.watch.check)
+            self._meet(store)
+            self.ranks = Collectives(
+                store, 0, self.size, device, partial(count_call, self.board, 0), self.watch.waiting
+            )
+            self.watch.collectives = self.ranks
+
+    def load(self) -> CausalLM:
+        """The model, or rank 0's part of it."""
+        config = self.config
+        if self.size == 1:
+            quantize = quantizer(config.quantization, config.quantize_head)
+            return load_model(self.folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
+        with self._starting():
+            return load_rank(config, self.folder, self.ranks)
+
+    def memory(self, model: CausalLM, max_seq_len: int) -> tuple[CachePoolProtocol, BatchView]:
+        """The pool, and the view of rank 0's part."""
+        if self.size == 1:
+            return self.make_memory(self.config, model, max_seq_len)
+        with self._starting():
+            return agreed_memory(self.config, model, max_seq_len, self.make_memory, self.ranks)
+
+    def runner(self, model: CausalLM, view: BatchView, max_sequences: int, **sampling: Any) -> Runner:
+        """The runner; arguments as those of :class:`shared.engine.runner.Runner`."""
+        if self.watch is None:
+            return self.make_runner(model, view, max_sequences, **sampling)
+        with self._starting():
+            make = partial(rank_runner(self.make_runner), ranks=self.ranks, sender=self.sender, watch=self.watch)
+            return make(model, view, max_sequences, **sampling)
+
+    def wait(self, sampled: SamplerOutput) -> SampledTokens:
+        """The sampled tokens; raises RankError if the group fails before they are there."""
+        if self.watch is None:
+            return sampled.wait()
+        with self.watch.waiting():
+            return sampled.wait()
+
+    def when_lost(self, tell: Callable[[RankError], None]) -> None:
+        """Call ``tell``, on a thread of the group, when a rank is lost, also while the engine has no work."""
+        if self.watch is not None:
+            self.watch.when_lost = tell
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self.watch is not None:
+            self.watch.close()
+
+    def _meet(self, store: dist.Store) -> None:
+        """Wait until all ranks have come to the store."""
+        assert self.watch is not None
+        deadline = time.monotonic() + START_SECONDS
+        while not store.check([f"rank {rank}" for rank in range(1, self.size)]):
+            self.watch.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all of {self.size} ranks started within {START_SECONDS} s")
+            time.sleep(0.01)
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """End the group if what is done within fails."""
+        assert self.watch is not None
+        try:
+            yield
+        except ConfigError:
+            self.close()
+            raise
+        except BaseException as error:
+            raise self.watch.failed(error) from error
+
+
+def start_process(passed: tuple[int, ...]) -> "subprocess.Popen[bytes]":
+    """Start a rank, with a pipe, the board, and a pipe that ends when rank 0 does.
+
+    It is not a process of ``multiprocessing``, whose daemons, as the server's engine is, may have none.
+    """
+    start = f"import shared.cli; {START}" if os.environ.get("INFER_WORKSHOP", "0") not in ("", "0") else START
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    command = [sys.executable, "-c", start, *map(str, passed)]
+    return subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path})
+
+
+def local_store() -> dist.TCPStore:
+    """A store where the ranks meet, which listens on the loopback interface alone."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port, timeout = listener.getsockname()[1], timedelta(seconds=START_SECONDS)
+        return dist.TCPStore("127.0.0.1", port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of a rank: GPUs are counted from the one that the config names."""
+    device = check_device(config.device)
+    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
+
+
+def load_rank(config: EngineConfig, folder: Path, ranks: Collectives) -> CausalLM:
+    """A rank's part of the model."""
+    return load_part(
+        folder,
+        ranks,
+        dtype=config.torch_dtype,
+        quantization=config.quantization,
+        quantize_head=config.quantize_head,
+    )
+
+
+def agreed_memory(
+    config: EngineConfig, model: CausalLM, max_seq_len: int, make_memory: MakeMemory, ranks: Collectives
+) -> tuple[CachePoolProtocol, BatchView]:
+    """A rank's memory, of as many blocks as every rank has room for."""
+    pool, view = make_memory(config, model, max_seq_len)
+    if config.num_gpu_blocks is not None or config.kv_cache_backend == "contiguous":  # equal on all ranks
+        return pool, view
+    capacity = pool.capacity_tokens
+    agreed = ranks.least(capacity)
+    useful = config.max_batch_size * -(-max_seq_len // config.block_size) * config.block_size
+    if ranks.device.type == "cpu" and agreed < useful:
+        agreed //= ranks.size  # they measured the same memory
+    if agreed < capacity:
+        del pool, view
+        pool, view = make_memory(replace(config, num_gpu_blocks=agreed // config.block_size), model, max_seq_len)
+    return pool, view
+
+
+def count_call(board: Board, rank: int) -> None:
+    """Count a begin or an end of a collective of a rank."""
+    board.counters[rank, CALLS] += 1
+
+
+def _end(watch: Watch, lifeline: int, num_threads: int) -> None:
+    watch.close()
+    os.close(lifeline)
+    torch.set_num_threads(num_threads)

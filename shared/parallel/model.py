@@ -1,0 +1,73 @@
+"""Loads a rank's part of a model. Introduced in phase 12.1.
+
+Invariant: the model is the whole one in everything that it returns, but for logits, which are the rank's own columns.
+"""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.loading.checkpoint import Checkpoint
+from shared.loading.config_json import read_config
+from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
+from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
+from shared.parallel.checkpoint import CutCheckpoint
+from shared.parallel.collectives import Collectives
+from shared.parallel.cut import ModelCut
+from shared.parallel.projection import RowParallelProjection, VocabularyEmbedding
+from shared.parallel.shard import Shard
+
+BLOCK = 128
+"""Columns of the MLP at whose multiples a quantized model is cut: the largest block that has a scale."""
+
+
+def load_part(
+    folder: Path,
+    ranks: Collectives,
+    *,
+    dtype: torch.dtype | None = None,
+    quantization: str | None = None,
+    quantize_head: bool = False,
+) -> CausalLM:
+    """This rank's part of a model, whose config is that of the part but for ``vocab_size``.
+
+    Args:
+        quantization, quantize_head: as of :func:`shared.loading.quantized.quantizer`.
+
+    Raises ConfigError for numbers of ranks that do not divide the model, and what ``load_model`` raises.
+    """
+    whole = read_config(folder, can_quantize=True)
+    is_quantized = quantization is not None or _is_quantized(folder)
+    cut = ModelCut(Shard(ranks.rank, ranks.size), whole, BLOCK if is_quantized else 1)
+    place = quantizer(quantization, quantize_head, cut)
+    model = load_model(
+        folder,
+        dtype=dtype,
+        device=ranks.device,
+        quantize=lambda model, names, _, device: place(model, names, Checkpoint(folder), device),
+        make_model=partial(_part_of, cut),
+        open_checkpoint=partial(CutCheckpoint, cut=cut),
+    )
+    model.embedding = VocabularyEmbedding(model.embedding, cut.shard.part(whole.vocab_size), ranks)  # type: ignore[assignment]
+    block: Any
+    for block in model.blocks:
+        block.attention.o_proj = RowParallelProjection(block.attention.o_proj, ranks)
+        block.mlp.down_proj = RowParallelProjection(block.mlp.down_proj, ranks)
+    return model
+
+
+def _part_of(cut: ModelCut, config: ModelConfig, max_positions: int, device: torch.device) -> CausalLM:
+    """An empty model of the part's shape."""
+    model = CausalLM(cut.shard.local(config, cut.multiple), max_positions, device)
+    model.config = replace(model.config, vocab_size=config.vocab_size)
+    return model
+
+
+def _is_quantized(folder: Path) -> bool:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config") is not None

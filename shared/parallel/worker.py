@@ -1,0 +1,98 @@
+"""The process of a rank other than 0. Introduced in phase 12.1.
+
+It loads its part of the model, makes its memory and its runner as rank 0 does, and then computes each batch that rank 0
+sends. It plans nothing and samples nothing.
+
+Invariants: the process ends when rank 0's does, however that ended; a failure is its last message; it ignores SIGINT
+and SIGTERM, which a terminal or a supervisor sends to rank 0 too.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shared.errors import InferError
+from shared.models.fused import fuse
+from shared.parallel.board import BEATS, CALLS, Board
+from shared.parallel.channel import Receiver
+from shared.parallel.collectives import Collectives, PeerError
+from shared.parallel.group import START_SECONDS, Assignment, agreed_memory, count_call, load_rank, rank_device
+from shared.parallel.runner import rank_runner
+from shared.parallel.watch import Failed, reason_of
+
+BEAT_SECONDS = 0.5
+LEAST_SECONDS = 0.005
+"""Of a processor, within a heartbeat, for a rank that computes."""
+
+
+def main() -> None:
+    """Run the rank whose descriptors are the arguments of the command."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    pipe_fd, board_fd, lifeline = map(int, sys.argv[1:])
+    pipe: Connection[Any, Any] = Connection(pipe_fd)
+    size, about = pipe.recv()
+    board = Board(size, board_fd)
+    idle = threading.Event()
+    idle.set()  # while it loads, it may wait for a disk
+    threading.Thread(target=beat, args=(board, about.rank, lifeline, idle), daemon=True).start()
+    try:
+        with torch.inference_mode():
+            serve(about, size, board, pipe, idle)
+    except EOFError:
+        return
+    except BaseException as error:
+        if not isinstance(error, PeerError | InferError):
+            traceback.print_exception(error)
+        with suppress(OSError):
+            pipe.send(Failed(reason_of(error), isinstance(error, PeerError)))
+        os._exit(1)  # collectives of other ranks would keep the process
+
+
+def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any]", idle: threading.Event) -> None:
+    """Compute batches until rank 0 goes; raises EOFError then. ``idle`` is set while there is none."""
+    config, rank = about.config, about.rank
+    device = rank_device(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(about.num_threads)
+    store = dist.TCPStore("127.0.0.1", about.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
+    store.set(f"rank {rank}", "here")
+    ranks = Collectives(store, rank, size, device, partial(count_call, board, rank))
+    model = fuse(load_rank(config, about.folder, ranks))
+    max_seq_len = config.sequence_limit(model.max_positions)
+    pool, view = agreed_memory(config, model, max_seq_len, about.make_memory, ranks)
+    make_runner = rank_runner(about.runner)
+    runner = make_runner(model, view, pool.max_sequences, ranks=ranks, most_logit_rows=config.most_logit_rows)
+    receiver = Receiver(board, pipe, rank)
+    while True:
+        idle.set()
+        batch = receiver.receive()
+        idle.clear()
+        runner.follow(batch)
+
+
+def beat(board: Board, rank: int, lifeline: int, idle: threading.Event) -> None:
+    """Count heartbeats until rank 0 ends, and end the process then.
+
+    There is none while the rank neither computes, nor waits for a message (``idle``) or in a collective.
+    """
+    used = time.process_time()
+    while not select.select([lifeline], [], [], BEAT_SECONDS)[0]:
+        before, used = used, time.process_time()
+        if used - before > LEAST_SECONDS or idle.is_set() or board.counters[rank, CALLS] % 2:
+            board.counters[rank, BEATS] += 1
+    os._exit(1)

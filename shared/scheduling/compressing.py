@@ -1,0 +1,79 @@
+"""Scheduling around compressions: no step computes past one. Introduced in phase 9.2.
+
+A request is compressed at lengths that depend on its prompt and the settings alone: first at the end of its prompt, or
+``steps_between_cache_compressions`` tokens above the budget if that comes later, then at every as many tokens. So a
+preempted request, whose tokens are computed again in chunks, is compressed at the same lengths, and comes to the same
+cache: a chunk ends where a compression is due.
+
+A compression reads what the step in flight writes, and frees blocks. So if a request reaches its length in the step in
+flight, nothing is scheduled; the engine finishes that step, compresses, and goes on.
+
+Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token behind such a length is
+scheduled only after the compression there.
+"""
+
+from weakref import WeakKeyDictionary
+
+from shared.cache.pool import CachePoolProtocol
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.scheduling.overlapped import OverlappedScheduler
+from shared.scheduling.schedule import Schedule, Scheduled
+
+
+class CompressingScheduler(OverlappedScheduler):
+    """As :class:`OverlappedScheduler`, with compressions if ``compress_method`` is set."""
+
+    def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
+        super().__init__(config, pool, max_seq_len)
+        self.is_compressing = config.compress_method is not None
+        self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # the last length, since admission
+
+    def next_point(self, request: Request, num_tokens: int) -> int:
+        """The first length above ``num_tokens`` at which a request is compressed."""
+        interval = self.config.steps_between_cache_compressions
+        first = max(request.num_prompt_tokens, self.config.layer_budget + interval)
+        return first if num_tokens < first else num_tokens + interval - (num_tokens - first) % interval
+
+    def due(self) -> list[Request]:
+        """The running requests to compress before the next step."""
+        if not self.is_compressing:
+            return []
+        return [
+            request
+            for request in self.running.values()
+            if request.num_scheduled_tokens == request.num_computed_tokens
+            and self._is_point(request, request.num_computed_tokens)
+            and self.compressed_at.get(request) != request.num_computed_tokens
+        ]
+
+    def schedule(self) -> Schedule:
+        """See :class:`shared.scheduling.scheduler.Scheduler`; empty while a request reaches a compression in flight."""
+        if self.is_compressing and any(
+            request.num_scheduled_tokens > request.num_computed_tokens
+            and self._is_point(request, request.num_scheduled_tokens)
+            for request in self.running.values()
+        ):
+            return Schedule(self.num_steps)
+        return super().schedule()
+
+    def compressed(self, request: Request) -> None:
+        """Note that a request that was due has been compressed."""
+        self.compressed_at[request] = request.num_computed_tokens
+
+    def preempt(self, request: Request) -> None:
+        """Drop what a running request has computed, after an interrupted compression."""
+        self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
+        super()._preempt(request)
+        self.compressed_at.pop(request, None)
+
+    def _grant(self, request: Request, num_tokens: int) -> Scheduled:
+        if self.is_compressing:
+            start = request.num_scheduled_tokens
+            num_tokens = min(num_tokens, self.next_point(request, start) - start)
+        return super()._grant(request, num_tokens)
+
+    def _is_point(self, request: Request, num_tokens: int) -> bool:
+        return num_tokens > 0 and self.next_point(request, num_tokens - 1) == num_tokens

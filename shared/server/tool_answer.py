@@ -1,0 +1,86 @@
+"""The calls of tools in an answer, as OpenAI's clients read them: as deltas of a stream, or in one message.
+
+Introduced in phase 12. Invariant: the deltas of a stream, joined, give the message of the same answer in one body.
+"""
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.engine.output import StepOutput
+from shared.text.tokenizer import Tokenizer
+from shared.text.tools import CallArguments, CallStart, Content, Delta, ToolFormat, ToolParser
+
+
+@dataclass(frozen=True)
+class ToolReading:
+    """How the calls of an answer are read.
+
+    Attributes:
+        names: the functions that may be called.
+        shown: the texts of the special tokens that open and close calls, by id; their outputs have none.
+    """
+
+    form: ToolFormat
+    names: Collection[str]
+    has_several: bool
+    shown: Mapping[int, str]
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, form: ToolFormat, tools: Sequence[Mapping[str, Any]], *, has_several: bool
+    ) -> "ToolReading":
+        shown = {
+            token_id: mark
+            for mark in (form.opening, form.closing)
+            if (token_id := tokenizer.token_id(mark)) is not None and token_id in tokenizer.special_ids
+        }
+        return cls(form, [tool["function"]["name"] for tool in tools], has_several, shown)
+
+
+class ToolAnswer:
+    """Reads the outputs of one choice."""
+
+    def __init__(self, reading: ToolReading) -> None:
+        self._shown = reading.shown
+        self._parser = ToolParser(reading.form, reading.names, has_several=reading.has_several)
+
+    @property
+    def has_calls(self) -> bool:
+        return self._parser.num_calls > 0
+
+    def deltas(self, output: StepOutput) -> list[dict[str, Any]]:
+        """The ``delta`` objects of one more output."""
+        mark = "" if output.token_id is None else self._shown.get(output.token_id, "")
+        return list(map(_delta, self._parser.push(mark + output.text)))
+
+    def last_deltas(self) -> list[dict[str, Any]]:
+        """Those of the end."""
+        return list(map(_delta, self._parser.flush()))
+
+
+def whole_message(reading: ToolReading, outputs: Sequence[StepOutput]) -> dict[str, Any]:
+    """The fields of the message of a whole answer: ``content``, which is None if there are calls alone, and calls."""
+    answer = ToolAnswer(reading)
+    content, calls = "", []
+    for delta in [*(delta for output in outputs for delta in answer.deltas(output)), *answer.last_deltas()]:
+        content += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append({"id": call["id"], "type": "function", "function": call["function"]})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    match delta:
+        case Content(text):
+            return {"content": text}
+        case CallStart(index, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

@@ -1,0 +1,150 @@
+"""Drafts by the model itself: from the hidden states of mask tokens in the step before. Introduced in phase 11.1.
+
+No second model runs, and no second KV cache is kept. The runner keeps the hidden states of each group of mask tokens;
+once the step's tokens are known, the group behind the last accepted one is the right one. The sampler head of the
+adapter makes drafts of it, one after the other, since each depends on the draft before.
+
+Drafts are drawn as those of a draft model: with the noise of the request, or, for rejection, from a stream of their own
+(:mod:`shared.speculation.draft_model`).
+
+Invariant: states are used in the step after the one that computed them, or never.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from shared.cache.pool import CachePoolProtocol
+from shared.cache.view import MakeMemory
+from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
+from shared.engine.multi_token_batch import MultiTokenBatch
+from shared.engine.multi_token_runner import MaskStates
+from shared.engine.request import Request, RequestStatus
+from shared.engine.runner import MakeRunner, Runner
+from shared.engine.sampler import Sampler, SamplerOutput
+from shared.models.causal_lm import CausalLM
+from shared.models.lora import adapt
+from shared.scheduling.multi_token import with_masks
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
+from shared.speculation import step_times
+from shared.speculation.adapter import load_adapter
+from shared.speculation.draft_sampler import DraftSampler
+from shared.speculation.drafter import Drafter
+from shared.text.tokenizer import Tokenizer
+
+ROUNDS = 3  # of a measurement; the fastest counts
+Asking = tuple[Request, torch.Tensor, int]
+"""A request, the hidden states ``[k, H]`` of its masks, and the number of drafts it may have."""
+
+
+class MultiTokenDrafter:
+    """The model as its own drafter; a :class:`shared.speculation.drafter.Drafter`.
+
+    Args:
+        config: the engine's, with an adapter.
+        model: is given the adapter's additions.
+
+    Raises what ``load_adapter`` raises.
+    """
+
+    sampler: Sampler
+
+    def __init__(self, config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> None:
+        assert config.adapter is not None
+        self.model, self.is_coupled = model, config.acceptance_method == "coupled"
+        self.adapter = load_adapter(Path(config.adapter).expanduser(), model)
+        adapt(model, self.adapter.additions(), self.adapter.masks)
+        self.distributions: dict[tuple[int, int], torch.Tensor] = {}
+        self.states: dict[str, MaskStates] = {}  # of the last step, by request id; the runner puts them there
+
+    def join(
+        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    ) -> CachePoolProtocol:
+        """See :class:`shared.speculation.drafter.Drafter`; makes the sampler of drafts."""
+        about = (self.model.device, pool.max_sequences)
+        self.sampler = Sampler(*about) if self.is_coupled else DraftSampler(*about, distributions=self.distributions)
+        return pool
+
+    def propose(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.distributions.clear()
+        asking: list[Asking] = []
+        for request, *_, num_drafts, _, _ in schedule:
+            if num_drafts:
+                request.draft_ids = []
+                states = self.states.get(request.request_id)
+                group = None if states is None else group_of_next(request.num_tokens, states.start)
+                is_running = request.status is RequestStatus.RUNNING
+                if states is not None and group is not None and is_running and 0 <= group < len(states.hidden):
+                    asking.append((request, states.hidden[group], num_drafts))
+        self.states.clear()
+        if asking:
+            self._draw(asking)
+
+    def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
+        """See :class:`shared.speculation.drafter.Drafter`: the time of one pass of the head, and the output head."""
+        return (seconds := [self._pass_seconds(size) for size in sizes]), seconds
+
+    def _draw(self, asking: Sequence[Asking]) -> None:
+        """Draw one draft after the other, all requests at a time; the host waits once."""
+        self.sampler.penalties.forget()  # they count the drafts of the step before
+        places = list(range(len(asking)))
+        previous = self.sampler.upload(torch.tensor([request.last_token_id for request, _, _ in asking]))
+        drawn: list[tuple[list[int], SamplerOutput]] = []
+        for number in range(max(num_drafts for _, _, num_drafts in asking)):
+            going_on = [place for place in places if asking[place][2] > number]
+            if len(going_on) < len(places):
+                previous = previous[self.sampler.upload(torch.tensor([places.index(place) for place in going_on]))]
+                places = going_on
+            hidden = torch.stack([asking[place][1][number] for place in places])
+            logits = self.adapter.logits(self.model, previous, hidden)
+            rows = [asking[place][0].sampling_row(number)._replace(num_drafts=0) for place in places]
+            draws = self.sampler.sample(logits, rows, places)
+            previous = draws.ids
+            drawn.append((places, SamplerOutput([draws])))
+        for places, sampled in drawn:
+            for place, token_id in zip(places, sampled.wait().token_ids, strict=True):
+                asking[place][0].draft_ids.append(token_id)
+
+    def _pass_seconds(self, size: int) -> float:
+        ids = torch.zeros(size, dtype=torch.int64, device=self.model.device)
+        hidden = torch.zeros(size, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
+        seconds = []
+        with torch.inference_mode():
+            for _ in range(ROUNDS):
+                started = time.perf_counter()
+                self.adapter.logits(self.model, ids, hidden).argmax(-1).tolist()  # waits for the device
+                seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+
+def tune(scheduler: Scheduler, runner: Runner, drafter: Drafter) -> None:
+    """See :func:`shared.speculation.step_times.tune`; a step with n guesses has n masks behind each of n + 1 tokens."""
+    if not isinstance(drafter, MultiTokenDrafter):
+        step_times.tune(scheduler, runner, drafter)
+        return
+
+    def lay_out(schedule: Schedule, pool: CachePoolProtocol) -> Batch:
+        masks = {entry.request: entry.num_drafts for entry in schedule if entry.num_drafts}
+        return MultiTokenBatch.of(with_masks(schedule, masks), pool)
+
+    step_times.tune(scheduler, runner, drafter, lay_out, lambda num_drafts: (num_drafts + 1) ** 2)
+    drafter.states.clear()
+
+
+def group_of_next(num_tokens: int, start: int) -> int:
+    """The group of masks behind the last accepted token of a step.
+
+    Args:
+        num_tokens: known tokens of the request: the step's accepted drafts and the token drawn behind them included.
+        start: the index of the step's first token of the request.
+    """
+    # exercise 11.1x3: which group of masks followed what was accepted
+    # hint: the step computed the token at `start`, and drafts; group 0 stood behind the first of these tokens
+    # hint: the newest known token was drawn in this step, behind the last accepted one: it was not computed
+    return num_tokens - 2 - start
+    # end exercise

@@ -1,0 +1,136 @@
+"""Reads one call, ``{"name": …, "arguments": {…}}``, one character at a time. Introduced in phase 12.
+
+The arguments are passed on while they are generated, so they are not parsed: brackets and strings are followed, to find
+their end, and a client checks the rest. Members may come in any order; arguments that come before the name wait for it.
+Members of other names are skipped, since models add some.
+
+Invariant: a call is known (``name``) only when its name is that of a function and its arguments are an object; from
+then on it stands, even if the text breaks off inside its arguments.
+"""
+
+import json
+from collections.abc import Collection, Generator
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+_BLANKS = " \t\r\n"
+_CLOSERS = {"{": "}", "[": "]"}
+_SCALARS = frozenset("0123456789+-.eEtrufalsn")
+Reading = Generator[None, str, str]
+"""Takes characters; returns the first one that it does not need."""
+
+
+class BrokenCallError(Exception):
+    """The character cannot stand here."""
+
+
+class CallReader:
+    """Reads one object. ``name`` is None until the call is known; ``is_done`` behind its last brace."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.name: str | None = None
+        self.is_done = False
+        self._names = names
+        self._arguments: list[str] = []
+        self._reading = self._call()
+        next(self._reading)
+
+    def read(self, character: str) -> None:
+        """Read one more. Raises BrokenCallError, and leaves it unread, if the text is no call any more."""
+        try:
+            self._reading.send(character)
+        except StopIteration:
+            self.is_done = True
+
+    def take(self) -> str:
+        """The arguments of a known call that have been read since the last time."""
+        if self.name is None:
+            return ""
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        return text
+
+    def _call(self) -> Generator[None, str, None]:
+        name, has_arguments = None, False
+        _require((yield from _behind_blanks((yield))) == "{")
+        character = ","
+        while character == ",":
+            key: list[str] = []
+            character = yield from _string((yield from _behind_blanks((yield))), key)
+            _require((yield from _behind_blanks(character)) == ":")
+            character = yield from _behind_blanks((yield))
+            match _decoded(key):
+                case "name" if name is None:
+                    value: list[str] = []
+                    character = yield from _string(character, value)
+                    name = _decoded(value)
+                    _require(name in self._names)
+                    self.name = name if has_arguments else None
+                case known if known in ARGUMENT_KEYS and not has_arguments:
+                    _require(character == "{")
+                    self.name, has_arguments = name, True
+                    character = yield from _value(character, self._arguments)
+                case _:
+                    character = yield from _value(character, [])
+            character = yield from _behind_blanks(character)
+        _require(character == "}" and name is not None)
+        if not has_arguments:
+            self._arguments.append("{}")
+        self.name = name
+
+
+def _value(character: str, read: list[str]) -> Reading:
+    """Read a value that begins with this character; its text goes to ``read``."""
+    if character not in '"{[':
+        _require(character in _SCALARS)
+        while character in _SCALARS:
+            read.append(character)
+            character = yield
+        return character
+    closers: list[str] = []
+    while True:
+        if character == '"':
+            character = yield from _string(character, read)
+        else:
+            if character in _CLOSERS:
+                closers.append(_CLOSERS[character])
+            elif character in "]}":
+                _require(closers.pop() == character)
+            else:
+                _require(character in _SCALARS or character in _BLANKS or character in ":,")
+            read.append(character)
+            character = yield
+        if not closers:
+            return character
+
+
+def _string(character: str, read: list[str]) -> Reading:
+    """Read a string, with its quotes."""
+    _require(character == '"')
+    is_open = True
+    while is_open:
+        read.append(character)
+        if character == "\\":
+            read.append((yield))
+        character = yield
+        is_open = character != '"'
+    read.append(character)
+    return (yield)
+
+
+def _behind_blanks(character: str) -> Reading:
+    while character in _BLANKS:
+        character = yield
+    return character
+
+
+def _decoded(read: list[str]) -> str:
+    try:
+        text: str = json.loads("".join(read), strict=False)
+    except ValueError:
+        raise BrokenCallError from None
+    return text
+
+
+def _require(is_so: bool) -> None:
+    if not is_so:
+        raise BrokenCallError

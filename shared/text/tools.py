@@ -1,0 +1,215 @@
+"""Calls of functions in the text of a model: how a chat format writes them, and a parser that reads their stream.
+
+A model that was trained on tools writes its calls as text, in a form of its own, in which a trigger opens a call. The
+parser separates the text into content and calls: of a call first the name, then pieces of its arguments exactly as they
+were generated. A text that looks like a call and is none is given back as content. Introduced in phase 12.
+
+Invariants: what is read depends on the whole text alone, never on how it is divided into pieces; no part of a trigger
+is content unless no call follows it.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from shared.text.call_reader import BrokenCallError, CallReader
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a chat template writes calls: objects of a name and arguments.
+
+    Attributes:
+        opening: opens a call; "" if a call is the whole answer, which its brace opens.
+        closing: closes a call.
+        arguments_key: the key of the arguments.
+        has_several: whether an answer may hold several calls.
+        thought: opens and closes the model's thinking, in which nothing is a call; None without it.
+        hidden_token: a special token that may stand before a call.
+    """
+
+    opening: str
+    closing: str
+    arguments_key: str
+    has_several: bool
+    thought: tuple[str, str] | None = None
+    hidden_token: str | None = None
+
+
+TOOL_FORMATS = {
+    "llama3": ToolFormat("", "", "parameters", has_several=False, hidden_token="<|python_tag|>"),
+    "qwen3": ToolFormat("<tool_call>", "</tool_call>", "arguments", has_several=True, thought=("<think>", "</think>")),
+    "chatml": ToolFormat("<tool_call>", "</tool_call>", "arguments", has_several=True),
+}
+"""By the name of the chat template."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A piece of text that is no call."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """A call begins; ``index`` counts the calls of an answer."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Delta = Content | CallStart | CallArguments
+
+
+class _Mode(Enum):
+    BEGIN = auto()  # nothing but whitespace so far
+    THINKING = auto()
+    FREE = auto()
+    CALL = auto()
+    BEHIND = auto()  # behind the object of a call, before its closing
+    PLAIN = auto()  # no call can follow
+
+
+class ToolParser:
+    """Reads one answer. ``num_calls`` is the number of its calls so far.
+
+    Args:
+        names: the functions that may be called; an object with another name is content.
+        has_several: False: only the first call is read as one.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str], *, has_several: bool = True) -> None:
+        self.form, self.names = form, frozenset(names)
+        self.num_calls = 0
+        self._after_call = _Mode.FREE if has_several and form.has_several else _Mode.PLAIN
+        self._mode = _Mode.BEGIN
+        self._text = ""  # not decided; in the mode CALL, not read by the reader
+        self._reader = CallReader(())
+        self._opened = self._read = ""  # of a call that is not known: what opened it, what the reader has read
+
+    def push(self, piece: str) -> list[Delta]:
+        """What one more piece of the text decides."""
+        return self._steps(self._text + piece, is_end=False)
+
+    def flush(self) -> list[Delta]:
+        """The end of the text: what is undecided is content, but for whitespace and a half closing behind a call."""
+        return self._steps(self._text, is_end=True)
+
+    def _steps(self, text: str, *, is_end: bool) -> list[Delta]:
+        deltas: list[Delta] = []
+        before: tuple[_Mode, str] | None = None
+        self._text = text
+        while before != (self._mode, self._text):
+            before = self._mode, self._text
+            deltas += self._step(is_end)
+        return deltas
+
+    def _step(self, is_end: bool) -> Iterator[Delta]:
+        match self._mode:
+            case _Mode.BEGIN:
+                self._begin(is_end)
+            case _Mode.THINKING:
+                assert self.form.thought is not None
+                thought, end, behind = self._text.partition(self.form.thought[1])
+                if end:
+                    self._mode, self._text = _Mode.FREE, behind
+                    yield Content(thought + end)
+                else:
+                    yield from self._content(_overlap(self._text, self.form.thought[1]), is_end)
+            case _Mode.FREE:
+                before, opening, behind = self._text.partition(self.form.opening)
+                if opening:
+                    content = before.rstrip()
+                    self._open(before[len(content) :] + opening, behind)
+                    yield from [Content(content)] if content else []
+                else:
+                    yield from self._content(_overlap(self._text, self.form.opening), is_end)
+            case _Mode.CALL:
+                yield from self._call(is_end)
+            case _Mode.BEHIND:
+                self._behind(is_end)
+            case _Mode.PLAIN:
+                yield from self._content(0, is_end)
+
+    def _begin(self, is_end: bool) -> None:
+        text = self._text.lstrip()
+        thinks = _begins(text, self.form.thought[0]) if self.form.thought else False
+        if not is_end and (thinks is None or not text):
+            return
+        if thinks:
+            self._mode = _Mode.THINKING
+        elif self.form.opening:
+            self._mode = _Mode.FREE
+        elif text.startswith("{"):
+            self._open("", self._text)
+        else:
+            self._mode = _Mode.PLAIN
+
+    def _open(self, opened: str, behind: str) -> None:
+        self._mode, self._reader = _Mode.CALL, CallReader(self.names)
+        self._opened, self._read, self._text = opened, "", behind
+
+    def _call(self, is_end: bool) -> Iterator[Delta]:
+        """Let the reader read; what it has read of a call that turns out to be none is read again, as content."""
+        reader, count, is_broken = self._reader, 0, False
+        was_known = reader.name is not None
+        while count < len(self._text) and not (reader.is_done or is_broken):
+            try:
+                reader.read(self._text[count])
+                count += 1
+            except BrokenCallError:
+                is_broken = True
+        is_over = reader.is_done or is_broken or is_end
+        self._read += self._text[:count]
+        self._text = self._text[count:]
+        if reader.name is None:
+            if is_over:
+                self._mode = _Mode.FREE if self.form.opening else _Mode.PLAIN
+                self._text = self._read + self._text
+                yield from [Content(self._opened)] if self._opened else []
+            return
+        if not was_known:
+            self.num_calls += 1
+            yield CallStart(self.num_calls - 1, reader.name)
+        if arguments := reader.take():
+            yield CallArguments(self.num_calls - 1, arguments)
+        if is_over:
+            self._mode = _Mode.BEHIND if self.form.closing else self._after_call
+
+    def _behind(self, is_end: bool) -> None:
+        text = self._text.lstrip()
+        is_closed = _begins(text, self.form.closing)
+        if is_closed is None and not is_end:
+            return
+        if is_closed is not False:
+            self._text = text[len(self.form.closing) :]
+        self._mode = self._after_call
+
+    def _content(self, num_undecided: int, is_end: bool) -> Iterator[Delta]:
+        """Release the text, but for its end: whitespace, which is dropped before and behind a call, and a trigger's."""
+        decided = self._text if is_end else self._text[: len(self._text) - num_undecided].rstrip()
+        self._text = self._text[len(decided) :]
+        if decided.strip() or (decided and not self.num_calls):
+            yield Content(decided)
+
+
+def _begins(text: str, mark: str) -> bool | None:
+    """Whether a text begins with a mark; None if that is not decided."""
+    if text.startswith(mark):
+        return True
+    return None if mark.startswith(text) else False
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters of the longest end of a text that is a beginning of a mark."""
+    longest = min(len(text), len(mark) - 1)
+    return next((count for count in range(longest, 0, -1) if mark.startswith(text[-count:])), 0)

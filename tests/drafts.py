@@ -1,0 +1,51 @@
+"""Drafts that are known to be right or wrong, and what a step with drafts leaves behind."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shared.engine.request import RequestStatus
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
+from tests.mixed_requests import Requests
+
+
+class Foresight:
+    """Proposes what the answers will be, with one token wrong in some of the proposals."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], error_rate: float, seed: int = 0) -> None:
+        self.answers, self.error_rate, self.chance = answers, error_rate, random.Random(seed)
+
+    def propose(self, schedule: Schedule) -> None:
+        for request, *_, num_drafts, _, _ in schedule:
+            request.draft_ids = []
+            if num_drafts and request.status is RequestStatus.RUNNING:
+                done = len(request.output_ids)
+                drafts = [*self.answers[int(request.request_id)][done : done + num_drafts]]
+                if drafts and self.chance.random() < self.error_rate:
+                    drafts[self.chance.randrange(len(drafts))] ^= 1
+                request.draft_ids = drafts
+
+
+def states_of(engine: Any, requests: Requests) -> dict[int, tuple[list[int], torch.Tensor]]:
+    """By the number of known tokens: what the pool counts after a step, and the keys and values of the last layer."""
+    ((prompt, params),), states = requests, {}
+    name, pool = engine.add_request(prompt, SamplingParams(**params)), engine.pool
+    while engine.has_work():
+        engine.step()
+        request = engine.scheduler.running.get(name)
+        if request is None:
+            break
+        tables = pool.holdings()[1]
+        counts = [pool.length(request), pool.used_tokens, pool.free_tokens, len(tables[request])]
+        counts += [request.num_computed_tokens, request.num_scheduled_tokens, request.num_pending_tokens]
+        if hasattr(pool, "tree"):
+            counts += [pool.tree.num_blocks, pool.tree.num_unused_blocks, pool.prefixes[request].num_blocks]
+        parts = [part[-1][tables[request]] for part in (engine.view.keys, engine.view.values)]  # of the last layer
+        if engine.config.kv_cache_backend == "contiguous":
+            parts = [part.transpose(1, 2) for part in parts]
+        rows = [part.flatten(0, 1)[: pool.length(request)] for part in parts]
+        states[request.num_tokens] = counts, torch.stack(rows)
+    return states

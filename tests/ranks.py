@@ -1,0 +1,51 @@
+"""Ranks as threads of one process: collectives through gloo, without the seconds that processes take to start."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+
+from shared.checkpoints.make import make_checkpoint
+from shared.parallel.collectives import Collectives
+
+R = TypeVar("R")
+FAMILIES = ("llama", "qwen3", "gemma3")
+
+
+def on_ranks(size: int, run: Callable[[Collectives], R]) -> list[R]:
+    """The results of ``run`` on each rank."""
+    store = dist.HashStore()
+
+    def on_rank(rank: int) -> R:
+        with torch.inference_mode():
+            return run(Collectives(store, rank, size, torch.device("cpu")))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(on_rank, range(size)))
+
+
+def checkpoint_for_ranks(family: str, folder: Path) -> Path:
+    """A random checkpoint of a family whose heads 2 and 4 ranks can share; made once in ``folder``."""
+    shape = f"tiny-{family}-ranks"
+    with FileLock(folder / f"{shape}.lock"):
+        return make_checkpoint(shape, folder / shape, seed=1)
+
+
+@dataclass
+class Poison:
+    """A message that runs out of memory, or hangs, when a rank computes it."""
+
+    kind: str
+
+    @property
+    def layout(self) -> None:
+        """What a view reads first."""
+        if self.kind == "memory":
+            raise MemoryError("12 GB are too many")
+        time.sleep(1000)

@@ -1,0 +1,245 @@
+"""Calls of tools over HTTP: openai's client against an engine that answers what it is told to."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from shared.engine.output import StepOutput
+from shared.engine.request import Request, TokenLogprobs
+from shared.server.tool_fields import MAX_TOOLS
+from tests.unit.server.echo import EchoEngine, Running, serving
+from tests.unit.server.exchange import chat, error_of
+
+FAMILIES = ("llama", "qwen3", "gemma3_text")
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Zürich"}}\n</tool_call>'
+ZURICH = [("weather", '{"place": "Zürich"}')]
+SECOND = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+LLAMA_CALL = '{"name": "weather", "parameters": {"place": "Zürich"}}'
+
+
+def tool(name: str, **more: Any) -> Any:
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters, **more}}
+
+
+TOOLS = [tool("weather"), tool("time")]
+NAMED = {"type": "function", "function": {"name": "time"}}
+
+
+class ScriptedEngine(EchoEngine):
+    """Answers every prompt with one text, and keeps the prompts."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        super().__init__(folder)
+        self.model.config.family = family
+        self.script = ""
+        self.prompts: list[str] = []
+
+    def _next_token(self, request: Request) -> StepOutput:
+        if not request.output_ids:
+            self.prompts.append(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
+        ids = [*self.tokenizer.encode(self.script, add_special_tokens=False), min(self.tokenizer.eos_ids)]
+        token_id = ids[len(request.output_ids)]
+        request.append(token_id)
+        request.num_scheduled_tokens = request.num_tokens - 1
+        logprobs = None if request.params.logprobs is None else TokenLogprobs(-0.5, ())
+        return self.streams[request].push(token_id, logprobs)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_checkpoints: dict[str, Path]) -> Iterator[dict[str, Running]]:
+    engines = {name: ScriptedEngine(tiny_checkpoints[name], name) for name in FAMILIES}
+    with (
+        serving(engines["llama"]) as llama,
+        serving(engines["qwen3"]) as qwen,
+        serving(engines["gemma3_text"]) as gemma,
+    ):
+        yield {"llama": llama, "qwen3": qwen, "gemma3_text": gemma}
+
+
+@pytest.fixture
+def client(servers: dict[str, Running]) -> Iterator[httpx.Client]:
+    with servers["qwen3"].client() as client:
+        yield client
+
+
+def ask(running: Running, script: str, **fields: Any) -> Any:
+    running.engine.script = script  # type: ignore[attr-defined]
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
+    settings = {"model": "echo", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 600}
+    return client.chat.completions.create(**(settings | fields))
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+
+
+@pytest.mark.parametrize(
+    ("family", "script", "content", "calls"),
+    [
+        ("qwen3", f"I look.\n{CALL}\n{SECOND}", "I look.", [("weather", '{"place": "Zürich"}'), ("time", "{}")]),
+        ("qwen3", CALL, None, [("weather", '{"place": "Zürich"}')]),
+        ("qwen3", "No call < here.", "No call < here.", []),
+        ("qwen3", f"<think>{SECOND}</think>\n\n{CALL}", f"<think>{SECOND}</think>", ZURICH),
+        ("qwen3", CALL.replace("weather", "other"), CALL.replace("weather", "other"), []),
+        ("llama", LLAMA_CALL, None, [("weather", '{"place": "Zürich"}')]),
+        ("llama", '{"name": "Ada"}', '{"name": "Ada"}', []),
+    ],
+)  # fmt: skip
+def test_an_answer_and_its_stream(
+    family: str, script: str, content: str | None, calls: list[tuple[str, str]], servers: dict[str, Running]
+) -> None:
+    choice = ask(servers[family], script).choices[0]
+    assert (choice.message.content, calls_of(choice.message)) == (content, calls)
+    assert choice.finish_reason == ("tool_calls" if calls else "stop")
+    assert len({call.id for call in choice.message.tool_calls or []}) == len(calls)
+    text, found = "", []
+    for chunk in ask(servers[family], script, stream=True):
+        delta = chunk.choices[0].delta
+        text += delta.content or ""
+        for call in delta.tool_calls or []:
+            if call.function.name is not None:
+                assert call.index == len(found)
+                assert call.id
+                assert call.type == "function"
+                found.append((call.function.name, ""))
+            name, arguments = found[call.index]
+            found[call.index] = name, arguments + call.function.arguments
+    assert (text, found) == (content or "", calls)
+    assert chunk.choices[0].finish_reason == choice.finish_reason
+
+
+def test_openais_helper_of_streams(servers: dict[str, Running]) -> None:
+    running = servers["qwen3"]
+    running.engine.script = f"{CALL}\n{SECOND}"  # type: ignore[attr-defined]
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
+    question: Any = [{"role": "user", "content": "Hi"}]
+    with client.chat.completions.stream(model="echo", messages=question, tools=TOOLS, max_tokens=600) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert calls_of(message) == [("weather", '{"place": "Zürich"}'), ("time", "{}")]
+
+
+def test_an_answer_that_breaks_off_keeps_its_reason(servers: dict[str, Running]) -> None:
+    cut = len(CALL.encode()) - 20
+    choice = ask(servers["qwen3"], CALL, max_tokens=cut).choices[0]
+    assert choice.finish_reason == "length"
+    assert calls_of(choice.message)[0][1].startswith('{"place": "Z')
+
+
+def test_log_probabilities_of_all_tokens(servers: dict[str, Running]) -> None:
+    whole = ask(servers["qwen3"], CALL, logprobs=True).choices[0].logprobs.content
+    chunks = ask(servers["qwen3"], CALL, logprobs=True, stream=True)
+    parts = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
+    assert list(itertools.chain.from_iterable(parts)) == whole
+
+
+def test_one_call_and_none(servers: dict[str, Running]) -> None:
+    running = servers["qwen3"]
+    one = ask(running, f"{CALL}\n{SECOND}", parallel_tool_calls=False).choices[0]
+    assert len(one.message.tool_calls) == 1
+    none = ask(running, CALL, tool_choice="none").choices[0]
+    assert (none.message.content, none.message.tool_calls, none.finish_reason) == (CALL, None, "stop")
+    assert '"name": "weather"' in running.engine.prompts[-1], "the tools are in the prompt all the same"
+    assert ask(running, CALL, tools=[]).choices[0].message.content == CALL
+
+
+def test_an_answer_goes_back_with_its_results_in_the_order_of_the_calls(servers: dict[str, Running]) -> None:
+    running = servers["qwen3"]
+    message = ask(running, f"{CALL}\n{SECOND}").choices[0].message
+    weather, time = (call.id for call in message.tool_calls)
+    results = [
+        {"role": "tool", "tool_call_id": time, "content": "noon"},
+        {"role": "tool", "tool_call_id": weather, "content": [{"type": "text", "text": "sun"}]},
+    ]
+    turns = [{"role": "user", "content": "Hi"}, message, *results]
+    assert ask(running, "It is sunny.", messages=turns).choices[0].message.content == "It is sunny."
+    assert running.engine.prompts[-1].endswith(
+        f"<|im_start|>assistant\n{CALL}\n{SECOND}<|im_end|>\n<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n"
+        "<tool_response>\nnoon\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    call = ask(servers["llama"], LLAMA_CALL).choices[0].message
+    turns = [turns[0], call, {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "sun"}]
+    ask(servers["llama"], "It is sunny.", messages=turns)
+    assert (
+        f'{LLAMA_CALL}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"sun"<|eot_id|>'
+        in (servers["llama"].engine.prompts[-1])
+    )
+
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def called(**more: Any) -> Any:
+    return {"id": "a", "type": "function", "function": {"name": "time", "arguments": "{}", **more}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"tools": [tool("a b")]}, "tools.0.function.name", "string should match pattern"),
+        ({"tools": [tool("x" * 65)]}, "tools.0.function.name", "string should match pattern"),
+        ({"tools": [tool("a", parameters="{}")]}, "tools.0.function.parameters", "valid dictionary"),
+        ({"tools": [tool("a", strict="yes")]}, "tools.0.function.strict", "valid boolean"),
+        ({"tools": [{"type": "code", "function": {"name": "a"}}]}, "tools.0.type", "input should be 'function'"),
+        ({"tools": [tool("a", more=1)]}, "tools.0.function.more", "unknown"),
+        ({"tools": [tool(f"a{n}") for n in range(MAX_TOOLS + 1)]}, "tools", "at most 128 items"),
+        ({"tools": [tool("a"), tool("b"), tool("a")]}, "tools", "2 functions with the name a"),
+        ({"tool_choice": "any"}, "tool_choice", "tool_choice is 'any'; it must be none, auto, required, or an object"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "it must be none, auto"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "the tools are weather"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
+        ({"messages": [{**USER, "tool_calls": [called()]}]}, "messages.0", "only an assistant calls tools"),
+        ({"messages": [{**USER, "tool_call_id": "a"}]}, "messages.0", "no other has it"),
+        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages.1", "the role tool needs it"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0", "content is None"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [5]}]}, "messages.1.tool_calls.0", "valid dictionary"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [called(arguments="[]")]}]},
+            "messages.1.tool_calls.0.function.arguments",
+            "arguments is '[]'; it must be the text of a JSON object",
+        ),
+        (
+            {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "b"}]},
+            "messages.1.tool_call_id",
+            "no call of the last assistant message has this id",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, told: str, client: httpx.Client) -> None:
+    response = client.post("/v1/chat/completions", json={**chat(), "tools": TOOLS, **fields})
+    assert response.status_code == 422, response.text
+    assert error_of(response)["param"] == param
+    assert told in error_of(response)["message"]
+
+
+def test_a_model_whose_format_has_no_tools_says_so(servers: dict[str, Running]) -> None:
+    with servers["gemma3_text"].client() as client:
+        response = client.post("/v1/chat/completions", json=chat(tools=TOOLS))
+        assert (response.status_code, error_of(response)["param"]) == (422, "tools")
+        turns = [USER, {"role": "assistant", "tool_calls": [called()]}]
+        response = client.post("/v1/chat/completions", json={**chat(), "messages": turns})
+        assert (response.status_code, error_of(response)["param"]) == (422, "messages")
+        assert client.post("/v1/chat/completions", json=chat(tools=[], tool_choice="auto")).is_success
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"tools": [tool("a", strict=True)]}]
+)
+def test_what_needs_a_grammar_names_the_phase_that_has_it(fields: dict[str, Any], client: httpx.Client) -> None:
+    response = client.post("/v1/chat/completions", json={**chat(), "tools": TOOLS, **fields})
+    assert response.status_code == 422, response.text
+    assert error_of(response)["param"] == ("tool_choice" if "tool_choice" in fields else "tools.0.function.strict")
+    assert "phase 12" in error_of(response)["message"]
+
+
+def test_definitions_reach_the_prompt_as_they_were_sent(servers: dict[str, Running]) -> None:
+    definition = {"function": {"strict": None, "name": "add", "description": "Zahlen: ü"}, "type": "function"}
+    ask(servers["qwen3"], "No.", tools=[definition])
+    assert f"<tools>\n{json.dumps(definition, ensure_ascii=False)}\n</tools>" in servers["qwen3"].engine.prompts[-1]

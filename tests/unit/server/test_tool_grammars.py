@@ -1,0 +1,176 @@
+"""Calls of tools that are certainly valid: a model of random weights, which can only be made to call by a grammar."""
+
+import contextlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+
+from phases.phase_12.engine import Engine
+from shared.engine.config import EngineConfig
+from tests.unit.server.echo import Running, serving
+from tests.unit.server.exchange import chat, error_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"place": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
+    "required": ["place"],
+    "additionalProperties": False,
+}
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
+def tool(name: str, schema: Any = SCHEMA, **more: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+NOW = {"type": "function", "function": {"name": "now"}}
+TOOLS = [tool("weather"), tool("time", {"type": "object", "additionalProperties": False}), NOW]
+MARKS = ("</tool_call>", "<tool_call>")
+SCHEMAS = {"weather": SCHEMA, "time": {"maxProperties": 0}, "now": {"maxProperties": 0}}
+
+
+def with_special_tokens(folder: Path, target: Path) -> Path:
+    """A copy of a checkpoint whose last tokens are special ones that open and close calls."""
+    shutil.copytree(folder, target)
+    path = target / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    for text in MARKS:
+        last = max(vocabulary, key=vocabulary.__getitem__)
+        content["model"]["merges"] = [
+            pair for pair in content["model"]["merges"] if "".join(pair).replace(" ", "") != last
+        ]
+        content["added_tokens"].append({**content["added_tokens"][0], "id": vocabulary.pop(last), "content": text})
+    path.write_text(json.dumps(content))
+    return target
+
+
+@pytest.fixture(scope="module")
+def servers(
+    tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Running]]:
+    special = with_special_tokens(tiny_checkpoints["qwen3"], tmp_path_factory.mktemp("special") / "model")
+    folders = {"llama": tiny_checkpoints["llama"], "qwen3": tiny_checkpoints["qwen3"], "special": special}
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for name, folder in folders.items():
+            engine: Any = Engine(EngineConfig(model=str(folder), max_seq_len=2048))
+            engine.may_step = threading.Event()  # which `serving` sets at its end
+            running[name] = stack.enter_context(serving(engine))
+        yield running
+
+
+def ask(running: Running, **fields: Any) -> Any:
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
+    settings = {"model": "echo", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 500}
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    return client.chat.completions.create(**(settings | {"extra_body": extra} | fields))
+
+
+EVEN = {"temperature": 100.0}
+"""All tokens that are allowed are about as likely."""
+
+
+def check(choice: Any) -> list[str]:
+    """The names of the calls, all of which are valid."""
+    for call in choice.message.tool_calls or []:
+        assert jsonschema_rs.is_valid(SCHEMAS[call.function.name], json.loads(call.function.arguments))
+    return [call.function.name for call in choice.message.tool_calls or []]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "special"])
+def test_a_call_that_must_be_made_is_valid(family: str, servers: dict[str, Running]) -> None:
+    names, counts = set(), set()
+    for seed in range(10):
+        choice = ask(servers[family], tool_choice="required", seed=seed, **EVEN).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        found = check(choice)
+        names |= set(found)
+        counts.add(len(found))
+    assert len(names) > 1
+    assert min(counts) == 1
+    assert (max(counts) > 1) == (family != "llama"), "Llama 3 has one call a turn"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_function_that_is_named_and_one_call_that_is_asked_for(family: str, servers: dict[str, Running]) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(4):
+        assert check(ask(servers[family], tool_choice=named, seed=seed).choices[0]) == ["weather"]
+        choice = ask(servers[family], tool_choice="required", parallel_tool_calls=False, seed=seed).choices[0]
+        assert len(check(choice)) == 1
+    parts = list(ask(servers[family], tool_choice=named, seed=1, stream=True))
+    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+    assert calls[0].function.name == "weather"
+    assert jsonschema_rs.is_valid(SCHEMA, json.loads("".join(call.function.arguments for call in calls)))
+    assert parts[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_free_text_until_a_call_begins(servers: dict[str, Running]) -> None:
+    """A model that writes text for a while, then the token that opens a call."""
+    running, num_words, num_calls = servers["special"], 0, 0
+    opening = running.engine.tokenizer.token_id("<tool_call>")
+    assert opening in running.engine.tokenizer.special_ids
+    for seed in range(6):
+        choice = ask(running, seed=seed, temperature=30.0, logit_bias={str(opening): 100}).choices[0]
+        assert choice.finish_reason == ("tool_calls" if check(choice) else "stop")
+        num_calls += len(choice.message.tool_calls or [])
+        assert "tool_call" not in (choice.message.content or "")
+        num_words += len(choice.message.content or "")
+    assert num_words > 0
+    assert num_calls > 0
+    none = ask(running, tool_choice="none", logit_bias={str(opening): 100}, max_tokens=50).choices[0]
+    assert (none.finish_reason, none.message.tool_calls) == ("length", None)
+
+
+def test_a_call_behind_thinking(servers: dict[str, Running]) -> None:
+    running, ends = servers["qwen3"], set()
+    likely = {"logit_bias": {str(running.engine.tokenizer.token_id("</think>")): 100}, "temperature": 30.0}
+    for seed in range(8):
+        choice = ask(running, tool_choice="required", seed=seed, **likely, extra_body={}).choices[0]
+        thought = choice.message.content
+        ends.add((choice.finish_reason, thought is None))
+        assert thought is None or thought.startswith("<think>")
+        if choice.finish_reason == "tool_calls":
+            assert thought is None or thought.endswith("</think>")
+            check(choice)
+    assert ends >= {("tool_calls", True), ("tool_calls", False)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"tools": [tool("a", UNIQUE, strict=True)]}, "tools", "The arguments of a: "),
+        ({"tools": [tool("a", UNIQUE)], "tool_choice": "required"}, "tools", "#/properties/a/uniqueItems"),
+        ({"tools": [tool("a", {"type": "array"})], "tool_choice": "required"}, "tools", "must be of an object"),
+        ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "ignore_eos is True"),
+        (
+            {"tools": TOOLS, "response_format": {"type": "json_object"}},
+            "tools",
+            "An answer has one grammar, and response_format and tools are given",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(
+    fields: dict[str, Any], param: str, told: str, servers: dict[str, Running]
+) -> None:
+    with servers["qwen3"].client() as client:
+        response = client.post("/v1/chat/completions", json=chat(**fields))
+        assert response.status_code == 422, response.text
+        assert error_of(response)["param"] == param
+        assert told in error_of(response)["message"]
+        lax = chat(tools=[tool("a", UNIQUE)])
+        assert client.post("/v1/chat/completions", json=lax).is_success, "only what is strict must be followed"
+
+
+def test_a_format_of_the_answer_and_no_calls(servers: dict[str, Running]) -> None:
+    formatted = {"type": "json_schema", "schema": SCHEMA}
+    choice = ask(servers["qwen3"], tool_choice="none", extra_body={"response_format": formatted}).choices[0]
+    assert jsonschema_rs.is_valid(SCHEMA, json.loads(choice.message.content))

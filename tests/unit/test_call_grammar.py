@@ -1,0 +1,201 @@
+"""Grammars of answers with calls: what each mode accepts, arguments by their schemas, special tokens by name alone."""
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.grammar.answer_graph import SPECIAL_MARK, CallMode, CallSpelling
+from shared.grammar.automaton import START, Automaton
+from shared.grammar.calls import CallDescription, CalledFunction
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError, Limits
+from shared.grammar.vocabulary import GrammarVocabulary
+from shared.text.tools import TOOL_FORMATS, CallArguments, CallStart, ToolParser
+
+ALL_BYTES = np.ones(256, np.bool_)
+HERMES = CallSpelling("<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
+QWEN = replace(HERMES, thought=("<think>", "</think>"))
+LLAMA = CallSpelling("", '{"name": "', '", "parameters": ', "}", hidden=f"{SPECIAL_MARK}<|python_tag|>")
+ADD = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TREE = {
+    "type": "object",
+    "properties": {"left": {"$ref": "#"}, "value": {"type": "string", "maxLength": 3}},
+    "additionalProperties": False,
+    "minProperties": 1,
+}
+FUNCTIONS = (CalledFunction("add", ADD, True), CalledFunction("add_tree", TREE, True))
+
+
+def compiled(mode: CallMode, spelling: CallSpelling, functions: tuple[CalledFunction, ...] = FUNCTIONS) -> Automaton:
+    grammar = Grammar.calls(CallDescription(mode, spelling, functions)).compiled(ALL_BYTES, Limits())
+    assert grammar.automaton is not None
+    return grammar.automaton
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+GOOD = hermes("add", '{"a": 1}')
+TREES = hermes("add_tree", '{"left": {"value": "x"}}')
+BAD = [hermes("add", '{"a": "1"}'), hermes("sub", '{"a": 1}'), hermes("add_tree", "{}"), hermes("add", '{"left": {}}')]
+THOUGHT = f"<think>\n1 < 2, {BAD[0]} </thin k>\n</think>"
+
+
+@pytest.mark.parametrize("spelling", [HERMES, QWEN])
+def test_free_text_that_may_call(spelling: CallSpelling) -> None:
+    automaton = compiled(CallMode.AUTO, spelling)
+    for text in (
+        "",
+        "Hello {",
+        "a <tool_call",
+        "<<tool_<tool_cal",
+        GOOD,
+        f"So:\n{GOOD}",
+        f"{GOOD}\n{TREES}\n{GOOD}",
+        "é" * 9,
+    ):
+        assert automaton.accepts(text.encode()), text
+    for text in ("<tool_call>", *BAD, f"{GOOD} and", GOOD[:-1], f"{GOOD}\n", f"{GOOD}\n{BAD[0]}"):
+        assert not automaton.accepts(text.encode()), text
+    assert automaton.accepts(f"{THOUGHT}\n\n{GOOD}".encode()) == (spelling is QWEN)
+    assert automaton.accepts(f" \n{THOUGHT}So: {GOOD}".encode()) == (spelling is QWEN)
+    assert not automaton.accepts(f"{THOUGHT}\n\n{BAD[0]}".encode())
+    assert not automaton.accepts(f"<thinking>{BAD[0]}".encode())
+
+
+@pytest.mark.parametrize("spelling", [HERMES, QWEN])
+def test_calls_alone(spelling: CallSpelling) -> None:
+    automaton = compiled(CallMode.REQUIRED, spelling)
+    for text in (GOOD, f"{GOOD}\n{TREES}"):
+        assert automaton.accepts(text.encode()), text
+    for text in ("", "So:", f" {GOOD}", *BAD, f"{GOOD}\n"):
+        assert not automaton.accepts(text.encode()), text
+    for between, is_one in (("", True), ("\n", True), ("\n\n", True), ("\n\n\n", False), (" a", False)):
+        assert automaton.accepts(f"{THOUGHT}{between}{GOOD}".encode()) == (is_one and spelling is QWEN)
+    assert not automaton.accepts(THOUGHT.encode())
+
+
+def test_one_call_at_most() -> None:
+    automaton = compiled(CallMode.REQUIRED, replace(HERMES, separator=None))
+    assert automaton.accepts(GOOD.encode())
+    assert not automaton.accepts(f"{GOOD}\n{GOOD}".encode())
+
+
+def test_no_calls() -> None:
+    automaton = compiled(CallMode.NONE, QWEN)
+    for text in ("", "Hello", "<tool_call", THOUGHT, f"{THOUGHT}\n\nHello"):
+        assert automaton.accepts(text.encode()), text
+    assert not automaton.accepts(f"Hello {GOOD}".encode())
+    automaton = compiled(CallMode.NONE, LLAMA)
+    assert automaton.accepts(b'{"name": "add", "born": 1815}')
+    assert not automaton.accepts(b'{"name": "add", "parameters": {"a": 1}}')
+
+
+def test_a_call_that_is_the_whole_answer() -> None:
+    good, bad = b'{"name": "add", "parameters": {"a": 1}}', b'{"name": "add", "parameters": {"a": "1"}}'
+    automaton = compiled(CallMode.AUTO, LLAMA)
+    tag = b"\xff<|python_tag|>"
+    for text in (
+        b"",
+        b"Hello",
+        b'{"name": "Ada"}',
+        b'{"name": "add", "param',
+        b"\n" + good,
+        good,
+        tag + good,
+        b"So " + bad,
+    ):
+        assert automaton.accepts(text), text
+    for text in (bad, good + b";", good + b"\n" + good, tag, tag + b"Hello", b" " + bad):
+        assert not automaton.accepts(text), text
+    automaton = compiled(CallMode.REQUIRED, LLAMA)
+    assert automaton.accepts(good)
+    assert automaton.accepts(tag + good)
+    for text in (b"", b"Hello", b'{"name": "Ada"}', b"\n" + good, bad, tag + bad):
+        assert not automaton.accepts(text), text
+
+
+def test_what_is_not_supported() -> None:
+    unique = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(GrammarError, match=re.escape("The arguments of f: ") + ".*#/properties/a/uniqueItems"):
+        compiled(CallMode.REQUIRED, QWEN, (CalledFunction("f", unique, True),))
+    lax = compiled(CallMode.AUTO, QWEN, (CalledFunction("f", unique, False), *FUNCTIONS))
+    assert lax.accepts(hermes("f", '{"b": [1]}').encode())
+    assert not lax.accepts(hermes("f", "[]").encode())
+    assert not lax.accepts(BAD[0].encode())
+    with pytest.raises(GrammarError, match="must be of an object"):
+        compiled(CallMode.REQUIRED, QWEN, (CalledFunction("f", {"type": "array"}, True),))
+    many = tuple(CalledFunction(f"f{n}", {"properties": {"a": {"pattern": "x{3000}"}}}, True) for n in range(60))
+    with pytest.raises(GrammarError, match="more than"):
+        compiled(CallMode.REQUIRED, QWEN, many)
+
+
+def vocabulary(*special: str) -> GrammarVocabulary:
+    tokens = [bytes([byte]) for byte in range(255)] + [f"\xff{name}".encode("latin-1") for name in special]
+    return GrammarVocabulary.of_tokens([*tokens, b"", b"<tool_", b'call>\n{"na', b'{"a": '], [len(tokens)])
+
+
+def test_only_special_tokens_that_the_grammar_names_are_allowed() -> None:
+    words = vocabulary("<tool_call>", "</tool_call>", "<|im_start|>", "<|python_tag|>")
+    opening, closing, start, tag, end = range(255, 260)
+    special = replace(
+        HERMES, trigger=SPECIAL_MARK + HERMES.trigger, closing=f"}}\n{SPECIAL_MARK}</tool_call>", separator="\n"
+    )
+    fsm = TokenFSM(compiled(CallMode.AUTO, special), words)
+    state = fsm.initial_state
+    for token_id in (ord("a"), opening, *b'\n{"name": "add", "arguments": {"a": 1}}\n', closing):
+        allowed = set(fsm.allowed_tokens(state))
+        assert token_id in allowed
+        assert allowed & {opening, closing, start, tag, end} in ({opening, end}, {closing}, set()), state
+        assert fsm.mask(state).nonzero()[0].tolist() == sorted(allowed)
+        following = fsm.next_state(state, token_id)
+        assert following is not None
+        state = following
+    assert fsm.is_terminal(state)
+    plain = TokenFSM(Grammar.json_object().compiled(words.usable_bytes, Limits()).automaton, words)  # type: ignore[arg-type]
+    now = plain.automaton.walk(START, b'{"a": "')
+    assert now is not None
+    assert not {opening, closing, start, tag} & set(plain.allowed_tokens(now))
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(CallMode), st.sampled_from([HERMES, QWEN, LLAMA]), st.randoms(use_true_random=False))
+def test_every_walk_comes_to_an_end_and_what_it_writes_is_read(
+    mode: CallMode, spelling: CallSpelling, random: Any
+) -> None:
+    """Random tokens of the grammar: masks as the definition says, no dead end, and the parser finds the calls."""
+    words = vocabulary("<|python_tag|>")
+    fsm = TokenFSM(compiled(mode, spelling), words)
+    state, text = fsm.initial_state, b""
+    for length in range(400):
+        allowed = np.flatnonzero(fsm.mask(state)).tolist()
+        assert allowed
+        assert length % 20 or allowed == fsm.allowed_tokens(state)
+        is_end = fsm.is_terminal(state)
+        if is_end and random.random() < 0.05:
+            break
+        token_id = random.choice([token_id for token_id in allowed if words.tokens[token_id]] or [-1])
+        if token_id < 0:
+            break
+        text += words.tokens[token_id]
+        state = fsm.next_state(state, token_id)  # type: ignore[assignment]
+    if not fsm.is_terminal(state):
+        return
+    form = TOOL_FORMATS["llama3" if spelling is LLAMA else "chatml" if spelling is HERMES else "qwen3"]
+    parser = ToolParser(form, ["add", "add_tree"])
+    read = text.replace(b"\xff<|python_tag|>", b"").decode(errors="replace")
+    deltas = [*parser.push(read), *parser.flush()]
+    if mode is not CallMode.AUTO:
+        assert (parser.num_calls > 0) == (mode is CallMode.REQUIRED)
+    if mode is CallMode.REQUIRED:
+        for delta in deltas:
+            assert not isinstance(delta, CallArguments) or isinstance(json.loads(delta.text), dict)
+        assert sum(isinstance(delta, CallStart) for delta in deltas) == parser.num_calls

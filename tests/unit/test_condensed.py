@@ -1,0 +1,186 @@
+"""Cells of packed tokens, the pool's counts, and the lengths at which requests are compressed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.condensed_layout import Cells, Packed
+from shared.compression.masked import masked_attention
+from shared.engine.config import COMPRESS_METHODS, WITHOUT_COMPRESSION, EngineConfig
+from shared.errors import CapacityError, ConfigError
+from shared.ops.attention import naive_attention
+from shared.scheduling.compressing import CompressingScheduler
+from tests.comparison import assert_equal
+from tests.steps import commit, make_request, put_in_flight, step_of
+
+
+@pytest.mark.parametrize(
+    ("cells", "table", "expected"),
+    [
+        (Cells(num_layers=1, num_blocks=3, block_size=2, num_kv_heads=1), [2, 0], [4, 5, 0, 1]),
+        (Cells(num_layers=2, num_blocks=3, block_size=2, num_kv_heads=1), [2, 0], [4, 5, 10, 11, 0, 1, 6, 7]),
+        (Cells(num_layers=2, num_blocks=2, block_size=1, num_kv_heads=2), [1, 0], [2, 3, 6, 7, 0, 1, 4, 5]),
+        (Cells(num_layers=3, num_blocks=2, block_size=1, num_kv_heads=1), [1, 0], [1, 3, 5, 0, 2, 4]),
+    ],
+    ids=["one layer", "two layers", "two heads", "three layers"],
+)
+def test_cells_that_can_be_counted_by_hand(cells: Cells, table: list[int], expected: list[int]) -> None:
+    found = cells.packed(np.arange(len(expected)), np.array(table, np.int32))
+    assert_equal(found.tolist(), expected, "cell", ("token",))
+
+
+def test_a_memory_may_have_more_cells_than_an_int32() -> None:
+    cells = Cells(num_layers=64, num_blocks=1 << 20, block_size=16, num_kv_heads=8)
+    found = cells.packed(np.array([0]), np.array([(1 << 20) - 1], np.int32))
+    assert_equal(found, np.array([(1 << 27) - 128]), "cell", ("token",))
+    found = cells.packed(np.array([cells.per_block - 1]), np.array([(1 << 20) - 1], np.int32))
+    assert_equal(found, np.array([(1 << 33) - 1]), "cell", ("token",))
+
+
+def test_cells_of_one_token_to_a_slot() -> None:
+    cells = Cells(num_layers=2, num_blocks=3, block_size=2, num_kv_heads=1)
+    assert cells.plain(1, np.array([0, 1, 3]), np.array([2, 0], np.int32)).tolist() == [[10, 11, 7]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_packed_tokens_fill_whole_blocks_once(layers: int, blocks: int, size: int, heads: int, data: Any) -> None:
+    cells = Cells(layers, blocks, size, heads)
+    table = np.array(data.draw(st.permutations(range(blocks))), np.int32)
+    memory = torch.arange(layers * blocks * size * heads).view(layers, blocks, size, heads)
+    for entry, block in enumerate(table.tolist()):
+        numbers = np.arange(entry * cells.per_block, (entry + 1) * cells.per_block)
+        assert sorted(cells.packed(numbers, table)) == sorted(memory[:, block].flatten().tolist())
+    slots = np.arange(blocks * size)
+    for layer in range(layers):
+        expected = memory[layer, table].flatten(0, 1).T
+        assert torch.equal(torch.from_numpy(cells.plain(layer, slots, table)), expected)
+
+
+def pool_of(num_blocks: int = 12) -> CondensedKVCachePool:
+    return CondensedKVCachePool(Cells(2, num_blocks, 4, 2), 3, 48)
+
+
+def test_a_compression_frees_what_no_head_keeps() -> None:
+    pool, request = pool_of(), make_request("a")
+    assert pool.reserve(request, 31)
+    schedule = step_of({request: 30})
+    put_in_flight(schedule)
+    commit(pool, schedule)
+    counts = np.array([[3, 9], [20, 1]])  # 33 of 120 cells; a block has 16
+    assert pool.compress(request, Packed(counts, 30, pool.cells.slots_for(counts))) == 4
+    assert (pool.length(request), pool.num_saved(request)) == (12, 18)
+    assert pool.table(request).tolist() == [0, 1, 2, 3], "three blocks are packed; token 31 has the fourth"
+    assert pool.allocator.num_free == 8
+    assert pool.fill(request) == (33, 64)
+    assert pool.audit_blocks() == []
+    assert pool.layout(step_of({request: 1})).slot_mapping.tolist() == [12]
+    assert pool.reserve(request, 34)
+    assert pool.allocator.num_free == 8
+    assert pool.reserve(request, 35)
+    assert pool.allocator.num_free == 7, "counted from the first token, whatever became of it"
+    with pytest.raises(CapacityError, match="of its first 30 some were dropped"):
+        pool.truncate(request, 29)
+    pool.release(request)
+    assert pool.audit() == []
+    assert pool.num_saved(request) == 0
+
+
+def test_the_audit_sees_a_packed_part_of_a_wrong_size() -> None:
+    pool, request = pool_of(), make_request("a")
+    pool.reserve(request, 30)
+    commit(pool, step_of({request: 30}))
+    pool.compress(request, Packed(np.array([[3, 9], [20, 1]]), 30, 8))
+    assert "a packed part of 8 slots and its 33 kept tokens fill 12" in pool.audit_blocks()[0]
+    pool.packed[make_request("b")] = Packed(np.ones((2, 2), np.int64), 1, 4)
+    assert any("b is compressed and holds no blocks" in found for found in pool.audit_blocks())
+
+
+def scheduler_of(pool: CondensedKVCachePool, **config: Any) -> CompressingScheduler:
+    about = {"layer_budget": 10, "layer_upper_budget": 12, "steps_between_cache_compressions": 4}
+    return CompressingScheduler(EngineConfig(compress_method="snapkv", block_size=4, **about | config), pool, 48)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "points"), [(3, [14, 18, 22]), (14, [14, 18, 22]), (15, [15, 19, 23]), (30, [30, 34, 38])]
+)
+def test_lengths_depend_on_the_prompt_alone(prompt: int, points: list[int]) -> None:
+    scheduler, request = scheduler_of(pool_of()), make_request("a", range(prompt))
+    found, length = [], 0
+    for _ in points:
+        found.append(length := scheduler.next_point(request, length))
+    assert found == points
+    assert [scheduler.next_point(request, n) for n in range(points[0])] == [points[0]] * points[0]
+
+
+def test_tokens_computed_again_are_cut_where_they_were_compressed() -> None:
+    pool = pool_of()
+    scheduler, request = scheduler_of(pool), make_request("a", range(5))
+    for token in range(20):
+        request.append(token)
+    scheduler.add(request)
+    starts = []
+    for end in (14, 18, 22, 25):
+        (entry,) = scheduler.schedule()
+        starts.append((entry.start, entry.start + entry.num_tokens, entry.num_logit_rows))
+        if end < 25:
+            assert not scheduler.schedule(), "the compression waits for the step in flight"
+        commit(pool, scheduler_step(request, entry))
+        assert scheduler.due() == ([request] if end < 25 else [])
+        scheduler.compressed(request)
+        assert scheduler.due() == []
+    assert starts == [(0, 14, 0), (14, 18, 0), (18, 22, 0), (22, 25, 1)]
+
+
+def scheduler_step(request: Any, entry: Any) -> Any:
+    request.num_scheduled_tokens = entry.start
+    schedule = step_of({request: entry.num_tokens})
+    put_in_flight(schedule)
+    return schedule
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_masked_attention_is_attention_of_what_is_kept(window: int | None, softcap: float | None) -> None:
+    """Each head by itself, with its keys alone; the new tokens and the window's keys are always kept."""
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 8, generator=random)
+    k, v = torch.randn(2, 2, 12, 8, generator=random)
+    kept = torch.rand(2, 12, generator=random) > 0.5
+    kept[:, -6:] = True
+    out = masked_attention(q, k, v, kept, scale=0.3, window=window, softcap=softcap)
+    for head in range(2):
+        mine = slice(2 * head, 2 * head + 2)
+        about: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap}
+        alone = naive_attention(q[:, mine], k[head : head + 1, kept[head]], v[head : head + 1, kept[head]], **about)
+        torch.testing.assert_close(out[:, mine], alone)
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"layer_budget": 64}, "layer_budget is 64 and compress_method is None"),
+        ({"if_fake_compress": True}, "choose a compress_method too, or leave if_fake_compress out"),
+        ({"compress_method": "snapkv", "p_attn": 1.0}, r"p_attn is 1.0; it must lie between 0 and 1\."),
+        ({"compress_method": "snapkv", "layer_budget": 4096}, "layer_upper_budget is 2048 and layer_budget is 4096"),
+        ({"compress_method": "snapkv", "use_prefix_caching": True}, "a request's kept tokens are its own"),
+        ({"compress_method": "snapkv", "use_cuda_graphs": True, "attention_backend": "planned"}, "leave one of them"),
+        ({"compress_method": "snapkv", "attention_backend": "flash"}, "choose sdpa or naive"),
+        ({"compress_method": "snapkv", "use_chunked_prefill": False}, "requires use_chunked_prefill = True"),
+        ({"compress_method": "snapkv", "kv_cache_backend": "contiguous"}, "requires kv_cache_backend = 'paged'"),
+    ],
+)
+def test_settings_that_contradict_are_refused(about: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**about)
+
+
+def test_what_compression_excludes_is_off() -> None:
+    assert all(EngineConfig().is_on(name) for name in WITHOUT_COMPRESSION)
+    for method in COMPRESS_METHODS:
+        assert not any(EngineConfig(compress_method=method).is_on(name) for name in WITHOUT_COMPRESSION)

@@ -1,0 +1,171 @@
+"""Masks that the sampler's device finds give the tokens of masks made on the host, whatever happens to the requests.
+
+Without a GPU the rows and the pool are on the CPU, and the scalar walk stands in for the kernels, which have tests of
+their own (tests/kernels/test_grammar.py).
+"""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shared.engine.grammar_rows as grammar_rows
+from phases.phase_12.engine import Engine
+from phases.phase_12.test_parity import DRAWN, GRAMMARS, NGRAM, Foresight, constrained
+from shared.engine.config import EngineConfig
+from shared.grammar.grammar import Grammar
+from shared.grammar.pool import GrammarPool
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, SMALL, STEM, seen, serve, tokens
+
+REQUESTS, COME = [*constrained([*ALIKE, *MIXED], max_new_tokens=60), *DRAWN], [*ARRIVE, *ARRIVALS, 0, 2, 2, 4]
+
+
+def make(folder: Path, num_bytes: int | None = 1_000_000, **config: Any) -> Any:
+    """An engine with a pool on the CPU; None: without one."""
+    with pytest.MonkeyPatch.context() as patch:
+        pool = None if num_bytes is None else GrammarPool(num_bytes, "cpu")
+        patch.setattr(GrammarPool, "on", lambda *_: pool)
+        return Engine(EngineConfig(model=str(folder), **config))
+
+
+@pytest.fixture
+def num_sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A list that grows with each configuration that the host sends."""
+    sent: list[int] = []
+    pack = grammar_rows.pack_row
+    monkeypatch.setattr(grammar_rows, "pack_row", lambda base, now: sent.append(base) or pack(base, now))
+    return sent
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_tokens_are_those_of_masks_from_the_host(model_folder: Path, overlaps: bool, num_sent: list[int]) -> None:
+    about = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": overlaps}
+    expected = serve(make(model_folder, None, **about), REQUESTS, COME)[0]
+    assert not num_sent
+    engine = make(model_folder, **about)
+    assert seen(serve(engine, REQUESTS, COME)[0]) == seen(expected)
+    num_preempted = engine.load().num_preemptions
+    assert num_preempted > 0
+    num_bound = sum("structured_output" in params for _, params in REQUESTS)
+    assert len(num_sent) <= num_bound + num_preempted, "a row goes on from its own token"
+    assert engine.constraints.num_masks > 5 * len(num_sent)
+    serve(engine, [("x", {"max_new_tokens": 2})])
+    gc.collect()
+    assert all(one.num_holders == 0 for one in engine.constraints.pool._ranges.values()), "requests that ended hold it"
+
+
+def test_drafts_go_on_from_the_row_behind_the_accepted_ones(model_folder: Path, num_sent: list[int]) -> None:
+    requests, about = [*constrained(ALIKE, max_new_tokens=40), *DRAWN], {"max_seq_len": 160}
+    expected = serve(make(model_folder, None, **about), requests)[0]
+    for drafter in (None, Foresight(expected, 0.5)):
+        num_sent.clear()
+        engine = make(model_folder, **about | NGRAM)
+        engine.drafter = drafter or engine.drafter
+        assert seen(serve(engine, requests)[0]) == seen(expected)
+        stats = engine.stats()
+        assert stats["drafts rejected (tokens)"] > 0
+        assert stats["drafts accepted (tokens)"] > 0 or drafter is None
+        assert len(num_sent) <= sum("structured_output" in params for _, params in requests)
+
+
+def test_rows_behind_wrong_drafts_are_not_used_again(model_folder: Path) -> None:
+    """The next step has as many rows, each one token further on."""
+    grammar = Grammar.regex(r"(\d{3}-[a-c]{4}; ){5}")
+    request = [("x", {"temperature": 0.0, "max_new_tokens": 60, "structured_output": grammar})]
+    expected = serve(make(model_folder, None), request)[0]
+    engine = make(model_folder, **NGRAM)
+    right, number = Foresight(expected, 0.0), 0
+
+    def propose(schedule: Schedule) -> None:
+        nonlocal number
+        right.propose(schedule)
+        number += 1
+        for request in schedule.requests:
+            if request.draft_ids and number % 2:
+                request.draft_ids[0] ^= 1
+
+    engine.drafter.propose = propose
+    assert seen(serve(engine, request)[0]) == seen(expected)
+    assert number > 8
+
+
+def test_log_probabilities_and_min_tokens(model_folder: Path) -> None:
+    for more in ({"logprobs": 3}, {"min_tokens": 12}):
+        params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=GRAMMARS[3], **more)
+        host, device = (list(make(model_folder, pool).generate([1, 2, 3], params)) for pool in (None, 1_000_000))
+        assert tokens(device) == tokens(host)
+        assert [output.logprobs for output in device] == [output.logprobs for output in host]
+
+
+def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(model_folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=Grammar.regex(r"\d{3}-[a-c]{4}"))
+    expected = tokens(list(make(model_folder).generate([1, 2, 3], params)))
+    engine = make(model_folder, overlap_scheduling=False)
+    sampler, found, number = engine.runner.sampler, [], 0
+    move = sampler.grammar_rows.advance
+
+    def move_and_fail(*about: Any) -> None:
+        nonlocal number
+        number += 1
+        move(*about)
+        if number % 3 == 0:
+            raise KeyboardInterrupt
+
+    sampler.grammar_rows.advance = move_and_fail
+    engine.add_request([1, 2, 3], params)
+    while engine.has_work():
+        try:
+            found += tokens(engine.step())
+        except KeyboardInterrupt:
+            continue
+    assert found == expected
+    assert number > len(expected)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chosen=st.lists(st.integers(0, len(GRAMMARS)), min_size=1, max_size=6),
+    aborted=st.sets(st.integers(0, 5), max_size=3),
+    length=st.integers(0, 4),
+    overlaps=st.booleans(),
+    num_bytes=st.sampled_from([2_000, 12_000, 100_000]),
+)
+def test_any_mixture_in_a_pool_of_any_size(
+    tiny_checkpoints: dict[str, Path], chosen: list[int], aborted: set[int], length: int, overlaps: bool, num_bytes: int
+) -> None:
+    about: dict[str, Any] = SMALL | {"overlap_scheduling": overlaps}
+    about |= NGRAM | {"spec_length": length} if length else {}
+    results = []
+    for pool in (None, num_bytes):
+        engine = make(tiny_checkpoints["llama"], pool, **about)
+        for n, number in enumerate(chosen):
+            params = SamplingParams(seed=n, max_new_tokens=30, structured_output=(*GRAMMARS, None)[number])
+            engine.add_request(STEM[: 5 + 9 * n], params, request_id=str(n))
+        outputs, step = [], 0
+        while engine.has_work():
+            step += 1
+            if step == 5:
+                for n in aborted:
+                    engine.abort(str(n))
+            outputs += [(output.request_id, output.token_id, output.finish_reason) for output in engine.step()]
+        results.append(sorted(outputs, key=lambda output: output[0]))
+    assert results[0] == results[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafting", [{}, NGRAM])
+def test_tokens_on_the_gpu_are_those_of_the_cpu(tiny_checkpoints: dict[str, Path], drafting: dict[str, Any]) -> None:
+    about: dict[str, Any] = {"max_seq_len": 160, "max_batch_size": 8, "dtype": "float32"}
+    for folder in tiny_checkpoints.values():
+        expected = serve(make(folder, None, **about), REQUESTS, COME)[0]
+        engine = Engine(EngineConfig(model=str(folder), device="cuda", **about | drafting))
+        assert engine.constraints.pool is not None
+        assert seen(serve(engine, REQUESTS, COME)[0]) == seen(expected)
+        assert torch.cuda.is_available()

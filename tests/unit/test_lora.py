@@ -1,0 +1,128 @@
+"""Gated LoRA: additions that act on chosen tokens and leave the others as they are, and the files that hold them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.cache.uncached import UncachedView
+from shared.errors import ModelFolderError
+from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
+from shared.models.causal_lm import CausalLM
+from shared.models.fused import fuse
+from shared.models.lora import FIRST_MASK, TARGETS, GatedLoRA, adapt
+from shared.models.packed import SUPPORTED_ENGINES, pack
+from shared.models.tokens import Tokens
+from shared.speculation.adapter import load_adapter
+from tests.adapters import random_adapter
+
+IDS = torch.arange(9) * 7 % 100
+
+
+@torch.inference_mode()
+def hidden(model: CausalLM, gate: torch.Tensor | None = None, ids: torch.Tensor = IDS) -> torch.Tensor:
+    return model(Tokens(ids, torch.arange(len(ids)), gate), UncachedView([len(ids)]))
+
+
+def test_the_addition_is_the_formula() -> None:
+    torch.manual_seed(0)
+    lora = GatedLoRA(6, 5, rank=2, alpha=8.0)
+    torch.nn.init.normal_(lora.b)
+    x, y, gate = torch.randn(3, 6), torch.randn(3, 5), torch.tensor([1.0, 0.0, 0.5])
+    expected = y + 4.0 * gate[:, None] * (x @ lora.a.T @ lora.b.T)
+    torch.testing.assert_close(lora(y, x, gate), expected)
+    assert torch.equal(lora(y, x, gate)[1], y[1])
+
+
+@pytest.mark.parametrize("form", ["fused", "packed", "int8"])
+def test_tokens_with_a_closed_gate_have_the_bits_of_the_base(model_folder: Path, form: str) -> None:
+    if form == "packed" and "fbgemm" not in SUPPORTED_ENGINES:
+        pytest.skip("FBGEMM is there on x86 alone")
+
+    def make() -> CausalLM:
+        model = load_model(model_folder, quantize=quantizer("int8" if form == "int8" else None, False))
+        return pack(model) if form == "packed" else fuse(model)
+
+    base, model = make(), make()
+    if form == "packed" and type(base.blocks[0]).__name__ != "PackedBlock":
+        fuse(base), fuse(model)
+    adapter = random_adapter(base)
+    adapt(model, adapter.additions(), adapter.masks)
+    gate = torch.zeros(9)
+    assert torch.equal(hidden(model), hidden(base)), "without a gate"
+    assert torch.equal(hidden(model, gate), hidden(base)), "all closed"
+    gate[6:] = 1
+    found, expected = hidden(model, gate), hidden(base)
+    assert torch.equal(found[:6], expected[:6]), "no later token is seen"
+    assert not torch.isclose(found[6:], expected[6:], rtol=1e-3).all(1).any()
+
+
+def test_every_target_matters_and_only_the_chosen_ones_are_there(tiny_checkpoints: dict[str, Path]) -> None:
+    base = fuse(load_model(tiny_checkpoints["gemma3_text"]))
+    expected, outputs = hidden(base), []
+    for target in TARGETS:
+        model = fuse(load_model(tiny_checkpoints["gemma3_text"]))
+        adapter = random_adapter(base, target_modules=(target,))
+        assert {name for of_layer in adapter.additions() for name in of_layer} == {target}
+        outputs.append(hidden(adapt(model, adapter.additions(), adapter.masks), torch.ones(9)))
+        assert not torch.isclose(outputs[-1], expected, rtol=1e-3).all()
+    assert len({tuple(output.flatten().tolist()) for output in outputs}) == len(TARGETS)
+
+
+def test_mask_tokens_have_vectors_of_their_own(tiny_checkpoints: dict[str, Path]) -> None:
+    model = fuse(load_model(tiny_checkpoints["gemma3_text"]))
+    adapter, before = random_adapter(model), model.embedding(torch.tensor([5, 0]))
+    adapter.start_masks(model.embedding)
+    torch.testing.assert_close(adapter.masks[0], model.embedding(torch.arange(model.config.vocab_size)).mean(0))
+    adapter.masks[1] += 1
+    adapt(model, adapter.additions(), adapter.masks)
+    assert torch.equal(
+        model.embedding(torch.tensor([5, FIRST_MASK + 1, 0, FIRST_MASK])),
+        torch.stack([before[0], adapter.masks[1], before[1], adapter.masks[0]]),
+    )
+
+
+def test_a_saved_adapter_is_read_back(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(tiny_checkpoints["llama"])
+    adapter = random_adapter(model, rank=4, alpha=6.0, target_modules=("o_proj",), num_masks=2)
+    adapter.save(tmp_path / "a", torch.float32)
+    found = load_adapter(tmp_path / "a", model)
+    assert found.config == adapter.config
+    for name, tensor in adapter.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor)
+    adapter.save(tmp_path / "a")
+    assert load_adapter(tmp_path / "a", model).masks.dtype == torch.float32
+    half = (tmp_path / "a" / "adapter.safetensors").stat().st_size
+    assert half < 2 * sum(tensor.numel() for tensor in adapter.state_dict().values()) + 4096
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    llama, gemma = load_model(tiny_checkpoints["llama"]), load_model(tiny_checkpoints["gemma3_text"])
+    folder = tmp_path / "a"
+    with pytest.raises(ModelFolderError, match=r"has no adapter\.json; give the folder of an adapter"):
+        load_adapter(folder, llama)
+    random_adapter(llama).save(folder)
+    with pytest.raises(
+        ModelFolderError, match=r"does not fit the model:\n  .* is \[\d+, \d+\] and must be \["
+    ) as error:
+        load_adapter(folder, gemma)
+    assert "more\n" in str(error.value)
+    assert "infer train mtp" in str(error.value)
+    config = json.loads((folder / "adapter.json").read_text())
+    (folder / "adapter.json").write_text(json.dumps(config | {"target_modules": ["qkv"]}))
+    with pytest.raises(ModelFolderError, match=r"layers\.0\.o_proj\.a has no place in the model"):
+        load_adapter(folder, llama)
+    (folder / "adapter.json").write_text(json.dumps(config | {"rank": 0}))
+    with pytest.raises(ModelFolderError, match=r"rank is 0; it must be an integer of at least 1"):
+        load_adapter(folder, llama)
+    (folder / "adapter.json").write_text(json.dumps(config | {"target_modules": ["lm_head"]}))
+    with pytest.raises(ModelFolderError, match=r"names lm_head; it may name qkv, o_proj"):
+        load_adapter(folder, llama)
+    (folder / "adapter.json").write_text(json.dumps(config))
+    (folder / "adapter.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ModelFolderError, match="not a whole safetensors file"):
+        load_adapter(folder, llama)

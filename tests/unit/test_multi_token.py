@@ -1,0 +1,243 @@
+"""Guesses of a model about itself: masks, positions, the group that counts, and what a step leaves behind."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.cache.paged import PagedKVCachePool
+from shared.engine.config import EngineConfig
+from shared.engine.multi_token_batch import MultiTokenBatch
+from shared.engine.request import Request
+from shared.engine.sampler import SampledTokens
+from shared.models.lora import FIRST_MASK
+from shared.ops.attention import naive_attention
+from shared.ops.multi_token import groups_and_ranks, masked_attention, positions, visible_with_masks
+from shared.sampling.params import SamplingParams
+from shared.scheduling.multi_token import MultiTokenSchedule, MultiTokenScheduler, settle
+from shared.speculation.multi_token import group_of_next
+from tests.comparison import assert_close, assert_equal
+
+MAX_SEQ_LEN, BLOCK_SIZE, LENGTH = 40, 1, 2
+ANSWER = list(range(30, 50))
+WRONG = 99
+
+
+def drawn(mask: torch.Tensor) -> list[str]:
+    return ["".join(".#"[int(seen)] for seen in row) for row in mask]
+
+
+def test_the_mask_of_the_first_draft() -> None:
+    """One real token and three masks, behind two cached tokens: causal."""
+    assert_equal(drawn(visible_with_masks(2, 1, 3)), ["###...", "####..", "#####.", "######"], "the mask")
+
+
+def test_the_mask_of_a_step_that_verifies_and_drafts() -> None:
+    """Three real tokens, and two masks behind each: nine tokens, the real ones first."""
+    assert_equal(
+        drawn(visible_with_masks(1, 3, 2)),
+        [
+            "##........",
+            "###.......",
+            "####......",
+            "##..#.....",  # the first mask of group 0
+            "##..##....",
+            "###...#...",  # of group 1
+            "###...##..",
+            "####....#.",  # of group 2
+            "####....##",
+        ],
+        "the mask",
+    )
+
+
+def test_real_tokens_see_what_they_see_without_masks() -> None:
+    for num_masks in range(4):
+        mask = visible_with_masks(3, 4, num_masks)
+        assert_equal(mask[:4, :7].tolist(), visible_with_masks(3, 4, 0).tolist(), "what real tokens see of each other")
+        assert_equal(mask[:4, 7:].any().item(), False, "whether a real token sees a mask")
+
+
+def test_a_mask_token_sees_the_masks_of_its_own_group() -> None:
+    mask = visible_with_masks(1, 3, 2)
+    assert_equal(mask[3:, 4:].sum(1).tolist(), [1, 2, 1, 2, 1, 2], "how many masks each mask sees")
+
+
+def test_positions_of_a_step() -> None:
+    assert_equal(positions(10, 1, 3).tolist(), [10, 11, 12, 13], "a real token and its masks")
+    assert_equal(
+        positions(10, 3, 2).tolist(), [10, 11, 12, 11, 12, 12, 13, 13, 14], "three real tokens, two masks behind each"
+    )
+    assert_equal(positions(7, 3, 0).tolist(), [7, 8, 9], "real tokens alone")
+
+
+def test_a_group_stands_where_the_tokens_that_it_stands_for_will_stand() -> None:
+    """Mask j of group g is in the place of the token j places behind real token g."""
+    for num_real in range(1, 5):
+        group, rank = groups_and_ranks(num_real, 3)
+        expected = [100 + g + r for g, r in zip(group, rank, strict=True)]
+        assert_equal(positions(100, num_real, 3).tolist(), expected, f"positions of {num_real} real tokens")
+
+
+@given(cached=st.integers(0, 9), real=st.integers(1, 4), masks=st.integers(0, 3), window=st.integers(4, 12))
+def test_a_group_is_computed_as_if_its_masks_followed_its_real_token(
+    cached: int, real: int, masks: int, window: int
+) -> None:
+    """The page's definition, by brute force: each group alone behind the text up to its real token."""
+    torch.manual_seed(0)
+    T = real * (1 + masks)
+    q, k, v = torch.randn(T, 2, 4), torch.randn(1, cached + T, 4), torch.randn(1, cached + T, 4)
+    for limit in (None, window):
+        found = masked_attention(q, k, v, visible_with_masks(cached, real, masks, limit), scale=0.5)
+        for g in range(real):
+            own = [*range(cached + g + 1), *range(cached + real + g * masks, cached + real + (g + 1) * masks)]
+            rows = [g, *range(real + g * masks, real + (g + 1) * masks)]
+            alone = naive_attention(q[rows], k[:, own], v[:, own], scale=0.5, window=limit)
+            what = f"attention of group {g}, {cached} tokens cached, window {limit}"
+            assert_close(found[rows], alone, what, ("token", "head", "dim"), rtol=1e-4, atol=1e-5)
+
+
+def test_the_group_behind_the_last_accepted_token_counts() -> None:
+    """A step computed the token at index 10 and three drafts; the token drawn behind the accepted ones was appended."""
+    for num_accepted in range(4):
+        num_tokens = 11 + num_accepted + 1
+        assert_equal(group_of_next(num_tokens, 10), num_accepted, f"the group, with {num_accepted} drafts accepted")
+
+
+def test_after_a_first_draft_there_is_one_group() -> None:
+    for start in (0, 5, 77):
+        assert_equal(group_of_next(start + 2, start), 0, f"the group of a step that began at {start}")
+
+
+def test_a_step_that_was_not_committed_has_no_group() -> None:
+    assert_equal(group_of_next(11, 10) < 0, True, "whether the group of a step without its token is refused")
+
+
+def make_scheduler(**config: object) -> MultiTokenScheduler:
+    about = {"use_speculative_decoding": True, "adapter": "a", "adapt_spec_length": False}
+    config = about | {"spec_length": LENGTH, "max_batch_size": 4} | config
+    return MultiTokenScheduler(
+        EngineConfig(**config),  # type: ignore[arg-type]
+        PagedKVCachePool(60, BLOCK_SIZE, 4, MAX_SEQ_LEN),
+        MAX_SEQ_LEN,
+    )
+
+
+def add(scheduler: MultiTokenScheduler, name: str = "a", num_tokens: int = len(ANSWER)) -> Request:
+    request = Request(name, [1, 2, 3], SamplingParams(max_new_tokens=num_tokens, ignore_eos=True), 0)
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler: MultiTokenScheduler, num_right: int = LENGTH) -> tuple[int, int]:
+    """A step whose first ``num_right`` drafts are right; the drafts and masks of the first request."""
+    schedule = scheduler.schedule()
+    masks = schedule.masks if isinstance(schedule, MultiTokenSchedule) else {}
+    for request, *_, num_drafts, _, _ in schedule:
+        done = len(request.output_ids)
+        request.draft_ids = [*ANSWER[done : done + num_right], *[WRONG] * num_drafts][:num_drafts]
+    schedule = settle(schedule, scheduler.pool)
+    MultiTokenBatch.of(schedule, scheduler.pool)
+    sampled = []
+    for request, *_, num_rows, _ in schedule:
+        sampled += ANSWER[len(request.output_ids) : len(request.output_ids) + num_rows]
+    first = schedule.entries[0]
+    scheduler.commit(schedule, SampledTokens(sampled, None, {}))
+    return first.num_drafts, masks.get(first.request, 0)
+
+
+def test_drafts_follow_the_masks_of_the_step_before() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler)
+    assert_equal(step(scheduler), (0, 0), "drafts and masks of the prompt")
+    assert_equal(step(scheduler), (0, LENGTH), "drafts and masks of the first decode step")
+    assert_equal(step(scheduler), (LENGTH, LENGTH), "drafts and masks of the next step")
+    assert_equal(request.output_ids, ANSWER[: 1 + 1 + LENGTH + 1], "the output")
+
+
+def test_nothing_is_left_of_masks_and_rejected_guesses() -> None:
+    for num_right in range(LENGTH + 1):
+        scheduler = make_scheduler()
+        request = add(scheduler)
+        for _ in range(3):
+            step(scheduler, num_right)
+            length = request.num_tokens - 1
+            assert_equal(scheduler.pool.length(request), length, f"cached tokens, {num_right} guesses right")
+            held = -(-length // BLOCK_SIZE)
+            assert_equal(len(scheduler.pool.table(request)), held, f"blocks of {length} tokens")
+            assert_equal(scheduler.pool.free_tokens, (60 - held) * BLOCK_SIZE, f"free tokens beside {length} cached")
+
+
+def test_a_request_has_as_many_guesses_as_it_had_masks() -> None:
+    scheduler = make_scheduler()
+    requests = [add(scheduler, name) for name in "ab"]
+    step(scheduler)
+    step(scheduler)
+    assert_equal([scheduler.guesses.get(request) for request in requests], [LENGTH, LENGTH], "guesses of each request")
+    scheduler.abort("b")
+    step(scheduler)
+    assert_equal([scheduler.guesses.get(request) for request in requests], [LENGTH, None], "guesses after an abort")
+
+
+def test_the_last_tokens_have_no_useless_masks() -> None:
+    """Masks of which no guess could be verified before the maximum length are not computed."""
+    scheduler = make_scheduler()
+    add(scheduler, num_tokens=4)
+    assert [step(scheduler) for _ in range(3)] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_no_mask_passes_the_longest_sequence() -> None:
+    scheduler = make_scheduler()
+    request = Request("a", [1] * (MAX_SEQ_LEN - 6), SamplingParams(max_new_tokens=50, ignore_eos=True), 0)
+    scheduler.add(request)
+    while request.num_tokens < MAX_SEQ_LEN:
+        schedule = scheduler.schedule()
+        for entry in schedule:
+            entry.request.draft_ids = [WRONG] * entry.num_drafts
+        batch = MultiTokenBatch.of(schedule, scheduler.pool)
+        assert batch.positions.max() < MAX_SEQ_LEN
+        sampled = [7] * sum(entry.num_logit_rows for entry in schedule)
+        scheduler.commit(schedule, SampledTokens(sampled, None, {}))
+
+
+def test_a_batch_has_real_tokens_first_and_no_logits_of_masks() -> None:
+    scheduler = make_scheduler()
+    for name in "ab":
+        add(scheduler, name)
+    for _ in range(2):
+        step(scheduler)
+    schedule = scheduler.schedule()
+    for entry in schedule:
+        entry.request.draft_ids = [70, 71]
+    batch = MultiTokenBatch.of(schedule, scheduler.pool)
+    m = FIRST_MASK
+    assert batch.token_ids.tolist() == [31, 70, 71, *[m, m + 1] * 3] * 2
+    assert batch.logit_rows.tolist() == [0, 1, 2, 9, 10, 11]
+    assert {n: (rows.start, rows.stop) for n, rows in batch.mask_rows().items()} == {0: (3, 9), 1: (12, 18)}
+    assert np.array_equal(batch.part(range(1, 2)).positions, positions(4, 3, 2))
+    assert batch.part(range(1, 2)).mask_rows() == {0: slice(3, 9)}
+    assert len(set(batch.layout.slot_mapping.tolist())) == 18
+
+
+def test_a_request_without_its_guesses_loses_its_masks_and_no_other_does() -> None:
+    scheduler = make_scheduler()
+    requests = [add(scheduler, name) for name in "ab"]
+    for _ in range(2):
+        step(scheduler)
+    schedule = scheduler.schedule()
+    requests[0].draft_ids, requests[1].draft_ids = [70], [70, 71]
+    settled = settle(schedule, scheduler.pool)
+    assert isinstance(settled, MultiTokenSchedule)
+    assert dict(settled.masks) == {requests[1]: LENGTH}
+    assert MultiTokenBatch.of(settled, scheduler.pool).num_tokens == 2 + 9
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(9, (2, 2)), (8, (2, 1)), (5, (2, 0)), (2, (1, 0))])
+def test_masks_stay_within_the_token_budget(budget: int, expected: tuple[int, int]) -> None:
+    scheduler = make_scheduler()
+    add(scheduler)
+    step(scheduler)
+    step(scheduler)
+    object.__setattr__(scheduler.config, "max_num_batched_tokens", budget)
+    assert step(scheduler) == expected

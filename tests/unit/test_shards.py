@@ -1,0 +1,256 @@
+"""A rank's part of a model: what is cut where, and that the parts compute what the whole model computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+from shared.cache.uncached import UncachedView
+from shared.checkpoints.quantize import quantize_checkpoint
+from shared.checkpoints.shapes import SHAPES
+from shared.errors import ConfigError
+from shared.loading.config_json import parse_config, read_config
+from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
+from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
+from shared.models.fused import fuse
+from shared.models.projection import Projection
+from shared.models.tokens import Tokens
+from shared.parallel.checkpoint import CutCheckpoint
+from shared.parallel.collectives import Collectives
+from shared.parallel.cut import COLUMNS, ROWS, Cut, ModelCut, cut_weight
+from shared.parallel.model import load_part
+from shared.parallel.projection import RowParallelProjection
+from shared.parallel.shard import Shard, possible_sizes
+from shared.parallel.vocabulary import Vocabulary
+from shared.quantization.rounding import quantize
+from shared.quantization.weight import QuantizedWeight, dequantize
+from tests.comparison import assert_close, assert_equal, assert_rows_close
+from tests.ranks import FAMILIES, checkpoint_for_ranks, on_ranks
+
+LENGTHS = (9, 1, 21)
+
+
+def config_of(num_heads: int, num_kv_heads: int) -> ModelConfig:
+    about = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 4}
+    return parse_config(SHAPES["tiny-llama"] | about)
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, session_folder: Path) -> Path:
+    return checkpoint_for_ranks(request.param, session_folder)
+
+
+# What is cut where.
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "expected"),
+    [
+        pytest.param((8, 4), 2, [((0, 4), (0, 2)), ((4, 8), (2, 4))], id="KV heads are cut"),
+        pytest.param((9, 3), 3, [((0, 3), (0, 1)), ((3, 6), (1, 2)), ((6, 9), (2, 3))], id="a KV head a rank"),
+        pytest.param((8, 2), 4, [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2))], id="shared"),
+        pytest.param((4, 1), 2, [((0, 2), (0, 1)), ((2, 4), (0, 1))], id="one KV head"),
+        pytest.param((5, 5), 1, [((0, 5), (0, 5))], id="one rank"),
+    ],
+)
+def test_the_heads_of_each_rank(heads: tuple[int, int], size: int, expected: list[Any]) -> None:
+    found = [tuple((part.start, part.stop) for part in Shard(n, size).heads(config_of(*heads))) for n in range(size)]
+    assert_equal(found, expected, f"query and KV heads of {heads}", ("rank", "queries or keys", "begin or end"))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
+def test_every_query_head_stands_once_and_with_its_kv_head(group: int, num_kv_heads: int, size: int) -> None:
+    config = config_of(group * num_kv_heads, num_kv_heads)
+    if size not in possible_sizes(config):
+        with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size} and the model has {config.num_heads} "):
+            Shard(0, size).heads(config)
+        return
+    parts = [Shard(rank, size).heads(config) for rank in range(size)]
+    found = [head for queries, _ in parts for head in queries]
+    assert_equal(found, list(range(config.num_heads)), "query heads of all ranks", ("head",))
+    for queries, keys in parts:
+        local_group = len(queries) // len(keys)
+        read = [keys[n // local_group] for n in range(len(queries))]
+        assert_equal(read, [head // group for head in queries], f"KV head of each of {queries}", ("head",))
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.sampled_from([1, 7, 32, 128]))
+def test_parts_cover_everything_once(total: int, size: int, multiple: int) -> None:
+    parts = [Shard(rank, size).part(total, multiple) for rank in range(size)]
+    assert [n for part in parts for n in part] == list(range(total))
+    assert all(part.start % multiple == 0 for part in parts if part)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 2 * multiple
+
+
+def test_a_rank_without_work_is_refused() -> None:
+    config = parse_config(SHAPES["tiny-llama-ranks"])
+    with pytest.raises(ConfigError, match="160 columns of the MLP, which are cut at multiples of 128: rank 2 would"):
+        Shard(2, 4).local(config, 128)
+
+
+# What a rank reads.
+
+
+def test_a_rank_reads_its_part_and_no_more(folder: Path) -> None:
+    config, size = read_config(folder), 2
+    whole = load_model(folder)
+    for rank in range(size):
+        checkpoint = CutCheckpoint(folder, ModelCut(Shard(rank, size), config))
+        cut_bytes = sum(checkpoint.tensor(name).nbytes for name in checkpoint.names if checkpoint.tensor(name).ndim > 1)
+        assert cut_bytes <= 1.05 * sum(p.nbytes for p in whole.parameters() if p.ndim > 1) / size
+    first, second = (CutCheckpoint(folder, ModelCut(Shard(rank, size), config)) for rank in range(size))
+    block, layer = whole.blocks[1], "model.layers.1"
+    name = f"{layer}.self_attn.k_proj.weight"
+    assert torch.equal(torch.cat([first.tensor(name), second.tensor(name)]), block.attention.qkv.k_proj.weight)
+    name = f"{layer}.mlp.down_proj.weight"
+    assert torch.equal(torch.cat([first.tensor(name), second.tensor(name)], 1), block.mlp.down_proj.weight)
+    assert first.shape(name) == tuple(first.tensor(name).shape)
+
+
+def quantized(method: str, rows: int = 256, columns: int = 256) -> QuantizedWeight:
+    torch.manual_seed(0)
+    if method == "blocks":
+        values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+        return QuantizedWeight(values, torch.rand(rows // 128, columns // 128), None, 128, 128)
+    weight = quantize(torch.randn(rows, columns), method)
+    if method == "int4":
+        weight = QuantizedWeight(weight.values, weight.scales, torch.randint(0, 16, weight.scales.shape), 128)
+    return weight
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4", "blocks"])
+@pytest.mark.parametrize("part", [range(128), range(128, 256), range(64, 192), range(32, 96)])
+@pytest.mark.parametrize("dim", [ROWS, COLUMNS])
+def test_a_quantized_matrix_is_cut_with_its_scales(method: str, part: range, dim: int) -> None:
+    weight = quantized(method)
+    found = cut_weight(weight, Cut(dim, part, 256))
+    assert torch.equal(dequantize(found), dequantize(weight).narrow(dim, part.start, len(part)))
+    assert found.values.untyped_storage().nbytes() == found.values.nbytes, "the whole is kept alive"
+
+
+def test_columns_within_a_block_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"columns 40 to 80, and each 128 columns have a scale; parts must begin"):
+        cut_weight(quantized("int4"), Cut(COLUMNS, range(40, 80), 256))
+
+
+# What the parts compute.
+
+
+@pytest.mark.parametrize(("bias", "activation"), [(False, None), (True, None), (True, "silu")])
+def test_the_row_parallel_sum(bias: bool, activation: str | None) -> None:
+    torch.manual_seed(0)
+    x, weight, b, residual = torch.randn(3, 12), torch.randn(5, 12), torch.randn(5), torch.randn(3, 5)
+    function = None if activation is None else torch.nn.functional.silu
+
+    def run(ranks: Collectives) -> torch.Tensor:
+        part = Shard(ranks.rank, ranks.size).part(12)
+        projection = Projection(len(part), 5, bias)
+        projection.weight = Parameter(weight[:, part.start : part.stop], requires_grad=False)
+        if bias:
+            projection.bias = Parameter(b, requires_grad=False)
+        return RowParallelProjection(projection, ranks)(x[:, part.start : part.stop], None, residual, function)
+
+    y = x @ weight.T + (b if bias else 0)
+    expected = residual + (y if function is None else function(y))
+    for found in on_ranks(3, run):
+        assert_close(found, expected, "the sum", ("row", "output"), atol=1e-5)
+
+
+def test_a_sum_is_added_in_the_order_of_the_ranks() -> None:
+    terms = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
+    assert [float(y) for y in on_ranks(3, lambda ranks: ranks.all_sum(terms[ranks.rank]))] == [1.0] * 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_argmax_over_shards(size: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 10)
+    logits[1, [3, 8]] = 9.0  # ties, in one shard or in two
+    logits[2, :] = 0.0
+    logits[3, 9] = 9.0
+    logits[4, :] = -torch.inf
+    logits[4, 7] = -1e30
+
+    def run(ranks: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
+        part = Shard(ranks.rank, ranks.size).part(10)
+        vocabulary = Vocabulary(10, ranks)
+        own = logits[:, part.start : part.stop]
+        return vocabulary.argmax(own), vocabulary.gather(own)
+
+    for ids, gathered in on_ranks(size, run):
+        assert_equal(ids.tolist(), logits.argmax(-1).tolist(), "ids", ("row",))
+        assert_equal(gathered, logits, "gathered logits", ("row", "id"))
+
+
+def test_adapters_are_cut_with_their_matrix() -> None:
+    """LoRA: (W + B A) x, of which no rank has both a part of A and a part of B."""
+    config = parse_config(SHAPES["tiny-llama-ranks"])
+    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    torch.manual_seed(0)
+    x = torch.randn(5, H)
+    matrices = {
+        "up_proj.lora_A": (4, H),
+        "up_proj.lora_B": (I, 4),
+        "down_proj.lora_A": (4, I),
+        "down_proj.lora_B": (H, 4),
+    }
+    whole = {name: torch.randn(shape) for name, shape in matrices.items()}
+
+    def adapted(of: dict[str, torch.Tensor]) -> torch.Tensor:
+        up, down = ((of[f"{name}.lora_A"], of[f"{name}.lora_B"]) for name in ("up_proj", "down_proj"))
+        return x @ up[0].T @ up[1].T @ down[0].T @ down[1].T
+
+    def part(rank: int, name: str) -> torch.Tensor:
+        cut = ModelCut(Shard(rank, 2), config).of(f"layers.0.mlp.{name}.weight")
+        return whole[name] if cut is None else whole[name].narrow(cut.dim, cut.part.start, len(cut.part))
+
+    terms = [adapted({name: part(rank, name) for name in matrices}) for rank in range(2)]
+    assert_rows_close(terms[0] + terms[1], adapted(whole), 1e-5, "the sum", ("token", "output"))
+
+
+def forward(model: CausalLM) -> torch.Tensor:
+    """Logits of all tokens of three sequences: the model's own columns."""
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    tokens = Tokens((31 * torch.arange(len(positions))) % model.config.vocab_size, positions)
+    return model.logits(model(tokens, UncachedView(LENGTHS)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8"])
+def test_the_parts_of_a_model_compute_its_logits(folder: Path, size: int, quantization: str | None) -> None:
+    if quantization is not None and size == 4:
+        return  # the MLP has two blocks
+    with torch.inference_mode():
+        expected = forward(fuse(load_model(folder, quantize=quantizer(quantization))))
+
+    def run(ranks: Collectives) -> torch.Tensor:
+        model = fuse(load_part(folder, ranks, quantization=quantization))
+        return Vocabulary(model.config.vocab_size, ranks).gather(forward(model))
+
+    found = on_ranks(size, run)
+    bound = 0.1 if quantization == "int8" else 1e-5  # int8 on a CPU rounds each product to bf16: here each term
+    for logits in found:
+        assert torch.equal(logits, found[0])
+        assert_rows_close(logits, expected, bound, "logits", ("token", "id"))
+    if quantization != "int8":
+        assert torch.equal(found[0].argmax(-1), expected.argmax(-1))
+
+
+def test_the_parts_of_a_quantized_checkpoint_compute_its_logits(session_folder: Path, tmp_path: Path) -> None:
+    """In 4 bits, with groups of 32 columns; each rank reads a matrix, and keeps its part of numbers and scales."""
+    folder = quantize_checkpoint(checkpoint_for_ranks("llama", session_folder), tmp_path / "int4", "int4")
+    with torch.inference_mode():
+        expected = forward(fuse(load_model(folder, quantize=quantizer())))
+
+    def run(ranks: Collectives) -> torch.Tensor:
+        model = fuse(load_part(folder, ranks))
+        return Vocabulary(model.config.vocab_size, ranks).gather(forward(model))
+
+    for logits in on_ranks(2, run):
+        assert_rows_close(logits, expected, 1e-5, "logits", ("token", "id"))

@@ -1,0 +1,163 @@
+"""Calls in the text of a model: read piece by piece, broken ones given back, and no part of a trigger as content."""
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.text.tools import TOOL_FORMATS, CallArguments, CallStart, Content, Delta, ToolParser
+
+NAMES = ("weather", "add")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+HERMES_TEXTS = [
+    "No call at all.\n",
+    CALL,
+    f"I add.\n\n{CALL}",
+    f"{CALL}\n{CALL}\n",
+    f"{CALL} and {CALL}",
+    f"<think>\nperhaps {CALL}?\n</think>\n\n{CALL}",
+    '<tool_call>{"arguments": {"s": "}\\"]</tool_call>"}, "name": "weather"}</tool_call>',
+    '<tool_call>{"type": "function", "id": -1.5e3, "x": [{"y": ["}"]}], "name": "add"}</tool_call>',
+    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    f"a < b <tool_call> c <tool_call>{CALL}",
+    f'<tool_call>\n{{"name": "add", "arguments": "no object"}}</tool_call>\n{CALL}',
+    '<tool_call>{"name": "add", "arguments": {"a": [1}}</tool_call> after',
+    '<tool_call>{"name": "add", "arguments": {"a": "cut o',
+    '<tool_call>{"name": "add", "arguments": {}}\n</tool_c',
+    '<tool_call>{"name": "add", "arguments": {}} more',
+    "half a <tool_ca",
+]
+LLAMA_TEXTS = [
+    '{"name": "add", "parameters": {"a": {"b": [1, 2]}}}',
+    ' {"type": "function", "name": "add", "parameters": {}}\n',
+    '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}',
+    '{"name": "Ada", "born": 1815}',
+    '{"name": "add", "parameters": {"a": 1',
+    'It is {"name": "add", "parameters": {}}',
+]
+
+
+def read(form: str, pieces: Sequence[str], *, has_several: bool = True) -> list[Delta]:
+    """The deltas, those of one kind joined."""
+    parser = ToolParser(TOOL_FORMATS[form], NAMES, has_several=has_several)
+    joined: list[Delta] = []
+    for delta in [*(delta for piece in pieces for delta in parser.push(piece)), *parser.flush()]:
+        last = joined[-1] if joined else None
+        if isinstance(delta, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + delta.text)
+        elif isinstance(delta, CallArguments) and isinstance(last, CallArguments):
+            joined[-1] = CallArguments(delta.index, last.text + delta.text)
+        else:
+            joined.append(delta)
+    return joined
+
+
+def added(index: int = 0, arguments: str = '{"a": 1}') -> list[Delta]:
+    return [CallStart(index, "add"), CallArguments(index, arguments)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("No call at all.\n", [Content("No call at all.\n")]),
+        (f"I add.\n\n{CALL}", [Content("I add."), *added()]),
+        (f"{CALL}\n{CALL}\n", [*added(0), *added(1)]),
+        (f"{CALL} and {CALL}", [*added(0), Content(" and"), *added(1)]),
+        (HERMES_TEXTS[5], [Content(f"<think>\nperhaps {CALL}?\n</think>"), *added()]),
+        (HERMES_TEXTS[6], [CallStart(0, "weather"), CallArguments(0, '{"s": "}\\"]</tool_call>"}')]),
+        (HERMES_TEXTS[7], added(arguments="{}")),
+        (HERMES_TEXTS[8], [Content(HERMES_TEXTS[8])]),
+        (HERMES_TEXTS[9], [Content("a < b <tool_call> c <tool_call>"), *added()]),
+        (HERMES_TEXTS[10], [Content(HERMES_TEXTS[10][: -len(CALL)].rstrip()), *added()]),
+        (HERMES_TEXTS[11], [*added(arguments='{"a": [1'), Content("}}</tool_call> after")]),
+        (HERMES_TEXTS[12], added(arguments='{"a": "cut o')),
+        (HERMES_TEXTS[13], added(arguments="{}")),
+        (HERMES_TEXTS[14], [*added(arguments="{}"), Content(" more")]),
+        (HERMES_TEXTS[15], [Content("half a <tool_ca")]),
+    ],
+)
+def test_calls_between_tags(text: str, expected: list[Delta]) -> None:
+    assert read("qwen3", [text]) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LLAMA_TEXTS[0], added(arguments='{"a": {"b": [1, 2]}}')),
+        (LLAMA_TEXTS[1], added(arguments="{}")),
+        (LLAMA_TEXTS[2], [*added(arguments="{}"), Content('; {"name": "add", "parameters": {}}')]),
+        (LLAMA_TEXTS[3], [Content(LLAMA_TEXTS[3])]),
+        (LLAMA_TEXTS[4], added(arguments='{"a": 1')),
+        (LLAMA_TEXTS[5], [Content(LLAMA_TEXTS[5])]),
+    ],
+)
+def test_a_call_that_is_the_whole_answer(text: str, expected: list[Delta]) -> None:
+    assert read("llama3", [text]) == expected
+
+
+def test_thinking_is_content_where_the_format_has_none() -> None:
+    assert read("chatml", [HERMES_TEXTS[5]])[:2] == [Content("<think>\nperhaps"), CallStart(0, "add")]
+
+
+def test_one_call_at_most() -> None:
+    assert read("qwen3", [f"{CALL}\n{CALL}"], has_several=False) == [*added(), Content(f"\n{CALL}")]
+
+
+MIXED = st.lists(
+    st.sampled_from(
+        [
+            *HERMES_TEXTS,
+            *LLAMA_TEXTS,
+            "<think>",
+            "</think>",
+            "\n",
+            "<tool_call>",
+            "</tool_call>",
+            '{"name": "add"',
+            "}",
+            "<",
+        ]
+    ),
+    max_size=6,
+).map("".join)
+
+
+@given(st.sampled_from(sorted(TOOL_FORMATS)), MIXED, st.lists(st.integers(0, 400), max_size=12), st.booleans())
+def test_any_division_of_a_text_gives_the_same(form: str, text: str, cuts: list[int], has_several: bool) -> None:
+    places = [0, *sorted(cuts), len(text)]
+    pieces = [text[first:last] for first, last in itertools.pairwise(places)]
+    whole = read(form, [text], has_several=has_several)
+    assert read(form, pieces, has_several=has_several) == whole
+    assert read(form, list(text), has_several=has_several) == whole
+
+
+@given(MIXED)
+def test_calls_and_contents_are_parts_of_the_text_in_order(text: str) -> None:
+    at = 0
+    for delta in read("chatml", [text]):
+        part = delta.name if isinstance(delta, CallStart) else delta.text
+        assert isinstance(delta, CallArguments | CallStart) or delta.text in text[at:] or delta.text == "{}"
+        if isinstance(delta, Content):
+            at = text.index(part, at) + len(part)
+
+
+@given(
+    st.dictionaries(
+        st.text(),
+        st.recursive(
+            st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists
+        ),
+    )
+)
+def test_arguments_come_as_they_were_generated(arguments: dict[str, object]) -> None:
+    for text in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=2)):
+        assert read("qwen3", list(f'<tool_call>{{"name": "add", "arguments": {text}}}</tool_call>')) == added(0, text)
+
+
+def test_content_is_not_held_longer_than_it_may_begin_a_trigger() -> None:
+    parser = ToolParser(TOOL_FORMATS["chatml"], NAMES)
+    assert parser.push("abc <tool") == [Content("abc")]
+    assert parser.push("box>") == [Content(" <toolbox>")]

@@ -1,0 +1,97 @@
+"""Grammars in a trace: where each token was drawn, in the record, in the tables and in both files."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared.errors import RequestError
+from shared.grammar.grammar import Grammar
+from shared.grammar.progress import Progress
+from shared.tracing.chrome import chrome_trace
+from shared.tracing.focus import focus
+from shared.tracing.recorder import Recorder
+from shared.tracing.timeline_page import page
+from shared.tracing.trace import Trace
+from shared.tracing.workload import Arrival, constrained
+from tests.unit.tracing.recording import arrivals, make_engine, recorded
+from tests.unit.tracing.written import check_events, embedded, table
+
+GRAMMAR = Grammar.json_schema({"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 2, "maxItems": 3})
+
+
+def workload() -> list[Arrival]:
+    """Request a is free, b and c have the grammar."""
+    free, *others = arrivals(12, 40, 40)
+    return [free, *(replace(a, params=constrained(a.params, GRAMMAR)) for a in others)]
+
+
+@pytest.fixture(scope="module")
+def trace(folder: Path) -> Trace:
+    return recorded(make_engine(folder, "12", max_batch_size=3), workload())
+
+
+def test_a_record_says_where_each_token_was_drawn(trace: Trace, folder: Path) -> None:
+    free, *constrained_requests = trace.requests
+    assert {token.position for token in free.tokens} == {None}
+    engine = make_engine(folder, "12")
+    fsm = engine.constraints.grammars.get(GRAMMAR)
+    for request in constrained_requests:
+        assert request.finish_reason == "eos"
+        text, state = "", fsm.initial_state
+        for token in request.tokens:
+            assert token.position is not None
+            assert token.position.state == state.state
+            assert token.position.num_allowed == len(fsm.allowed_tokens(state))
+            assert token.token_id in fsm.allowed_tokens(state)
+            assert token.position.stack == ("[" if text and not text.endswith("]") else "") + '"' * (
+                text.count('"') % 2
+            )
+            text += engine.tokenizer.token_bytes(token.token_id).decode()
+            state = fsm.next_state(state, token.token_id) or state
+        assert len(json.loads("".join(token.text for token in request.tokens))) in (2, 3)
+    assert len({token.position for token in constrained_requests[0].tokens}) > 3
+
+
+def test_a_progress_ends_with_its_grammar(folder: Path) -> None:
+    engine = make_engine(folder, "12")
+    progress = Progress(engine.constraints.grammars.get(Grammar.choice(["a"])))
+    (a,), (end, *_) = engine.tokenizer.encode("a", add_special_tokens=False), engine.tokenizer.eos_ids
+    assert progress.read(a) == (0, "", 1)
+    assert progress.read(end) == (1, "", len(engine.tokenizer.eos_ids))
+    assert progress.read(a) is None
+
+
+def test_both_files_have_the_positions(trace: Trace) -> None:
+    events = chrome_trace([trace])["traceEvents"]
+    check_events(events)
+    told = [position for event in events for position in event.get("args", {}).get("grammar", [])]
+    drawn = [token for request in trace.requests for token in request.tokens if token.position]
+    assert told == [token.position._asdict() for token in drawn if token.position]
+    html = page([trace], "x")
+    (data,) = embedded(html)["traces"]
+    assert [len(token) for token in data["requests"][0]["tokens"]] == [3] * 12
+    shown = [token[3] for request in data["requests"][1:] for token in request["tokens"]]
+    assert shown == [list(token.position) for token in drawn if token.position]
+    rows = [row[3:] for row in table(html, "Grammar, here")]
+    assert rows == [[str(state), stack or "–", str(allowed)] for state, stack, allowed in shown]
+    assert "Grammar, here" not in page([recorded_free(trace)], "x")
+
+
+def recorded_free(trace: Trace) -> Trace:
+    return replace(trace, requests=trace.requests[:1])
+
+
+def test_the_caption_leads_to_the_grammar(trace: Trace) -> None:
+    found = focus(trace)
+    deepest = max((t for r in trace.requests for t in r.tokens if t.position), key=lambda t: len(t.position.stack))
+    assert found.step == deepest.step
+    assert f"in state {deepest.position.state}" in found.text
+    assert f"from {deepest.position.num_allowed} allowed token" in found.text
+
+
+def test_a_phase_without_grammars_refuses_them(folder: Path) -> None:
+    recorder = Recorder(make_engine(folder, "11"))
+    with pytest.raises(RequestError, match="phase 12 is the first"):
+        recorder.add_request([1], constrained(arrivals(1)[0].params, GRAMMAR))
