@@ -1,0 +1,219 @@
+"""The loop for many requests, which may be made of chunks: context that was computed before, in any order."""
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shared.chunks.memory import chunk_memory
+from shared.chunks.registry import ChunkRegistry
+from shared.chunks.scheduler import ChunkScheduler
+from shared.engine.batch import Batch
+from shared.engine.captured_runner import CapturedRunner
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.engine.output_processor import OutputProcessor
+from shared.engine.overlapped_runner import OverlappedRunner
+from shared.engine.prompt import check_prompt
+from shared.engine.record import EngineLoad, StepRecord
+from shared.engine.request import Request
+from shared.engine.sampler import SamplerOutput
+from shared.errors import RequestError
+from shared.kernels.launch import LAUNCHES
+from shared.loading.loader import load_model
+from shared.loading.resolve import resolve_model
+from shared.models.fused import fuse
+from shared.models.packed import pack
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
+from shared.scheduling.static import StaticScheduler
+from shared.text.tokenizer import Tokenizer
+
+SUPPORTED = {
+    "model",
+    "dtype",
+    "device",
+    "max_seq_len",
+    "seed",
+    "attention_backend",
+    "attention_backend=flash",
+    "attention_backend=planned",
+    "pack_weights",
+    "max_batch_size",
+    "max_num_batched_tokens",
+    "max_waiting_requests",
+    "kv_cache_backend",
+    "kv_cache_backend=paged",
+    "batching_mode",
+    "batching_mode=continuous",
+    "scheduler_policy",
+    "max_decode_interval",
+    "block_size",
+    "num_gpu_blocks",
+    "use_chunked_prefill",
+    "prefill_chunk_size",
+    "max_prefill_chunks_per_step",
+    "use_prefix_caching",
+    "use_cuda_graphs",
+    "overlap_scheduling",
+}
+
+
+class Engine:
+    """Serves many requests at a time; each may begin with chunks, which are computed once and kept by their content."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.check(SUPPORTED)
+        folder = resolve_model(config.model)
+        self.config = config
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        if config.pack_weights:
+            pack(self.model)
+        else:
+            fuse(self.model)
+        self.tokenizer = Tokenizer.load(folder)
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        self.chunks = ChunkRegistry()
+        self.pool, self.view = chunk_memory(config, self.model, self.max_seq_len, self.chunks)
+        self.scheduler: Scheduler = StaticScheduler(config, self.pool, self.max_seq_len)
+        if config.batching_mode != "static":
+            self.scheduler = ChunkScheduler(config, self.pool, self.max_seq_len, self.chunks)
+        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
+        runner = CapturedRunner if is_capturing else OverlappedRunner
+        self.runner = runner(self.model, self.view, self.pool.max_sequences)
+        self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
+        self.in_flight: tuple[Schedule, SamplerOutput] | None = None
+        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
+        self.seeds = random.Random(config.seed)
+        self.request_ids = itertools.count()
+        self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
+        self.last_step: StepRecord | None = None
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        chunk_ids: Sequence[str] = (),
+    ) -> str:
+        """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing.
+
+        Args:
+            chunk_ids: of registered chunks, which stand before the prompt in this order.
+        """
+        chunks = tuple(self.chunks.find(chunk_id) for chunk_id in chunk_ids)
+        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        num_own = len(check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len))
+        prompt_ids = [token_id for chunk in chunks for token_id in chunk.token_ids] + list(prompt_ids)
+        prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
+        end_ids = params.end_ids(self.tokenizer.eos_ids, self.model.config.vocab_size)
+        if request_id is None:
+            request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
+        params.refuse("structured_output", "12")
+        if chunks:
+            if params.prompt_logprobs is not None:
+                raise RequestError("prompt_logprobs is set, and chunks were computed without logits; leave it out.")
+            self.chunks.check(chunks, min(num_own + params.max_new_tokens, self.max_seq_len))
+        self.scheduler.check(request_id, len(prompt_ids), params)
+        seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
+        request = Request(request_id, prompt_ids, params, seed, end_ids)
+        if chunks:
+            self.chunks.contexts[request] = chunks
+        self.scheduler.add(request)
+        self.output_processor.add(request)
+        return request_id
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """One iteration: schedule and launch a step, then finish the step before it, while this one runs.
+
+        Without ``overlap_scheduling`` the launched step itself is finished. A step that is interrupted, or raises, can
+        be repeated: what was launched is dropped, and the next step also returns the outputs that were committed.
+        """
+        try:
+            schedule = self.scheduler.schedule()
+            launched = self.runner.forward(Batch.of(schedule, self.pool)) if schedule else None
+            self.finish()
+            if launched is not None:
+                self.in_flight = schedule, self.runner.sample(launched, schedule.sampling_rows())
+            if not self.overlaps:
+                self.finish()
+        except BaseException:
+            self.in_flight = None
+            self.scheduler.drop_in_flight()
+            self.scheduler.finish(self.output_processor.catch_up())
+            raise
+        outputs = self.output_processor.take()
+        self.last_step = StepRecord.of(self.scheduler, schedule, outputs)
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        """Abort a request, which gives no further output; False if it is neither waiting nor running."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self.output_processor.drop(request)
+        return request is not None
+
+    def has_work(self) -> bool:
+        """Whether a step has outputs to return or requests to run."""
+        return self.in_flight is not None or bool(self.output_processor.ready) or self.scheduler.has_work()
+
+    def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
+        """Yield one output per token until the request finishes; raises RequestError before anything is computed.
+
+        Each iterator steps the engine, so several may be used alternately, but no other caller may step meanwhile.
+        """
+        request_id = self.add_request(prompt, params)
+        mine = self.answers[request_id] = deque()
+        try:
+            while mine or request_id in self.scheduler:
+                if not mine:
+                    for output in self.step():
+                        self.answers.get(output.request_id, deque()).append(output)
+                    continue
+                output = mine.popleft()
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                yield output
+        finally:
+            del self.answers[request_id]
+            self.abort(request_id)
+
+    def finish(self) -> None:
+        """Wait for the tokens of the step in flight, commit them, and make their outputs."""
+        if self.in_flight is not None:
+            schedule, sampled = self.in_flight
+            self.scheduler.commit(schedule, sampled.wait())
+            # Those beyond the schedule too: requests that waited for a chunk that could not be computed.
+            self.scheduler.finish(self.output_processor.catch_up())
+            self.in_flight = None
+
+    def stats(self) -> dict[str, int]:
+        """Counters for ``infer generate --stats``."""
+        return {
+            "tokens computed": self.runner.num_tokens_computed,
+            "forward passes": self.runner.num_forwards,
+            "CUDA graph replays": self.runner.num_replays,
+            "cache capacity (tokens)": self.pool.capacity_tokens,
+            "cache bytes": self.view.num_bytes,
+            "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
+            "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            "kernels launched": LAUNCHES.total(),
+            "chunks in the cache": len(self.chunks.resident),
+        }
+
+    def register(self, content: str | Sequence[int], role: str = "user") -> str:
+        """Register a chunk, to be computed in the next steps, and return its id; the same content has the same id.
+
+        Raises RequestError if it is empty, too long for the model or the KV cache, or if there can be no chunks.
+        """
+        token_ids = self.tokenizer.encode(content) if isinstance(content, str) else content
+        token_ids = check_prompt(token_ids, self.model.config.vocab_size, self.max_seq_len)
+        return self.chunks.register(role, token_ids)
+
+    def load(self) -> EngineLoad:
+        """Running and waiting requests, and KV cache usage."""
+        return EngineLoad.of(self.scheduler)

@@ -1,0 +1,332 @@
+"""Phase 9.1: chunks equal a block-diagonal prefill with full attention behind it; without chunks it is phase 9."""
+
+import random
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phases.phase_09.engine import Engine as Plain
+from phases.phase_09_1.engine import Engine
+from shared.chunks.relocation import relocate
+from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.errors import ConfigError, RequestError
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
+from shared.models.tokens import QueryKeyTransform, Tokens
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+from tests.comparison import assert_close
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, seen, serve
+
+ROOM: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 4}
+CHUNKS = [
+    [(7 * n) % 250 for n in range(37)],
+    [(5 * n + 3) % 250 for n in range(16)],
+    [9],
+    [(3 * n) % 250 for n in range(50)],
+]
+QUESTION = [11, 12, 13, 14, 200, 201, 7]
+
+
+def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
+    return phase(EngineConfig(model=str(folder), **ROOM | config))
+
+
+class Masked:
+    """The reference: all tokens at their global positions, and a mask that says which token attends to which."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.mask = mask  # bool [T, T]
+
+    def write(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        qk: QueryKeyTransform,
+    ) -> torch.Tensor:
+        q, self.k = qk(q, k, positions)
+        self.v = v
+        return q
+
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        T, Hq, _ = q.shape
+        k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (self.k, self.v))
+        scores = torch.einsum("thd,shd->hts", q, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        place = torch.arange(T)
+        sees = self.mask if window is None else self.mask & (place[None, :] > place[:, None] - window)
+        return torch.einsum("hts,shd->thd", scores.masked_fill(~sees, -torch.inf).softmax(-1), v)
+
+
+def block_diagonal(lengths: list[int], num_own: int) -> torch.Tensor:
+    """Each token attends to its own chunk up to itself; those behind the chunks to all before them."""
+    T = sum(lengths) + num_own
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    for start, end in zip([0, *accumulate(lengths)][:-1], accumulate(lengths), strict=True):
+        mask[start:end, :start] = False
+    return mask
+
+
+@torch.inference_mode()
+def reference_logits(model: CausalLM, chunks: list[list[int]], own: list[int]) -> torch.Tensor:
+    """Logits ``[len(own), V]`` of the tokens behind the chunks."""
+    ids = [token_id for chunk in chunks for token_id in chunk] + own
+    view = Masked(block_diagonal([*map(len, chunks)], len(own)))
+    hidden = model(Tokens(torch.tensor(ids), torch.arange(len(ids))), view)
+    return model.logits(hidden[-len(own) :])
+
+
+def answer(
+    engine: Any, chunks: list[list[int]], own: list[int], num_tokens: int = 12
+) -> tuple[list[int], torch.Tensor]:
+    """The greedy tokens behind the chunks, and the logits that each was drawn from."""
+    logits: list[torch.Tensor] = []
+    sample = engine.runner.sample
+    names = [engine.register(chunk) for chunk in chunks]
+    name = engine.add_request(own, SamplingParams(**GREEDY, max_new_tokens=num_tokens), chunk_ids=names)
+
+    def recorded(launched: Any, rows: Any) -> Any:
+        sampled = [launched.batch.request_ids[n] for n in launched.batch.logit_sequences]
+        logits.extend(row for row, of in zip(launched.logits, sampled, strict=True) if of == name)
+        return sample(launched, rows)
+
+    engine.runner.sample = recorded
+    ids = [output.token_id for output in outputs(engine) if output.request_id == name]
+    engine.runner.sample = sample
+    assert engine.pool.audit() == []
+    return ids, torch.stack(logits)
+
+
+def outputs(engine: Any) -> list[StepOutput]:
+    found = []
+    while engine.has_work():
+        found += engine.step()
+    return found
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_chunks_are_a_block_diagonal_prefill_and_full_attention_behind_it(model_folder: Path, block_size: int) -> None:
+    engine = make(model_folder, block_size=block_size)
+    model = load_model(model_folder)
+    for chosen in ([0, 1, 2, 3], [3, 0], [1, 0, 1], [2]):
+        chunks = [CHUNKS[n] for n in chosen]
+        ids, logits = answer(engine, chunks, QUESTION)
+        expected = reference_logits(model, chunks, QUESTION + ids[:-1])[len(QUESTION) - 1 :]
+        assert_close(logits, expected, f"logits behind chunks {chosen}", ("token", "id"), rtol=1e-4, atol=1e-4)
+        assert ids == expected.argmax(-1).tolist()
+    assert len(engine.chunks.resident) == 4, "each is computed once"
+
+
+def test_one_chunk_is_the_beginning_of_a_plain_prompt(model_folder: Path) -> None:
+    ids, logits = answer(make(model_folder), [CHUNKS[0]], QUESTION)
+    plain = make(model_folder, Plain)
+    expected = [
+        output.token_id for output in plain.generate(CHUNKS[0] + QUESTION, SamplingParams(**GREEDY, max_new_tokens=12))
+    ]
+    assert ids == expected
+    ids_of_model = CHUNKS[0] + QUESTION + ids[:-1]
+    expected_logits = reference_logits(load_model(model_folder), [], ids_of_model)[-len(ids) :]
+    assert_close(logits, expected_logits, "logits", ("token", "id"), rtol=1e-4, atol=1e-4)
+
+
+def keys_of(engine: Any, name: str) -> torch.Tensor:
+    """A chunk's keys and values in all layers, ``[2, layers, tokens, Hkv, D]``."""
+    chunk = engine.chunks.find(name)
+    blocks = torch.from_numpy(chunk.blocks).long()
+    return torch.stack([x[:, blocks].flatten(1, 2)[:, : len(chunk)] for x in (engine.view.keys, engine.view.values)])
+
+
+def test_a_chunk_is_kept_as_a_prompt_alone_has_it_wherever_it_stands(model_folder: Path) -> None:
+    """In all layers; so the first chunk of a request is what a plain prompt has there."""
+    engine, plain = make(model_folder), make(model_folder, Plain, use_prefix_caching=False)
+    names = [engine.register(chunk) for chunk in CHUNKS]
+    outputs(engine)
+    before = [keys_of(engine, name) for name in names]
+    for chunk, name in zip(CHUNKS, names, strict=True):
+        request_id = plain.add_request(chunk, SamplingParams(**GREEDY, max_new_tokens=2))
+        plain.step()
+        table = torch.from_numpy(plain.pool.table(plain.scheduler.running[request_id])).long()
+        for ours, theirs in zip(keys_of(engine, name), (plain.view.keys, plain.view.values), strict=True):
+            expected = theirs[:, table].flatten(1, 2)[:, : len(chunk)]
+            assert_close(ours, expected, "keys or values", ("layer", "token", "head", "dim"), rtol=1e-5, atol=1e-5)
+        plain.abort(request_id)
+    for order in ([0, 1], [1, 0], [2, 2, 3]):
+        engine.add_request(QUESTION, SamplingParams(**GREEDY, max_new_tokens=3), chunk_ids=[names[n] for n in order])
+    outputs(engine)
+    assert all(torch.equal(keys_of(engine, name), keys) for name, keys in zip(names, before, strict=True))
+
+
+def test_the_order_of_chunks_changes_the_answer_and_nothing_that_is_kept(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"])
+    _, one = answer(engine, [CHUNKS[0], CHUNKS[3]], QUESTION, 1)
+    num_computed = engine.runner.num_tokens_computed
+    _, other = answer(engine, [CHUNKS[3], CHUNKS[0]], QUESTION, 1)
+    assert (one - other).abs().max() > 1e-3
+    assert engine.runner.num_tokens_computed - num_computed == len(QUESTION), "the question alone is computed"
+
+
+def test_without_chunks_outputs_are_those_of_phase_9(tiny_checkpoints: dict[str, Path]) -> None:
+    requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
+    for config in (
+        {},
+        SMALL,
+        {"use_prefix_caching": False},
+        {"kv_cache_backend": "contiguous"},
+        {"batching_mode": "static"},
+    ):
+        folder = tiny_checkpoints["gemma3_text"]
+        expected, steps = serve(make(folder, Plain, **config), requests, arrivals)
+        found, records = serve(make(folder, **config), requests, arrivals)
+        assert seen(found) == seen(expected), config
+        assert records == steps, config
+
+
+SHARED: list[tuple[list[int], list[int], int]] = [  # chunks, question, tokens of the answer
+    ([0, 1], [1, 2, 3], 9),
+    ([1, 0], [1, 2, 3], 14),
+    ([], [7] * 30, 12),
+    ([3, 3, 2], [8], 7),
+    ([1], QUESTION, 40),
+    ([1], [8, 7], 44),
+    ([1], [9], 45),
+    ([2, 1, 0, 3], QUESTION, 5),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_requests_that_share_chunks_answer_as_each_alone(
+    tiny_checkpoints: dict[str, Path], family: str, overlaps: bool
+) -> None:
+    """In a pool where chunks are evicted, computed again, and requests preempted."""
+    folder = tiny_checkpoints[family]
+    expected = [answer(make(folder), [CHUNKS[n] for n in chosen], own, count)[0] for chosen, own, count in SHARED]
+    for num_blocks in (200, 44):
+        engine = make(folder, block_size=3, num_gpu_blocks=num_blocks, max_seq_len=132, overlap_scheduling=overlaps)
+        names = [engine.register(chunk) for chunk in CHUNKS]
+        asked = [
+            engine.add_request(
+                own, SamplingParams(**GREEDY, max_new_tokens=count), chunk_ids=[names[n] for n in chosen]
+            )
+            for chosen, own, count in SHARED
+        ]
+        heard: dict[str, list[int]] = {name: [] for name in asked}
+        for output in outputs(engine):
+            heard[output.request_id].append(output.token_id)
+        assert [heard[name] for name in asked] == expected
+        assert engine.pool.audit() == []
+        num_own = sum(len(own) + count - 1 for _, own, count in SHARED)
+        if num_blocks == 200:
+            assert engine.runner.num_tokens_computed <= sum(map(len, CHUNKS)) + num_own + len(SHARED), "chunks once"
+        else:
+            assert engine.load().num_preemptions > 0
+            assert engine.runner.num_tokens_computed > sum(map(len, CHUNKS)) + num_own, "some again"
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_any_chunks_in_blocks_of_any_size(tiny_checkpoints: dict[str, Path], data: st.DataObject) -> None:
+    folder = tiny_checkpoints[data.draw(st.sampled_from(sorted(tiny_checkpoints)))]
+    chance = random.Random(data.draw(st.integers(0, 99)))
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    chunks = [[chance.randrange(250) for _ in range(length)] for length in lengths]
+    own = [chance.randrange(250) for _ in range(data.draw(st.integers(1, 20)))]
+    about = {"block_size": data.draw(st.integers(1, 20)), "prefill_chunk_size": data.draw(st.sampled_from([3, 512]))}
+    ids, logits = answer(make(folder, **about), chunks, own, 3)
+    expected = reference_logits(load_model(folder), chunks, own + ids[:-1])[len(own) - 1 :]
+    assert_close(logits, expected, "logits", ("token", "id"), rtol=1e-4, atol=1e-4)
+
+
+def test_an_evicted_chunk_is_computed_again_when_it_is_used(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"])
+    first, _ = answer(engine, CHUNKS[:2], QUESTION)
+    num_computed = engine.runner.num_tokens_computed
+    engine.chunks.drop(engine.chunks.find(engine.register(CHUNKS[0])))
+    engine.pool.drop_cached()
+    assert not engine.chunks.resident
+    assert answer(engine, CHUNKS[:2], QUESTION)[0] == first
+    again = engine.runner.num_tokens_computed - num_computed
+    assert again == sum(map(len, CHUNKS[:2])) + len(QUESTION) + len(first) - 1
+
+
+def test_a_chunk_that_cannot_be_computed_fails_those_that_wait_for_it(
+    tiny_checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL")
+    engine = make(tiny_checkpoints["llama"])
+    model = engine.model
+
+    class Broken(torch.nn.Module):
+        config, device, dtype, logits = model.config, model.device, model.dtype, model.logits
+
+        def forward(self, tokens: Tokens, kv: Any) -> torch.Tensor:
+            if (tokens.ids == 249).any():
+                raise RuntimeError("injected")
+            return model(tokens, kv)
+
+    engine.runner.model = Broken()
+    bad, good = engine.register([1, 2, 249]), engine.register([1, 2, 3])
+    asked = [
+        engine.add_request([5], SamplingParams(**GREEDY, max_new_tokens=2), chunk_ids=[good, name])
+        for name in (bad, good)
+    ]
+    heard: dict[str, list[StepOutput]] = {}
+    for output in outputs(engine):
+        heard.setdefault(output.request_id, []).append(output)
+    assert [output.finish_reason for output in heard[asked[0]]] == [FinishReason.ERROR]
+    assert [output.finish_reason for output in heard[asked[1]]] == [None, FinishReason.LENGTH]
+    assert engine.pool.audit() == []
+
+
+def test_what_cannot_be_is_refused(tiny_checkpoints: dict[str, Path]) -> None:
+    folder = tiny_checkpoints["llama"]
+    engine = make(folder, num_gpu_blocks=16, block_size=16)
+    name = engine.register([1, 2, 3])
+    for chunk_ids, params, message in (
+        (["ab"], {}, "no chunk 'ab'"),
+        ([name], {"prompt_logprobs": 1}, "chunks were computed without logits"),
+        ([engine.register([n] * 100) for n in range(2)], {"max_new_tokens": 40}, "needs 17 blocks"),
+        ([name] * 100, {}, "The prompt has 301 tokens and a sequence may have 256"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add_request([1], SamplingParams(**{"max_new_tokens": 9} | params), chunk_ids=chunk_ids)
+    with pytest.raises(RequestError, match="The prompt is empty"):
+        engine.register([])
+    assert [output.token_id for output in outputs(engine)] == []
+    for config, said in (
+        ({"kv_cache_backend": "contiguous"}, "chunks are kept in blocks"),
+        ({"batching_mode": "static"}, "chunks need continuous batching"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            make(folder, **config).register([1])
+    with pytest.raises(ConfigError, match="CUDA graphs need a GPU"):
+        make(folder, use_cuda_graphs=True)
+
+
+def test_in_layer_0_moved_keys_are_those_of_the_concatenated_prompt(model_folder: Path) -> None:
+    """Not in later layers, whose inputs of later chunks never saw the chunks before them."""
+    engine, plain = make(model_folder), make(model_folder, Plain)
+    name = engine.register(CHUNKS[3])
+    outputs(engine)
+    start = len(CHUNKS[0])
+    request_id = plain.add_request(CHUNKS[0] + CHUNKS[3], SamplingParams(**GREEDY, max_new_tokens=2))
+    plain.step()
+    table = torch.from_numpy(plain.pool.table(plain.scheduler.running[request_id])).long()
+    view = engine.view
+    for layer, is_equal in ((0, True), (1, False)):
+        expected = plain.view.keys[layer, table].flatten(0, 1)[start : start + len(CHUNKS[3])]
+        distances = torch.full((len(CHUNKS[3]),), start)
+        moved = relocate(keys_of(engine, name)[0, layer], distances, view.frequencies[view.ropes[layer]])
+        assert torch.allclose(moved, expected, rtol=1e-4, atol=1e-4) is is_equal, f"layer {layer}"

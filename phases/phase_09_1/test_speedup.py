@@ -1,0 +1,52 @@
+"""The gain from chunks: the documents of a prompt are not computed again; without chunks nothing is lost."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phases.phase_09_1.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.sampling.params import SamplingParams
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+DOCUMENTS = [[(n * k) % 200 + 5 for k in range(256)] for n in (3, 7, 11, 13)]
+QUESTION = list(range(20, 52))
+
+
+@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
+def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8))
+    params = SamplingParams(**GREEDY, max_new_tokens=16)
+    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+
+
+def ask(engine: Engine, chunk_ids: list[str], prompt: list[int]) -> tuple[int, float]:
+    """Computed tokens and seconds until the first token of an answer."""
+    before, started = engine.runner.num_tokens_computed, time.perf_counter()
+    engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=1), chunk_ids=chunk_ids)
+    while engine.has_work():
+        engine.step()
+    return engine.runner.num_tokens_computed - before, time.perf_counter() - started
+
+
+def test_only_the_question_is_computed_whatever_the_order(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=1200, max_batch_size=2))
+    names = [engine.register(document) for document in DOCUMENTS]
+    assert ask(engine, names, QUESTION)[0] == 4 * 256 + 32
+    for order in ([3, 1, 2, 0], [2], [0, 0, 0, 0]):
+        assert ask(engine, [names[n] for n in order], QUESTION)[0] == 32
+    assert engine.stats()["chunks in the cache"] == 4
+
+
+@pytest.mark.demo
+def test_the_first_token_of_the_demo_model_comes_many_times_sooner(demo_folder: Path) -> None:
+    """4 documents of 256 tokens; docs/PHASE_09_1.md has more of them."""
+    config = EngineConfig(model=str(demo_folder), max_seq_len=1200, max_batch_size=2, use_prefix_caching=False)
+    engine = Engine(config)
+    names = [engine.register(document) for document in DOCUMENTS]
+    ask(engine, names, QUESTION)
+    chunked = min(ask(engine, names, QUESTION)[1] for _ in range(2))
+    _, plain = ask(engine, [], [token_id for document in DOCUMENTS for token_id in document] + QUESTION)
+    assert plain >= 6 * chunked, (plain, chunked)

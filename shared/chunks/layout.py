@@ -1,0 +1,53 @@
+"""The layout of a batch in which requests are made of chunks. Introduced in phase 9.1.
+
+A request's own tokens have their slots and block table as ever. Before them it has *ranges*: each is a chunk, at a
+position of the request. The blocks of a chunk are listed once for each place that it stands in, and are shared by all.
+Invariant: every range of a sequence ends before the sequence's own first token.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import NamedTuple, Self
+
+from shared.cache.blocks import Blocks
+from shared.cache.paged_layout import PagedLayout
+from shared.chunks.registry import Chunk
+
+
+class Range(NamedTuple):
+    """A chunk in a sequence: its token j is the sequence's token ``offset + j``."""
+
+    sequence: int  # index in the batch
+    offset: int
+    length: int  # tokens
+    blocks: Blocks
+
+
+def offsets_of(lengths: Iterable[int]) -> list[int]:
+    """Where each of consecutive pieces of these lengths begins."""
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
+@dataclass(frozen=True)
+class ChunkLayout(PagedLayout):
+    """A :class:`PagedLayout` with the ranges of its sequences."""
+
+    ranges: tuple[Range, ...] = ()
+
+    @classmethod
+    def ranged(cls, layout: PagedLayout, contexts: Iterable[tuple[Chunk, ...]]) -> Self:
+        """``layout`` with the chunks of each of its sequences, all of which are resident."""
+        ranges = [
+            Range(sequence, offset, len(chunk), chunk.blocks)
+            for sequence, chunks in enumerate(contexts)
+            for offset, chunk in zip(offsets_of(map(len, chunks)), chunks, strict=True)
+            if chunk.blocks is not None
+        ]
+        return cls(**{one.name: getattr(layout, one.name) for one in fields(layout)}, ranges=tuple(ranges))
+
+    def part(self, sequences: slice, tokens: slice) -> Self:
+        """See :class:`shared.cache.layout.Layout`."""
+        mine = [one for one in self.ranges if sequences.start <= one.sequence < sequences.stop]
+        moved = tuple(one._replace(sequence=one.sequence - sequences.start) for one in mine)
+        return replace(super().part(sequences, tokens), ranges=moved)

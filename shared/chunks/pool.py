@@ -1,0 +1,127 @@
+"""A paged KV cache pool that also holds chunks. The host side. Introduced in phase 9.1.
+
+A request made of chunks holds blocks for its own tokens only; the chunks' blocks stay with the registry, which counts
+the request as their user from its admission to its release. Its tokens number from the first of its first chunk, so the
+chunks count as cached tokens, as a prefix would. A request that computes a chunk is a prompt like any other, whose
+blocks the registry keeps when it is complete. Neither kind looks into the prefix tree, or enters it: the keys behind a
+chunk know another past than their tokens say.
+
+Invariants: those of :class:`shared.cache.prefix.PrefixKVCachePool` for all other requests; free blocks, and those that
+the tree, the registry and requests hold, are all blocks.
+"""
+
+from shared.cache.blocks import Blocks
+from shared.cache.paged_layout import PagedLayout, PagedSizes
+from shared.cache.planned import PlannedKVCachePool
+from shared.cache.planned_layout import AttentionPlanner
+from shared.cache.prefix import PrefixKVCachePool
+from shared.chunks.layout import ChunkLayout
+from shared.chunks.registry import ChunkRegistry
+from shared.engine.request import Request
+from shared.scheduling.schedule import Schedule
+
+
+class ChunkKVCachePool(PrefixKVCachePool):
+    """A pool for chunks, for requests made of them, and for others; the last share prefixes if ``is_sharing``."""
+
+    def __init__(
+        self, sizes: PagedSizes, planner: AttentionPlanner | None, registry: ChunkRegistry, is_sharing: bool
+    ) -> None:
+        super().__init__(sizes, planner)
+        self.registry = registry
+        registry.join(self.allocator.free, sizes.num_blocks, sizes.block_size)
+        self.is_sharing = is_sharing
+        self.users: dict[Request, None] = {}  # admitted requests that are made of chunks
+
+    def _has_prefix(self, request: Request) -> bool:
+        """Whether the prefix tree is for this request."""
+        registry = self.registry
+        return self.is_sharing and request not in registry.contexts and request not in registry.computing
+
+    def admit(self, request: Request) -> int:
+        """See ``CachePoolProtocol``; a request made of chunks becomes their user."""
+        if self._has_prefix(request):
+            return super().admit(request)
+        chunks = self.registry.contexts.get(request, ())
+        if chunks:
+            self.registry.acquire(chunks)
+            self.users[request] = None
+        return self.registry.context_length(request)
+
+    def must_wait(self, request: Request) -> bool:
+        """See ``CachePoolProtocol``; a request waits for the chunks that it is made of."""
+        return super().must_wait(request) if self._has_prefix(request) else bool(self.registry.missing(request))
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """See ``CachePoolProtocol``; chunks need no reservation."""
+        return super().reserve(request, max(0, num_tokens - self.registry.context_length(request)))
+
+    def _allocate(self, count: int) -> Blocks | None:
+        """See :class:`shared.cache.paged.PagedKVCachePool`; evicts chunks if the tree cannot give enough."""
+        missing = count - self.allocator.num_free - self.tree.num_unused_blocks
+        if 0 < missing <= len(self.registry.unused_blocks()):
+            self.registry.evict(missing)
+        return super()._allocate(count)
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``; the blocks of a chunk that is complete are the registry's too."""
+        if self._has_prefix(request):
+            super().commit(request, num_tokens)
+            return
+        PlannedKVCachePool.commit(self, request, num_tokens)
+        chunk = self.registry.computing.get(request)
+        if chunk is not None and self.length(request) == len(chunk):
+            blocks = self.table(request)
+            self.allocator.share(blocks)
+            self.registry.store(chunk, blocks)
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``."""
+        super().truncate(request, num_tokens - self.registry.context_length(request))
+
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``."""
+        super().shrink(request, num_tokens - self.registry.context_length(request))
+
+    def release(self, request: Request) -> None:
+        """See ``CachePoolProtocol``; the chunks stay."""
+        if request in self.users:
+            del self.users[request]
+            self.registry.release(self.registry.contexts[request])
+        super().release(request)
+
+    def length(self, request: Request) -> int:
+        """See ``CachePoolProtocol``; the chunks of an admitted request count."""
+        return super().length(request) + (self.registry.context_length(request) if request in self.users else 0)
+
+    @property
+    def free_tokens(self) -> int:
+        """See ``CachePoolProtocol``; chunks that no request uses count as free."""
+        return super().free_tokens + len(self.registry.unused_blocks()) * self.block_size
+
+    @property
+    def used_tokens(self) -> int:
+        """See ``CachePoolProtocol``; a chunk counts once."""
+        return super().used_tokens + self.registry.used_tokens()
+
+    def layout(self, schedule: Schedule) -> PagedLayout:
+        """See ``CachePoolProtocol``."""
+        layout = super().layout(schedule)
+        contexts = [self.registry.contexts.get(request, ()) for request in schedule.requests]
+        return ChunkLayout.ranged(layout, contexts) if any(contexts) else layout
+
+    def cached_blocks(self) -> list[int]:
+        """See ``CachePoolProtocol``."""
+        return [*super().cached_blocks(), *self.registry.unused_blocks().tolist()]
+
+    def drop_cached(self) -> None:
+        """See ``CachePoolProtocol``; the chunks stay known."""
+        super().drop_cached()
+        self.registry.evict(self.allocator.num_blocks)
+
+    def audit_blocks(self) -> list[str]:
+        """See :class:`shared.cache.paged.PagedKVCachePool`; the registry too."""
+        return super().audit_blocks() + self.registry.audit(self.users)
+
+    def _block_lists(self) -> list[Blocks]:
+        return [*super()._block_lists(), self.registry.blocks()]

@@ -1,0 +1,43 @@
+"""Moving keys and queries along the sequence after RoPE. Introduced in phase 9.1.
+
+RoPE turns each pair of numbers of a head by an angle that grows with the position, and turns add up: R(a + b) = R(a)
+R(b) (Su et al., arXiv 2104.09864). So a key that was rotated for position p becomes the key of position p + d by one
+more turn, R(d), and d may be negative. A score depends on the difference of two positions only: moving all keys of a
+chunk by d, or the query by -d, gives the same scores. Moving the query is cheaper, as a step has few, and more exact: a
+moved key would have to be rounded to the KV cache's dtype a second time.
+
+The norm of queries and keys (Qwen 3, Gemma 3) precedes RoPE and has weights for each channel, so it does not commute
+with a turn; a key that is moved is not normed again. Invariant: angles are computed in fp64, for the sines and cosines
+of any distance; no table is indexed, so a negative distance is no special case.
+"""
+
+import torch
+
+from shared.ops.rope import rotate
+
+
+def turns(distances: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Rows as of :func:`shared.ops.rope.rope_table`, for any distances.
+
+    Args:
+        distances: int64 ``[T]``, in positions; possibly negative.
+        frequencies: fp32 ``[D/2]``, angle per position of each pair (``inverse_frequencies``).
+
+    Returns:
+        fp32 ``[T, 2, 1, D]``: for each distance D cosines, then D sines, those of the first half negated.
+    """
+    # exercise 09.1x1: the turn by any distance
+    # hint: the angle of pair i is distance · frequency i; a head's halves turn by the same D/2 angles
+    # hint: cos(-a) = cos a and sin(-a) = -sin a: torch.cos and torch.sin take negative angles as they are
+    # hint: compute in float64 (.double()), since a large distance leaves fp32 few digits; return float32
+    # hint: torch.cat joins the halves, torch.stack the cosines and the sines; the third dimension is 1
+    angles = distances.double()[:, None] * frequencies.double()  # [T, D/2]
+    cos, sin = angles.cos(), angles.sin()
+    rows = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)  # [T, 2, D]
+    return rows[:, :, None].float()
+    # end exercise
+
+
+def relocate(x: torch.Tensor, distances: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Rotated keys or queries ``[T, heads, D]``, moved by ``distances`` positions; in the dtype of ``x``."""
+    return rotate(x, turns(distances, frequencies))

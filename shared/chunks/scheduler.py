@@ -1,0 +1,103 @@
+"""Scheduling for requests made of chunks: missing chunks are computed first. Introduced in phase 9.1.
+
+A chunk is computed by a request of its own, whose one token is dropped: a prompt among others, in the same steps. The
+first waiting request that lacks chunks has them computed, directly before it in the queue; it and all behind it wait.
+So requests are admitted in order of arrival, and the chunks of one never displace those of a request before it. Chunks
+that are registered without a request join the end of the queue.
+
+Invariants: a request is admitted only while all its chunks are resident; a chunk is computed once, however many
+requests wait for it; if computing it fails, the requests that wait for it fail too.
+"""
+
+from collections.abc import Iterator
+
+from shared.cache.pool import CachePoolProtocol
+from shared.chunks.registry import Chunk, ChunkRegistry
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request, RequestStatus
+from shared.engine.sampler import SampledTokens
+from shared.sampling.params import SamplingParams
+from shared.scheduling.overlapped import OverlappedScheduler
+from shared.scheduling.schedule import Schedule
+
+ONE_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)  # the fewest; nothing reads it
+
+
+class ChunkScheduler(OverlappedScheduler):
+    """As :class:`OverlappedScheduler`, with the chunks of ``registry``."""
+
+    def __init__(
+        self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int, registry: ChunkRegistry
+    ) -> None:
+        super().__init__(config, pool, max_seq_len)
+        self.registry = registry
+
+    def schedule(self) -> Schedule:
+        """See :class:`shared.scheduling.scheduler.Scheduler`."""
+        for chunk in self.registry.wanted:
+            self._compute(chunk)
+        self.registry.wanted.clear()
+        self._put_missing_chunks_first()
+        return super().schedule()
+
+    def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
+        """See :class:`shared.scheduling.scheduler.Scheduler`; requests that computed a chunk retire."""
+        super().commit(schedule, sampled)
+        for request in schedule.requests:
+            chunk = self.registry.computing.get(request)
+            if chunk is not None and chunk.is_resident:
+                self._retire(request, RequestStatus.FINISHED)
+
+    def has_work(self) -> bool:
+        """See :class:`shared.scheduling.scheduler.Scheduler`."""
+        return bool(self.registry.wanted) or super().has_work()
+
+    def _put_missing_chunks_first(self) -> None:
+        """Queue the missing chunks of the first waiting request that lacks any, directly before it."""
+        # exercise 09.1x4: the chunks of the first request that lacks any, directly before it
+        # hint: registry.missing names the missing chunks of a request; find the first waiting request that has any
+        # hint: touch what it has of its chunks (registry.contexts), so that computing the others does not evict it
+        # hint: _compute returns the request that computes a chunk, which may be waiting already, or running
+        # hint: self.waiting is an OrderedDict: move to its end, in this order, the requests that compute and are
+        # hint: waiting, then the request, then those behind it (move_to_end); those before it keep their place
+        queue = list(self.waiting.values())
+        for place, request in enumerate(queue):
+            missing = self.registry.missing(request)
+            if missing:
+                self.registry.touch(self.registry.contexts[request])
+                computing = [self._compute(chunk) for chunk in missing]
+                for one in (*computing, *(other for other in queue[place:] if other not in computing)):
+                    if one.request_id in self.waiting:
+                        self.waiting.move_to_end(one.request_id)
+                break
+        # end exercise
+
+    def _candidates(self) -> Iterator[Request]:
+        """Those before the first request that lacks chunks, as they are when each one's turn comes."""
+        for request in list(self.waiting.values()):
+            if self.registry.missing(request):
+                return
+            if not self.pool.must_wait(request):
+                yield request
+
+    def _compute(self, chunk: Chunk) -> Request:
+        """The request that computes a chunk; a new one at the end of the queue if there is none."""
+        for request, computed in self.registry.computing.items():
+            if computed is chunk:
+                return request
+        name = f"chunk {chunk.chunk_id}"
+        while name in self:  # as a client may have called a request
+            name += "+"
+        request = Request(name, list(chunk.token_ids), ONE_TOKEN, 0)
+        self.registry.computing[request] = chunk
+        self.add(request)
+        return request
+
+    def _retire(self, request: Request, status: RequestStatus) -> None:
+        super()._retire(request, status)
+        chunk = self.registry.computing.pop(request, None)
+        if chunk is not None and status is RequestStatus.FAILED:
+            for waiting in list(self.waiting.values()):
+                if chunk in self.registry.contexts.get(waiting, ()):
+                    waiting.error = request.error
+                    super()._retire(waiting, status)

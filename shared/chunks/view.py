@@ -1,0 +1,111 @@
+"""The model's view of a paged KV cache in which requests are made of chunks. Introduced in phase 9.1.
+
+A chunk's keys stay as they were written, rotated for positions that count from the chunk's own first token. A query
+that reads a chunk at ``offset`` is moved back by ``offset`` positions (:mod:`shared.chunks.relocation`); then both
+count from the chunk's first token, and so do windows. Each layer's RoPE has its own frequencies (Gemma 3 has two).
+
+A *group* is a chunk with all queries of the step that read it: its keys are gathered once, however many sequences stand
+behind the queries. Steps without chunks are those of :class:`shared.cache.bucket_view.BucketView`.
+
+Invariants: those of ``BucketView``; a step never changes a chunk's keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from shared.attention.states import merge
+from shared.cache.bucket_view import BucketView
+from shared.cache.paged_layout import PagedLayout, PagedSizes
+from shared.cache.paged_view import Piece
+from shared.cache.view import StepInputs
+from shared.chunks.attention import range_state
+from shared.chunks.layout import ChunkLayout, Range
+from shared.chunks.relocation import turns
+from shared.engine.batch import Batch
+from shared.engine.buckets import Buckets
+from shared.models.config import ModelConfig, RopeConfig
+from shared.ops.rope import inverse_frequencies, rotate
+
+
+@dataclass(frozen=True)
+class Group:
+    """A chunk, and the tokens of the step that attend to it."""
+
+    piece: Piece
+    rows: torch.Tensor  # int64 [n], of the step's tokens; each at most once
+    places: torch.Tensor  # int64 [n], their positions on the chunk's scale
+    turns: dict[RopeConfig, torch.Tensor]  # fp32 [n, 2, 1, D], which move the queries back by the chunk's offset
+
+
+class ChunkView(BucketView):
+    """Keys and values in blocks, of sequences and of chunks; see ``BatchView``."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PagedSizes,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        backend: str | None,
+        buckets: Buckets,
+    ) -> None:
+        super().__init__(config, sizes, dtype, device, backend, buckets)
+        self.ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
+        self.frequencies = {rope: inverse_frequencies(rope, config.head_dim) for rope in dict.fromkeys(self.ropes)}
+        self.groups: list[Group] = []
+
+    def load(self, batch: Batch) -> StepInputs:
+        """See ``BatchView``."""
+        layout = cast(PagedLayout, batch.layout)
+        self.groups = self._groups(batch, layout.ranges) if isinstance(layout, ChunkLayout) else []
+        return super().load(batch)
+
+    def _groups(self, batch: Batch, ranges: tuple[Range, ...]) -> list[Group]:
+        """The ranges of a step by chunk. A second place of a chunk in one sequence makes a group of its own."""
+        ends = np.append(0, batch.num_new_tokens.cumsum())
+        members: dict[tuple[int, int], list[Range]] = {}
+        for one in ranges:
+            times = 0
+            while any(other.sequence == one.sequence for other in members.get((int(one.blocks[0]), times), ())):
+                times += 1
+            members.setdefault((int(one.blocks[0]), times), []).append(one)
+        groups = []
+        for same in members.values():
+            rows = np.concatenate([np.arange(ends[one.sequence], ends[one.sequence + 1]) for one in same])
+            offsets = np.repeat([one.offset for one in same], batch.num_new_tokens[[one.sequence for one in same]])
+            back = torch.from_numpy(-offsets)
+            groups.append(
+                Group(
+                    Piece(torch.from_numpy(same[0].blocks.astype(np.int64)), 0, same[0].length),
+                    torch.from_numpy(rows),
+                    torch.from_numpy(batch.positions[rows] - offsets),
+                    {rope: turns(back, frequencies) for rope, frequencies in self.frequencies.items()},
+                )
+            )
+        return groups
+
+    def _attend_gathered(
+        self, layer: int, q: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        if not self.groups:
+            return super()._attend_gathered(layer, q, scale, window, softcap)
+        if window not in self.pieces:
+            self.pieces[window] = self._cut(window)
+        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        values, logs = torch.empty(q.shape), torch.empty(q.shape[:2])
+        for queries, rows, piece in zip(
+            q.split(self.num_new), torch.arange(len(q)).split(self.num_new), self.pieces[window], strict=True
+        ):
+            k, v = (x.transpose(0, 1) for x in self._gathered(layer, piece))  # [Hkv, S, D]
+            places = torch.arange(k.shape[1] - len(rows), k.shape[1])
+            values[rows], logs[rows] = range_state(queries, k, v, places, **about)
+        for group in self.groups:
+            k, v = (x.transpose(0, 1) for x in self._gathered(layer, group.piece))
+            queries = rotate(q[group.rows].float(), group.turns[self.ropes[layer]])
+            state = range_state(queries, k, v, group.places, **about)
+            rows = group.rows
+            values[rows], logs[rows] = merge((values[rows], logs[rows]), state)
+        return values.to(q.dtype)

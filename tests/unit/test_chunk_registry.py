@@ -1,0 +1,117 @@
+"""The registry of chunks: one copy of a content, who uses it, and which chunks are evicted."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.cache.blocks import BlockAllocator
+from shared.chunks.layout import offsets_of
+from shared.chunks.registry import Chunk, ChunkRegistry, chunk_id
+from shared.engine.request import Request
+from shared.errors import RequestError
+from shared.sampling.params import SamplingParams
+from tests.comparison import assert_equal
+
+SIZE = 4
+
+
+def make_registry(num_blocks: int = 12) -> tuple[ChunkRegistry, BlockAllocator]:
+    allocator, registry = BlockAllocator(num_blocks), ChunkRegistry()
+    registry.join(allocator.free, num_blocks, SIZE)
+    return registry, allocator
+
+
+def resident(registry: ChunkRegistry, allocator: BlockAllocator, text: str) -> Chunk:
+    """A chunk that is computed; a letter is a token."""
+    chunk = registry.add("user", [ord(letter) for letter in text])
+    blocks = allocator.allocate(-(-len(chunk) // SIZE))
+    assert blocks is not None, "the allocator of the test is too small"
+    registry.store(chunk, blocks)
+    return chunk
+
+
+def test_a_content_is_one_chunk_however_often_it_is_registered() -> None:
+    registry, _ = make_registry()
+    first = registry.add("user", [1, 2, 3])
+    assert registry.add("user", (1, 2, 3)) is first
+    others = [registry.add("system", [1, 2, 3]), registry.add("user", [1, 2]), registry.add("user", [3, 2, 1])]
+    assert len({first.chunk_id, *(one.chunk_id for one in others)}) == 4
+    assert registry.find(first.chunk_id) is first
+
+
+@given(st.text(), st.lists(st.integers(0, 2**31 - 1)), st.text(), st.lists(st.integers(0, 2**31 - 1)))
+def test_ids_are_equal_for_equal_contents_only(role: str, ids: list[int], other: str, others: list[int]) -> None:
+    assert (chunk_id(role, ids) == chunk_id(other, others)) is ((role, ids) == (other, others))
+
+
+def test_an_unknown_id_and_a_memory_without_chunks_are_refused() -> None:
+    registry, _ = make_registry()
+    with pytest.raises(RequestError, match=r"no chunk 'ab'; register its content first, .* \(0 are registered\)"):
+        registry.find("ab")
+    with pytest.raises(RequestError, match="holds no chunks"):
+        ChunkRegistry().add("user", [1])
+
+
+def test_the_least_recently_used_goes_first_and_only_as_many_as_needed() -> None:
+    registry, allocator = make_registry()
+    a, b, c = (resident(registry, allocator, text) for text in ("aaaaaa", "bbb", "cccc"))
+    registry.acquire([a])
+    registry.release([a])  # used last
+    assert_equal(registry.evict(1), 1, "freed blocks")
+    assert_equal([chunk.is_resident for chunk in (a, b, c)], [True, False, True], "resident", ("chunk",))
+    assert_equal(registry.evict(2), 3, "freed blocks: a chunk is evicted whole")
+    assert_equal([chunk.is_resident for chunk in (a, b, c)], [False, False, False], "resident", ("chunk",))
+    assert_equal(allocator.num_free, allocator.num_blocks, "free blocks")
+    assert registry.find(a.chunk_id) is a, "an evicted chunk stays known"
+
+
+def test_a_chunk_in_use_is_never_evicted() -> None:
+    registry, allocator = make_registry()
+    a, b = resident(registry, allocator, "aaaa"), resident(registry, allocator, "bbbb")
+    registry.acquire([a, a])  # one request, two places
+    registry.release([a])
+    c = resident(registry, allocator, "cccc")
+    assert_equal(registry.evict(12), 2, "freed blocks: before the chunk in use and behind it")
+    assert_equal([chunk.is_resident for chunk in (a, b, c)], [True, False, False], "resident", ("chunk",))
+    with pytest.raises(RequestError, match="is used in 1 places"):
+        registry.drop(a)
+    registry.release([a])
+    assert_equal(registry.evict(0), 0, "freed blocks when none is asked for")
+    assert_equal(registry.evict(12), 1, "freed blocks")
+
+
+def test_what_could_never_fit_is_refused_and_a_chunk_counts_once() -> None:
+    registry, _ = make_registry(4)
+    a, b = registry.add("user", [1] * 5), registry.add("user", [2] * 4)
+    registry.check([a, b, a, a], 4)
+    with pytest.raises(RequestError, match=r"needs 5 blocks, for 2 chunks and up to 5 tokens of its own, .* has 4"):
+        registry.check([a, b], 5)
+
+
+def test_missing_chunks_are_named_once_in_their_order() -> None:
+    registry, allocator = make_registry()
+    a, b, c = registry.add("", [1]), resident(registry, allocator, "b"), registry.add("", [3])
+    request = Request("r", [1], SamplingParams(), 0)
+    registry.contexts[request] = (c, a, b, c)
+    assert registry.missing(request) == [c, a]
+    assert registry.context_length(request) == 4
+
+
+def test_the_audit_finds_what_is_wrong() -> None:
+    registry, allocator = make_registry()
+    a = resident(registry, allocator, "aaaaa")
+    request = Request("r", [1], SamplingParams(), 0)
+    registry.contexts[request] = (a,)
+    registry.acquire([a])
+    assert registry.audit([request]) == []
+    assert registry.audit([]) == [f"Chunk {a.chunk_id} counts 1 users and has 0."]
+    a.blocks = np.zeros(1, np.int32)
+    assert registry.audit([request]) == [f"Chunk {a.chunk_id} has 5 tokens in 1 blocks."]
+    a.blocks = None
+    assert len(registry.audit([request])) == 2
+
+
+def test_pieces_follow_one_another() -> None:
+    assert_equal(offsets_of([3, 1, 5]), [0, 3, 4], "offsets", ("piece",))
+    assert_equal(offsets_of([]), [], "offsets", ("piece",))

@@ -1,0 +1,101 @@
+"""Which chunks are computed when: before the request that lacks them, once, and past no request before it."""
+
+import pytest
+
+from shared.cache.paged_layout import PagedSizes
+from shared.chunks.pool import ChunkKVCachePool
+from shared.chunks.registry import Chunk, ChunkRegistry
+from shared.chunks.scheduler import ChunkScheduler
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.engine.sampler import SampledTokens
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
+from tests.comparison import assert_equal
+
+SIZE = 4
+
+
+@pytest.fixture
+def scheduler() -> ChunkScheduler:
+    registry = ChunkRegistry()
+    pool = ChunkKVCachePool(PagedSizes(24, SIZE, 4, 64, 80), None, registry, True)
+    return ChunkScheduler(EngineConfig(max_batch_size=4), pool, 80, registry)
+
+
+def chunk(scheduler: ChunkScheduler, letter: str, count: int = SIZE, is_resident: bool = False) -> Chunk:
+    found = scheduler.registry.add("user", [ord(letter)] * count)
+    if is_resident:
+        blocks = scheduler.pool.allocator.allocate(-(-count // SIZE))
+        assert blocks is not None, "the pool of the test is too small"
+        scheduler.registry.store(found, blocks)
+    return found
+
+
+def ask(scheduler: ChunkScheduler, name: str, *chunks: Chunk) -> Request:
+    ids = [token_id for one in chunks for token_id in one.token_ids] + [7]
+    request = Request(name, ids, SamplingParams(max_new_tokens=4), 0)
+    if chunks:
+        scheduler.registry.contexts[request] = chunks
+    scheduler.add(request)
+    return request
+
+
+def queue(scheduler: ChunkScheduler) -> list[str]:
+    """The waiting requests; one that computes a chunk by the letter of the chunk."""
+    computing = scheduler.registry.computing
+    return [
+        chr(computing[request].token_ids[0]) if request in computing else request.request_id
+        for request in scheduler.waiting.values()
+    ]
+
+
+def commit(scheduler: ChunkScheduler, schedule: Schedule) -> None:
+    count = sum(entry.num_logit_rows for entry in schedule)
+    scheduler.commit(schedule, SampledTokens([5] * count, None, {}))
+
+
+def test_missing_chunks_stand_directly_before_the_request_that_lacks_them(scheduler: ChunkScheduler) -> None:
+    """Those before it keep their place, and their chunks; only the first that lacks any has them computed."""
+    a, b, c = (chunk(scheduler, letter) for letter in "abc")
+    d = chunk(scheduler, "d", is_resident=True)
+    e = chunk(scheduler, "e", is_resident=True)
+    ask(scheduler, "1", e)
+    ask(scheduler, "2", b, d, a, b)
+    ask(scheduler, "3", c)
+    ask(scheduler, "4")
+    scheduler._put_missing_chunks_first()
+    assert_equal(queue(scheduler), ["1", "b", "a", "2", "3", "4"], "queue", ("place",))
+    assert_equal(list(scheduler.registry.resident.values()), [e, d], "resident, the last used last", ("place",))
+    schedule = scheduler.schedule()
+    assert_equal(len(schedule), 3, "requests of the step: the first, and two that compute chunks")
+    assert_equal(queue(scheduler), ["2", "3", "4"], "queue", ("place",))
+
+
+def test_what_is_being_computed_is_not_asked_for_again(scheduler: ChunkScheduler) -> None:
+    a, b = chunk(scheduler, "a"), chunk(scheduler, "b")
+    scheduler.registry.want(b)
+    ask(scheduler, "1", a)
+    ask(scheduler, "2", a, b)
+    commit(scheduler, scheduler.schedule())  # b was wanted and joined the end of the queue, behind what waits
+    assert a.is_resident, "chunk a was computed"
+    assert not b.is_resident, "chunk b was computed before the request that lacks a"
+    assert_equal(queue(scheduler), ["1", "2", "b"], "queue", ("place",))
+    scheduler._put_missing_chunks_first()
+    assert_equal(queue(scheduler), ["1", "b", "2"], "queue: what computes b has moved", ("place",))
+    commit(scheduler, scheduler.schedule())
+    scheduler._put_missing_chunks_first()
+    assert_equal(queue(scheduler), ["2"], "queue", ("place",))
+    assert b.is_resident, "chunk b was computed"
+    commit(scheduler, scheduler.schedule())
+    assert "2" in scheduler.running, "request 2 has all its chunks and runs"
+    assert_equal(scheduler.pool.audit_blocks(), [], "audit of the blocks", ("line",))
+
+
+def test_without_missing_chunks_the_queue_stays_as_it_is(scheduler: ChunkScheduler) -> None:
+    a = chunk(scheduler, "a", is_resident=True)
+    ask(scheduler, "1")
+    ask(scheduler, "2", a)
+    scheduler._put_missing_chunks_first()
+    assert_equal(queue(scheduler), ["1", "2"], "queue", ("place",))
+    assert not scheduler.registry.computing, "a chunk is computed that no request lacks"

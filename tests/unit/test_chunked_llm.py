@@ -1,0 +1,72 @@
+"""Chunks from Python: ids, answers, what is known of a chunk, and eviction."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.chunks.llm import ChunkedLLM
+from shared.engine.llm import LLM
+from shared.errors import RequestError
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+
+PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=6)
+TEXTS = ["The capital of France is Paris.", "Zwölf Boxkämpfer jagen Viktor."]
+
+
+@pytest.fixture
+def llm(tiny_checkpoints: dict[str, Path]) -> ChunkedLLM:
+    return ChunkedLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_batch_size=2)
+
+
+def test_one_chunk_and_a_question_answer_as_the_whole_prompt(
+    llm: ChunkedLLM, tiny_checkpoints: dict[str, Path]
+) -> None:
+    name = llm.register(TEXTS[0])
+    answer = llm.generate_from_chunks([name], [5, 6, 7], PARAMS)
+    whole = [*llm.engine.tokenizer.encode(TEXTS[0]), 5, 6, 7]
+    plain = LLM(str(tiny_checkpoints["llama"]), phase="09", max_seq_len=256, max_batch_size=2)
+    (expected,) = plain.generate([whole], PARAMS, progress=False)
+    assert (answer.prompt_ids, answer.token_ids, answer.text) == (whole, expected.token_ids, expected.text)
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+def test_the_same_text_is_registered_and_computed_once(llm: ChunkedLLM) -> None:
+    name = llm.register(TEXTS[0])
+    computed = llm.engine.runner.num_tokens_computed
+    assert llm.register(TEXTS[0]) == name
+    assert llm.engine.runner.num_tokens_computed == computed
+    assert llm.register(TEXTS[0], "system") != name
+
+
+def test_what_is_known_of_chunks_and_eviction(llm: ChunkedLLM) -> None:
+    assert llm.info() == []
+    names = [llm.register(text) for text in TEXTS]
+    known = llm.info()
+    assert [one.chunk_id for one in known] == names
+    num_tokens = len(llm.engine.tokenizer.encode(TEXTS[0]))
+    model = llm.engine.model.config
+    token_bytes = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    assert (known[0].role, known[0].num_tokens, known[0].num_users) == ("user", num_tokens, 0)
+    assert known[0].num_bytes == -(-num_tokens // 16) * 16 * token_bytes
+    first = llm.generate_from_chunks(names, [1, 2], PARAMS).token_ids
+    assert llm.evict(names[0])
+    assert not llm.evict(names[0])
+    assert [one.num_bytes > 0 for one in llm.info()] == [False, True]
+    assert llm.generate_from_chunks(names, [1, 2], PARAMS).token_ids == first
+    assert llm.info(names[0])[0].num_bytes > 0
+
+
+def test_unknown_ids_are_refused(llm: ChunkedLLM) -> None:
+    for call in (lambda: llm.info("ab"), lambda: llm.evict("ab"), lambda: llm.generate_from_chunks(["ab"], [1])):
+        with pytest.raises(RequestError, match="There is no chunk 'ab'"):
+            call()
+    assert not llm.engine.has_work()
+
+
+def test_a_chunk_of_a_running_request_is_not_evicted(llm: ChunkedLLM) -> None:
+    name = llm.register(TEXTS[0])
+    llm.engine.add_request([1], PARAMS, chunk_ids=[name])
+    llm.engine.step()
+    with pytest.raises(RequestError, match="is used in 1 places"):
+        llm.evict(name)
