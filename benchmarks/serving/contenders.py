@@ -57,7 +57,7 @@ class Contender:
 
 def has_continuous(lesson: Lesson) -> bool:
     """Whether a phase knows continuous batching."""
-    return hasattr(lesson.engine, "add_request") and "continuous" in lesson.load("engine").SCHEDULERS
+    return "batching_mode=continuous" in getattr(lesson.load("engine"), "SUPPORTED", ())
 
 
 def roles(main: Sequence[Lesson], last: Lesson) -> dict[str, Lesson]:

@@ -239,10 +239,10 @@ def _settings(
 ) -> dict[str, str | int | float | None]:
     """The settings of a run, for the page."""
     from shared.engine.memory_map import MemoryMap
+    from shared.scheduling.static import StaticScheduler
 
     config = engine.config
-    table = lesson.load("engine").SCHEDULERS
-    mode = next(name for name, kind in table.items() if type(engine.scheduler) is kind)
+    mode = "static" if isinstance(engine.scheduler, StaticScheduler) else "continuous"
     settings: dict[str, str | int | float | None] = {"model": model, "phase": lesson.number, "batching mode": mode}
     if mode != "static":
         settings |= {"policy": config.scheduler_policy, "max decode interval": config.max_decode_interval}

@@ -33,7 +33,7 @@ from shared.loading.config_json import read_config
 
 SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2)
 CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32")
-PHASES = [lesson.number for lesson in lessons() if lesson.generates]
+PHASES = [lesson.number for lesson in lessons() if lesson.generates and not ladder.has_ranks(lesson)]
 NEWEST = newest_lesson().number
 CPU = torch.device("cpu")
 
