@@ -65,7 +65,7 @@ SUPPORTED = {
     "layer_budget",
     "layer_upper_budget",
     "query_window_size",
-    "steps_between_cache_compressions",
+    "steps_between_compressions",
     "p_attn",
     "attn_reduce_method",
 }

@@ -24,7 +24,7 @@ SNAP: dict[str, Any] = {
     "layer_upper_budget": 56,
     "p_attn": 0.35,  # a model of random weights attends to all keys nearly alike
     "query_window_size": 12,
-    "steps_between_cache_compressions": 16,
+    "steps_between_compressions": 16,
     "block_size": 4,
     "max_seq_len": 256,
     "dtype": "float32",
@@ -46,7 +46,7 @@ def test_with_a_budget_above_the_length_outputs_are_those_of_phase_9(model_folde
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     about = SMALL | {"overlap_scheduling": overlap}
     expected = seen(serve(make(model_folder, Uncompressed, **about), requests, arrivals)[0])
-    roomy = {"compress_method": "snapkv", "layer_budget": 128, "steps_between_cache_compressions": 8}
+    roomy = {"compress_method": "snapkv", "layer_budget": 128, "steps_between_compressions": 8}
     engine = make(model_folder, **about, **roomy)
     assert seen(serve(engine, requests, arrivals)[0]) == expected
     assert engine.num_compressions == 0
@@ -203,7 +203,7 @@ def caches_of(engine: Any, answers: list[Any]) -> dict[tuple[str, int], tuple[li
     return caches
 
 
-FEW = SNAP | {"layer_budget": 37, "layer_upper_budget": 42, "steps_between_cache_compressions": 8, "max_seq_len": 96}
+FEW = SNAP | {"layer_budget": 37, "layer_upper_budget": 42, "steps_between_compressions": 8, "max_seq_len": 96}
 LENGTHS, NEW = (1, 40, 60), (5, 30)
 
 

@@ -15,7 +15,7 @@ SNAP: dict[str, Any] = {
     "compress_method": "snapkv",
     "layer_budget": 48,
     "layer_upper_budget": 48,
-    "steps_between_cache_compressions": 16,
+    "steps_between_compressions": 16,
     "query_window_size": 16,
 }
 LONG, BLOCKS = 512, 32  # tokens of a request; the pool holds one such request without compression

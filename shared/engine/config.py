@@ -55,7 +55,7 @@ COMPRESSION = (
     "layer_budget",
     "layer_upper_budget",
     "query_window_size",
-    "steps_between_cache_compressions",
+    "steps_between_compressions",
     "p_attn",
     "attn_reduce_method",
 )
@@ -186,7 +186,7 @@ class EngineConfig:
     layer_budget: int = setting(1024, "09.2", "Least tokens that a KV head keeps.", at_least=1)
     layer_upper_budget: int = setting(2048, "09.2", "Most tokens that a KV head keeps at a compression.", at_least=1)
     query_window_size: int = setting(128, "09.2", "The last queries that say which keys matter.", at_least=1)
-    steps_between_cache_compressions: int = setting(128, "09.2", "Tokens between two compressions.", at_least=1)
+    steps_between_compressions: int = setting(128, "09.2", "Tokens between two compressions.", at_least=1)
     p_attn: float = setting(0.9, "09.2", "Attention that the keys of a head must keep, between 0 and 1.")
     attn_reduce_method: str = setting(
         "mean",

@@ -1,7 +1,7 @@
 """Scheduling around compressions: no step computes past one. Introduced in phase 9.2.
 
 A request is compressed at lengths that depend on its prompt and the settings alone: first at the end of its prompt, or
-``steps_between_cache_compressions`` tokens above the budget if that comes later, then at every as many tokens. So a
+``steps_between_compressions`` tokens above the budget if that comes later, then at every as many tokens. So a
 preempted request, whose tokens are computed again in chunks, is compressed at the same lengths, and comes to the same
 cache: a chunk ends where a compression is due.
 
@@ -31,7 +31,7 @@ class CompressingScheduler(OverlappedScheduler):
 
     def next_point(self, request: Request, num_tokens: int) -> int:
         """The first length above ``num_tokens`` at which a request is compressed."""
-        interval = self.config.steps_between_cache_compressions
+        interval = self.config.steps_between_compressions
         first = max(request.num_prompt_tokens, self.config.layer_budget + interval)
         return first if num_tokens < first else num_tokens + interval - (num_tokens - first) % interval
 

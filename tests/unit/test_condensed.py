@@ -102,7 +102,7 @@ def test_the_audit_sees_a_packed_part_of_a_wrong_size() -> None:
 
 
 def scheduler_of(pool: CondensedKVCachePool, **config: Any) -> CompressingScheduler:
-    about = {"layer_budget": 10, "layer_upper_budget": 12, "steps_between_cache_compressions": 4}
+    about = {"layer_budget": 10, "layer_upper_budget": 12, "steps_between_compressions": 4}
     return CompressingScheduler(EngineConfig(compress_method="snapkv", block_size=4, **about | config), pool, 48)
 
 
