@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from shared.cache.layout import Layout
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
@@ -31,3 +32,8 @@ def commit(pool: CachePoolProtocol, schedule: Schedule) -> None:
         pool.commit(request, entry.num_tokens)
         request.num_computed_tokens += entry.num_tokens
         request.num_scheduled_tokens = max(request.num_scheduled_tokens, request.num_computed_tokens)
+
+
+def arrays_of(layout: Layout) -> list[list[int]]:
+    """The arrays of a layout as lists, in the order of its fields."""
+    return [value.tolist() for value in vars(layout).values() if not isinstance(value, int)]

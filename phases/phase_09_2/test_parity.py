@@ -131,6 +131,29 @@ def test_a_sliding_window_keeps_its_window(tiny_checkpoints: dict[str, Path]) ->
         assert window is None or counts == [min(window, packed.num_tokens)] * len(counts)
 
 
+def test_an_interrupted_compression_is_repeated(tiny_checkpoints: dict[str, Path]) -> None:
+    expected = answers_of(make(tiny_checkpoints["llama"], **SNAP))
+    engine = make(tiny_checkpoints["llama"], **SNAP)
+    compress, step, calls = engine.view.compress, engine.step, []
+
+    def interrupted(sequence: Any) -> Any:
+        packed = compress(sequence)  # moved, and not counted: the cache is torn
+        calls.append(packed)
+        if len(calls) in (3, 8):
+            raise KeyboardInterrupt
+        return packed
+
+    def stepping() -> Any:
+        try:
+            return step()
+        except KeyboardInterrupt:
+            return step()
+
+    engine.view.compress, engine.step = interrupted, stepping
+    assert answers_of(engine) == expected
+    assert engine.load().num_preemptions == 2
+
+
 def test_memory_stays_within_the_budget(tiny_checkpoints: dict[str, Path]) -> None:
     """However long the answer, a request holds what its heads keep, and what came since."""
     engine = make(tiny_checkpoints["llama"], **SNAP | {"max_seq_len": 256})

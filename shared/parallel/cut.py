@@ -44,14 +44,7 @@ class ModelCut:
     multiple: int = 1
 
     def of(self, name: str) -> Cut | None:
-        """The cut of a matrix by its name in the model or in the checkpoint; None if each rank has all of it.
-
-        Of an adapter W + B A (LoRA), B is cut as W if W is column-parallel, and A as W if W is row-parallel.
-        """
-        whole, adapter, _ = name.partition(".lora_")
-        if adapter:
-            cut, is_b = self.of(whole), name.partition(".lora_")[2].startswith("B")
-            return cut if cut is not None and (cut.dim == ROWS) is is_b else None
+        """The cut of a matrix by its name in the model or in the checkpoint; None if each rank has all of it."""
         queries, keys = self.shard.heads(self.config)
         D, config = self.config.head_dim, self.config
         module = re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2]

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from shared.engine.config import EngineConfig
@@ -104,9 +103,12 @@ class Adapter(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the adapter; an existing one is replaced only once the new one is complete."""
+        from shared.checkpoints.safetensors_writer import write_safetensors  # an engine writes none
+
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, folder / f"{WEIGHTS}.part")
+        tensors = self.state_dict()
+        layout = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        write_safetensors(folder / f"{WEIGHTS}.part", layout, dtype, tensors.values())
         (folder / CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n", encoding="utf-8")
         os.replace(folder / f"{WEIGHTS}.part", folder / WEIGHTS)
 

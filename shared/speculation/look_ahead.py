@@ -22,6 +22,7 @@ class TextView:
         self.num_texts = num_texts
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.masks: dict[int | None, torch.Tensor] = {}  # by window
 
     def write(
         self,
@@ -41,11 +42,21 @@ class TextView:
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
-        places = torch.arange(self.keys[layer].shape[2], device=q.device)
-        distance = places[:, None] - places[None, :]
-        mask = (distance >= 0) & (distance < (window or len(places)))
-        out = batched_attention(self._by_text(q), self.keys[layer], self.values[layer], mask, scale, softcap)
+        k, v = self._seen(layer)
+        if window not in self.masks:
+            self.masks[window] = self._mask(k.shape[2], window, q.device)
+        out = batched_attention(self._by_text(q), k, v, self.masks[window], scale, softcap)
         return out.transpose(1, 2).flatten(0, 1)
+
+    def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[N, Hkv, S, D]`` that the tokens may see."""
+        return self.keys[layer], self.values[layer]
+
+    def _mask(self, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """Which of the keys each token sees, bool ``[T, num_keys]``."""
+        places = torch.arange(num_keys, device=device)
+        distance = places[:, None] - places[None, :]
+        return (distance >= 0) & (distance < (window or num_keys))
 
     def _by_text(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(0, (self.num_texts, -1)).transpose(1, 2)
@@ -66,20 +77,17 @@ class MaskView(TextView):
         self.anchors = anchors.repeat_interleave(num_masks)  # [A · k]
         self.positions = self.anchors + 1 + torch.arange(num_masks, device=anchors.device).repeat(len(anchors))
 
-    def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
-        k, v = self.texts.keys[layer], self.texts.values[layer]
-        places = torch.arange(k.shape[2], device=q.device)
+    def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        (k, v), (own_k, own_v) = self.texts._seen(layer), super()._seen(layer)
+        return torch.cat((k, own_k), dim=2), torch.cat((v, own_v), dim=2)
+
+    def _mask(self, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+        places = torch.arange(num_keys - len(self.anchors), device=device)
         of_text = places[None, :] <= self.anchors[:, None]
         if window is not None:
             of_text &= places[None, :] > self.positions[:, None] - window
         of_group = self.anchors[None, :] == self.anchors[:, None]
-        of_group &= self.positions[None, :] <= self.positions[:, None]
-        k, v = torch.cat((k, self.keys[layer]), dim=2), torch.cat((v, self.values[layer]), dim=2)
-        mask = torch.cat((of_text, of_group), dim=1)
-        return batched_attention(self._by_text(q), k, v, mask, scale, softcap).transpose(1, 2).flatten(0, 1)
+        return torch.cat((of_text, of_group & (self.positions[None, :] <= self.positions[:, None])), dim=1)
 
 
 def batched_attention(

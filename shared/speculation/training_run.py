@@ -83,7 +83,7 @@ def train_adapter(
         return False
     adapter.save(folder)
     card: dict[str, Any] = {
-        "model": name,
+        "model": Path(name).name,  # no path of the machine
         "adapter": asdict(shape),
         "training": asdict(config),
         "texts": writing,

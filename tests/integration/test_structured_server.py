@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.clients.structured_clients import instructed, langchain
 from tests.integration.server_process import MODEL, ServerProcess
 
 SETTINGS: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "temperature": 1.2}
@@ -117,3 +118,9 @@ def test_tools_of_openais_client(server: ServerProcess) -> None:
     assert (
         chat.create(**SETTINGS, messages=turns, tools=[tool], tool_choice="none").choices[0].message.tool_calls is None
     )
+
+
+@pytest.mark.parametrize(("package", "ask"), [("langchain_openai", langchain), ("instructor", instructed)])
+def test_clients_that_build_on_openais(package: str, ask: Any, server: ServerProcess) -> None:
+    pytest.importorskip(package, reason=f"the package {package} is not installed; it is no dependency")
+    assert ask(server.url, MODEL)

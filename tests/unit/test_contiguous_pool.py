@@ -23,7 +23,7 @@ from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.comparison import assert_equal
-from tests.steps import commit, make_request, put_in_flight, step_of
+from tests.steps import arrays_of, commit, make_request, put_in_flight, step_of
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
@@ -143,8 +143,7 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def layouts_do_not_change_when_the_pool_goes_on(self) -> None:
         for layout, expected in self.layouts:
-            arrays = [array.tolist() for array in vars(layout).values()]
-            assert_equal(arrays, expected, "regions, cached, lengths, slots", ("array", "entry"))
+            assert_equal(arrays_of(layout), expected, "regions, cached, lengths, slots", ("array", "entry"))
 
 
 TestPool = Pool.TestCase

@@ -33,7 +33,7 @@ from shared.loading.loader import load_model
 from shared.models.config import ModelConfig
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.comparison import assert_close, assert_equal
-from tests.steps import commit, make_request, put_in_flight, step_of
+from tests.steps import arrays_of, commit, make_request, put_in_flight, step_of
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
@@ -195,7 +195,7 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def layouts_do_not_change_when_the_pool_goes_on(self) -> None:
         for layout, expected in self.layouts:
-            assert [array.tolist() for array in vars(layout).values()] == expected
+            assert arrays_of(layout) == expected
 
 
 TestPool = Pool.TestCase

@@ -106,10 +106,10 @@ def test_what_is_refused(pattern: str, message: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){17}", "([^x]{0,90}){90}", "((a{0,99}){0,99}){0,99}"])
 def test_a_hostile_pattern_ends_within_its_budget(pattern: str) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(GrammarError, match="more than"):
         compile_regex(pattern, Budget(), spelling=Spelling.JSON)
-    assert time.perf_counter() - began < 4, "a second, and what a busy machine adds"
+    assert time.thread_time() - began < 3, "a second, and what a busy machine adds"
 
 
 @pytest.mark.parametrize("part", ["{", r"\p{Lu}"])
