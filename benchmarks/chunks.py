@@ -1,4 +1,4 @@
-"""What chunks buy, and what they cost: time to the first token, and distance to full concatenation. Phase 9.1.
+"""What chunks buy and cost: time to the first token, distance to full concatenation. Introduced in phase 9.1.
 
 The distance is that of two distributions of the next token, at each token of a text that follows documents: chunked,
 and computed as one prompt. The documents are pages of this repository. Invariant: both engines compute the same ids, in
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
-from benchmarks.view import Column, Table, View, number, percent
+from benchmarks.view import Column, Table, View, percent, text
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
@@ -141,15 +141,15 @@ def view(report: Report) -> View:
     """The report's tables."""
     times = [{"what": name, "seconds": seconds} for name, seconds in report.results["seconds"].items()]
     tables = [
-        Table("First token", [Column("what", "what", str), Column("seconds", "s", number)], times),
+        Table("First token", [text("what", "what"), Column("seconds", "seconds")], times),
         Table(
             "Distance to full concatenation",
             [
                 Column("documents", "documents", str),
-                Column("kl", "KL, mean", number),
-                Column("agreement", "top-1 agreement", percent),
-                Column("loss_plain", "loss, concatenated", number),
-                Column("loss_chunked", "loss, chunked", number),
+                Column("KL, mean", "kl", lambda kl: f"{max(kl, 0):.3f}"),
+                Column("top-1 agreement", "agreement", percent),
+                Column("loss, concatenated", "loss_plain"),
+                Column("loss, chunked", "loss_chunked"),
             ],
             [{"documents": count} | row for count, row in report.results["distance"].items()],
         ),
