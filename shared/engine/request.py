@@ -135,4 +135,4 @@ class Request:
         if num_drafts and self.params.has_penalties:
             output_ids = output_ids + self.draft_ids[:num_drafts]
         about = (self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts)
-        return SamplingRow(self.params, self.seed, index, *about, draft_id, None, self.constraint)
+        return SamplingRow(self.params, self.seed, index, *about, draft_id, constraint=self.constraint)
