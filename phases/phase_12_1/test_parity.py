@@ -274,7 +274,7 @@ def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
         other.wait(10)
 
 
-# On GPUs: the lead runs these on machines with 2 and 4.
+# On GPUs: on machines with 2 and 4 of them.
 
 
 @pytest.mark.gpu

@@ -32,9 +32,16 @@ def warm_up(engine: Any) -> None:
     capacity = engine.pool.capacity_tokens
     sizes = (engine.config.max_batch_size, engine.max_seq_len)
     serve_rounds(engine, rounds(*sizes, is_gpu=engine.model.device.type == "cuda", capacity_tokens=capacity))
-    engine.pool.drop_cached()
     if hasattr(engine, "constraints"):
         engine.constraints.prepare()
+        if engine.constraints.pool is not None:  # the tokens on the device, and the kernels that make masks
+            from shared.grammar.grammar import Grammar
+
+            params = SamplingParams(max_new_tokens=2, structured_output=Grammar.regex("[a-z]+"))
+            add(engine, warm_up_prompt(0, 1), params, "warm-up-grammar")
+            while engine.has_work():
+                engine.step()
+    engine.pool.drop_cached()
 
 
 def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -> None:

@@ -246,11 +246,6 @@ def teaching_page(site: Path, lesson: Lesson) -> str:
     return next(name for name in pages if (site / name).exists())
 
 
-def two_digits(number: str) -> str:
-    """A phase's number as its lesson has it: 08 for 8, 09.1 for 9.1."""
-    return number if number[1:2].isdigit() else f"0{number}"
-
-
 def printed_blocks(html: str) -> list[str]:
     """The text of each block of code."""
     blocks = re.findall(r'<div class="highlight"><pre>(.*?)</pre>', html, re.DOTALL)
@@ -345,21 +340,6 @@ def test_every_picture_has_a_text_and_a_caption(site: Path) -> None:
             caption = re.search(r"<figcaption>(.*?)</figcaption>", figure, re.DOTALL)
             assert caption is not None, figure
             assert len(re.sub(r"<[^>]*>", "", caption[1]).strip()) > 20, figure
-
-
-def test_planned_phases_are_shown_and_lead_nowhere(origin: str, page: Any) -> None:
-    page.goto(f"{origin}/tutorial/start.html")
-    entries = page.locator(".sidebar-tree .planned")
-    shown = [text.split(" ")[0] for text in entries.all_text_contents()]
-    design = (ROOT / "docs" / "OVERALL_DESIGN.md").read_text(encoding="utf-8").partition("## Planned phases")[2]
-    rows = [two_digits(number) for number in re.findall(r"^\| (\d[\d.]*) ", design, re.MULTILINE)]
-    assert shown == [number for number in rows if number not in {lesson.number for lesson in lessons()}]
-    assert entries.locator("a").count() == 0
-    badge = "item => getComputedStyle(item, '::after').content"
-    assert "planned" in entries.locator("span").first.evaluate(badge)
-    diagram = (ROOT / "tutorial" / "images" / "start_phases.svg").read_text(encoding="utf-8")
-    dashed = re.findall(r'class="box \w dash"/>\n  <text [^>]*>([^<]+)<', diagram)
-    assert {two_digits(number) for number in dashed} == set(shown)
 
 
 def test_sessions_hold_no_pattern_of_the_checker(site: Path) -> None:

@@ -18,6 +18,7 @@ import shared.engine.grammar_rows as grammar_rows
 from phases.phase_12.engine import Engine
 from phases.phase_12.test_parity import DRAWN, GRAMMARS, NGRAM, Foresight, constrained
 from shared.engine.config import EngineConfig
+from shared.engine.warm_up import warm_up
 from shared.grammar.grammar import Grammar
 from shared.grammar.pool import GrammarPool
 from shared.sampling.params import SamplingParams
@@ -94,6 +95,13 @@ def test_rows_behind_wrong_drafts_are_not_used_again(model_folder: Path) -> None
     engine.drafter.propose = propose
     assert seen(serve(engine, request)[0]) == seen(expected)
     assert number > 8
+
+
+def test_the_tokens_are_on_the_device_before_the_first_request(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["llama"])
+    warm_up(engine)
+    assert engine.runner.sampler.grammar_rows.tokens is not None
+    assert not engine.has_work()
 
 
 def test_log_probabilities_and_min_tokens(model_folder: Path) -> None:

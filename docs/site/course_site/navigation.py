@@ -1,26 +1,22 @@
 """The way through the site: from the README to chapters, design pages and reports. Introduced in phase 3.
 
 The Markdown files hold no table of contents for Sphinx. It is added to them while they are read, made from the phases
-that exist and the files that stand there, so a new phase or page appears by itself. The planned phases are those of the
-design's table; they stand below the chapters, without links. Invariant: every document has exactly one place.
+that exist and the files that stand there, so a new phase or page appears by itself. Invariant: every document has
+exactly one place.
 """
 
-import re
 from collections.abc import Iterable
-from html import escape
 from typing import Any
 
 from sphinx.application import Sphinx
 
 from course_site import phase_sections, reports
-from course_site.repository import read
 from shared.lessons import Lesson, lessons
 
 HOME, MEASURED = "README", "docs/PERFORMANCE"
 REFERENCE = ("docs/API", "docs/DEPLOY", "docs/GLOSSARY", MEASURED)
 BEGINNING, TEACHING = "tutorial/start", "tutorial/teachers"
-DESIGN, CODE_ENDS = "docs/OVERALL_DESIGN", "\n## Run it\n"
-_PLANNED = re.compile(r"^\| ([\d.]+) \| (?:\*side track:\* )?([^|]+?) \|", re.MULTILINE)
+CODE_ENDS = "\n## Run it\n"
 
 
 def chapter(lesson: Lesson) -> str:
@@ -48,13 +44,6 @@ def sections(documents: set[str]) -> dict[str, list[str]]:
     design = sorted(name for name in documents if name.startswith("docs/") and name not in (*course, *REFERENCE))
     found = {"The course": course, "Teaching": [TEACHING, *others], "The design": design, "Reference": list(REFERENCE)}
     return {title: [name for name in names if name in documents] for title, names in found.items()}
-
-
-def planned() -> list[tuple[str, str]]:
-    """Number and title of each phase that the design plans and the repository does not hold yet."""
-    table = read(f"{DESIGN}.md").partition("## Planned phases")[2]
-    found = [(number if number[1:2].isdigit() else f"0{number}", title) for number, title in _PLANNED.findall(table)]
-    return [phase for phase in found if phase[0] not in {lesson.number for lesson in lessons()}]
 
 
 def extend(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -109,16 +98,6 @@ class SharedTree:
             context["toctree"] = toctree
 
 
-def show_planned(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
-    """Add the planned phases to the end of the first list in the navigation."""
-    items = "".join(
-        f'<li class="toctree-l1 planned"><span>{number} {escape(title[0].upper() + title[1:])}</span></li>'
-        for number, title in planned()
-    )
-    context["furo_navigation_tree"] = context["furo_navigation_tree"].replace("</ul>", f"{items}</ul>", 1)
-
-
 def register(app: Sphinx) -> None:
     app.connect("source-read", extend)
     app.connect("html-page-context", SharedTree().share, priority=400)  # before the theme asks for the tree
-    app.connect("html-page-context", show_planned, priority=900)  # after the theme has made the tree
