@@ -162,8 +162,10 @@ class PagedKVCachePool:
         except KeyError as error:
             raise self._no_row(error.args[0]) from None
         num_cached, lengths = before_and_after(schedule, rows, self.lengths, self.granted)
-        places = (np.array(rows, np.int64), num_cached, lengths)
-        return PagedLayout.of(*places, self.tables, self.block_size, schedule.num_ahead)
+        layout = PagedLayout.of(np.array(rows, np.int64), num_cached, lengths, self.tables, self.block_size)
+        if schedule.num_ahead:
+            layout = layout.reaching(schedule.num_ahead, self.tables, self.block_size)
+        return layout
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
         """See ``CachePoolProtocol``."""

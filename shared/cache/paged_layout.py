@@ -35,15 +35,7 @@ class PagedLayout(Layout):
     """[c, 2], blocks that are copied before the step, each as (from, to); none without a prefix tree."""
 
     @classmethod
-    def of(
-        cls,
-        rows: Integers,
-        num_cached: Integers,
-        lengths: Integers,
-        tables: Blocks,
-        block_size: int,
-        num_ahead: int = 0,
-    ) -> Self:
+    def of(cls, rows: Integers, num_cached: Integers, lengths: Integers, tables: Blocks, block_size: int) -> Self:
         """The layout of sequences whose block tables are the rows of ``tables [max_sequences, width]``."""
         num_new = lengths - num_cached
         places = ranges(num_cached, num_new)  # [T], index of each new token in its sequence
@@ -56,12 +48,17 @@ class PagedLayout(Layout):
         blocks = tables[token_rows, places // block_size].astype(np.int64)
         slot_mapping = blocks * block_size + places % block_size  # [T]
         # end exercise
-        num_blocks = np.minimum(-(-(lengths + num_ahead) // block_size), tables.shape[1])
+        num_blocks = -(-lengths // block_size)
         entries = ranges(rows * tables.shape[1], num_blocks)  # flat indices into tables
         table_starts = np.zeros(len(rows) + 1, np.int64)
         num_blocks.cumsum(out=table_starts[1:])
-        read = tables.reshape(-1)[entries]
-        return cls(rows, num_cached, lengths, slot_mapping, read, table_starts, num_ahead=num_ahead)
+        return cls(rows, num_cached, lengths, slot_mapping, tables.reshape(-1)[entries], table_starts)
+
+    def reaching(self, num_ahead: int, tables: Blocks, block_size: int) -> Self:
+        """The layout with the blocks of ``num_ahead`` further tokens of each sequence; ``tables`` as for ``of``."""
+        num_blocks = np.minimum(-(-(self.lengths + num_ahead) // block_size), tables.shape[1])
+        read = tables.reshape(-1)[ranges(self.rows * tables.shape[1], num_blocks)]
+        return replace(self, tables=read, table_starts=np.append(0, num_blocks.cumsum()), num_ahead=num_ahead)
 
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`Layout`."""
