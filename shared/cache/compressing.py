@@ -32,7 +32,9 @@ class CompressingView(BatchView, Protocol):
         ...
 
 
-def compress(pool: CachePoolProtocol, view: BatchView, request: Request) -> int | None:
-    """Compress a request in a memory that can; returns the number of blocks freed, None if nothing was dropped."""
+def compress(pool: CachePoolProtocol, view: BatchView, request: Request) -> tuple[Packed | None, int]:
+    """Compress a request in a memory that can; returns what it keeps, None if nothing was dropped, and the number of
+    blocks that were freed.
+    """
     packed = cast(CompressingView, view).compress(cast(CompressingPool, pool).holding(request))
-    return None if packed is None else cast(CompressingPool, pool).compress(request, packed)
+    return packed, 0 if packed is None else cast(CompressingPool, pool).compress(request, packed)

@@ -52,6 +52,8 @@ left to the phase (None) is off without its requirements; one set to True is ref
 
 COMPRESSION = (
     "if_fake_compress",
+    "if_log_compress",
+    "if_log_num_topp",
     "layer_budget",
     "layer_upper_budget",
     "query_window_size",
@@ -183,6 +185,8 @@ class EngineConfig:
         choices=COMPRESS_METHODS,
     )
     if_fake_compress: bool = setting(False, "09.2", "Mask dropped keys instead of moving the others together.")
+    if_log_compress: bool = setting(False, "09.2", "Log each compression: the share that is kept, and blocks freed.")
+    if_log_num_topp: bool = setting(False, "09.2", "Log how many tokens each KV head of each layer keeps.")
     layer_budget: int = setting(1024, "09.2", "Least tokens that a KV head keeps.", at_least=1)
     layer_upper_budget: int = setting(2048, "09.2", "Most tokens that a KV head keeps at a compression.", at_least=1)
     query_window_size: int = setting(128, "09.2", "The last queries that say which keys matter.", at_least=1)

@@ -12,13 +12,17 @@ Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; 
 scheduled only after the compression there.
 """
 
+import logging
 from weakref import WeakKeyDictionary
 
+from shared.cache.condensed_layout import Packed
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.scheduling.overlapped import OverlappedScheduler
 from shared.scheduling.schedule import Schedule, Scheduled
+
+logger = logging.getLogger("infer.engine")
 
 
 class CompressingScheduler(OverlappedScheduler):
@@ -37,6 +41,7 @@ class CompressingScheduler(OverlappedScheduler):
 
     def due(self) -> list[Request]:
         """The running requests to compress before the next step."""
+        self.compressions = []
         if not self.is_compressing:
             return []
         return [
@@ -57,9 +62,19 @@ class CompressingScheduler(OverlappedScheduler):
             return Schedule(self.num_steps)
         return super().schedule()
 
-    def compressed(self, request: Request) -> None:
-        """Note that a request that was due has been compressed."""
+    def compressed(self, request: Request, packed: Packed | None, num_freed: int) -> None:
+        """Note and log what a request that was due keeps, None for all, and how many blocks this has freed."""
         self.compressed_at[request] = request.num_computed_tokens
+        if packed is None:
+            return
+        kept = tuple(map(tuple, packed.counts.tolist()))
+        self.compressions.append((request.request_id, packed.num_tokens, kept))
+        about = {"request": request.request_id, "tokens": packed.num_tokens}
+        if self.config.if_log_compress:
+            share = {"kept": round(float(packed.counts.mean()) / packed.num_tokens, 3), "freed_blocks": num_freed}
+            logger.info("compressed", extra={"fields": about | share})
+        if self.config.if_log_num_topp:
+            logger.info("kept by layer and KV head", extra={"fields": about | {"kept": kept}})
 
     def preempt(self, request: Request) -> None:
         """Drop what a running request has computed, after an interrupted compression."""

@@ -132,7 +132,7 @@ def test_tokens_computed_again_are_cut_where_they_were_compressed() -> None:
             assert not scheduler.schedule(), "the compression waits for the step in flight"
         commit(pool, scheduler_step(request, entry))
         assert scheduler.due() == ([request] if end < 25 else [])
-        scheduler.compressed(request)
+        scheduler.compressed(request, None, 0)
         assert scheduler.due() == []
     assert starts == [(0, 14, 0), (14, 18, 0), (18, 22, 0), (22, 25, 1)]
 
