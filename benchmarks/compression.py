@@ -104,7 +104,8 @@ class Scorer:
         """What a compression of the context keeps, None if all; and the share that a head keeps on average."""
         self.pool.packed.clear()
         self.view.compressor, self.view.budget = COMPRESSORS[method](self.model.config.attention_scale), budget
-        packed = self.view.compress(self.pool.holding(self.request))
+        holding = self.pool.holding(self.request)
+        packed = self.view.compress(holding, lambda packed: holding.table)
         return packed, 1.0 if packed is None else float(packed.counts.mean()) / self.num_context
 
     @torch.inference_mode()

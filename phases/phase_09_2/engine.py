@@ -152,12 +152,12 @@ class Engine:
             return
         for request in scheduler.due():
             try:
-                packed, num_freed = compress(self.pool, self.view, request)
+                kept, num_freed = compress(self.pool, self.view, request, scheduler.make_room)
             except BaseException:
                 scheduler.preempt(request)
                 raise
-            scheduler.compressed(request, packed, num_freed)
-            self.num_compressions += packed is not None
+            scheduler.compressed(request, kept, num_freed)
+            self.num_compressions += kept is not None
             self.num_freed_blocks += num_freed
 
     def abort(self, request_id: str) -> bool:

@@ -64,10 +64,10 @@ COMPRESSION = (
 """Fields that have no meaning without ``compress_method``."""
 
 WITHOUT_COMPRESSION = {
-    "use_prefix_caching": "a request's kept tokens are its own",
-    "use_cuda_graphs": "compressed sequences have no kernel yet",
+    "use_prefix_caching": ("if_fake_compress", "a block with masked tokens cannot be shared"),
+    "use_cuda_graphs": ("compress_method", "compressed sequences have no kernel yet"),
 }
-"""Optimizations that are off with ``compress_method``, and refused if set to True; with the reason."""
+"""Optimizations that are off with a setting of compression, and refused if set to True; with the reason."""
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
 """Side tracks: no later phase supports their settings."""
@@ -334,10 +334,10 @@ class EngineConfig:
                         f"a compressed KV cache: choose a compress_method too, or leave {name} out."
                     )
             return
-        for name, reason in WITHOUT_COMPRESSION.items():
-            if getattr(self, name):
+        for name, (other, reason) in WITHOUT_COMPRESSION.items():
+            if getattr(self, name) and getattr(self, other):
                 raise ConfigError(
-                    f"{name} is True and compress_method is {self.compress_method!r}; {reason}: leave one of them out."
+                    f"{name} is True and {other} is {getattr(self, other)!r}; {reason}: leave one of them out."
                 )
         if self.attention_backend in ("flash", "planned"):
             raise ConfigError(
@@ -368,7 +368,7 @@ class EngineConfig:
     def is_on(self, name: str) -> bool:
         """Whether an optimization that the phase supports is on; None means on if its requirements are met."""
         value = getattr(self, name)
-        if value is None and self.compress_method is not None and name in WITHOUT_COMPRESSION:
+        if value is None and name in WITHOUT_COMPRESSION and getattr(self, WITHOUT_COMPRESSION[name][0]):
             return False
         return bool(value) if value is not None else self._unmet(name) is None
 
