@@ -47,7 +47,7 @@ apple river stone table garden window bridge candle forest mirror pencil basket 
 button carpet desert guitar helmet island jacket kettle lemon magnet needle orange parrot quilt rabbit saddle tunnel
 violin wagon zebra anchor barrel camel dragon eagle feather ginger hazel ivory jungle kitten lantern marble napkin
 oyster pepper radish salmon tomato turtle velvet walnut yogurt"""
-NUM_PAIRS, NUM_ASKED = 60, 12
+NUM_PAIRS, NUM_ASKED = 40, 12
 
 
 ALIKE = (1.0, 1.0)
@@ -74,6 +74,7 @@ WAYS = {
     "topp": Way("top-p", "topp"),
     "snapkv_free": Way("SnapKV, heads free", "snapkv", None),
     "streaming": Way("sinks and newest", "streaming", ALIKE),
+    "topp_alike": Way("top-p, heads alike", "topp", ALIKE),
     "snapkv_alike": Way("SnapKV, heads alike", "snapkv", ALIKE),
 }
 
@@ -236,8 +237,9 @@ def view(report: Report) -> View:
     rows = [{"way": WAYS[way].title} | by_share for way, by_share in found["ways"].items()]
     which = text("", "way")
     tables, panels = [], []
-    for title, key in (("Perplexity", "perplexity"), ("KL to the full cache, nats", "kl")):
-        columns = [Column(f"{share} %", partial(_get, share, key)) for share in shares]
+    figures = ("Perplexity", "perplexity", "{:.2f}"), ("KL to the full cache, nats", "kl", "{:.3f}")
+    for title, key, form in figures:
+        columns = [Column(f"{share} %", partial(_get, share, key), form.format) for share in shares]
         tables.append(Table(f"{title}, by the share that is kept", [which, *columns], rows))
         lines = [(row["way"], [row[share][key] for share in shares if share != "100"]) for row in rows]
         panels.append(Lines(f"{title}, by percent kept", [100 * share for share in SHARES[:-1]], lines))
