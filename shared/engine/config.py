@@ -63,7 +63,6 @@ COMPRESSION = (
 
 WITHOUT_COMPRESSION = {
     "use_prefix_caching": "a request's kept tokens are its own",
-    "use_cuda_graphs": "compressed sequences have no kernel yet",
 }
 """Optimizations that are off with ``compress_method``, and refused if set to True; with the reason."""
 
