@@ -17,6 +17,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from shared.cache.bucket_view import OF_TOKENS, padded
+from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
 from shared.cache.condensed_view import CondensedView
 from shared.cache.layout import Integers
@@ -61,7 +62,7 @@ class CondensedBucketView(CondensedView):
 
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
         own = {"ring_places": (max_tokens, np.int64), "rows": (self.sizes.max_sequences, np.int32)}
-        return own | super()._places(is_decode, max_tokens)  # type: ignore[operator]
+        return own | super()._places(is_decode, max_tokens)
 
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
@@ -148,9 +149,9 @@ class CondensedBucketView(CondensedView):
         for queries, result, sequence in zip(q.split(num_new), out.split(num_new), prompts, strict=True):
             result.copy_(self.attend_by_cells(layer, queries, sequence, about))
 
-    def compress(self, sequence: Holding) -> Packed | None:
+    def compress(self, sequence: Holding, place: Place) -> Packed | None:
         """See :class:`shared.cache.condensed_view.CondensedView`."""
-        packed = super().compress(sequence)
+        packed = super().compress(sequence, place)
         if packed is not None and self.kept.masks is not None:
             mask = self.masks[sequence.row]
             self.kept.masks[sequence.row, ..., : mask.shape[-1]] = mask

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from shared.cache.compressing import Place
 from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
 from shared.cache.layout import ranges
 from shared.cache.paged_layout import PagedSizes
@@ -126,8 +127,8 @@ class CondensedView(PagedView):
         is_kept = torch.from_numpy(back <= counts).to(device)
         return torch.from_numpy(both).to(device), torch.cat([is_kept, kept], 1)
 
-    def compress(self, sequence: Holding) -> Packed | None:
-        """Keep the best tokens of a sequence, between two steps; None, and no change, if less than a block goes."""
+    def compress(self, sequence: Holding, place: Place) -> Packed | None:
+        """See :class:`shared.cache.compressing.CompressingView`."""
         num_tokens = sequence.num_tail + (0 if sequence.packed is None else sequence.packed.num_tokens)
         chosen = [self._choose(sequence, layer, num_tokens) for layer in range(self.cells.num_layers)]
         counts = torch.stack([kept.sum(1) for _, kept, _ in chosen]).cpu().numpy().astype(np.int64)
@@ -136,12 +137,15 @@ class CondensedView(PagedView):
             return None
         if not self.moves:
             self.masks[sequence.row] = pack(torch.stack([kept for _, kept, _ in chosen]))
-            return Packed(counts, num_tokens, 0)
+        packed = Packed(counts, num_tokens, self.cells.slots_for(counts) if self.moves else 0)
+        table = place(packed)
+        if table is None or not self.moves:
+            return None if table is None else packed
         sources = torch.cat([cells[kept] for cells, kept, _ in chosen])  # head after head, in time order
-        targets = torch.from_numpy(self.cells.packed(np.arange(len(sources)), sequence.table)).to(self.keys.device)
+        targets = torch.from_numpy(self.cells.packed(np.arange(len(sources)), table)).to(self.keys.device)
         for cells in (self.key_cells, self.value_cells):
             cells[targets] = cells[sources]  # read as a whole before the first is written
-        return Packed(counts, num_tokens, self.cells.slots_for(counts))
+        return packed
 
     def _choose(
         self, sequence: Holding, layer: int, num_tokens: int

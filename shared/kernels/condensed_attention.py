@@ -27,8 +27,8 @@ class KeptTokens:
     """What the heads of each row of the pool have kept, on the device.
 
     ``ends``: int32 ``[rows, layers · Hkv + 2]``. Number i and number i + 1 are where the packed tokens of head i begin
-    and end, counted from the first of the row; heads count from those of layer 0. The last number is the number of slots
-    of the packed part, or with ``masks`` the number of tokens that they cover. ``masks``: uint8 ``[rows, layers, Hkv,
+    and end, counted from the first of the row; heads count from those of layer 0. The last number is that of the slots
+    of the packed part, or with ``masks`` that of the tokens that they cover. ``masks``: uint8 ``[rows, layers, Hkv,
     bytes]``, little-endian.
     """
 

@@ -13,8 +13,12 @@ from shared.compression.calibration import pack
 from shared.compression.masked import masked_attention
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.kernels.decode_attention import DecodeWorkspace
-from tests.kernels.test_captured_steps import DEVICE, INTERPRETED, make_engine
-from tests.kernels.test_captured_steps import only_the_cache_s_kernels as _  # noqa: F401
+from tests.kernels.test_captured_steps import (
+    DEVICE,
+    INTERPRETED,
+    make_engine,
+    only_the_cache_s_kernels,  # noqa: F401 - used by every test
+)
 from tests.mixed_requests import serve
 
 LAYERS, BLOCK_SIZE, HKV = 2, 4, 2
