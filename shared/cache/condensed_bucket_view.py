@@ -24,9 +24,12 @@ from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_view import PagedView
 from shared.cache.view import StepInputs
+from shared.compression.batched import select_all
+from shared.compression.compressors import MassCompressor
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
+from shared.kernels.window_mass import window_mass
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 
@@ -58,6 +61,8 @@ class CondensedBucketView(CondensedView):
         ends = torch.zeros(sizes.max_sequences + 1, heads + 2, dtype=torch.int32, device=device)
         bits = (sizes.max_sequences + 1, config.num_layers, config.num_kv_heads, -(-sizes.max_seq_len // 8))
         self.kept = KeptTokens(ends, None if self.moves else torch.zeros(bits, dtype=torch.uint8, device=device))
+        is_mean = self.budget.reduction in ("mean", "sum")
+        self.is_batched = self.moves and is_mean and isinstance(self.compressor, MassCompressor)
         self.sent_rows: dict[int, Packed] = {}  # what each row of `kept` says; none: nothing is kept
 
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
@@ -150,12 +155,61 @@ class CondensedBucketView(CondensedView):
             result.copy_(self.attend_by_cells(layer, queries, sequence, about))
 
     def compress(self, sequence: Holding, place: Place) -> Packed | None:
-        """See :class:`shared.cache.condensed_view.CondensedView`."""
+        """See :class:`shared.cache.compressing.CompressingView`."""
+        if self.is_batched:
+            return self._compress_all(sequence, place)
         packed = super().compress(sequence, place)
         if packed is not None and self.kept.masks is not None:
             mask = self.masks[sequence.row]
             self.kept.masks[sequence.row, ..., : mask.shape[-1]] = mask
         return packed
+
+    def _compress_all(self, sequence: Holding, place: Place) -> Packed | None:
+        """``compress`` for all layers and heads at once, which waits for the device twice."""
+        device, (num_layers, num_heads) = self.keys.device, (self.cells.num_layers, self.num_kv_heads)
+        packed, w = sequence.packed, min(self.num_queries, sequence.num_tail)
+        num_tokens = sequence.num_tail + (0 if packed is None else packed.num_tokens)
+        counts = np.zeros((num_layers, num_heads), np.int64) if packed is None else packed.counts
+        num_before, n = int(counts.sum()) + counts.size * sequence.num_tail, int(counts.max()) + sequence.num_tail
+        sizes = torch.from_numpy(counts + sequence.num_tail).to(device)
+        places = torch.arange(n, device=device) - (n - sizes[..., None])  # of a key in its head; negative for padding
+        cells = self._cells_at(places, torch.from_numpy(counts).to(device), sequence)
+        newest = torch.arange(num_tokens - w, num_tokens, device=device) % self.num_queries
+        queries = self.ring[:, sequence.row, newest]  # [L, w, Hq, D]
+        mass = window_mass(queries, self.key_cells, cells, sizes.int(), self.config.attention_scale)
+        kept = select_all(mass, sizes, cast(MassCompressor, self.compressor), self.budget)
+        for layer, window in enumerate(self.config.windows):
+            if window is not None:
+                kept[layer] = places[layer] >= sizes[layer, :, None].sub(window).clamp(min=0)
+        counts = kept.sum(-1).cpu().numpy()
+        if num_before - int(counts.sum()) < self.cells.per_block:
+            return None
+        packed = Packed(counts, num_tokens, self.cells.slots_for(counts))
+        table = place(packed)
+        if table is None:
+            return None
+        sources, numbers = cells[kept], np.arange(int(counts.sum()))
+        targets = torch.from_numpy(self.cells.packed(numbers, table)).to(device)
+        for memory in (self.key_cells, self.value_cells):
+            memory[targets] = memory[sources]  # read as a whole before the first is written
+        return packed
+
+    def _cells_at(self, places: torch.Tensor, counts: torch.Tensor, sequence: Holding) -> torch.Tensor:
+        """Cells, int64 [L, Hkv, n], of tokens by their place in each head, ``counts`` [L, Hkv] of which are packed."""
+        about, device = self.cells, places.device
+        table, per_layer = torch.from_numpy(sequence.table).to(device).long(), about.block_size * about.num_kv_heads
+        layers = torch.arange(about.num_layers, device=device)[:, None, None]
+        heads = torch.arange(about.num_kv_heads, device=device)[:, None]
+        ends = counts.flatten().cumsum(0).view_as(counts)[..., None]
+        number = ends - counts[..., None] + places
+        slot = (sequence.num_packed_slots + places - counts[..., None]).clamp(min=0)
+        is_packed = places < counts[..., None]
+        plane = number // per_layer
+        entry = torch.where(is_packed, plane // about.num_layers, slot // about.block_size)
+        of_layer = torch.where(is_packed, plane % about.num_layers, layers)
+        cell = torch.where(is_packed, number % per_layer, slot % about.block_size * about.num_kv_heads + heads)
+        found = (of_layer * about.num_blocks + table[entry.clamp(0, len(table) - 1)]) * per_layer + cell
+        return torch.where(places >= 0, found, 0)
 
     def _padding(self, bucket: Bucket) -> Batch:
         """A batch for the capture of a bucket: new sequences that write to no slot."""

@@ -341,7 +341,7 @@ class EngineConfig:
         if self.attention_backend in ("flash", "planned"):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r} and compress_method is {self.compress_method!r}; "
-                "compressed sequences have no kernel yet: choose sdpa or naive, or leave attention_backend out."
+                "compressed sequences have a kernel of their own: leave attention_backend out, or choose sdpa or naive."
             )
 
     def check(self, supported: Collection[str]) -> None:
