@@ -9,7 +9,6 @@ above 40; p is searched, so that the mean meets the budget. The texts are chapte
 """
 
 import argparse
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 
 from benchmarks.report import Report, describe_model, rounded, write_report
 from benchmarks.view import Column, Lines, Row, Table, View, percent, text
+from benchmarks.workloads.retrieval import NUM_PAIRS, Case, needles, pairs
 from shared.cache.condensed import CondensedKVCachePool
 from shared.cache.condensed_layout import Packed
 from shared.cache.condensed_view import CondensedView
@@ -39,17 +39,6 @@ CHAPTERS = [Path(__file__).parents[1] / "tutorial" / f"phase_{name}.md" for name
 NUM_SCORED, WINDOW, BLOCK = 256, 32, 16
 FLOOR = 40  # tokens: the sinks, the recent ones, and a few
 SHARES, RETRIEVED = (0.12, 0.18, 0.25, 0.37, 0.5, 0.75, 1.0), (0.12, 0.25, 0.5)
-NEEDLE, NEEDLE_QUESTION = "\n\nThe secret number of {} is {}.\n\n", "\n\nThe secret number of {} is"
-PLACES = ("Lisbon", "the harbour", "Anna", "the red house", "Oslo", "the old library", "Peter", "the bakery")
-PAIR, PAIR_QUESTION = "The {} has the number {}.\n", "\nThe {} has the number"
-KEYS = """
-apple river stone table garden window bridge candle forest mirror pencil basket ladder hammer pillow bottle engine
-button carpet desert guitar helmet island jacket kettle lemon magnet needle orange parrot quilt rabbit saddle tunnel
-violin wagon zebra anchor barrel camel dragon eagle feather ginger hazel ivory jungle kitten lantern marble napkin
-oyster pepper radish salmon tomato turtle velvet walnut yogurt"""
-NUM_PAIRS, NUM_ASKED = 60, 12
-
-
 ALIKE = (1.0, 1.0)
 
 
@@ -74,6 +63,7 @@ WAYS = {
     "topp": Way("top-p", "topp"),
     "snapkv_free": Way("SnapKV, heads free", "snapkv", None),
     "streaming": Way("sinks and newest", "streaming", ALIKE),
+    "topp_alike": Way("top-p, heads alike", "topp", ALIKE),
     "snapkv_alike": Way("SnapKV, heads alike", "snapkv", ALIKE),
 }
 
@@ -159,36 +149,7 @@ def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> dict[str, A
     return {"full_perplexity": rounded(torch.tensor(full).mean().exp().item()), "ways": ways}
 
 
-def needles(tokenizer: Tokenizer, num_context: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Contexts with a number hidden at eight depths, the question for it, and the answer."""
-    for number, place in enumerate(PLACES):
-        around = tokenizer.encode(CHAPTERS[number % len(CHAPTERS)].read_text(encoding="utf-8"))[:num_context]
-        at, secret = (number + 1) * num_context // (len(PLACES) + 2), str(1000 + 7919 * (number + 3) % 9000)
-        needle = tokenizer.encode(NEEDLE.format(place, secret))
-        body = [*around[:at], *needle, *around[at : num_context - len(needle)]]
-        yield body, *asked(tokenizer, NEEDLE_QUESTION.format(place), secret)
-
-
-def pairs(tokenizer: Tokenizer, num_context: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Contexts of ``NUM_PAIRS`` keys with a number each, the question for one of them, and the answer."""
-    for number in range(NUM_ASKED):
-        drawn = random.Random(number)
-        keys, numbers = (
-            drawn.sample(KEYS.split(), NUM_PAIRS),
-            [str(drawn.randrange(1000, 10000)) for _ in range(NUM_PAIRS)],
-        )
-        body = tokenizer.encode("".join(PAIR.format(*pair) for pair in zip(keys, numbers, strict=True)))
-        which = (2 * number + 1) * NUM_PAIRS // (2 * NUM_ASKED)
-        yield body[:num_context], *asked(tokenizer, PAIR_QUESTION.format(keys[which]), numbers[which])
-
-
-def asked(tokenizer: Tokenizer, question: str, answer: str) -> tuple[list[int], list[int]]:
-    """The ids of a question, and of the answer behind it."""
-    ids = tokenizer.encode(question)
-    return ids, tokenizer.encode(f"{question} {answer}")[len(ids) :]
-
-
-def retrieval(scorer: Scorer, cases: Iterator[tuple[list[int], list[int], list[int]]]) -> dict[str, Any]:
+def retrieval(scorer: Scorer, cases: Iterator[Case]) -> dict[str, Any]:
     """How many answers are repeated token by token, by way and share, if the question is *before* the compression,
     whose window sees it, and if it is *after*; and with the full cache.
     """
@@ -223,7 +184,7 @@ def measure(model: str, num_context: int) -> Report:
     scorer, tokenizer = Scorer(load_model(folder), num_context + NUM_SCORED), Tokenizer.load(folder)
     results = {
         "texts": texts(scorer, tokenizer, num_context),
-        "needles": retrieval(scorer, needles(tokenizer, num_context)),
+        "needles": retrieval(scorer, needles(tokenizer, CHAPTERS, num_context)),
         "pairs": retrieval(scorer, pairs(tokenizer, num_context)),
     }
     flags = {"context": num_context, "scored": NUM_SCORED, "window": WINDOW, "pairs": NUM_PAIRS, "floor": FLOOR}
@@ -236,8 +197,9 @@ def view(report: Report) -> View:
     rows = [{"way": WAYS[way].title} | by_share for way, by_share in found["ways"].items()]
     which = text("", "way")
     tables, panels = [], []
-    for title, key in (("Perplexity", "perplexity"), ("KL to the full cache, nats", "kl")):
-        columns = [Column(f"{share} %", partial(_get, share, key)) for share in shares]
+    figures = ("Perplexity", "perplexity", "{:.2f}"), ("KL to the full cache, nats", "kl", "{:.3f}")
+    for title, key, form in figures:
+        columns = [Column(f"{share} %", partial(_get, share, key), form.format) for share in shares]
         tables.append(Table(f"{title}, by the share that is kept", [which, *columns], rows))
         lines = [(row["way"], [row[share][key] for share in shares if share != "100"]) for row in rows]
         panels.append(Lines(f"{title}, by percent kept", [100 * share for share in SHARES[:-1]], lines))
