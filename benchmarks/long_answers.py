@@ -19,7 +19,7 @@ import torch
 from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
 from benchmarks.setup import free_memory
 from benchmarks.timing import SyntheticPrompts
-from benchmarks.view import Column, Table, View, count, text
+from benchmarks.view import Column, Table, View, count, percent, text
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
@@ -34,7 +34,7 @@ class Measured:
     def __init__(self, phase: str, about: dict[str, Any]) -> None:
         self.engine = find_lesson(phase).engine(EngineConfig(**about))
         self.seconds: list[float] = []
-        self.compressing: list[tuple[float, int]] = []  # seconds of steps that compress, and how many requests
+        self.compressing: list[tuple[float, int]] = []  # seconds of steps that compress, and how many requests do
         self.most_blocks = self.most_decoded = 0
 
     def add(self, prompts: list[list[int]], num_new: int) -> None:
@@ -44,25 +44,34 @@ class Measured:
     def step(self) -> None:
         """One step; its time counts if it decodes only, and its blocks after the compression that follows a prompt."""
         started = time.perf_counter()
-        num_compressions = getattr(self.engine, "num_compressions", 0)
+        before = getattr(self.engine, "num_compressions", 0)
         self.engine.step()
         seconds = time.perf_counter() - started
-        if getattr(self.engine, "num_compressions", 0) > num_compressions:
-            self.compressing.append((seconds, getattr(self.engine, "num_compressions", 0) - num_compressions))
-            return
         record, (_, tables) = self.engine.last_step, self.engine.pool.holdings()
         self.most_decoded = max(self.most_decoded, len(record.decoded))
         if record.decoded and not record.prefilled:
-            self.seconds.append(seconds)
+            if (num_compressed := getattr(self.engine, "num_compressions", 0) - before) > 0:
+                self.compressing.append((seconds, num_compressed))
+            else:
+                self.seconds.append(seconds)
             self.most_blocks = max([self.most_blocks, *map(len, tables.values())])
+
+    def share(self, every: int, num_requests: int) -> float:
+        """The share of the time that compressions take while ``num_requests`` decode."""
+        step = statistics.median(self.seconds)
+        extra = sum(seconds - step for seconds, _ in self.compressing) / sum(count for _, count in self.compressing)
+        return extra * num_requests / (extra * num_requests + every * step)
 
     def run(self) -> None:
         while self.engine.has_work():
             self.step()
 
 
-def measure(model: str, length: int, budget: int, every: int, num_requests: int, num_new: int, device: str) -> Report:
-    """Both engines with ``num_requests`` requests of ``length`` tokens, of which ``num_new`` are decoded."""
+def measure(
+    model: str, length: int, budget: int, every: int, num_requests: int, num_new: int, from_length: int, device: str
+) -> Report:
+    """Both engines with ``num_requests`` requests of ``length`` tokens, of which ``num_new`` are decoded; then as many
+    with prompts of ``from_length`` tokens in the small pool."""
     plain: dict[str, Any] = {
         "model": model,
         "device": device,
@@ -72,13 +81,18 @@ def measure(model: str, length: int, budget: int, every: int, num_requests: int,
         "use_prefix_caching": False,
         "seed": 0,
     }
+    if device == "cuda":
+        plain |= {"prefill_chunk_size": 2048, "max_num_batched_tokens": 2048 + num_requests}
     compressed = {"compress_method": "snapkv", "layer_budget": budget // 2, "layer_upper_budget": budget}
-    compressed |= {"query_window_size": 32, "steps_between_compressions": every}
+    compressed |= {"query_window_size": min(128, budget // 4), "steps_between_compressions": every}
     engines = {FULL: Measured(FULL, plain), COMPRESSED: Measured(COMPRESSED, plain | compressed)}
     draw = SyntheticPrompts(engines[FULL].engine.model.config.vocab_size, 0)
     prompts = [draw.draw(length - num_new) for _ in range(num_requests)]
     for one in engines.values():
         one.add(prompts, num_new)
+    if device == "cuda":  # where a step runs while the host plans the next one, turns would hide each other's time
+        for one in engines.values():
+            one.run()
     while any(one.engine.has_work() for one in engines.values()):
         for one in engines.values():
             if one.engine.has_work():
@@ -90,10 +104,11 @@ def measure(model: str, length: int, budget: int, every: int, num_requests: int,
         phase: {"blocks": one.most_blocks, "ms_per_step": rounded(1e3 * statistics.median(one.seconds))}
         for phase, one in engines.items()
     }
+    results[COMPRESSED]["share"] = rounded(engines[COMPRESSED].share(every, num_requests))
     del engines, one
     free_memory()
     measured = Measured(COMPRESSED, plain | compressed | {"num_gpu_blocks": HELD * length // BLOCK})
-    measured.add([prompt[:SHORT] for prompt in prompts], length - SHORT)
+    measured.add([prompt[:from_length] for prompt in prompts], length - from_length)
     measured.run()
     results["together"] = {
         "held": HELD,
@@ -107,20 +122,32 @@ def measure(model: str, length: int, budget: int, every: int, num_requests: int,
         "together": rounded(measured.most_decoded / HELD),
         "step": rounded(full["ms_per_step"] / ours["ms_per_step"]),
     }
-    flags = {"length": length, "budget": budget, "every": every, "requests": num_requests, "new_tokens": num_new}
+    flags = {
+        "from": from_length,
+        "length": length,
+        "budget": budget,
+        "every": every,
+        "requests": num_requests,
+        "new_tokens": num_new,
+    }
     return Report("long-answers", describe_model(model), settings, 0, flags, results, device)
 
 
 def view(report: Report) -> View:
     """One table, and a line of what ran together."""
-    columns = [text("phase", "phase"), Column("blocks a request", "blocks", count), Column("ms a step", "ms_per_step")]
+    columns = [
+        text("phase", "phase"),
+        Column("blocks a request", "blocks", count),
+        Column("ms a step", "ms_per_step"),
+        Column("compressing", "share", percent),
+    ]
     flags, rows = report.flags, [{"phase": phase} | report.results[phase] for phase in (FULL, COMPRESSED)]
     said = f"{flags['requests']} requests of {flags['length']} tokens, the last {flags['new_tokens']} decoded"
     kept = f"SnapKV, at most {flags['budget']} keys a head, every {flags['every']} tokens"
     about = [f"{said}; {kept}", f"{report.machine_title}; {report.date[:10]}"]
     ran = report.results["together"]
     note = (
-        f"In the memory of {ran['held']} requests without compression {ran['requests']} ran together, from {SHORT} "
+        f"In the memory of {ran['held']} requests without compression {ran['requests']} ran together, from {flags['from']} "
         f"tokens to {flags['length']}, with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
     )
     return View(f"Long answers: {report.model['name']}", about, [Table("", columns, rows)], [note])
@@ -134,10 +161,11 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=32)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--from-length", type=int, default=SHORT, help="tokens of the prompts in the small pool")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
-    sizes = given.length, given.budget, given.every, given.requests, given.new_tokens
+    sizes = given.length, given.budget, given.every, given.requests, given.new_tokens, given.from_length
     measured = measure(given.model, *sizes, given.device)
     print(measured.line())
     if given.out is not None:
