@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
 from benchmarks.setup import free_memory
 from benchmarks.timing import SyntheticPrompts
@@ -33,34 +31,38 @@ class Measured:
 
     def __init__(self, phase: str, about: dict[str, Any]) -> None:
         self.engine = find_lesson(phase).engine(EngineConfig(**about))
-        self.seconds: list[float] = []
-        self.compressing: list[tuple[float, int]] = []  # seconds of steps that compress, and how many requests do
-        self.most_blocks = self.most_decoded = 0
+        self.seconds: list[float] = []  # of steps in which all requests decode
+        self.between = 0.0  # seconds of those in which all wait for a compression
+        self.num_requests = self.num_compressed = self.most_blocks = self.most_decoded = 0
 
     def add(self, prompts: list[list[int]], num_new: int) -> None:
+        self.num_requests = len(prompts)
         for prompt in prompts:
             self.engine.add_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True))
 
     def step(self) -> None:
-        """One step; its time counts if it decodes only, and its blocks after the compression that follows a prompt."""
-        started = time.perf_counter()
-        before = getattr(self.engine, "num_compressions", 0)
+        """One step, which counts if all requests decode; their blocks count after the prompts' compressions."""
+        before, started = getattr(self.engine, "num_compressions", 0), time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - started
         record, (_, tables) = self.engine.last_step, self.engine.pool.holdings()
         self.most_decoded = max(self.most_decoded, len(record.decoded))
-        if record.decoded and not record.prefilled:
-            if (num_compressed := getattr(self.engine, "num_compressions", 0) - before) > 0:
-                self.compressing.append((seconds, num_compressed))
-            else:
-                self.seconds.append(seconds)
+        if record.prefilled or len(record.decoded) not in (0, self.num_requests):
+            return
+        if record.decoded:
+            self.seconds.append(seconds)
             self.most_blocks = max([self.most_blocks, *map(len, tables.values())])
+        elif self.seconds:
+            self.between += seconds
+        self.num_compressed += getattr(self.engine, "num_compressions", 0) - before
 
-    def share(self, every: int, num_requests: int) -> float:
-        """The share of the time that compressions take while ``num_requests`` decode."""
+    def share(self, every: int) -> float:
+        """The share of the time that compressions take, if each request is compressed ``every`` steps."""
+        if not self.num_compressed:
+            return 0.0
         step = statistics.median(self.seconds)
-        extra = sum(seconds - step for seconds, _ in self.compressing) / sum(count for _, count in self.compressing)
-        return extra * num_requests / (extra * num_requests + every * step)
+        extra = (sum(self.seconds) + self.between - len(self.seconds) * step) / self.num_compressed
+        return extra * self.num_requests / (extra * self.num_requests + every * step)
 
     def run(self) -> None:
         while self.engine.has_work():
@@ -104,7 +106,7 @@ def measure(
         phase: {"blocks": one.most_blocks, "ms_per_step": rounded(1e3 * statistics.median(one.seconds))}
         for phase, one in engines.items()
     }
-    results[COMPRESSED]["share"] = rounded(engines[COMPRESSED].share(every, num_requests))
+    results[COMPRESSED]["share"] = rounded(engines[COMPRESSED].share(every))
     del engines, one
     free_memory()
     measured = Measured(COMPRESSED, plain | compressed | {"num_gpu_blocks": HELD * length // BLOCK})
@@ -146,9 +148,10 @@ def view(report: Report) -> View:
     kept = f"SnapKV, at most {flags['budget']} keys a head, every {flags['every']} tokens"
     about = [f"{said}; {kept}", f"{report.machine_title}; {report.date[:10]}"]
     ran = report.results["together"]
+    lengths = f"from {flags['from']} tokens to {flags['length']}"
     note = (
-        f"In the memory of {ran['held']} requests without compression {ran['requests']} ran together, from {flags['from']} "
-        f"tokens to {flags['length']}, with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
+        f"In the memory of {ran['held']} requests without compression {ran['requests']} ran together, {lengths}, "
+        f"with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
     )
     return View(f"Long answers: {report.model['name']}", about, [Table("", columns, rows)], [note])
 
