@@ -1,5 +1,6 @@
 """On a GPU a compressed KV cache gives the attention that PyTorch's operations give, in captured steps too."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from phases.phase_09_2.engine import Engine
 from shared.cache.condensed_layout import Cells, Holding, Packed
 from shared.compression.calibration import pack
+from shared.compression.compressors import window_attention
 from shared.compression.masked import masked_attention
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.kernels.decode_attention import DecodeWorkspace
+from shared.kernels.window_mass import window_mass
 from tests.kernels.test_captured_steps import (
     DEVICE,
     INTERPRETED,
@@ -36,10 +39,25 @@ SMALL: dict[str, Any] = {
 REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
     (
         [(31 * n + 7 * m) % 250 for n in range(44 + 9 * m)],
-        {"temperature": 0.0, "max_new_tokens": 22, "ignore_eos": True},
+        {"temperature": 0.0, "max_new_tokens": 14, "ignore_eos": True},
     )
-    for m in range(3)
+    for m in range(2)
 ]
+
+
+def test_the_mass_of_the_window_is_that_of_its_attention(randn) -> None:
+    """Heads of different lengths, in cells at random places; what stands before a head's keys is not read."""
+    layers, w, group, D, sizes = 2, 5, 2, 16, [[7, 130], [64, 5]]
+    n = 130
+    keys, queries = randn(400, D), randn(layers, w, 2 * group, D)
+    cells = torch.randperm(400)[: layers * n].view(layers, 1, n).repeat(1, 2, 1).to(DEVICE)
+    mass = window_mass(queries, keys, cells, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), 0.25)
+    for layer, head in itertools.product(range(layers), range(2)):
+        first, mine = n - sizes[layer][head], slice(head * group, (head + 1) * group)
+        of_head = keys[cells[layer, head, first:]][:, None]
+        expected = window_attention(queries[layer, :, mine], of_head, 0.25).sum(2)[0]
+        torch.testing.assert_close(mass[layer, head, :, first:], expected, atol=1e-5, rtol=1e-4)
+        assert (mass[layer, head, :, :first] == 0).all()
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -115,8 +133,7 @@ def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, wind
     assert (workspace.counters == 0).all()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize(("family", "fake"), [("llama", False), ("llama", True), ("gemma3_text", False)])
 def test_captured_steps_give_the_tokens_of_pytorch_s_operations(
     tiny_checkpoints: dict[str, Path], family: str, fake: bool
 ) -> None:
@@ -126,8 +143,8 @@ def test_captured_steps_give_the_tokens_of_pytorch_s_operations(
     engine = make_engine(tiny_checkpoints[family], Engine, **about, overlap_scheduling=True)
     got, _ = serve(engine, REQUESTS)
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
-    assert engine.num_compressions == plain.num_compressions >= 6
-    assert engine.runner.num_replays > 15
+    assert engine.num_compressions == plain.num_compressions >= 3
+    assert engine.runner.num_replays > 8
     assert (engine.num_freed_blocks > 0) != fake
 
 
@@ -135,7 +152,7 @@ def test_a_row_s_next_request_keeps_all_its_tokens(tiny_checkpoints: dict[str, P
     engine = make_engine(tiny_checkpoints["llama"], Engine, **SMALL | {"max_batch_size": 1})
     alone = make_engine(tiny_checkpoints["llama"], Engine, **SMALL | {"max_batch_size": 1})
     short = ([5, 9, 3], {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True})
-    (_, second), _ = serve(engine, [REQUESTS[2], short])
+    (_, second), _ = serve(engine, [REQUESTS[1], short])
     (only,), _ = serve(alone, [short])
     assert engine.num_compressions > 0
     assert [o.token_id for o in second] == [o.token_id for o in only]
