@@ -65,7 +65,6 @@ COMPRESSION = (
 
 WITHOUT_COMPRESSION = {
     "use_prefix_caching": ("if_fake_compress", "a block with masked tokens cannot be shared"),
-    "use_cuda_graphs": ("compress_method", "compressed sequences have no kernel yet"),
 }
 """Optimizations that are off with a setting of compression, and refused if set to True; with the reason."""
 
@@ -342,7 +341,7 @@ class EngineConfig:
         if self.attention_backend in ("flash", "planned"):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r} and compress_method is {self.compress_method!r}; "
-                "compressed sequences have no kernel yet: choose sdpa or naive, or leave attention_backend out."
+                "compressed sequences have a kernel of their own: leave attention_backend out, or choose sdpa or naive."
             )
 
     def check(self, supported: Collection[str]) -> None:
