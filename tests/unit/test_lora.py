@@ -98,6 +98,20 @@ def test_a_saved_adapter_is_read_back(tiny_checkpoints: dict[str, Path], tmp_pat
     assert half < 2 * sum(tensor.numel() for tensor in adapter.state_dict().values()) + 4096
 
 
+@pytest.mark.parametrize("form", [None, "fused", "packed", "int8"])
+@torch.inference_mode()
+def test_guesses_are_made_of_the_first_candidates(tiny_checkpoints: dict[str, Path], form: str | None) -> None:
+    model = load_model(tiny_checkpoints["llama"], quantize=quantizer("int8", True) if form == "int8" else None)
+    if form is not None:
+        (pack if form == "packed" else fuse)(model)
+    whole, few = random_adapter(model), random_adapter(model, num_candidates=300)
+    inputs = torch.tensor([5, 299]), torch.randn(2, model.config.hidden_size)
+    logits = few.logits(model, *inputs)
+    torch.testing.assert_close(logits[:, :300], whole.logits(model, *inputs)[:, :300])
+    assert (logits[:, 300:] == -torch.inf).all()
+    assert logits.shape[1] == model.config.vocab_size > 300
+
+
 def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
