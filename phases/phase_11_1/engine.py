@@ -19,7 +19,7 @@ from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.rejection_sampler import RejectionSampler
+from shared.engine.redirecting_sampler import RedirectingRejectionSampler, RedirectingSampler
 from shared.engine.request import Request
 from shared.engine.sampler import SamplerOutput
 from shared.kernels.launch import LAUNCHES
@@ -30,6 +30,7 @@ from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
+from shared.sampling.thinking import ThinkingLimits, thinks
 from shared.scheduling.multi_token import MultiTokenScheduler, settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
@@ -116,9 +117,10 @@ class Engine:
             self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows}
+        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": RedirectingSampler}
         if self.drafter is not None and config.acceptance_method == "rejection":
-            sampling["make_sampler"] = partial(RejectionSampler, distributions=self.drafter.distributions)
+            distributions = self.drafter.distributions
+            sampling["make_sampler"] = partial(RedirectingRejectionSampler, distributions=distributions)
         if isinstance(self.drafter, MultiTokenDrafter):
             sampling["states"] = self.drafter.states
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
@@ -126,6 +128,7 @@ class Engine:
             tune(self.scheduler, self.runner, self.drafter)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
+        self.limits_thinking = thinks(self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
         self.seeds = random.Random(config.seed)
         self.request_ids = itertools.count()
@@ -142,7 +145,8 @@ class Engine:
         params.refuse("structured_output", "12")
         self.scheduler.check(request_id, len(prompt_ids), params)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(request_id, prompt_ids, params, seed, end_ids)
+        limits = ThinkingLimits.of(params, prompt_ids, seed, end_ids, self.tokenizer)
+        request = Request(request_id, prompt_ids, params, seed, end_ids, steer=limits)
         self.scheduler.add(request)
         self.output_processor.add(request)
         return request_id
