@@ -27,6 +27,7 @@ from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
+from shared.models.compiled import compile_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
@@ -79,6 +80,7 @@ SUPPORTED = {
     "acceptance_method",
     "adapt_spec_length",
     "adapter",
+    "execution",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": multi_token_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": MultiTokenScheduler}
@@ -113,6 +115,7 @@ class Engine:
         runner = CapturedMultiTokenRunner if is_capturing else MultiTokenRunner
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
+        self.compile_seconds = compile_model(self.model) if config.execution == "compile" else 0.0
         if self.drafter is not None:
             self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
