@@ -217,14 +217,16 @@ def test_a_greedy_answer_is_the_plain_one_with_replacements(folder: Path, close_
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_limits_hold_whatever_is_guessed(folder: Path, close_id: int, overlaps: bool) -> None:
-    answers = serve(Engine(EngineConfig(str(folder), overlap_scheduling=overlaps, **ABOUT)), REQUESTS)[0]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_limits_hold_whatever_is_guessed(folder: Path, close_id: int, overlaps: bool, device: str) -> None:
+    where: dict[str, Any] = {"device": device, "dtype": "float32", "overlap_scheduling": overlaps, **ABOUT}
+    answers = serve(Engine(EngineConfig(str(folder), **where)), REQUESTS)[0]
     ids = [tokens(answer) for answer in answers]
     for (_, about), answer in zip(REQUESTS, ids, strict=True):
         assert close_id not in answer[: about["min_thinking_tokens"]]
         assert close_id in answer[:22]
     assert any(token_id in (40, 41) for answer in ids for token_id in answer[:14])
-    about = ABOUT | {"use_speculative_decoding": True, "adapt_spec_length": False, "overlap_scheduling": overlaps}
+    about = where | {"use_speculative_decoding": True, "adapt_spec_length": False}
     for method in ("coupled", "rejection"):
         for foreseen in (None, answers):
             config = EngineConfig(
