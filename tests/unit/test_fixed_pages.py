@@ -6,16 +6,17 @@ from hypothesis import strategies as st
 
 from shared.cache.fixed_pages import FixedPages
 from shared.errors import CapacityError
+from tests.comparison import assert_equal
 
 
 def test_the_tables_of_three_requests() -> None:
     pages = FixedPages(3, max_pages=4, page_size=2)
-    assert pages.append(0, 5).tolist() == [0, 1, 2, 3, 4]
-    assert pages.append(2, 2).tolist() == [16, 17]
+    assert_equal(pages.append(0, 5).tolist(), [0, 1, 2, 3, 4], "slots of request 0")
+    assert_equal(pages.append(2, 2).tolist(), [16, 17], "slots of request 2")
     tables = pages.tables()
-    assert tables.indptr.tolist() == [0, 3, 4, 5]
-    assert tables.indices.tolist() == [0, 1, 2, 4, 8]
-    assert tables.last_page_lengths.tolist() == [1, 0, 2]
+    assert_equal(tables.indptr.tolist(), [0, 3, 4, 5], "indptr of 5, 0 and 2 tokens in pages of 2")
+    assert_equal(tables.indices.tolist(), [0, 1, 2, 4, 8], "their pages")
+    assert_equal(tables.last_page_lengths.tolist(), [1, 0, 2], "tokens in their last pages")
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,12 +34,14 @@ def test_every_token_is_found_in_the_slot_that_it_got(data: st.DataObject, R: in
             pages.truncate(request, kept)
             del own[kept:]
         tables = pages.tables()
-        assert len(set(tables.indices.tolist())) == len(tables.indices) == tables.indptr[-1]
+        assert_equal(len(set(tables.indices.tolist())), int(tables.indptr[-1]), "different pages")
         for number, slots in enumerate(expected):
             owned = tables.indices[tables.indptr[number] : tables.indptr[number + 1]].tolist()
-            assert len(owned) == max(1, -(-len(slots) // size))
-            assert [owned[n // size] * size + n % size for n in range(len(slots))] == slots
-            assert tables.last_page_lengths[number] == len(slots) - (len(owned) - 1) * size
+            assert_equal(len(owned), max(1, -(-len(slots) // size)), f"pages of request {number}")
+            found = [owned[n // size] * size + n % size for n in range(len(slots))]
+            assert_equal(found, slots, f"slots of the tokens of request {number}")
+            last = len(slots) - (len(owned) - 1) * size
+            assert_equal(int(tables.last_page_lengths[number]), last, f"tokens in the last page of request {number}")
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
