@@ -1,12 +1,14 @@
 """Gated LoRA: additions that act on chosen tokens and leave the others as they are, and the files that hold them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from shared.cache.uncached import UncachedView
+from shared.engine.graphs import CapturedStep, Computed
 from shared.errors import ModelFolderError
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
@@ -16,6 +18,7 @@ from shared.models.lora import FIRST_MASK, TARGETS, GatedLoRA, adapt
 from shared.models.packed import SUPPORTED_ENGINES, pack
 from shared.models.tokens import Tokens
 from shared.speculation.adapter import load_adapter
+from shared.speculation.captured_head import CapturedHead
 from tests.adapters import random_adapter
 
 IDS = torch.arange(9) * 7 % 100
@@ -140,3 +143,26 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
     (folder / "adapter.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ModelFolderError, match="not a whole safetensors file"):
         load_adapter(folder, llama)
+
+
+@torch.inference_mode()
+def test_a_captured_pass_of_the_head_is_the_pass(tiny_checkpoints: dict[str, Path]) -> None:
+    """A capture that runs again what it has recorded, and writes over the result: what a CUDA graph does."""
+    model = fuse(load_model(tiny_checkpoints["qwen3"]))
+    adapter, sizes = random_adapter(model, num_candidates=300), []
+
+    def capture(run: Callable[[], Computed]) -> CapturedStep:
+        results = run()
+        sizes.append(len(results.hidden))
+
+        def replay() -> None:
+            results.hidden.copy_(run().hidden)
+
+        return CapturedStep(replay, results)
+
+    head = CapturedHead(adapter, model, 6, capture)
+    assert sizes == [6, 4, 2, 1]
+    for n in (1, 2, 3, 5, 6, 1):
+        ids, hidden = torch.arange(n) * 7, torch.randn(n, model.config.hidden_size)
+        torch.testing.assert_close(head(ids, hidden), adapter.logits(model, ids, hidden))
+    assert CapturedHead(adapter, model, 1, capture).sizes == [1]
