@@ -236,7 +236,7 @@ def measure_imposed(
     ]
     flags = {"steps": steps, "trials": trials, "draft": draft, "adapter": adapter, "candidates": num_candidates}
     return report_of(
-        "speculation",
+        "speculation" if lookup or draft else "speculation-adapter",
         target,
         engines,
         flags,
