@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +24,6 @@ from shared.text.tokenizer import Tokenizer
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
 from tests.mixed_requests import Requests, serve, tokens
-from tests.unit.server.echo import serving
 
 OPEN, CLOSE, WAIT, END = 10, 11, 12, 13
 
@@ -142,6 +140,10 @@ def test_where_nothing_thinks_the_limits_are_refused(tiny_checkpoints: dict[str,
 
 
 def test_the_server_passes_the_limits_on(tiny_checkpoints: dict[str, Path]) -> None:
+    import httpx
+
+    from tests.unit.server.echo import serving  # the other tests also run where no server is installed
+
     tokenizer = Tokenizer.load(tiny_checkpoints["qwen3"])
     engine: Any = Engine(EngineConfig(str(tiny_checkpoints["qwen3"]), max_seq_len=96))
     engine.may_step = threading.Event()  # what `serving` sets when it ends
