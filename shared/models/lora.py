@@ -130,11 +130,12 @@ def _with_rows_of_a(base: Any, additions: Mapping[str, GatedLoRA]) -> dict[str, 
     for name, addition in additions.items():
         projection = getattr(base, name)
         weight = getattr(projection, "weight", None)
-        is_plain = isinstance(weight, torch.Tensor) and launches(weight) and projection.bias is None
-        if is_plain and addition.b.dtype == weight.dtype and not addition.a.requires_grad:
+        if not isinstance(weight, torch.Tensor) or not launches(weight) or projection.bias is not None:
+            continue
+        if addition.b.dtype == weight.dtype and not addition.a.requires_grad:
             wholes[name] = torch.cat((weight.data, addition.a.data))
             projection.weight = nn.Parameter(wholes[name][: len(weight)], requires_grad=False)
-            del weight
+            weight = None
             if wholes[name].is_cuda:
                 torch.cuda.empty_cache()  # the freed matrix is too small for the next layer's
     return wholes
