@@ -258,10 +258,13 @@ def load_engine(lesson: Lesson, model: str, *, is_alone: bool = False, **setting
         settings: fields of ``EngineConfig``.
     """
     from shared.loading.placement import check_device
+    from shared.server.logs import configure
 
     config = EngineConfig(model=model, **settings)
     config = dataclasses.replace(config, device=str(check_device(config.device)))
     fetch_if_known(model)
+    if config.if_log_compress or config.if_log_num_topp:
+        configure("text")
     with working(f"loading {model}"):
         return lesson.engine_alone(config) if is_alone else lesson.engine(config)
 

@@ -44,6 +44,7 @@ def test_every_variant_compiles(tmp_path):
         "kv_write_kernel",
         "decode_attention_kernel",
         "paged_attention_kernel",
+        "condensed_attention_kernel",
         "paged_prefill_kernel",
         "planned_decode_kernel",
         "planned_prefill_kernel",
@@ -187,10 +188,10 @@ def compile_decode_attention():
 
 
 def compile_paged_attention():
-    from shared.kernels import paged_attention, paged_prefill
+    from shared.kernels import condensed_attention, paged_attention, paged_prefill
     from shared.kernels.decode_attention import DecodeWorkspace
 
-    for module in (paged_attention, paged_prefill):
+    for module in (condensed_attention, paged_attention, paged_prefill):
         module.launches, module.launch = lambda tensor: True, compile_launch
     one = torch.zeros(1, dtype=torch.int32)
     for dtype, Hq, Hkv, D, softcap, block_size, T in [
@@ -204,6 +205,12 @@ def compile_paged_attention():
         about = (memory, memory, one, one, one)
         q = torch.zeros(T, Hq, D, dtype=dtype)
         paged_attention.paged_attention(q[:1], *about, scale=0.125, softcap=softcap, workspace=workspace)
+        for masks in (None, torch.zeros(1, 3, Hkv, 8, dtype=torch.uint8)):
+            kept = condensed_attention.KeptTokens(torch.zeros(1, 3 * Hkv + 2, dtype=torch.int32), masks)
+            where = (memory.expand(3, *memory.shape), memory, one, one, one, one, kept, 2)
+            condensed_attention.condensed_attention(
+                q[:1], *where, scale=0.125, softcap=softcap, workspace=workspace, out=q[:1]
+            )
         starts = torch.zeros(2, dtype=torch.int32)
         paged_prefill.paged_prefill(q, *about, starts, scale=0.125, softcap=softcap)
 
