@@ -234,6 +234,12 @@ class EngineConfig:
     adapter: str | None = setting(
         None, "11.1", "Folder of an adapter with which the model drafts for itself; default: none."
     )
+    execution: str = setting(
+        "kernels",
+        "11.1",
+        "kernels (ours) or compile (PyTorch compiles what lies between attention layers, which takes a while).",
+        choices=("kernels", "compile"),
+    )
     grammar_pool_bytes: int = setting(
         256_000_000,
         "12",
@@ -304,6 +310,12 @@ class EngineConfig:
                 f"adapter is {self.adapter!r} and kv_cache_dtype is 'fp8'; mask tokens need keys and values of the "
                 "weights' dtype: leave one of them out."
             )
+        for name in ("adapter", "quantization", "pack_weights"):
+            if self.execution == "compile" and getattr(self, name):
+                raise ConfigError(
+                    f"execution is 'compile' and {name} is {getattr(self, name)!r}; compiled products have plain "
+                    "weights: leave one of them out."
+                )
         if self.pack_weights and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"pack_weights is True and tensor_parallel_size is {self.tensor_parallel_size}; packed matrices are "

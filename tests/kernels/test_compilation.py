@@ -40,6 +40,7 @@ def test_every_variant_compiles(tmp_path):
         "quantize_rows_kernel",
         "rms_norm_kernel",
         "gated_kernel",
+        "low_rank_kernel",
         "kv_write_kernel",
         "decode_attention_kernel",
         "paged_attention_kernel",
@@ -93,15 +94,15 @@ def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stag
 
 
 def compile_products():
-    from shared.kernels import gated, gemv, rmsnorm
+    from shared.kernels import gated, gemv, low_rank, rmsnorm
     from shared.kernels.launch import GENERATIONS
     from shared.ops.gated import geglu, swiglu
 
-    for module in (gated, gemv, rmsnorm):
+    for module in (gated, gemv, low_rank, rmsnorm):
         module.launches = lambda tensor: True
     for capability in ((8, 0), (8, 6), (9, 0)):
         gemv.generation = lambda device, capability=capability: GENERATIONS[capability]
-        for module in (gated, gemv, rmsnorm):
+        for module in (gated, gemv, low_rank, rmsnorm):
             module.launch = functools.partial(compile_launch, capability=capability)
         for dtype, N, K in [(torch.bfloat16, 3072, 2048), (torch.float32, 1152, 6912)]:
             norm = SimpleNamespace(weight=torch.ones(K, dtype=dtype), eps=1e-6, offset=1.0)
@@ -113,6 +114,10 @@ def compile_products():
                 gemv.linear(x, weight, bias, norm, None, swiglu if T == 1 else geglu)
             rmsnorm.add_rms_norm(x, x, norm.weight, norm.eps, norm.offset, norm)
             gated.swiglu(residual, residual)
+            y, b, gate = torch.zeros(8, N + 16, dtype=dtype), torch.zeros(N, 16, dtype=dtype), torch.zeros(8)
+            low_rank.add_low_rank(y, b, gate, 2.0, residual)
+            for activation in (swiglu, geglu):
+                low_rank.add_low_rank(y, b, gate, 2.0, None, activation)
 
 
 def compile_quantized_products():
