@@ -78,6 +78,10 @@ class Constraints:
             self.vocabulary = self.make_vocabulary()
         return self.vocabulary
 
+    def stats(self) -> dict[str, int]:
+        """Counters for ``infer generate --stats``."""
+        return {"grammars compiled": self.grammars.num_compiled, "masks applied": self.num_masks}
+
     def of(self, params: SamplingParams) -> Constraint | None:
         """Where an output stands before its first token; None without a grammar, which is compiled unless it is known.
 

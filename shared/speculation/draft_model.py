@@ -131,6 +131,10 @@ class DraftModel:
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.wait())
 
+    def num_certain(self, request: Request) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return 0
+
     def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         """See :class:`shared.speculation.drafter.Drafter`."""
         first = [step_seconds(self.runner, self.pool, size, 1) for size in sizes]
