@@ -38,9 +38,9 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter
 from shared.speculation.forced import ForcedTextDrafter
+from shared.speculation.masked_draft_model import MaskedDraftModel
 from shared.speculation.ngram import NGramDrafter
 from shared.speculation.step_times import tune
 from shared.text.tokenizer import Tokenizer
@@ -85,9 +85,9 @@ SUPPORTED = {
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
-DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer], Drafter]] = {
-    "ngram": lambda _, __, tokenizer: ForcedTextDrafter(NGramDrafter(), tokenizer),
-    "model": lambda *about: ForcedTextDrafter(DraftModel(*about), about[2]),
+DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer, GrammarPool | None], Drafter]] = {
+    "ngram": lambda _, __, tokenizer, ___: ForcedTextDrafter(NGramDrafter(), tokenizer),
+    "model": lambda *about: ForcedTextDrafter(MaskedDraftModel(*about), about[2]),
 }
 
 
@@ -106,12 +106,12 @@ class Engine:
             fuse(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter: Drafter | None = None
         if config.use_speculative_decoding:
-            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer)
+            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, grammar_pool)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         runner = CapturedRunner if is_capturing else OverlappedRunner
-        grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         if self.drafter is not None:

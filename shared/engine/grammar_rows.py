@@ -128,6 +128,11 @@ class GrammarRows:
         is_bound = set(numbers)
         self.next = list(places), [(row.serial, row.index + 1, n in is_bound) for n, row in enumerate(rows)]
 
+    def forget(self) -> None:
+        """Forget all rows: they stand behind drafts, of which some were not accepted."""
+        self.entered.clear()
+        self.next = None
+
     def _forget(self, place: int, serial: int) -> dict[int, int]:
         """Forget the rows of a request that samples at ``place``; by their numbers of outputs, where they were."""
         found: dict[int, int] = {}

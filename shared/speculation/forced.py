@@ -16,6 +16,7 @@ Invariant: all drafts of a request are allowed by its grammar, each behind those
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -90,14 +91,25 @@ class ForcedTextDrafter:
 
     def propose(self, schedule: Schedule) -> None:
         """See :class:`shared.speculation.drafter.Drafter`."""
-        self.drafter.propose(schedule)
+        entries = list(schedule)
+        for number, entry in enumerate(schedule):
+            request, constraint = entry.request, entry.request.constraint
+            request.num_forced_drafts = 0
+            is_asking = entry.num_drafts and request.status is RequestStatus.RUNNING
+            if is_asking and isinstance(constraint, Constraint):
+                constraint.follow(request.output_ids)
+                forced = self._forced(constraint.fsm, constraint.state, request.last_token_id)[: entry.num_drafts]
+                if len(forced) == entry.num_drafts:  # the other drafter need not guess
+                    request.draft_ids, request.num_forced_drafts = list(forced), len(forced)
+                    entries[number] = entry._replace(num_drafts=0)
+        others = replace(schedule, entries=tuple(entries))
+        self.drafter.propose(others)
         self.distributions.clear()
         self.distributions.update(self.drafter.distributions)
-        for request, *_, num_drafts, _, _ in schedule:
+        for request, *_, num_drafts, _, _ in others:
             constraint = request.constraint
             if not num_drafts or not isinstance(constraint, Constraint) or request.status is not RequestStatus.RUNNING:
                 continue
-            constraint.follow(request.output_ids)
             now, before, kept = constraint.state, request.last_token_id, 0
             for token_id in request.draft_ids:
                 behind = now and constraint.fsm.next_state(now, token_id)
