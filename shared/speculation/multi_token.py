@@ -94,6 +94,10 @@ class MultiTokenDrafter:
         if asking:
             self._draw(asking)
 
+    def num_certain(self, request: Request) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return 0
+
     def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         """See :class:`shared.speculation.drafter.Drafter`: the time of one pass of the head, and the output head."""
         return (seconds := [self._pass_seconds(size) for size in sizes]), seconds
