@@ -1,5 +1,6 @@
 """What an adapter buys: several tokens a forward, where its guesses are right."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,10 @@ import pytest
 
 from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
+from shared.engine.llm import LLM
 from shared.sampling.params import SamplingParams
+from shared.speculation.own_texts import PROMPTS
+from shared.text.chat import ChatMessage, encode_chat
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
 
@@ -46,3 +50,19 @@ def test_right_guesses_give_four_tokens_a_forward(tiny_checkpoints: dict[str, Pa
     assert engine.runner.num_forwards == 2 + 10  # the prompt, a first draft, and four tokens a step; the last gives 3
     assert rows[2:-1] == [4] * 9
     assert engine.runner.num_tokens_computed > 16 * 9
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_the_trained_adapter_accepts_guesses_on_held_out_prompts(demo_folder: Path) -> None:
+    about: dict[str, Any] = {"use_speculative_decoding": True, "adapter": "adapters/smollm2-135m"}
+    llm = LLM(str(demo_folder), phase="11.1", adapt_spec_length=False, max_batch_size=8, dtype="float32", **about)
+    held_out = json.loads(PROMPTS.read_text(encoding="utf-8"))["held_out"][:8]
+    prompts = [
+        encode_chat(llm.engine.tokenizer, [ChatMessage("user", prompt)], template="chatml") for prompt in held_out
+    ]
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=48), progress=False)
+    stats = llm.engine.stats()
+    accepted, rejected = stats["drafts accepted (tokens)"], stats["drafts rejected (tokens)"]
+    assert rejected > 0
+    assert 1 + 3 * accepted / (accepted + rejected) >= 1.7  # tokens of a step with three guesses

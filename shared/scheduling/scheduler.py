@@ -26,6 +26,9 @@ from shared.errors import RequestError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 
+Compression = tuple[str, int, tuple[tuple[int, ...], ...]]
+"""A request, its tokens, and how many of them each KV head of each layer keeps."""
+
 logger = logging.getLogger("infer.engine")
 
 
@@ -47,6 +50,7 @@ class Scheduler(ABC):
         self.num_drafts_by_position: list[int] = []  # verified drafts; position 0 follows the newest token of a request
         self.num_accepted_by_position: list[int] = []
         self.verified: list[tuple[str, int, int]] = []  # by the last step with drafts: request, accepted, rejected
+        self.compressions: list[Compression] = []  # before the last step (phase 9.2)
 
     @abstractmethod
     def schedule(self) -> Schedule:

@@ -139,6 +139,7 @@ class EngineHandle(Protocol):
     request_capacity: int  # tokens that the KV cache can hold for one request
     load: EngineLoad  # before the loop started
     has_grammars: bool  # from phase 12 on
+    limits_thinking: bool  # in phase 11.1, if the model thinks
 
     def start(self, publish: Publish) -> None:
         """Start the loop, which calls ``publish`` on some other thread."""

@@ -42,6 +42,7 @@ class About:
     request_capacity: int
     load: EngineLoad
     has_grammars: bool
+    limits_thinking: bool
 
 
 class EngineProcess:
@@ -74,6 +75,7 @@ class EngineProcess:
         self.config, self.model_config, self.max_seq_len = about.config, about.model_config, about.max_seq_len
         self.request_capacity, self.load = about.request_capacity, about.load
         self.has_grammars = about.has_grammars
+        self.limits_thinking = about.limits_thinking
         self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
@@ -151,5 +153,6 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
         send(refusal)
         return
     sizes = engine.max_seq_len, engine.pool.request_capacity
-    send(About(engine.config, engine.model.config, *sizes, engine.load(), hasattr(engine, "constraints")))
+    abilities = hasattr(engine, "constraints"), getattr(engine, "limits_thinking", False)
+    send(About(engine.config, engine.model.config, *sizes, engine.load(), *abilities))
     EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

@@ -53,6 +53,7 @@ class Intake:
         self.max_seq_len = handle.max_seq_len
         self.vocab_size: int = handle.model_config.vocab_size
         self.has_grammars = handle.has_grammars
+        self.limits_thinking = handle.limits_thinking
         self.config = config
         self.is_draining = False
         self._client = client
@@ -231,7 +232,9 @@ class Intake:
         return answer
 
     def check(self, body: SamplingFields) -> None:
-        """Raise ApiError for another model's name, and for every request while the server shuts down."""
+        """Raise ApiError for another model's name, for limits of a thinking that this server has not or cannot limit,
+        and for every request while the server shuts down.
+        """
         if (stopping := self.stopping()) is not None:
             raise stopping
         if body.model != self.config.model_name:
@@ -240,6 +243,11 @@ class Intake:
                 param="model",
                 code="model_not_found",
             )
+        limits = {"thinking_budget": body.thinking_budget, "min_thinking_tokens": body.min_thinking_tokens or None}
+        for field, value in limits.items():
+            if value is not None and not self.limits_thinking:
+                said = "leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>."
+                raise invalid(f"{field} is {value}; {said}", param=field)
 
     def stopping(self) -> ApiError | None:
         """The error for every new request while the server shuts down."""

@@ -70,7 +70,7 @@ def said(ladder: PersonalLadder) -> list[str]:
         lines.append(
             "Where to look: green is your code, grey the reference; a green bar as long as the grey one is full marks."
         )
-    return [*lines, "Phases 2 to 3.1 speed up one request; phases 4 to 6.1 serve more at a time, on the right."]
+    return [*lines, "Phases 2 to 3.1 speed up one request; the later ones serve more at a time, on the right."]
 
 
 def told(rung: PersonalRung) -> list[str]:
