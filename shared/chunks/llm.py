@@ -72,7 +72,7 @@ class ChunkedLLM:
         return answer
 
     def info(self, chunk_id: str | None = None) -> list[ChunkInfo]:
-        """What is known of one chunk, or of all in the order of registration; raises RequestError if it is unknown."""
+        """What is known of one chunk, or of all, least recently used first; raises RequestError for an unknown id."""
         registry, view = self.engine.chunks, self.engine.view
         chunks = list(registry.chunks.values()) if chunk_id is None else [registry.find(chunk_id)]
         block_bytes = view.num_bytes // registry.num_blocks if chunks else 0
