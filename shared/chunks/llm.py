@@ -12,24 +12,13 @@ Invariant: when a method returns or raises, the engine holds none of its request
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from shared.chunks.inquiry import ChunkInfo, described
 from shared.engine.config import EngineConfig
 from shared.engine.llm import Answer
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
-
-
-@dataclass(frozen=True)
-class ChunkInfo:
-    """What is known of a chunk. ``num_bytes``: of its keys and values, 0 if they are not in the cache."""
-
-    chunk_id: str
-    role: str
-    num_tokens: int
-    num_bytes: int
-    num_users: int  # places in running requests
 
 
 class ChunkedLLM:
@@ -73,19 +62,8 @@ class ChunkedLLM:
 
     def info(self, chunk_id: str | None = None) -> list[ChunkInfo]:
         """What is known of one chunk, or of all, least recently used first; raises RequestError for an unknown id."""
-        registry, view = self.engine.chunks, self.engine.view
-        chunks = list(registry.chunks.values()) if chunk_id is None else [registry.find(chunk_id)]
-        block_bytes = view.num_bytes // registry.num_blocks if chunks else 0
-        return [
-            ChunkInfo(
-                chunk.chunk_id,
-                chunk.role,
-                len(chunk),
-                0 if chunk.blocks is None else len(chunk.blocks) * block_bytes,
-                chunk.num_users,
-            )
-            for chunk in chunks
-        ]
+        registry = self.engine.chunks
+        return described(self.engine, registry.chunks.values() if chunk_id is None else [registry.find(chunk_id)])
 
     def evict(self, chunk_id: str) -> bool:
         """Free a chunk's keys and values; False if they were not in the cache. The id stays known.

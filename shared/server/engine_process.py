@@ -25,7 +25,7 @@ from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
 from shared.server.engine_loop import Command, Crashed, EngineLoop, Publish, Stop
-from shared.server.served_engine import ServedEngine
+from shared.server.served_engine import ServedEngine, chunk_refusal
 from shared.text.tokenizer import Tokenizer
 
 MAX_UNDELIVERED = 64
@@ -42,6 +42,7 @@ class About:
     request_capacity: int
     load: EngineLoad
     has_grammars: bool
+    chunk_refusal: str | None
 
 
 class EngineProcess:
@@ -73,7 +74,7 @@ class EngineProcess:
             raise about
         self.config, self.model_config, self.max_seq_len = about.config, about.model_config, about.max_seq_len
         self.request_capacity, self.load = about.request_capacity, about.load
-        self.has_grammars = about.has_grammars
+        self.has_grammars, self.chunk_refusal = about.has_grammars, about.chunk_refusal
         self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
@@ -151,5 +152,6 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
         send(refusal)
         return
     sizes = engine.max_seq_len, engine.pool.request_capacity
-    send(About(engine.config, engine.model.config, *sizes, engine.load(), hasattr(engine, "constraints")))
+    able = hasattr(engine, "constraints"), chunk_refusal(engine)
+    send(About(engine.config, engine.model.config, *sizes, engine.load(), *able))
     EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

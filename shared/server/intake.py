@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from shared.chunks.inquiry import ChunkInfo
 from shared.engine.prompt import check_length
 from shared.errors import ModelFolderError, RequestError
 from shared.grammar.automaton import Automaton
@@ -25,6 +26,7 @@ from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.server.answer import Answer
+from shared.server.chunk_fields import RegisterRequest
 from shared.server.conversation import conversation
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
@@ -53,6 +55,7 @@ class Intake:
         self.max_seq_len = handle.max_seq_len
         self.vocab_size: int = handle.model_config.vocab_size
         self.has_grammars = handle.has_grammars
+        self.chunk_refusal = handle.chunk_refusal
         self.config = config
         self.is_draining = False
         self._client = client
@@ -71,7 +74,9 @@ class Intake:
         if self._template is not None and has_tools(self._template, handle.tokenizer):
             self.tool_format = TOOL_FORMATS[self._template]
 
-    async def text_ids(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
+    async def text_ids(
+        self, prompt: str | list[int], add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
 
@@ -79,7 +84,7 @@ class Intake:
             check_length(self._bound.least_tokens(prompt), self.max_seq_len)
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
-        return await self._encode("prompt", len(prompt), encode)
+        return await self._encode(param, len(prompt), encode)
 
     def tool_reading(self, body: ChatRequest) -> ToolReading | None:
         """How the calls in an answer are read; None where there can be none. Raises ApiError."""
@@ -205,9 +210,18 @@ class Intake:
         return max_tokens
 
     def submit(
-        self, request: Request, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, *, kind: str
+        self,
+        request: Request,
+        body: SamplingFields,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        kind: str,
+        chunks: Sequence[ChunkInfo] = (),
     ) -> Answer:
         """Submit ``n`` requests for each prompt, all or none. ``kind`` is the prefix of the id.
+
+        ``chunks`` stand before each prompt.
 
         The first answer to a prompt has the seed of the request, the others have seeds derived from it.
         """
@@ -219,8 +233,9 @@ class Intake:
         answer_id = f"{kind}-{uuid.uuid4().hex}"
         seeds = [derived_seed(params.seed, index) for index in range(body.num_answers)]
         sampled = [replace(params, seed=seed) for seed in seeds]
+        context = tuple(chunk.chunk_id for chunk in chunks), sum(chunk.num_tokens for chunk in chunks)
         requests = [
-            NewRequest(f"{answer_id}-{p}-{i}" if num_choices > 1 else answer_id, prompt_ids, sampled[i])
+            NewRequest(f"{answer_id}-{p}-{i}" if num_choices > 1 else answer_id, prompt_ids, sampled[i], *context)
             for p, prompt_ids in enumerate(prompts)
             for i in range(body.num_answers)
         ]
@@ -228,7 +243,7 @@ class Intake:
         record_of(request.scope).answer = answer
         return answer
 
-    def check(self, body: SamplingFields) -> None:
+    def check(self, body: SamplingFields | RegisterRequest) -> None:
         """Raise ApiError for another model's name, and for every request while the server shuts down."""
         if (stopping := self.stopping()) is not None:
             raise stopping
