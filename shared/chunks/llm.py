@@ -41,6 +41,21 @@ class ChunkedLLM:
             self.engine.step()
         return chunk_id
 
+    def blend(self, chunk_ids: Sequence[str], fraction: float) -> str:
+        """Put chunks together and compute a fraction of their tokens again; the id of the result, a chunk.
+
+        Raises RequestError if an id is unknown, the fraction is not from 0 to 1, or the whole is too long.
+        """
+        registry = self.engine.chunks
+        chunks = [registry.find(chunk_id) for chunk_id in chunk_ids]
+        registry.touch(chunks)
+        for chunk in chunks:
+            registry.want(chunk)
+        while self.engine.has_work():
+            self.engine.step()
+        blended: str = self.engine.blend(chunk_ids, fraction)
+        return blended
+
     def generate_from_chunks(
         self, chunk_ids: Sequence[str], prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Answer:

@@ -129,7 +129,7 @@ class ChunkRegistry:
             return
         named, leaving = self._named(), []
         for chunk in self.chunks.values():
-            if excess > 0 and chunk not in named:
+            if excess > 0 and chunk not in named and not chunk.num_users:
                 leaving.append(chunk)
                 excess -= chunk.remembered_bytes
         if excess > 0:
