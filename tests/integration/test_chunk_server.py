@@ -6,8 +6,10 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from shared.chunks.llm import ChunkedLLM
+from shared.cli import app
 from shared.sampling.params import SamplingParams
 from shared.text.chat import ChatMessage, choose_template, encode_chat
 from tests.integration.server_process import MODEL, ServerProcess
@@ -40,7 +42,7 @@ def register(client: httpx.Client, content: Any, **more: Any) -> dict[str, Any]:
 
 
 def chat(server: ServerProcess, chunks: list[Any], **more: Any) -> Any:
-    extra = {"ignore_eos": True, "chunks": chunks}
+    extra = {"ignore_eos": more.pop("ignore_eos", True), "chunks": chunks}
     about = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 8, **more}
     return server.openai().with_options(api_key="secret").chat.completions.create(**about, extra_body=extra)
 
@@ -133,3 +135,59 @@ def test_what_is_refused(server: ServerProcess, client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", json={**body, "chunks": long})
     assert error_of(response)[:2] == (422, "invalid_value"), "together they are too long"
     assert httpx.get(f"{server.url}/v1/chunks", trust_env=False).status_code == 401
+
+
+# the command
+
+
+def infer(*arguments: Any) -> Any:
+    result = CliRunner().invoke(app, ["chunks", *map(str, arguments)], prog_name="infer")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.Client, tmp_path: Path) -> None:
+    """Files in the order of their names, other files left out; asked again, nothing but the question is computed."""
+    for name, text in (("b.txt", TEXTS[1]), ("a.md", TEXTS[0]), ("c.pdf", "no text")):
+        (tmp_path / name).write_text(text)
+    about = ("--url", server.url, "--api-key", "secret")
+    registered = infer("register", tmp_path, *about)
+    assert registered.exit_code == 0, registered.output
+    lines = [line.split() for line in registered.stdout.splitlines()]
+    assert [Path(line[-1]).name for line in lines] == ["a.md", "b.txt"]
+    names = [line[0] for line in lines]
+    for over, order in (([tmp_path], names), ([tmp_path / "b.txt", names[0]], names[::-1])):
+        asked = infer("ask", "When?", *over, "--max-tokens", 8, *about)
+        answer = chat(server, order, ignore_eos=False)
+        assert asked.stdout == answer.choices[0].message.content + "\n"
+        counts = answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
+        assert "{} tokens before the answer, {} of them chunks".format(*counts) in asked.stderr
+    listed = infer("list", *about).stdout
+    assert all(name in listed for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ask", "When?", "no-such-file.txt"), "There is no chunk 'no-such-file.txt'"),
+        (("ask", "When?", "EMPTY"), "has no text files; their names end in .txt or .md"),
+        (("register", "LONG"), "long.txt: The prompt has at least"),
+        (("register", "BYTES"), "cannot be read as UTF-8 text"),
+        (("list", "--api-key", "wrong"), "API key"),
+        (("list", "--url", "http://127.0.0.1:port"), "--url is 'http://127.0.0.1:port' (Invalid port"),
+        (("list", "--url", "http://127.0.0.1:9"), "There is no server of this project at http://127.0.0.1:9"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    server: ServerProcess, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "long.txt").write_text("a b c " * 100_000)
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    paths = {"EMPTY": "empty", "LONG": "long.txt", "BYTES": "bytes.txt"}
+    about = ["--url", server.url, "--api-key", "secret"]
+    given = [str(tmp_path / paths[one]) if one in paths else one for one in arguments]
+    result = infer(given[0], *about, *given[1:])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
