@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from shared.cache.blocks import Blocks
-from shared.engine.request import Request
+from shared.engine.request import Request, RequestStatus
 from shared.errors import ChunkInUseError, RequestError, UnknownChunkError
 
 REMEMBERED_BYTES = 64 * 2**20
@@ -129,7 +129,7 @@ class ChunkRegistry:
             return
         named, leaving = self._named(), []
         for chunk in self.chunks.values():
-            if excess > 0 and chunk not in named and not chunk.num_users:
+            if excess > 0 and chunk not in named:
                 leaving.append(chunk)
                 excess -= chunk.remembered_bytes
         if excess > 0:
@@ -142,7 +142,10 @@ class ChunkRegistry:
 
     def _named(self) -> set[Chunk]:
         """The chunks of all waiting and running requests, and those that are computed or shall be."""
-        named = {chunk for chunks in self.contexts.values() for chunk in chunks}
+        named = {chunk for chunk in self.resident.values() if chunk.num_users}
+        for request, chunks in self.contexts.items():
+            if request.status not in (RequestStatus.FINISHED, RequestStatus.FAILED):
+                named.update(chunks)
         return named.union(self.wanted, self.computing.values())
 
     def register(self, role: str, token_ids: Sequence[int]) -> str:

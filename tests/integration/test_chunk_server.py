@@ -75,6 +75,9 @@ def test_a_chat_over_chunks_answers_as_the_engine_does(
         pieces = [part.choices[0].delta.content or "" for part in chat(server, chunks, stream=True) if part.choices]
         assert "".join(pieces) == expected.text
     assert chat(server, []).usage.prompt_tokens == len(prompt)
+    late = register(client, "Asked once.")["id"]
+    chat(server, [late])
+    assert client.delete(f"/v1/chunks/{late}").status_code == 200, "no request uses it any more"
     state = client.get("/debug/engine").json()
     assert (state["audit"], state["stats"]["chunks in the cache"]) == ([], 2)
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.chunk_questions import PAGES, QUESTIONS
 from shared.chunks.blend import most_changed
 from shared.chunks.llm import ChunkedLLM
 from shared.errors import RequestError
@@ -121,3 +122,11 @@ def test_what_cannot_be_blended_is_refused(tiny_checkpoints: dict[str, Path]) ->
     with pytest.raises(RequestError, match="is not in the KV cache; have it computed first"):
         llm.engine.blend(names, 0.5)
     assert llm.engine.pool.audit() == []
+
+
+def test_the_questions_of_the_benchmark_have_their_answers_in_the_pages() -> None:
+    for question in QUESTIONS:
+        text = (PAGES / question.page).read_text(encoding="utf-8")
+        assert text.count(question.anchor) == 1, question
+        assert question.is_answered(question.anchor.replace("\n", " "))
+        assert not question.is_answered("unknown\n" + question.anchor), "only the first line counts"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shared.cache.blocks import BlockAllocator
 from shared.chunks.layout import offsets_of
 from shared.chunks.registry import Chunk, ChunkRegistry, chunk_id
-from shared.engine.request import Request
+from shared.engine.request import Request, RequestStatus
 from shared.errors import ChunkInUseError, RequestError, UnknownChunkError
 from shared.sampling.params import SamplingParams
 from tests.comparison import assert_equal
@@ -143,7 +143,7 @@ def test_chunks_that_requests_name_are_not_forgotten() -> None:
         with pytest.raises(ChunkInUseError, match="is being computed, or a request names it"):
             registry.forget(chunk)
     assert list(registry.chunks.values()) == [a, b, c], "a refusal forgets none"
-    del waiting
+    waiting.status = RequestStatus.FINISHED
     registry.forget(a)
     registry.add("user", [4] * 8)
     assert registry.audit([]) == []
