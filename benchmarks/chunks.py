@@ -222,7 +222,7 @@ def measure(model: str, trials: int, num_documents: int, length: int, question: 
         "answers": answers(plain, chunked, (2, 4, 8, 16)),
         "decode_ratio": rounded(decode_ratio(engines, max(trials, 5))),
     }
-    flags = {"trials": trials, "documents": num_documents, "length": length, "question": question}
+    flags: dict[str, Any] = {"trials": trials, "documents": num_documents, "length": length, "question": question}
     flags |= {
         "recomputed_documents": 8,
         "questions": len(QUESTIONS),
