@@ -132,6 +132,7 @@ def _figures(
     return {
         "title": contender.title,
         **told,
+        "ready_seconds": rounded(contender.ready_seconds),
         "ms_per_token": rounded(1e3 * statistics.median(gap for run in own for gap in run.intervals)),
         "share_of_bandwidth": rounded(least_seconds * told["decode_tokens_per_second"]),
         "new_tokens": num_tokens,
@@ -170,6 +171,7 @@ def view(report: Report) -> View:
         Column("ms/token", "ms_per_token"),
         Column("share of limit", "share_of_bandwidth", percent),
         Column("tokens computed", "tokens_computed", count),
+        *([Column("ready (s)", "ready_seconds")] if "ready_seconds" in rows[0] else []),
         text("same tokens", lambda row: f"{row['equal_tokens']} of {row['compared_tokens']}"),
     ]
     work = [

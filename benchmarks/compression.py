@@ -1,22 +1,30 @@
-"""What a compressed KV cache costs: perplexity, distance to the full cache, needles found. Introduced in phase 9.2.
+"""What a compressed KV cache costs: perplexity, KL, and what is found again, by budget. Introduced in phase 9.2.
 
-Run as ``python -m benchmarks.compression [MODEL [CONTEXT [LEAST]]]``; prints two Markdown tables. The texts are
-chapters of the course. A context is computed and compressed once, then the tokens that follow are scored. Each row
-takes a mass p, by which every head keeps what it needs, at least ``LEAST`` (*a head*); the columns beside it give every
-head the mean of those counts: the same tokens in all, chosen by the same scores (*alike*), or the newest (*newest*,
-StreamingLLM).
+A context is computed and compressed once, then the tokens that follow are scored. A budget is a share of the context
+that a head keeps on average. *Alike* gives every head this number. Where heads differ, each keeps what it needs for the
+mass p, between two thirds and four thirds of the budget (the default settings' ratio), or with *free* whatever it needs
+above 40; p is searched, so that the mean meets the budget. The texts are chapters of the course.
+
+    python -m benchmarks.compression --out benchmarks/reports
 """
 
-import sys
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import mean
+from typing import Any
 
 import torch
 
+from benchmarks.report import Report, describe_model, rounded, write_report
+from benchmarks.view import Column, Lines, Row, Table, View, percent, text
+from benchmarks.workloads.retrieval import NUM_PAIRS, Case, needles, pairs
 from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.condensed_layout import Packed
 from shared.cache.condensed_view import CondensedView
 from shared.cache.paged_layout import PagedSizes
-from shared.compression.compressors import COMPRESSORS, Compressor
+from shared.compression.compressors import COMPRESSORS
 from shared.compression.selection import Budget
 from shared.engine.batch import Batch
 from shared.engine.request import Request
@@ -28,30 +36,53 @@ from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.tokenizer import Tokenizer
 
 CHAPTERS = [Path(__file__).parents[1] / "tutorial" / f"phase_{name}.md" for name in ("01a", "03", "04", "06", "08")]
-NUM_SCORED, WINDOW = 256, 32
-MASSES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-NEEDLE, QUESTION = "\n\nThe secret number of {} is {}.\n\n", "\n\nThe secret number of {} is"
-PLACES = ("Lisbon", "the harbour", "Anna", "the red house", "Oslo", "the old library", "Peter", "the bakery")
+NUM_SCORED, WINDOW, BLOCK = 256, 32, 16
+FLOOR = 40  # tokens: the sinks, the recent ones, and a few
+SHARES, RETRIEVED = (0.12, 0.18, 0.25, 0.37, 0.5, 0.75, 1.0), (0.12, 0.25, 0.5)
+ALIKE = (1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to spend a budget: the heads differ within ``bounds``, shares of it; None: from ``FLOOR`` to all."""
+
+    title: str
+    method: str
+    bounds: tuple[float, float] | None = (2 / 3, 4 / 3)
+
+    def bounded(self, share: float, num_context: int, p: float) -> Budget:
+        """The budget of heads that need the mass p."""
+        mean, bounds = round(share * num_context), self.bounds if share < 1 else ALIKE
+        least, most = (FLOOR, num_context) if bounds is None else (round(mean * x) for x in bounds)
+        return Budget(max(least, FLOOR), max(most, FLOOR), p)
+
+
+WAYS = {
+    "snapkv": Way("SnapKV", "snapkv"),
+    "rkv": Way("R-KV", "rkv"),
+    "topp": Way("top-p", "topp"),
+    "snapkv_free": Way("SnapKV, heads free", "snapkv", None),
+    "streaming": Way("sinks and newest", "streaming", ALIKE),
+    "topp_alike": Way("top-p, heads alike", "topp", ALIKE),
+    "snapkv_alike": Way("SnapKV, heads alike", "snapkv", ALIKE),
+}
 
 
 class Scorer:
     """A model with one sequence in a KV cache whose dropped tokens are masked, so that it can be compressed again."""
 
-    def __init__(self, model: CausalLM, num_tokens: int, least: int) -> None:
-        self.model, self.least = model, least
-        sizes = PagedSizes(-(-num_tokens // 16), 16, 1, num_tokens, num_tokens)
-        first = self.compressor("snapkv")
-        about = first, Budget(least, least), WINDOW, False
+    def __init__(self, model: CausalLM, num_tokens: int) -> None:
+        self.model = model
+        sizes = PagedSizes(-(-num_tokens // BLOCK), BLOCK, 1, num_tokens, num_tokens)
+        about = COMPRESSORS["none"](1.0), Budget(FLOOR, FLOOR), WINDOW, False
+        self.request = Request("0", [0], SamplingParams(), 0)
         self.view = CondensedView(model.config, sizes, model.dtype, model.device, "sdpa", *about)
         self.pool = CondensedKVCachePool(self.view.cells, 1, num_tokens)
 
-    def compressor(self, method: str) -> Compressor:
-        """A compressor with the model's attention scale."""
-        return COMPRESSORS[method](self.model.config.attention_scale)
-
     @torch.inference_mode()
     def read(self, ids: list[int], num_context: int) -> None:
-        """Compute the first ``num_context`` tokens."""
+        """Compute the first ``num_context`` tokens of a new sequence."""
+        self.pool.release(self.request)
         self.request = Request("0", ids, SamplingParams(), 0)
         self.pool.reserve(self.request, len(ids))
         self._forward(0, num_context)
@@ -59,22 +90,33 @@ class Scorer:
         self.num_context = num_context
 
     @torch.inference_mode()
-    def follow(self, method: str | None, budget: Budget) -> tuple[torch.Tensor, float]:
-        """Log-probabilities fp64 ``[T, V]`` of the other tokens after a compression, and the mean kept by a head."""
+    def compress(self, method: str, budget: Budget) -> tuple[Packed | None, float]:
+        """What a compression of the context keeps, None if all; and the share that a head keeps on average."""
         self.pool.packed.clear()
-        kept = float(self.num_context)
-        if method is not None:
-            self.view.compressor, self.view.budget = self.compressor(method), budget
-            packed = self.view.compress(self.pool.holding(self.request))
-            if packed is not None:
-                self.pool.compress(self.request, packed)
-                kept = float(packed.counts.mean())
-        hidden = self._forward(self.num_context, self.request.num_tokens)
-        return self.model.logits(hidden).double().log_softmax(-1), kept
+        self.view.compressor, self.view.budget = COMPRESSORS[method](self.model.config.attention_scale), budget
+        holding = self.pool.holding(self.request)
+        packed = self.view.compress(holding, lambda packed: holding.table)
+        return packed, 1.0 if packed is None else float(packed.counts.mean()) / self.num_context
 
-    def forget(self) -> None:
-        """Release the sequence."""
-        self.pool.release(self.request)
+    @torch.inference_mode()
+    def follow(self, packed: Packed | None) -> torch.Tensor:
+        """Log-probabilities fp64 ``[T, V]`` of the tokens behind the context, of which ``packed`` is kept."""
+        self.pool.packed.clear()
+        if packed is not None:
+            self.pool.compress(self.request, packed)
+        hidden = self._forward(self.num_context, self.request.num_tokens)
+        return self.model.logits(hidden).double().log_softmax(-1)
+
+    def spend(self, way: Way, share: float) -> tuple[torch.Tensor, float]:
+        """What follows if heads keep the share ``share`` on average, by bisection for p; and what they really keep."""
+        low, high = 0.0, 32.0
+        for _ in range(1 if way.bounds == ALIKE or share >= 1 else 12):
+            x = (low + high) / 2
+            packed, kept = self.compress(way.method, way.bounded(share, self.num_context, 1 - 2**-x))
+            if abs(kept - share) < 0.01 * share:
+                break
+            low, high = (x, high) if kept < share else (low, x)
+        return self.follow(packed), kept
 
     def _forward(self, start: int, end: int) -> torch.Tensor:
         self.request.num_computed_tokens = start
@@ -82,86 +124,111 @@ class Scorer:
         return self.model(self.view.load(batch).tokens, self.view)
 
 
-def ways(scorer: Scorer, p: float) -> dict[str, tuple[torch.Tensor, float]]:
-    """What follows, by the three ways of one row, and the mean kept."""
-    found = {"a head": scorer.follow("snapkv", Budget(scorer.least, scorer.num_context, p))}
-    same = round(found["a head"][1])
-    for name, method in (("alike", "snapkv"), ("newest", "streaming")):
-        found[name] = scorer.follow(method, Budget(same, same, p))
-    return found
-
-
-def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> None:
-    """Perplexity and KL of what follows chapters."""
-    rows: dict[float, list[list[float]]] = {p: [] for p in MASSES}
-    full_losses = []
+def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> dict[str, Any]:
+    """Perplexity and KL of what follows chapters, by way and share; and the full cache's perplexity."""
+    found: dict[str, dict[str, list[list[float]]]] = {way: {name(share): [] for share in SHARES} for way in WAYS}
+    full = []
     for chapter in CHAPTERS:
         ids = tokenizer.encode(chapter.read_text(encoding="utf-8"))[: num_context + NUM_SCORED]
         scorer.read(ids, num_context)
-        expected, _ = scorer.follow(None, Budget(1, 1))
-        after = torch.tensor(ids[num_context + 1 :])[:, None]
-
-        def loss(found: torch.Tensor, after: torch.Tensor = after) -> float:
-            return found[:-1].gather(1, after).mean().neg().item()
-
-        full_losses.append(loss(expected))
-        for p in MASSES:
-            found = ways(scorer, p)
-            row = [found["a head"][1] / num_context]
-            for logits, _ in found.values():
-                row += [loss(logits), (expected.exp() * (expected - logits)).sum(-1).mean().item()]
-            rows[p].append(row)
-        scorer.forget()
-    full = torch.tensor(full_losses).mean().exp().item()
-    print(f"\nContext {num_context}, {len(CHAPTERS)} texts, {NUM_SCORED} tokens each; perplexity in full: {full:.2f}\n")
-    print("| p | kept | perplexity: a head | alike | newest | KL: a head | alike | newest |\n|" + "---:|" * 8)
-    for p, of_texts in rows.items():
-        kept, *figures = torch.tensor(of_texts).mean(0).tolist()
-        perplexities = [f"{torch.tensor(x).exp().item():.2f}" for x in figures[0::2]]
-        divergences = [f"{x:.3f}" for x in figures[1::2]]
-        print("| " + " | ".join([f"{p}", f"{kept:.0%}", *perplexities, *divergences]) + " |", flush=True)
+        expected, after = scorer.follow(None), torch.tensor(ids[num_context + 1 :])[:, None]
+        full.append(-expected[:-1].gather(1, after).mean().item())
+        for way, by_share in found.items():
+            for share in SHARES:
+                got, kept = scorer.spend(WAYS[way], share)
+                kl = (expected.exp() * (expected - got)).sum(-1).mean().item()
+                by_share[name(share)].append([-got[:-1].gather(1, after).mean().item(), kl, kept])
+        print(f"{chapter.stem} is done", flush=True)
+    ways: dict[str, Any] = {}
+    for way, by_share in found.items():
+        ways[way] = {}
+        for percentage, rows in by_share.items():
+            loss, kl, kept = torch.tensor(rows).mean(0).tolist()
+            about = {"perplexity": torch.tensor(loss).exp().item(), "kl": max(kl, 0.0), "kept": kept}
+            ways[way][percentage] = {key: rounded(value) for key, value in about.items()}
+    return {"full_perplexity": rounded(torch.tensor(full).mean().exp().item()), "ways": ways}
 
 
-def needles(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> None:
-    """How many of the numbers are repeated, if the compression sees the question, and if it comes before it."""
-    print(f"\nNeedles of {len(PLACES)} found in {num_context} tokens\n")
-    print("| p | question | kept | a head | alike | newest |\n|---:|---|---:|---:|---:|---:|")
-    counts: dict[tuple[float, str], list[list[float]]] = {}
-    in_full = []
-    for number, place in enumerate(PLACES):
-        text = tokenizer.encode(CHAPTERS[number % len(CHAPTERS)].read_text(encoding="utf-8"))[:num_context]
-        secret = str(1000 + 7919 * (number + 3) % 9000)
-        at = (number + 1) * num_context // (len(PLACES) + 2)
-        needle, question = (tokenizer.encode(one.format(place, secret)) for one in (NEEDLE, QUESTION))
-        answer = tokenizer.encode(f"{QUESTION.format(place)} {secret}")[len(question) :]
-        body = [*text[:at], *needle, *text[at : num_context - len(needle)]]
-        target = torch.tensor(answer)
-
-        def has(found: torch.Tensor, target: torch.Tensor = target) -> bool:
-            return torch.equal(found[-len(target) - 1 : -1].argmax(-1), target)
-
+def retrieval(scorer: Scorer, cases: Iterator[Case]) -> dict[str, Any]:
+    """How many answers are repeated token by token, by way and share, if the question is *before* the compression,
+    whose window sees it, and if it is *after*; and with the full cache.
+    """
+    counts: dict[str, Any] = {
+        when: {way: {name(share): 0 for share in RETRIEVED} for way in WAYS} for when in ("before", "after")
+    }
+    counts |= {"cases": 0, "full": 0}
+    for body, question, answer in cases:
+        counts["cases"] += 1
         for when, seen in (("before", len(body) + len(question) - 1), ("after", len(body))):
             scorer.read([*body, *question, *answer], seen)
             if when == "before":
-                in_full.append(has(scorer.follow(None, Budget(1, 1))[0]))
-            for p in MASSES[1::2]:
-                found = ways(scorer, p)
-                row = [found["a head"][1] / seen, *(float(has(logits)) for logits, _ in found.values())]
-                counts.setdefault((p, when), []).append(row)
-            scorer.forget()
-    for (p, when), rows in sorted(counts.items()):
-        kept, *right = (list(column) for column in zip(*rows, strict=True))
-        print(f"| {p} | {when} | {mean(kept):.0%} | " + " | ".join(f"{sum(one):.0f}" for one in right) + " |")
-    print(f"\nFull cache: {sum(in_full)}")
+                counts["full"] += says(scorer.follow(None), answer)
+            for way, share in ((way, share) for way in WAYS for share in RETRIEVED):
+                counts[when][way][name(share)] += says(scorer.spend(WAYS[way], share)[0], answer)
+    return counts
 
 
-def main(name: str = "smollm2-135m", num_context: str = "1024", least: str = "40") -> None:
-    """Print the tables."""
-    folder, context = resolve_model(name), int(num_context)
-    scorer, tokenizer = Scorer(load_model(folder), context + NUM_SCORED, int(least)), Tokenizer.load(folder)
-    texts(scorer, tokenizer, context)
-    needles(scorer, tokenizer, context)
+def says(found: torch.Tensor, answer: list[int]) -> bool:
+    """Whether the likeliest tokens at the end are the answer."""
+    return found[-len(answer) - 1 : -1].argmax(-1).tolist() == answer
+
+
+def name(share: float) -> str:
+    """A share as a report's key: percent."""
+    return f"{100 * share:.0f}"
+
+
+def measure(model: str, num_context: int) -> Report:
+    """All of it, for one model."""
+    folder = resolve_model(model)
+    scorer, tokenizer = Scorer(load_model(folder), num_context + NUM_SCORED), Tokenizer.load(folder)
+    results = {
+        "texts": texts(scorer, tokenizer, num_context),
+        "needles": retrieval(scorer, needles(tokenizer, CHAPTERS, num_context)),
+        "pairs": retrieval(scorer, pairs(tokenizer, num_context)),
+    }
+    flags = {"context": num_context, "scored": NUM_SCORED, "window": WINDOW, "pairs": NUM_PAIRS, "floor": FLOOR}
+    return Report("compression", describe_model(model), {}, 0, flags, results)
+
+
+def view(report: Report) -> View:
+    """Tables of what was found, and lines of perplexity and KL."""
+    found, shares = report.results["texts"], [name(share) for share in SHARES]
+    rows = [{"way": WAYS[way].title} | by_share for way, by_share in found["ways"].items()]
+    which = text("", "way")
+    tables, panels = [], []
+    figures = ("Perplexity", "perplexity", "{:.2f}"), ("KL to the full cache, nats", "kl", "{:.3f}")
+    for title, key, form in figures:
+        columns = [Column(f"{share} %", partial(_get, share, key), form.format) for share in shares]
+        tables.append(Table(f"{title}, by the share that is kept", [which, *columns], rows))
+        lines = [(row["way"], [row[share][key] for share in shares if share != "100"]) for row in rows]
+        panels.append(Lines(f"{title}, by percent kept", [100 * share for share in SHARES[:-1]], lines))
+    kept = [Column(f"{share} %", partial(_get, share, "kept"), percent) for share in shares]
+    tables.append(Table("What was really kept", [which, *kept], rows))
+    for title, key in (("Needles", "needles"), ("Key-value pairs", "pairs")):
+        counts = report.results[key]
+        for when in ("before", "after"):
+            rows = [{"way": WAYS[way].title} | by_share for way, by_share in counts[when].items()]
+            heading = f"{title}: found of {counts['cases']} (full cache: {counts['full']}), question {when} compression"
+            columns = [Column(f"{name(share)} %", name(share), str) for share in RETRIEVED]
+            tables.append(Table(heading, [which, *columns], rows))
+    about = f"context {report.flags['context']}, {len(CHAPTERS)} texts of {NUM_SCORED} tokens, fp32; {report.date[:10]}"
+    full = f"perplexity with the full cache: {found['full_perplexity']}"
+    return View(f"Compression: {report.model['name']}", [about, full], tables, panels=panels)
+
+
+def _get(share: str, key: str, row: Row) -> float:
+    value: float = row[share][key]
+    return value
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    measured = measure(given.model, given.context)
+    print(measured.line())
+    if given.out is not None:
+        write_report(measured, given.out, view=view(measured))

@@ -1,11 +1,13 @@
 """The contenders of a speed benchmark, and the turns they take: phases' engines, and peers as their users get them.
 
 Introduced in phase 3; peers in phase 3.1. ``transformers_eager`` is a plain ``generate``; ``transformers_compiled`` has
-the static cache, for which ``generate`` compiles the decode step, on a GPU. Invariants: all contenders are loaded
+the static cache, for which ``generate`` compiles the decode step, on a GPU; ``compile`` is our own engine, with
+``torch.compile`` in the place of our kernels. Invariants: all contenders are loaded
 before the first is timed and get the same prompts, none twice; nothing of a peer is replaced or tuned.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,7 @@ PEERS = {
     "transformers_eager": "transformers, eager",
     "transformers_compiled": "transformers, static cache, compiled",
     "vllm": "vLLM",
+    "compile": "phase 11.1, compiled by PyTorch in place of our kernels",
 }
 
 
@@ -39,6 +42,7 @@ class Contender:
     answer: Answer
     settings: EngineConfig | dict[str, Any]
     num_warm_ups: int = 1
+    ready_seconds: float = 0.0  # to load, compile, record graphs, and warm up
 
 
 class Turns:
@@ -53,14 +57,20 @@ class Turns:
 
     def load(self, name: str, load: Callable[[], Mapping[str, Contender]]) -> None:
         """Load one contender, or several that share their weights."""
+        started = time.perf_counter()
         with self.steps.step(f"{label(name)}: load"):
-            self.contenders |= load()
+            loaded = load()
+        for contender in loaded.values():
+            contender.ready_seconds = time.perf_counter() - started
+        self.contenders |= loaded
 
     def warm_up(self, prompt_tokens: int, new_tokens: int) -> None:
         for name, contender in self.contenders.items():
+            started = time.perf_counter()
             with self.steps.step(f"{label(name)}: warm up"):
                 for _ in range(contender.num_warm_ups):
                     timed(contender.answer, self.prompts.draw(prompt_tokens), new_tokens)
+            contender.ready_seconds += time.perf_counter() - started
         freeze_memory()
 
     def round(self, what: str, prompt_tokens: int, new_tokens: int) -> dict[str, Run]:
@@ -125,7 +135,7 @@ def load_engine(lesson: Lesson, config: EngineConfig) -> dict[str, Contender]:
 
 def choose_peers(asked: Sequence[str] | None, is_gpu: bool) -> list[str]:
     """The peers asked for, or all that can run here; raises ConfigError for one that cannot."""
-    able = list(PEERS) if is_gpu else ["transformers_eager"]
+    able = list(PEERS) if is_gpu else ["transformers_eager", *({"compile"} & set(asked or ()))]
     if not vllm_peer.is_installed():
         able = [name for name in able if name != "vllm"]
     for name in asked or ():
@@ -138,9 +148,14 @@ def choose_peers(asked: Sequence[str] | None, is_gpu: bool) -> list[str]:
 
 
 def load_peers(program: str, names: Sequence[str], setup: Setup, max_seq_len: int) -> dict[str, Contender]:
-    """The peers of one program, ``transformers`` or ``vllm``, on one copy of the weights."""
+    """The peers of one program, ``transformers``, ``vllm`` or ``compile``, on one copy of the weights."""
     if program == "vllm":
         return {"vllm": load_vllm(setup, max_seq_len)}
+    if program == "compile":
+        config = setup.config(max_seq_len=max_seq_len, execution="compile")
+        (contender,) = load_engine(find_lesson("11.1"), config).values()
+        contender.title = PEERS[program]
+        return {program: contender}
     return load_transformers([name for name in names if name.startswith(program)], setup)
 
 

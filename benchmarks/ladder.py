@@ -172,6 +172,10 @@ def load_rung(lesson: Lesson, config: EngineConfig, num_ranks: int = 1) -> tuple
     return engine, engine
 
 
+def _whole(blocks: float | None) -> str:
+    return count(None if blocks is None else round(blocks))
+
+
 def _contexts(lengths: Sequence[int] | None, limit: int) -> tuple[int, ...]:
     longest = limit - POINT_TOKENS - 1
     if lengths is None:
@@ -220,6 +224,8 @@ def view(report: Report) -> View:
             Column("tok/s", "tokens_per_second"),
             Column("speedup", "speedup", times),
             Column("tokens a forward pass", "tokens_per_forward"),
+            Column("KV blocks, first half", "half_kv_blocks", _whole),
+            Column("KV blocks", "kv_blocks", _whole),
             Column("weights", "weight_bytes", partial(quantity, unit="B")),
             Column("readable", "valid_share", lambda share: NOTHING if share is None else f"{100 * share:.0f} %"),
         ]

@@ -1,6 +1,6 @@
-"""What phases buy only where they are asked: 8 and 4 bits, drafts, grammars. Introduced in phase 12.
+"""What phases buy only where they are asked: 8 and 4 bits, drafts, grammars, compression. Introduced in phase 12.
 
-With default settings phases 10 to 12 are as fast as phase 9, so their rungs of the ladder show nothing. Here an engine
+With default settings phases 9.2 and 10 to 12 are as phase 9, so their rungs of the ladder show nothing. Here an engine
 of the phase answers with the option and without it, in turns, one engine in memory at a time. Medians count. An option
 that the model's shape excludes has no row. Invariant: the options of a phase are measured on the same prompts.
 """
@@ -58,7 +58,10 @@ class Option:
 
 EDIT, STORY = (TASKS["edit"],), (TASKS["story"],)
 LOOKUP = {"use_speculative_decoding": True, "drafter": "ngram"}
+FORGETS = {"compress_method": "snapkv", "layer_budget": 40, "layer_upper_budget": 48, "steps_between_compressions": 16}
 OPTIONS = (
+    Option("09.2", "a long answer", STORY, max_tokens=160),
+    Option("09.2", "a long answer, compressed", STORY, FORGETS, max_tokens=160),
     Option("10", "weights as they are", STORY, max_tokens=16),
     Option("10", "8 bits", STORY, {"quantization": "int8"}, max_tokens=16),
     Option("10", "4 bits", STORY, {"quantization": "int4"}, max_tokens=16),
@@ -99,7 +102,9 @@ def measure_options(setup: Setup, lessons: Sequence[Lesson], trials: int, steps:
 
 
 def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
-    """Tokens a second behind the first of each answer, tokens a forward pass, bytes of weights, valid answers."""
+    """Tokens a second behind the first of each answer, tokens a forward pass, KV blocks held at most in the first half
+    of all tokens and at all, bytes of weights, valid answers.
+    """
     limit = min(MAX_SEQ_LEN, setup.shape.max_position_embeddings)
     engine = lesson.engine_alone(setup.config(max_seq_len=limit, **option.settings))
     about: dict[str, Any] = {"structured_output": option.grammar, "ignore_eos": not option.is_read}
@@ -107,7 +112,7 @@ def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
     prompts = [_prompt(engine, text)[-(limit - option.max_tokens) :] for text in option.questions]
     for _ in engine.generate(prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS)):
         pass
-    seconds, num_tokens, num_valid = 0.0, 0, 0
+    seconds, num_tokens, num_valid, held = 0.0, 0, 0, [0]
     before = engine.stats()["forward passes"]
     for prompt in prompts:
         started, text = 0.0, ""
@@ -115,12 +120,15 @@ def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
             num_tokens += 1 if started else 0
             started = started or time.perf_counter()
             text += output.text
+            held.append(sum(map(len, engine.pool.holdings()[1].values())))
         seconds += time.perf_counter() - started
         num_valid += is_person(text)
     num_forwards = engine.stats()["forward passes"] - before
     found = {
         "tokens_per_second": num_tokens / seconds,
         "tokens_per_forward": (num_tokens + len(prompts)) / num_forwards,
+        "half_kv_blocks": float(max(held[: len(held) // 2 + 1])),
+        "kv_blocks": float(max(held)),
         "weight_bytes": float(sum(_weights(engine.model).values())),
     }
     return found | ({"valid_share": num_valid / len(prompts)} if option.is_read else {})

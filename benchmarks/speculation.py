@@ -129,14 +129,28 @@ def by_formula(times: StepTimes, longest: int, requests: int, acceptance: float,
     return expected_tokens(acceptance, length) * plain / (verification + first + (length - 1) * more)
 
 
-def make_engines(target: str, draft: str | None, adapter: str | None, length: int, **about: Any) -> dict[str, Any]:
-    """Phase 10's engine, phase 11's with each drafter, and phase 11.1's with an adapter, or an untrained one."""
+def make_engines(
+    target: str,
+    draft: str | None,
+    adapter: str | None,
+    length: int,
+    lookup: bool = True,
+    num_candidates: int | None = None,
+    **about: Any,
+) -> dict[str, Any]:
+    """Phase 10's engine, phase 11's with each drafter, and phase 11.1's with an adapter, or an untrained one.
+
+    Args:
+        num_candidates: of the untrained adapter.
+    """
     ours = {"use_speculative_decoding": True, "spec_length": length}
-    settings: dict[str, dict[str, Any]] = {PLAIN: {}, "ngram": ours | {"drafter": "ngram"}}
+    settings: dict[str, dict[str, Any]] = {PLAIN: {}}
+    if lookup:
+        settings["ngram"] = ours | {"drafter": "ngram"}
     if draft is not None:
         settings["model"] = ours | {"draft_model": draft}
     if adapter is not None:
-        folder = untrained_adapter(target, length) if adapter == RANDOM else adapter
+        folder = untrained_adapter(target, length, num_candidates) if adapter == RANDOM else adapter
         settings["adapter"] = ours | {"adapter": str(folder)}
     phases = {PLAIN: "10", "adapter": "11.1"}
     return {
@@ -145,12 +159,13 @@ def make_engines(target: str, draft: str | None, adapter: str | None, length: in
     }
 
 
-def untrained_adapter(target: str, num_masks: int) -> Path:
+def untrained_adapter(target: str, num_masks: int, num_candidates: int | None = None) -> Path:
     """The folder of an adapter for a target, which guesses at random; its speed is that of a trained one."""
     from shared.speculation.adapter import Adapter, AdapterConfig
 
     folder = Path(tempfile.mkdtemp(prefix="adapter-"))
-    Adapter(AdapterConfig(num_masks=num_masks), read_config(resolve_model(target), can_quantize=True)).save(folder)
+    config = AdapterConfig(num_masks=num_masks, num_candidates=num_candidates)
+    Adapter(config, read_config(resolve_model(target), can_quantize=True)).save(folder)
     return folder
 
 
@@ -169,6 +184,8 @@ def measure_imposed(
     *,
     draft: str | None = None,
     adapter: str | None = None,
+    lookup: bool = True,
+    num_candidates: int | None = None,
     device: str = "cpu",
     lengths: Sequence[int] = (1, 3, 5, 8),
     acceptances: Sequence[float] = (0.6, 0.8, 0.95),
@@ -176,12 +193,17 @@ def measure_imposed(
     steps: int = 40,
     trials: int = 3,
 ) -> Report:
-    """Speed by length and acceptance; also with useless drafts and adaptive lengths, and with speculation off."""
+    """Speed by length and acceptance; also with useless drafts and adaptive lengths, and with speculation off.
+
+    Args:
+        lookup: measure drafts by lookup too; False needs a draft model or an adapter.
+        num_candidates: the ids that an untrained adapter guesses, from the first on; None: the whole vocabulary.
+    """
     chosen, rates, sizes, longest = list(lengths), list(acceptances), list(batches), max(lengths)
     max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2 + (longest + 1 if adapter else 0)) + 16
     about: dict[str, Any] = {"device": device, "max_batch_size": max(sizes), "max_seq_len": max_seq_len}
     about |= {"num_gpu_blocks": max(sizes) * (max_seq_len // 16 + 1), "use_prefix_caching": False}
-    engines = make_engines(target, draft, adapter, longest, **about)
+    engines = make_engines(target, draft, adapter, longest, lookup, num_candidates, **about)
     lots = {name: Lot(engine) for name, engine in engines.items() if name != PLAIN}
     cases = [(size, PLAIN, 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
     cases += [(size, name, k, a) for size in sizes for name in lots for k in chosen for a in rates]
@@ -189,7 +211,7 @@ def measure_imposed(
     speeds: dict[tuple[int, str, int, float], list[float]] = {case: [] for case in cases}
     for trial in range(trials + 1):  # the first warms up
         for size, name, length, acceptance in cases:
-            engine = engines["ngram" if name == "off" else name]
+            engine = engines[next(iter(lots)) if name == "off" else name]
             if name in lots:
                 lots[name].acceptance = acceptance
                 engine.scheduler.lengths.is_adaptive, engine.scheduler.lengths.longest = length == 0, length or longest
@@ -212,9 +234,9 @@ def measure_imposed(
         }
         for size, name, length, acceptance in cases
     ]
-    flags = {"steps": steps, "trials": trials, "draft": draft, "adapter": adapter}
+    flags = {"steps": steps, "trials": trials, "draft": draft, "adapter": adapter, "candidates": num_candidates}
     return report_of(
-        "speculation",
+        "speculation" if lookup or draft else "speculation-adapter",
         target,
         engines,
         flags,
@@ -247,8 +269,10 @@ def imposed_view(report: Report) -> View:
         measured = [(f"{100 * rate:.0f} % accepted", [row[k]["over_plain"] for k in lengths]) for rate, row in own]
         curves = [[row[k].get("by_formula") for k in lengths] for _, row in own]
         panels.append(Lines(f"{drafter}, {requests} at a time", lengths, measured, curves))
-    draft = report.flags["draft"]
-    about = [f"{report.machine_title}, {f'draft model {draft}' if draft else 'drafts by lookup alone'}"]
+    draft, adapter = report.flags["draft"], report.flags.get("adapter")
+    drafters = (f"draft model {draft}", draft), (f"adapter {adapter and Path(adapter).name}", adapter)
+    drafters_named = " and ".join(name for name, given in drafters if given) or "drafts by lookup alone"
+    about = [f"{report.machine_title}, {drafters_named}"]
     about += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the measured times of its parts"]
     return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:4])
 

@@ -31,8 +31,8 @@ class ExerciseEntry:
 @dataclass(frozen=True)
 class Lesson:
     """One phase: ``bought`` says in a sentence what its idea gains, and where; ``adds`` are its new shared modules,
-    ``changes`` the methods of Engine that differ, ``removes`` the methods it drops. A side track branches off its
-    ``previous`` phase, and no phase follows it.
+    ``beside`` others of it that its engine does not load, with an exercise; ``changes`` the methods of Engine that
+    differ, ``removes`` the methods it drops. A side track branches off its ``previous`` phase, and no phase follows it.
     """
 
     number: str
@@ -45,6 +45,7 @@ class Lesson:
     changes: tuple[str, ...]
     workload: str
     removes: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     is_side_track: bool = False
     exercises: tuple[ExerciseEntry, ...] = ()
 
@@ -129,6 +130,7 @@ def _read(folder: Path) -> Lesson:
         adds=tuple(values["adds"]),
         changes=tuple(values["changes"]),
         removes=tuple(values.get("removes", ())),
+        beside=tuple(values.get("beside", ())),
         workload=values["workload"],
         is_side_track=values.get("side_track", False),
         exercises=tuple(

@@ -217,7 +217,7 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, memory: di
     for device in ("cpu", "cuda"):
         engine = make(model_folder, device=device, dtype="float32", **about, **memory)
         found.append([seen(serve(engine, requests, arrivals)[0]) for _ in range(2)])
-        assert engine.scheduler.num_prefix_hits > 2000
+        assert engine.scheduler.num_prefix_hits > 1500
     assert [[tokens(a) for a in answers] for answers in found[1]] == [
         [tokens(a) for a in answers] for answers in found[0]
     ]

@@ -62,6 +62,8 @@ SUPPORTED = {
     "overlap_scheduling",
     "compress_method",
     "if_fake_compress",
+    "if_log_compress",
+    "if_log_num_topp",
     "layer_budget",
     "layer_upper_budget",
     "query_window_size",
@@ -150,14 +152,13 @@ class Engine:
             return
         for request in scheduler.due():
             try:
-                num_freed = compress(self.pool, self.view, request)
+                kept, num_freed = compress(self.pool, self.view, request, scheduler.make_room)
             except BaseException:
                 scheduler.preempt(request)
                 raise
-            scheduler.compressed(request)
-            if num_freed is not None:
-                self.num_compressions += 1
-                self.num_freed_blocks += num_freed
+            scheduler.compressed(request, kept, num_freed)
+            self.num_compressions += kept is not None
+            self.num_freed_blocks += num_freed
 
     def abort(self, request_id: str) -> bool:
         """Abort a request, which gives no further output; False if it is neither waiting nor running."""

@@ -104,7 +104,7 @@ def test_heads_keep_different_numbers_and_blocks_return(tiny_checkpoints: dict[s
     engine = make(tiny_checkpoints["llama"], **SNAP | {"layer_upper_budget": 120})
     engine.add_request(PROMPTS[2] * 2, SamplingParams(**GREEDY, max_new_tokens=30))
     while not engine.num_compressions:
-        free = engine.pool.allocator.num_free
+        free = engine.pool.free_tokens
         engine.step()
     request = running(engine)[0]
     packed = engine.pool.packed[request]
@@ -115,7 +115,7 @@ def test_heads_keep_different_numbers_and_blocks_return(tiny_checkpoints: dict[s
     filled, held = engine.pool.fill(request)
     assert filled == packed.counts.sum() + packed.counts.size, "the kept tokens and one new one"
     assert held <= 1.3 * filled
-    assert engine.pool.allocator.num_free - free == engine.num_freed_blocks - 1, "blocks returned, less a tail"
+    assert engine.pool.free_tokens - free == 4 * (engine.num_freed_blocks - 1), "blocks returned, less a tail"
     assert engine.num_freed_blocks >= (220 - 120) // 4 - 1
 
 
@@ -136,8 +136,8 @@ def test_an_interrupted_compression_is_repeated(tiny_checkpoints: dict[str, Path
     engine = make(tiny_checkpoints["llama"], **SNAP)
     compress, step, calls = engine.view.compress, engine.step, []
 
-    def interrupted(sequence: Any) -> Any:
-        packed = compress(sequence)  # moved, and not counted: the cache is torn
+    def interrupted(sequence: Any, place: Any) -> Any:
+        packed = compress(sequence, place)
         calls.append(packed)
         if len(calls) in (3, 8):
             raise KeyboardInterrupt
@@ -188,18 +188,49 @@ def test_a_preempted_request_comes_to_the_same_cache(tiny_checkpoints: dict[str,
         torch.testing.assert_close(keys, same_keys, atol=1e-5, rtol=1e-4)
 
 
-def caches_of(engine: Any, answers: list[Any]) -> dict[tuple[str, int], tuple[list[Any], torch.Tensor]]:
+def test_requests_that_share_a_prefix_keep_what_they_keep_alone(tiny_checkpoints: dict[str, Path]) -> None:
+    """A conversation of 150 tokens goes on in five ways: without sharing, with it, and with few blocks besides."""
+    requests: Requests = [([*PROMPTS[2], *PROMPTS[2][:40], n], GREEDY | {"max_new_tokens": 60}) for n in range(5)]
+    caches: list[Any] = []
+    answers: list[list[Any]] = []
+    for is_sharing, num_blocks in ((False, 400), (True, 400), (True, 64)):
+        engine = make(tiny_checkpoints["llama"], **SNAP, use_prefix_caching=is_sharing, num_gpu_blocks=num_blocks)
+        make_room, asked = engine.scheduler.make_room, list[Request]()
+
+        def noted(request: Request, make_room: Any = make_room, asked: list[Request] = asked) -> bool:
+            asked.append(request)
+            return make_room(request)
+
+        engine.scheduler.make_room = noted
+        answers.append([])
+        caches.append(caches_of(engine, answers[-1], requests))
+        assert bool(asked) == (num_blocks == 64), "a prefix that is shared cannot be packed"
+        if num_blocks == 400:
+            assert engine.load().num_prefix_hits == (4 * 136 if is_sharing else 0), "all but the window of 12 queries"
+        engine.pool.drop_cached()
+        assert engine.pool.audit() == []
+        assert answers[-1] == answers[0]
+        assert caches[-1].keys() == caches[0].keys()
+        assert len(caches[0]) >= 15
+        for point, (counts, keys) in caches[0].items():
+            assert counts == caches[-1][point][0]
+            torch.testing.assert_close(keys, caches[-1][point][1], atol=1e-5, rtol=1e-4)
+
+
+def caches_of(
+    engine: Any, answers: list[Any], requests: Requests = (*LONG, *LONG)
+) -> dict[tuple[str, int], tuple[list[Any], torch.Tensor]]:
     """What is packed at each compression of each request, when it was last compressed there."""
-    caches, compress = {}, engine.pool.compress
+    caches, compressed = {}, engine.scheduler.compressed
 
-    def noted(request: Request, packed: Any) -> int:
-        cells = engine.view.cells.packed(np.arange(packed.counts.sum()), engine.pool.table(request))
-        name = request.request_id, packed.num_tokens
-        caches[name] = packed.counts.tolist(), engine.view.key_cells[torch.from_numpy(cells)].clone()
-        return compress(request, packed)
+    def noted(request: Request, kept: Any, num_freed: int) -> None:
+        cells = engine.view.cells.packed(np.arange(sum(map(sum, kept))), engine.pool.table(request))
+        name = request.request_id, request.num_computed_tokens
+        caches[name] = kept, engine.view.key_cells[torch.from_numpy(cells)].clone()
+        compressed(request, kept, num_freed)
 
-    engine.pool.compress = noted
-    answers += answers_of(engine)
+    engine.scheduler.compressed = noted
+    answers += [tokens(outputs) for outputs in serve(engine, requests)[0]]
     return caches
 
 
@@ -264,6 +295,7 @@ class Machine(RuleBasedStateMachine):
             self.step(1)
         assert self.engine.pool.audit() == []
         self.counted["compressions"] += self.engine.num_compressions
+        self.counted["hits"] += self.engine.load().num_prefix_hits
         self.counted["preemptions"] += self.engine.load().num_preemptions
 
 
@@ -271,10 +303,10 @@ def test_any_order_of_arrivals_steps_and_aborts(tiny_checkpoints: dict[str, Path
     Machine.folder, Machine.alone, Machine.counted = (
         tiny_checkpoints["llama"],
         {},
-        {"compressions": 0, "preemptions": 0},
+        {"compressions": 0, "preemptions": 0, "hits": 0},
     )
     for block_size in (1, 3):  # less than a block is not dropped, so answers depend on it
-        engine = make(Machine.folder, **FEW | {"block_size": block_size})
+        engine = make(Machine.folder, **FEW | {"block_size": block_size}, use_prefix_caching=False)
         for length in LENGTHS:
             for num_new in NEW:
                 params = SamplingParams(**GREEDY, max_new_tokens=num_new)

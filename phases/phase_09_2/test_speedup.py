@@ -13,12 +13,12 @@ from shared.sampling.params import SamplingParams
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 SNAP: dict[str, Any] = {
     "compress_method": "snapkv",
-    "layer_budget": 48,
-    "layer_upper_budget": 48,
-    "steps_between_compressions": 16,
+    "layer_budget": 64,
+    "layer_upper_budget": 128,
+    "steps_between_compressions": 32,
     "query_window_size": 16,
 }
-LONG, BLOCKS = 512, 32  # tokens of a request; the pool holds one such request without compression
+LONG, BLOCKS = 2048, 128  # tokens of a request; the pool holds one such request without compression
 
 
 def serve(engine: Any, num_requests: int) -> tuple[int, int]:
@@ -36,22 +36,23 @@ def serve(engine: Any, num_requests: int) -> tuple[int, int]:
     return most_requests, most_blocks
 
 
-def test_five_long_answers_in_the_memory_of_one(tiny_checkpoints: dict[str, Path]) -> None:
+def test_seven_long_answers_in_the_memory_of_one(tiny_checkpoints: dict[str, Path]) -> None:
+    """A sixteenth of what is asked of a GPU: 2,048 tokens instead of 32,768, a budget of 128 instead of 2,048."""
     about: dict[str, Any] = {
         "model": str(tiny_checkpoints["llama"]),
         "max_seq_len": LONG,
         "num_gpu_blocks": BLOCKS,
-        "max_batch_size": 5,
+        "max_batch_size": 8,
         "use_prefix_caching": False,
     }
     one = Uncompressed(EngineConfig(**about))
     assert serve(one, 1)[1] == BLOCKS
     engine = Engine(EngineConfig(**about, **SNAP))
-    requests, blocks = serve(engine, 5)
-    assert requests == 5
-    assert blocks <= (48 + 16) // 16 + 2, "what heads keep, what came since, and less than two blocks of waste"
+    requests, blocks = serve(engine, 7)
+    assert requests == 7
+    assert blocks <= 0.12 * BLOCKS
     assert engine.load().num_preemptions == 0, "all of them to the end"
-    assert engine.runner.num_tokens_computed == 5 * (LONG - 1)
+    assert engine.runner.num_tokens_computed == 7 * (LONG - 1)
 
 
 @pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")

@@ -19,7 +19,7 @@ from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.rejection_sampler import RejectionSampler
+from shared.engine.redirecting_sampler import RedirectingRejectionSampler, RedirectingSampler
 from shared.engine.request import Request
 from shared.engine.sampler import SamplerOutput
 from shared.kernels.launch import LAUNCHES
@@ -27,9 +27,11 @@ from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
+from shared.models.compiled import compile_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
+from shared.sampling.thinking import ThinkingLimits, thinks
 from shared.scheduling.multi_token import MultiTokenScheduler, settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
@@ -78,6 +80,7 @@ SUPPORTED = {
     "acceptance_method",
     "adapt_spec_length",
     "adapter",
+    "execution",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": multi_token_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": MultiTokenScheduler}
@@ -112,13 +115,15 @@ class Engine:
         runner = CapturedMultiTokenRunner if is_capturing else MultiTokenRunner
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
+        self.compile_seconds = compile_model(self.model) if config.execution == "compile" else 0.0
         if self.drafter is not None:
             self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows}
+        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": RedirectingSampler}
         if self.drafter is not None and config.acceptance_method == "rejection":
-            sampling["make_sampler"] = partial(RejectionSampler, distributions=self.drafter.distributions)
+            distributions = self.drafter.distributions
+            sampling["make_sampler"] = partial(RedirectingRejectionSampler, distributions=distributions)
         if isinstance(self.drafter, MultiTokenDrafter):
             sampling["states"] = self.drafter.states
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
@@ -126,6 +131,7 @@ class Engine:
             tune(self.scheduler, self.runner, self.drafter)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
+        self.limits_thinking = thinks(self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
         self.seeds = random.Random(config.seed)
         self.request_ids = itertools.count()
@@ -142,7 +148,8 @@ class Engine:
         params.refuse("structured_output", "12")
         self.scheduler.check(request_id, len(prompt_ids), params)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(request_id, prompt_ids, params, seed, end_ids)
+        limits = ThinkingLimits.of(params, prompt_ids, seed, end_ids, self.tokenizer)
+        request = Request(request_id, prompt_ids, params, seed, end_ids, steer=limits)
         self.scheduler.add(request)
         self.output_processor.add(request)
         return request_id

@@ -38,8 +38,9 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter
+from shared.speculation.forced import ForcedTextDrafter
+from shared.speculation.masked_draft_model import MaskedDraftModel
 from shared.speculation.ngram import NGramDrafter
 from shared.speculation.step_times import tune
 from shared.text.tokenizer import Tokenizer
@@ -85,9 +86,9 @@ SUPPORTED = {
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
-DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer], Drafter]] = {
-    "ngram": lambda *_: NGramDrafter(),
-    "model": DraftModel,
+DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer, GrammarPool | None], Drafter]] = {
+    "ngram": lambda _, __, tokenizer, ___: ForcedTextDrafter(NGramDrafter(), tokenizer),
+    "model": lambda *about: ForcedTextDrafter(MaskedDraftModel(*about), about[2]),
 }
 
 
@@ -109,10 +110,10 @@ class Engine:
             fuse(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter: Drafter | None = None
         if config.use_speculative_decoding:
-            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer)
-        grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
+            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, grammar_pool)
         self.pool, self.view = self.group.memory(self.model, self.max_seq_len)
         if self.drafter is not None:
             self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
@@ -120,8 +121,7 @@ class Engine:
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
         make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool)
         if self.drafter is not None and config.acceptance_method == "rejection":
-            distributions = self.drafter.distributions
-            make_sampler = partial(GrammarRejectionSampler, pool=grammar_pool, distributions=distributions)
+            make_sampler = partial(GrammarRejectionSampler, pool=grammar_pool, distributions=self.drafter.distributions)
         sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": make_sampler}
         self.runner = self.group.runner(self.model, self.view, self.pool.max_sequences, **sampling)
         if self.drafter is not None:
@@ -237,9 +237,9 @@ class Engine:
             "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
             "drafts accepted (tokens)": self.scheduler.num_accepted_drafts,
             "drafts rejected (tokens)": self.scheduler.num_rejected_drafts,
+            "forced drafts accepted (tokens)": self.scheduler.num_accepted_forced_drafts,
             **{f"accepted at position {n}": count for n, count in enumerate(self.scheduler.num_accepted_by_position)},
-            "grammars compiled": self.constraints.grammars.num_compiled,
-            "masks applied": self.constraints.num_masks,
+            **self.constraints.stats(),
             "kernels launched": LAUNCHES.total(),
         }
 

@@ -62,7 +62,7 @@ class CondensedKVCachePool(PagedKVCachePool):
         table: Blocks = self.tables[row, : self.blocks_for(self.lengths[row])].copy()
         return Holding(row, table, self.lengths[row], self.packed.get(request))
 
-    def compress(self, request: Request, packed: Packed) -> int:
+    def compress(self, request: Request, packed: Packed) -> int | None:
         """See :class:`shared.cache.compressing.CompressingPool`."""
         row = self._row(request)
         self.packed[request] = packed

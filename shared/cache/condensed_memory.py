@@ -3,8 +3,13 @@
 Invariant: that of :mod:`shared.cache.paged_memory`; without ``compress_method`` the memory is phase 9's.
 """
 
-from shared.cache.bucket_memory import bucket_memory
+from dataclasses import replace
+from functools import partial
+
+from shared.cache.bucket_memory import bucket_memory, buckets_of
 from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.condensed_bucket_view import CondensedBucketView
+from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
 from shared.cache.condensed_view import CondensedView
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
@@ -12,7 +17,10 @@ from shared.cache.paged_memory import sizes_for
 from shared.cache.view import BatchView
 from shared.compression.compressors import COMPRESSORS
 from shared.compression.selection import Budget
+from shared.engine.buckets import Buckets
 from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.kernels.launch import launches
 from shared.models.causal_lm import CausalLM
 
 
@@ -26,7 +34,24 @@ def condensed_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) ->
     about = compressor, budget, config.query_window_size, not config.if_fake_compress
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
-        view = CondensedView(model.config, sizes, model.dtype, model.device, config.attention_backend, *about)
+        shape = (model.config, sizes, model.dtype, model.device)
+        if config.attention_backend is None and launches(model.norm.weight):
+            view: CondensedView = CondensedBucketView(*shape, decode_buckets(config, model, max_seq_len), *about)
+        else:
+            view = CondensedView(*shape, config.attention_backend, *about)
+        if config.is_on("use_prefix_caching"):
+            return CondensedPrefixKVCachePool(view.cells, sizes, partial(num_shareable, config)), view
         return CondensedKVCachePool(view.cells, sizes.max_sequences, sizes.max_seq_len), view
 
     return make(sizes_for(config, model, max_seq_len, make))
+
+
+def num_shareable(config: EngineConfig, request: Request) -> int:
+    """The tokens of a request, from the first, before those whose queries its first compression may use."""
+    first = config.layer_budget + config.steps_between_compressions
+    return max(request.num_prompt_tokens, first) - config.query_window_size
+
+
+def decode_buckets(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Buckets:
+    """The buckets of decode steps; a step with prompts is run eagerly."""
+    return replace(buckets_of(config, model, max_seq_len), mixed=())

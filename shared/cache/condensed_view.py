@@ -5,17 +5,18 @@ runs between two steps: for each layer and head it scores the keys that are left
 keeps into the first blocks (*condensed*), or marks them in a mask and moves nothing (*masked*, ``if_fake_compress``).
 
 A layer with a sliding window keeps exactly its window, which loses nothing. The other layers keep what the compressor
-selects. Compressed sequences are attended one at a time with PyTorch's operations, on every device.
+selects. Compressed sequences are attended one at a time with PyTorch's operations.
 
 Invariants: those of :class:`shared.cache.paged_view.PagedView`; a head's tokens are in time order, its tail included;
 masks only lose bits; the queries of a token have one place in the ring, so a step can be run again.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from shared.cache.compressing import Place
 from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
 from shared.cache.layout import ranges
 from shared.cache.paged_layout import PagedSizes
@@ -38,6 +39,8 @@ class CondensedView(PagedView):
         moves: whether kept tokens move together; otherwise they are masked.
     """
 
+    num_padding_rows = 0  # of the ring, behind those of the sequences
+
     def __init__(
         self,
         config: ModelConfig,
@@ -54,7 +57,8 @@ class CondensedView(PagedView):
         self.compressor, self.budget, self.num_queries, self.moves = compressor, budget, num_queries, moves
         self.cells = Cells(config.num_layers, sizes.num_blocks, sizes.block_size, config.num_kv_heads)
         self.key_cells, self.value_cells = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
-        shape = (config.num_layers, sizes.max_sequences, num_queries, config.num_heads, config.head_dim)
+        rows = sizes.max_sequences + self.num_padding_rows
+        shape = (config.num_layers, rows, num_queries, config.num_heads, config.head_dim)
         self.ring = torch.empty(shape, dtype=dtype, device=device)
         self.masks: dict[int, torch.Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
 
@@ -90,12 +94,16 @@ class CondensedView(PagedView):
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_compressed:
             return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
-        attended = []
-        for queries, sequence in zip(q.split(self.num_new), self.sequences, strict=True):
-            cells, kept = self.cells_of(sequence, layer)
-            k, v = self.key_cells[cells], self.value_cells[cells]  # [Hkv, S, D]
-            attended.append(masked_attention(queries, k, v, kept, scale=scale, window=window, softcap=softcap))
-        return torch.cat(attended)
+        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        each = zip(q.split(self.num_new), self.sequences, strict=True)
+        return torch.cat([self.attend_by_cells(layer, queries, sequence, about) for queries, sequence in each])
+
+    def attend_by_cells(
+        self, layer: int, queries: torch.Tensor, sequence: Holding, about: dict[str, Any]
+    ) -> torch.Tensor:
+        """Attention of the new tokens of one sequence; ``about`` holds scale, window and softcap."""
+        cells, kept = self.cells_of(sequence, layer)
+        return masked_attention(queries, self.key_cells[cells], self.value_cells[cells], kept, **about)
 
     def cells_of(self, sequence: Holding, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's cells in time order, int64 [Hkv, S], and which of them are kept, bool [Hkv, S].
@@ -119,8 +127,8 @@ class CondensedView(PagedView):
         is_kept = torch.from_numpy(back <= counts).to(device)
         return torch.from_numpy(both).to(device), torch.cat([is_kept, kept], 1)
 
-    def compress(self, sequence: Holding) -> Packed | None:
-        """Keep the best tokens of a sequence, between two steps; None, and no change, if less than a block goes."""
+    def compress(self, sequence: Holding, place: Place) -> Packed | None:
+        """See :class:`shared.cache.compressing.CompressingView`."""
         num_tokens = sequence.num_tail + (0 if sequence.packed is None else sequence.packed.num_tokens)
         chosen = [self._choose(sequence, layer, num_tokens) for layer in range(self.cells.num_layers)]
         counts = torch.stack([kept.sum(1) for _, kept, _ in chosen]).cpu().numpy().astype(np.int64)
@@ -129,12 +137,15 @@ class CondensedView(PagedView):
             return None
         if not self.moves:
             self.masks[sequence.row] = pack(torch.stack([kept for _, kept, _ in chosen]))
-            return Packed(counts, num_tokens, 0)
+        packed = Packed(counts, num_tokens, self.cells.slots_for(counts) if self.moves else 0)
+        table = place(packed)
+        if table is None or not self.moves:
+            return None if table is None else packed
         sources = torch.cat([cells[kept] for cells, kept, _ in chosen])  # head after head, in time order
-        targets = torch.from_numpy(self.cells.packed(np.arange(len(sources)), sequence.table)).to(self.keys.device)
+        targets = torch.from_numpy(self.cells.packed(np.arange(len(sources)), table)).to(self.keys.device)
         for cells in (self.key_cells, self.value_cells):
             cells[targets] = cells[sources]  # read as a whole before the first is written
-        return Packed(counts, num_tokens, self.cells.slots_for(counts))
+        return packed
 
     def _choose(
         self, sequence: Holding, layer: int, num_tokens: int

@@ -10,6 +10,7 @@ the draft model's maximum; this module commits tokens of the model alone, and th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from shared.cache.layout import Layout
 from shared.cache.pool import CachePoolProtocol
@@ -31,7 +32,8 @@ class PairedPool:
 
     def admit(self, request: Request) -> int:
         """See ``CachePoolProtocol``; what the draft model has of the request's prefix may be less, or more."""
-        params = replace(request.params, logprobs=None, prompt_logprobs=None)
+        unlimited: dict[str, Any] = {"thinking_budget": None, "min_thinking_tokens": 0}
+        params = replace(request.params, logprobs=None, prompt_logprobs=None, **unlimited)
         about = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
         twin = self.twins[request] = Request(*about, output_ids=list(request.output_ids), serial=request.serial)
         self.granted[request] = 0

@@ -53,11 +53,11 @@ class PrefixKVCachePool(PlannedKVCachePool):
         self.copying: set[Request] = set()  # those whose next step copies a block
         self.computing: dict[tuple[Node, bytes], Request] = {}  # which request computes the block behind a node
         self.leaders: WeakKeyDictionary[Request, tuple[Request, int]] = WeakKeyDictionary()
-        self.packed: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()
+        self.packed_ids: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()
 
     def admit(self, request: Request) -> int:
         """See ``CachePoolProtocol``; the request shares the blocks of its longest cached prefix."""
-        tokens, salt = self._tokens(request), _salt(request)
+        tokens, salt = self.shareable(request), _salt(request)
         node, blocks = self.tree.acquire(b"" if request.needs_prompt_logits else tokens, salt)
         # exercise 08x5: share the blocks, and leave a token to compute
         # hint: `blocks` hold the first len(blocks) * block_size tokens; at least one token must remain to be computed
@@ -91,7 +91,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
         leader, num_common = self.leaders.get(request, (None, 0))
         if leader in self.prefixes and self.prefixes[leader].num_blocks < num_common:
             return True  # found without another look at the tokens
-        tokens, salt = self._tokens(request), _salt(request)
+        tokens, salt = self.shareable(request), _salt(request)
         node, count, num_blocks = self.tree.match(tokens, salt)
         start = num_blocks * self.tree.block_bytes
         if start == len(tokens) or count < len(node.blocks):
@@ -210,14 +210,18 @@ class PrefixKVCachePool(PlannedKVCachePool):
             del self.computing[prefix.computes]
         prefix.computes = None
 
+    def shareable(self, request: Request) -> bytes:
+        """The packed ids of the blocks that a request may find in the tree."""
+        return self._tokens(request)
+
     def _tokens(self, request: Request) -> bytes:
         """The packed ids of the whole blocks that a request's known tokens fill."""
         num_tokens = request.num_tokens // self.block_size * self.block_size
-        packed = self.packed.get(request, b"")
+        packed = self.packed_ids.get(request, b"")
         if len(packed) != num_tokens * ID_BYTES:
             ids = request.ids(len(packed) // ID_BYTES, num_tokens)
             packed += struct.pack(f"{len(ids)}i", *ids)  # faster than array and numpy
-            self.packed[request] = packed
+            self.packed_ids[request] = packed
         return packed
 
 

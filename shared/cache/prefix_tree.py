@@ -137,6 +137,10 @@ class PrefixTree:
                 self.num_unused_blocks += len(ancestor.blocks)
         # end exercise
 
+    def num_alone(self, node: Node) -> int:
+        """The blocks of a held node's path that no other request holds."""
+        return sum(len(ancestor.blocks) for ancestor in _path(node) if ancestor.num_users == 1)
+
     def evict(self, count: int) -> Blocks:
         """Remove ``count`` blocks that no request holds, least recently used first; there must be that many."""
         assert count <= self.num_unused_blocks, f"{count} blocks of {self.num_unused_blocks} unused ones"

@@ -7,7 +7,8 @@ the times that a user waits.
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shared.cli.terminal import printable, stderr_console
@@ -68,8 +69,15 @@ def show_summary(answer: TerminalAnswer) -> None:
     stderr_console().print(answer.summary(), style="dim", soft_wrap=True, markup=False)
 
 
-def show_stats(lesson: Lesson, engine: Any, answer: TerminalAnswer, seed: int | None, load_seconds: float) -> None:
-    """Write a table of the run to standard error; an engine adds its own rows through ``stats()``."""
+def show_stats(
+    lesson: Lesson,
+    engine: Any,
+    answer: TerminalAnswer,
+    seed: int | None,
+    load_seconds: float,
+    profile: Mapping[str, float | int] = MappingProxyType({}),
+) -> None:
+    """Write a table of the run to standard error; an engine adds its own rows through ``stats()``, then the profile."""
     from rich.table import Table
 
     parameters = list(engine.model.parameters())
@@ -91,6 +99,7 @@ def show_stats(lesson: Lesson, engine: Any, answer: TerminalAnswer, seed: int | 
     }
     if hasattr(engine, "stats"):
         rows |= engine.stats()
+    rows |= profile
     table = Table("what", "value", title="run", title_justify="left")
     for name, value in rows.items():
         table.add_row(

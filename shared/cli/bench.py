@@ -3,6 +3,7 @@
 import typer
 
 from shared.cli.bench_generation import COMMANDS as GENERATION_COMMANDS
+from shared.cli.bench_grammar import COMMANDS as GRAMMAR_COMMANDS
 from shared.cli.bench_hardware import COMMANDS as KERNEL_COMMANDS
 from shared.cli.bench_serving import COMMANDS as SERVING_COMMANDS
 from shared.cli.bench_speculation import COMMANDS as SPECULATION_COMMANDS
@@ -13,6 +14,6 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog=examples("infer bench hardware", "infer bench kernels", "infer bench generation", "infer bench serving"),
 )
-_COMMANDS = KERNEL_COMMANDS | GENERATION_COMMANDS | SERVING_COMMANDS | SPECULATION_COMMANDS
+_COMMANDS = KERNEL_COMMANDS | GENERATION_COMMANDS | SERVING_COMMANDS | SPECULATION_COMMANDS | GRAMMAR_COMMANDS
 for _name, (_command, _epilog) in _COMMANDS.items():
     app.command(_name, epilog=_epilog)(_command)

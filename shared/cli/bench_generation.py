@@ -60,8 +60,9 @@ def generation(
         list[str] | None,
         typer.Option(
             "--peer",
-            help="A peer to measure: transformers_eager, transformers_compiled, vllm; repeat it. Default: all that can "
-            "run here. The last two need a GPU, and vllm must be installed.",
+            help="A peer to measure: transformers_eager, transformers_compiled, vllm, compile (phase 11.1 with "
+            "torch.compile for our kernels); repeat it. Default: all that can run here, on a CPU without compile. The "
+            "middle two need a GPU, and vllm must be installed.",
             show_default=False,
         ),
     ] = None,

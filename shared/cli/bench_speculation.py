@@ -12,6 +12,7 @@ import typer
 
 from shared.cli.bench_options import Device, Model, computing_device, present
 from shared.cli.terminal import examples, working
+from shared.errors import ConfigError
 
 
 def speculation(
@@ -20,6 +21,10 @@ def speculation(
     adapter: Annotated[
         str | None,
         typer.Option("--adapter", help="An adapter of phase 11.1, beside lookup; random: one that is not trained."),
+    ] = None,
+    lookup: Annotated[bool, typer.Option(help="Measure drafts by lookup too.")] = True,
+    candidates: Annotated[
+        int | None, typer.Option("--candidates", help="An untrained adapter guesses the first ids only.", min=1)
     ] = None,
     texts: Annotated[
         bool, typer.Option("--texts", help="Instead, let a chat model answer, with its true acceptance.")
@@ -43,6 +48,8 @@ def speculation(
     """
     from benchmarks.speculation import imposed_view, measure_imposed, measure_texts, texts_view
 
+    if not (lookup or draft or adapter):
+        raise ConfigError("--no-lookup leaves nothing to measure; add --draft or --adapter.")
     where = computing_device(device)
     with working("drafting and verifying"):
         if texts:
@@ -54,6 +61,8 @@ def speculation(
                 model,
                 draft=draft,
                 adapter=adapter,
+                lookup=lookup,
+                num_candidates=candidates,
                 device=where,
                 lengths=length or (1, 3, 5, 8),
                 acceptances=acceptance or (0.6, 0.8, 0.95),

@@ -48,9 +48,17 @@ def generate(
     answer = TerminalAnswer(_chat_ids(engine, text, thinking) if chat else engine.tokenizer.encode(text))
     if not chat and sys.stdout.isatty():  # the answer continues the prompt
         typer.secho(printable(text), dim=True, nl=False)
-    answer.stream(engine, params)
+    profile: dict[str, float | int] = {}
+    if stats and hasattr(engine, "scheduler"):
+        from shared.tracing.profiler import Profiler
+
+        with Profiler(engine) as profiler:
+            answer.stream(engine, params)
+        profile = profiler.stats()
+    else:
+        answer.stream(engine, params)
     if stats:
-        show_stats(lesson, engine, answer, None if params.is_greedy else params.seed, load_seconds)
+        show_stats(lesson, engine, answer, None if params.is_greedy else params.seed, load_seconds, profile)
     if not quiet:
         show_summary(answer)
 

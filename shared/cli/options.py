@@ -76,6 +76,12 @@ LogitBias = Annotated[
     _sampling("--logit-bias", text="Add a number to a token's logit; may be repeated.", metavar="ID=BIAS"),
 ]
 MinTokens = Annotated[int, _sampling("--min-tokens", text="Do not end the answer before this many tokens.")]
+ThinkingBudget = Annotated[
+    int | None, _sampling("--thinking-budget", text="Close the thinking behind this many tokens (phase 11.1).")
+]
+MinThinkingTokens = Annotated[
+    int, _sampling("--min-thinking-tokens", text="Do not let the thinking end before (phase 11.1).")
+]
 StopTokenId = Annotated[
     list[int] | None, _sampling("--stop-token-id", text="End the answer at this token; may be repeated.")
 ]
@@ -111,6 +117,8 @@ def sampling_params(
     frequency_penalty: FrequencyPenalty = 0.0,
     logit_bias: LogitBias = None,
     min_tokens: MinTokens = 0,
+    thinking_budget: ThinkingBudget = None,
+    min_thinking_tokens: MinThinkingTokens = 0,
     seed: Seed = None,
     stop: Stop = None,
     stop_token_id: StopTokenId = None,
@@ -133,6 +141,8 @@ def sampling_params(
         logit_bias=dict(map(_bias, logit_bias or ())),
         max_new_tokens=max_tokens,
         min_tokens=min_tokens,
+        thinking_budget=thinking_budget,
+        min_thinking_tokens=min_thinking_tokens,
         stop=tuple(stop or ()),
         stop_token_ids=tuple(stop_token_id or ()),
         seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
@@ -248,10 +258,13 @@ def load_engine(lesson: Lesson, model: str, *, is_alone: bool = False, **setting
         settings: fields of ``EngineConfig``.
     """
     from shared.loading.placement import check_device
+    from shared.server.logs import configure
 
     config = EngineConfig(model=model, **settings)
     config = dataclasses.replace(config, device=str(check_device(config.device)))
     fetch_if_known(model)
+    if config.if_log_compress or config.if_log_num_topp:
+        configure("text")
     with working(f"loading {model}"):
         return lesson.engine_alone(config) if is_alone else lesson.engine(config)
 

@@ -25,7 +25,8 @@ def top_p_count(attention: Tensor, p: float) -> Tensor:
 def top_n(scores: Tensor, count: Tensor) -> Tensor:
     """scores [..., n], count [...] -> bool [..., n], the `count` highest of each row; of equal ones the older."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    return order.argsort(-1) < count[..., None]
+    is_high = torch.arange(scores.shape[-1], device=scores.device) < count[..., None]  # by rank
+    return torch.empty_like(is_high).scatter_(-1, order, is_high)
 
 
 def temperature(scores: Tensor, count: int, p: float, steps: int = 200) -> float:

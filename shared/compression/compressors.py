@@ -8,7 +8,7 @@ Invariant: ``scores`` is a function of its arguments alone and returns fp32 (fp6
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,15 @@ class Compressor(Protocol):
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """queries [w, Hq, D] of the last w positions, keys [n, Hkv, D] in time order -> [Hkv, n]."""
+        ...
+
+
+@runtime_checkable
+class MassCompressor(Compressor, Protocol):
+    """A compressor that needs only how much attention each key gets from the window."""
+
+    def of_mass(self, mass: Tensor) -> Tensor:
+        """Attention summed over the window's queries, [..., Hq / Hkv, n] -> scores [..., n], up to a factor."""
         ...
 
 
@@ -56,6 +65,11 @@ class SnapKV:
         rows = window_attention(queries, keys, self.scale).sum(2)  # [Hkv, g, n]
         return F.max_pool1d(rows, self.kernel, stride=1, padding=self.kernel // 2).amax(1)  # [Hkv, n]
         # end exercise
+
+    def of_mass(self, mass: Tensor) -> Tensor:
+        """See :class:`MassCompressor`."""
+        rows = F.max_pool1d(mass.flatten(0, -3), self.kernel, stride=1, padding=self.kernel // 2)
+        return rows.view_as(mass).amax(-2)
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,10 @@ class VanillaTopP:
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """See :class:`Compressor`."""
         return window_attention(queries, keys, self.scale).mean((1, 2))
+
+    def of_mass(self, mass: Tensor) -> Tensor:
+        """See :class:`MassCompressor`."""
+        return mass.mean(-2)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ left to the phase (None) is off without its requirements; one set to True is ref
 
 COMPRESSION = (
     "if_fake_compress",
+    "if_log_compress",
+    "if_log_num_topp",
     "layer_budget",
     "layer_upper_budget",
     "query_window_size",
@@ -62,10 +64,9 @@ COMPRESSION = (
 """Fields that have no meaning without ``compress_method``."""
 
 WITHOUT_COMPRESSION = {
-    "use_prefix_caching": "a request's kept tokens are its own",
-    "use_cuda_graphs": "compressed sequences have no kernel yet",
+    "use_prefix_caching": ("if_fake_compress", "a block with masked tokens cannot be shared"),
 }
-"""Optimizations that are off with ``compress_method``, and refused if set to True; with the reason."""
+"""Optimizations that are off with a setting of compression, and refused if set to True; with the reason."""
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
 """Side tracks: no later phase supports their settings."""
@@ -183,6 +184,8 @@ class EngineConfig:
         choices=COMPRESS_METHODS,
     )
     if_fake_compress: bool = setting(False, "09.2", "Mask dropped keys instead of moving the others together.")
+    if_log_compress: bool = setting(False, "09.2", "Log each compression: the share that is kept, and blocks freed.")
+    if_log_num_topp: bool = setting(False, "09.2", "Log how many tokens each KV head of each layer keeps.")
     layer_budget: int = setting(1024, "09.2", "Least tokens that a KV head keeps.", at_least=1)
     layer_upper_budget: int = setting(2048, "09.2", "Most tokens that a KV head keeps at a compression.", at_least=1)
     query_window_size: int = setting(128, "09.2", "The last queries that say which keys matter.", at_least=1)
@@ -230,6 +233,12 @@ class EngineConfig:
     )
     adapter: str | None = setting(
         None, "11.1", "Folder of an adapter with which the model drafts for itself; default: none."
+    )
+    execution: str = setting(
+        "kernels",
+        "11.1",
+        "kernels (ours) or compile (PyTorch compiles what lies between attention layers, which takes a while).",
+        choices=("kernels", "compile"),
     )
     grammar_pool_bytes: int = setting(
         256_000_000,
@@ -301,6 +310,12 @@ class EngineConfig:
                 f"adapter is {self.adapter!r} and kv_cache_dtype is 'fp8'; mask tokens need keys and values of the "
                 "weights' dtype: leave one of them out."
             )
+        for name in ("adapter", "quantization", "pack_weights"):
+            if self.execution == "compile" and getattr(self, name):
+                raise ConfigError(
+                    f"execution is 'compile' and {name} is {getattr(self, name)!r}; compiled products have plain "
+                    "weights: leave one of them out."
+                )
         if self.pack_weights and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"pack_weights is True and tensor_parallel_size is {self.tensor_parallel_size}; packed matrices are "
@@ -330,15 +345,15 @@ class EngineConfig:
                         f"a compressed KV cache: choose a compress_method too, or leave {name} out."
                     )
             return
-        for name, reason in WITHOUT_COMPRESSION.items():
-            if getattr(self, name):
+        for name, (other, reason) in WITHOUT_COMPRESSION.items():
+            if getattr(self, name) and getattr(self, other):
                 raise ConfigError(
-                    f"{name} is True and compress_method is {self.compress_method!r}; {reason}: leave one of them out."
+                    f"{name} is True and {other} is {getattr(self, other)!r}; {reason}: leave one of them out."
                 )
         if self.attention_backend in ("flash", "planned"):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r} and compress_method is {self.compress_method!r}; "
-                "compressed sequences have no kernel yet: choose sdpa or naive, or leave attention_backend out."
+                "compressed sequences have a kernel of their own: leave attention_backend out, or choose sdpa or naive."
             )
 
     def check(self, supported: Collection[str]) -> None:
@@ -364,7 +379,7 @@ class EngineConfig:
     def is_on(self, name: str) -> bool:
         """Whether an optimization that the phase supports is on; None means on if its requirements are met."""
         value = getattr(self, name)
-        if value is None and self.compress_method is not None and name in WITHOUT_COMPRESSION:
+        if value is None and name in WITHOUT_COMPRESSION and getattr(self, WITHOUT_COMPRESSION[name][0]):
             return False
         return bool(value) if value is not None else self._unmet(name) is None
 

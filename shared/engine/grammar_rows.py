@@ -17,6 +17,7 @@ the row is forgotten.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,10 @@ from shared.kernels.grammar_advance import grammar_advance
 from shared.kernels.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.sampler import SamplingRow
 
-Key = tuple[int, int, bool]
-"""A row: its request's serial, the number of its outputs, and whether it has a grammar."""
+Keys = tuple[list[int], tuple[int, ...], list[int], list[bool]]
+"""Of some rows: places, serials of their requests, numbers of outputs, and whether they have a grammar."""
+_KEY = attrgetter("serial", "index", "constraint")
+_NUM_DRAFTS = attrgetter("num_drafts")
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ class GrammarRows:
         self.grammar_pool, self.upload = grammar_pool, upload
         self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=grammar_pool.tables.device)
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
-        self.next: tuple[list[int], list[Key]] | None = None  # places and keys if the same rows sample again
+        self.next: Keys | None = None  # if the same rows sample again
         self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
         self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which is that of all
+        self.keys: Keys = [], (), [], []
         self.words = torch.empty(0)
-        self.last: tuple[tuple[list[int], ...], torch.Tensor] = ((), torch.empty(0))  # numbers and slots, and uploaded
+        nothing = torch.empty(0)
+        self.last: tuple[tuple[list[int], list[int]], Entered] = ([], []), Entered(nothing, nothing, nothing)
         is_cuda = self.rows.is_cuda
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
         self.moved: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
@@ -79,14 +84,15 @@ class GrammarRows:
         Args:
             places: the table row of each row; those of a request are adjacent.
         """
-        places, keys = list(places), [(row.serial, row.index, row.constraint is not None) for row in rows]
-        expected, self.next = self.next, None
-        has_drafts = any(row.num_drafts for row in rows)
-        if expected == (places, keys) and not has_drafts:  # each of the same rows stands behind its own token
+        self.keys = self._keys(rows, places)
+        places, expected, self.next = self.keys[0], self.next, None
+        if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands behind its own token
             return self._aside({}, {}, {}, *self.last[0])
-        for place, (serial, index, has_grammar) in zip(*(expected or ((), ())), strict=True):
+        for place, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
             if has_grammar:
                 self.entered[place] = serial, index
+        if True not in self.keys[-1]:
+            return None
         sent, moved, chains = dict[int, Integers](), dict[int, int](), dict[int, list[int]]()
         numbers, slots = list[int](), list[int]()
         for number, (row, place) in enumerate(zip(rows, places, strict=True)):
@@ -118,15 +124,26 @@ class GrammarRows:
         assert self.tokens is not None
         remove_refused(entered.words, entered.slots, entered.numbers, self.tokens, logits)
 
-    def advance(self, entered: Entered, rows: Sequence[SamplingRow], places: Sequence[int], ids: torch.Tensor) -> None:
-        """Move each row to behind the token drawn for it; ``ids`` is int64 ``[n]``."""
+    def advance(self, entered: Entered, ids: torch.Tensor) -> None:
+        """Move each row that was entered to behind the token drawn for it; ``ids`` is int64 ``[n]``, of all rows."""
         numbers, _ = self.last[0]
-        own = ids if len(numbers) == len(rows) else ids[entered.numbers]
+        own = ids if len(numbers) == len(ids) else ids[entered.numbers]
         self._walk(entered.slots, entered.slots, own)
         if self.moved is not None:
             self.moved.record()
-        is_bound = set(numbers)
-        self.next = list(places), [(row.serial, row.index + 1, n in is_bound) for n, row in enumerate(rows)]
+        places, serials, indices, has_grammar = self.keys
+        if len(numbers) < has_grammar.count(True):
+            has_grammar = [number in numbers for number in range(len(ids))]
+        self.next = places, serials, [index + 1 for index in indices], has_grammar
+
+    def forget(self) -> None:
+        """Forget all rows: they stand behind drafts, of which some were not accepted."""
+        self.entered.clear()
+        self.next = None
+
+    def _keys(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Keys:
+        serials, indices, constraints = zip(*map(_KEY, rows), strict=True)
+        return list(places), serials, list(indices), [constraint is not None for constraint in constraints]
 
     def _forget(self, place: int, serial: int) -> dict[int, int]:
         """Forget the rows of a request that samples at ``place``; by their numbers of outputs, where they were."""
@@ -173,9 +190,9 @@ class GrammarRows:
             first = self.upload(torch.tensor(list(chains), dtype=torch.int32))
             self._walk(first, first + 1, self.upload(ids))
         if self.last[0] != (numbers, slots):
-            self.last = (numbers, slots), self.upload(torch.tensor([numbers, slots], dtype=torch.int32))
-        on_device = self.last[1]
-        entered = Entered(on_device[0], on_device[1], self.words[: len(slots)])
+            on_device = self.upload(torch.tensor([numbers, slots], dtype=torch.int32))
+            self.last = (numbers, slots), Entered(on_device[0], on_device[1], self.words[: len(slots)])
+        entered = self.last[1]
         grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, entered.slots, entered.words, self.grammars)
         return entered
 

@@ -4,6 +4,7 @@ Log-probabilities stay those of the raw logits.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from shared.engine.sampler import Sampler
 from shared.grammar.pool import GrammarPool
 from shared.sampling.logit_mask import LogitMaskProcessor
 from shared.sampling.sampler import SamplingBatch, SamplingRow
+
+_ALLOWED = attrgetter("allowed")
+_LOGPROBS = attrgetter("params.logprobs")
 
 
 class GrammarSampler(Sampler):
@@ -30,18 +34,18 @@ class GrammarSampler(Sampler):
     def _draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch
     ) -> torch.Tensor:
-        processor = LogitMaskProcessor.of([row.allowed for row in rows])
+        processor = LogitMaskProcessor.of(list(map(_ALLOWED, rows)))
         if processor is not None:
             logits = processor.sent(self.upload)(logits)
         entered = None if self.grammar_rows is None else self.grammar_rows.enter(rows, places)
         if entered is None:
             return super()._draw(logits, rows, places, batch)
         assert self.grammar_rows is not None
-        if any(row.params.logprobs is not None for row in rows):
+        if list(map(_LOGPROBS, rows)).count(None) < len(rows):
             logits = logits.clone()
         self.grammar_rows.remove_refused(entered, logits)
         ids = super()._draw(logits, rows, places, batch)
-        self.grammar_rows.advance(entered, rows, places, ids)
+        self.grammar_rows.advance(entered, ids)
         return ids
 
 

@@ -10,7 +10,7 @@ from typing import Self
 
 from shared.engine.output import StepOutput
 from shared.scheduling.schedule import Schedule
-from shared.scheduling.scheduler import Scheduler
+from shared.scheduling.scheduler import Compression, Scheduler
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class StepRecord:
     preempted: tuple[str, ...] = ()  # when the step was scheduled
     prefill_starts: tuple[int, ...] = ()  # the first token that each of `prefilled` computed, 0 that of its prompt
     verified: tuple[tuple[str, int, int], ...] = ()  # (request id, accepted drafts, rejected drafts)
+    compressed: tuple[Compression, ...] = ()  # before the step
 
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule, outputs: Sequence[StepOutput]) -> Self:
@@ -46,6 +47,7 @@ class StepRecord:
             preempted=schedule.preempted,
             prefill_starts=tuple(entry.start for entry in prefilled),
             verified=tuple(scheduler.verified) if schedule.has_drafts else (),
+            compressed=tuple(scheduler.compressions),
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             kv_used_tokens=scheduler.pool.used_tokens,

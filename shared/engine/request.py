@@ -5,7 +5,7 @@ tokens are the prompt followed by the outputs, and only ``append`` changes them.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -37,6 +37,8 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+Steer = Callable[[SamplingRow], SamplingRow]
+"""Changes what a request's row may draw, by its index and by the tokens in front of it (phase 11.1)."""
 _serials = itertools.count()
 
 
@@ -45,7 +47,8 @@ class Request:
     """One request. ``seed`` is set even if ``params.seed`` is None, so sampling never depends on other requests.
 
     Requests compare by identity, since an id may be reused. ``end_ids`` are the ids that may end its output, of its
-    parameters and of the model (``SamplingParams.end_ids``).
+    parameters and of the model (``SamplingParams.end_ids``). Raises RequestError for parameters that limit its thinking
+    without ``steer``.
     """
 
     request_id: str
@@ -61,17 +64,21 @@ class Request:
     num_cached_tokens: int = 0  # found in the KV cache when it was first admitted; set by the scheduler
     num_pending_tokens: int = 0  # output tokens that steps in flight will sample; set by the scheduler
     draft_ids: list[int] = field(default_factory=list)  # the drafts of the step in flight; set by the drafter
+    num_forced_drafts: int = 0  # the last of draft_ids, which a grammar forces (phase 12); set by the drafter
     num_accepted_drafts: int = 0  # of all steps; set by the scheduler, as is the next
     num_rejected_drafts: int = 0
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
     last_step: int = 0  # the step that computed its last token; set by the scheduler
     error: str | None = None  # why it failed, as a message for the client
     constraint: object = None  # its grammar, and where its output stands in it (phase 12); set by the engine
+    steer: Steer | None = None  # keeps the limits of its thinking
     serial: int = field(default_factory=lambda: next(_serials))  # its number in this process, never reused
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # prompt and output tokens whose ids are known
 
     def __post_init__(self) -> None:
+        if self.steer is None:
+            self.params.refuse_limits_of_thinking("11.1")
         self.num_prompt_tokens = len(self.prompt_ids)
         self.num_tokens = self.num_prompt_tokens + len(self.output_ids)
 
@@ -132,7 +139,8 @@ class Request:
         """
         index, output_ids = len(self.output_ids) + num_drafts, self.output_ids
         masked_ids = self.end_ids if index < self.params.min_tokens else ()
-        if num_drafts and self.params.has_penalties:
+        if num_drafts and (self.params.has_penalties or self.steer is not None):
             output_ids = output_ids + self.draft_ids[:num_drafts]
         about = (self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts)
-        return SamplingRow(self.params, self.seed, index, *about, draft_id, constraint=self.constraint)
+        row = SamplingRow(self.params, self.seed, index, *about, draft_id, constraint=self.constraint)
+        return row if self.steer is None else self.steer(row)

@@ -55,9 +55,17 @@ class AnswerGraph:
     Attributes:
         graph: leads into document i behind the name of function i.
         behind: the state behind arguments.
+        beginnings: the states from which the answer may also go on as a format has it.
+
+    Args:
+        has_format: whether what is no call follows a grammar, instead of being free text.
     """
 
-    def __init__(self, mode: CallMode, spelling: CallSpelling, names: Sequence[str]) -> None:
+    def __init__(
+        self, mode: CallMode, spelling: CallSpelling, names: Sequence[str], *, has_format: bool = False
+    ) -> None:
+        self.has_format = has_format
+        self.beginnings: list[int] = []
         self.graph, self.mode, self.spelling, self.names = Graph(), mode, spelling, names
         graph = self.graph
         start = graph.state()
@@ -69,7 +77,7 @@ class AnswerGraph:
             self._heads(self.called)
             if spelling.separator is not None:
                 graph.word(end, encoded(spelling.separator + spelling.trigger), self.called)
-        if mode is CallMode.REQUIRED:
+        if mode is CallMode.REQUIRED or has_format:
             self._required(start)
         elif spelling.trigger:
             self._free(start)
@@ -86,7 +94,11 @@ class AnswerGraph:
         return [encoded(spelling.head + name + spelling.middle) for name in self.names]
 
     def _call(self, state: int) -> None:
-        """From a state into a call, which must follow."""
+        """From a state into a call, which must follow, or into the format."""
+        if self.has_format:
+            self.beginnings.append(state)
+        if self.mode is CallMode.NONE:
+            return
         if self.spelling.trigger:
             self.graph.word(state, encoded(self.spelling.trigger), self.called)
             return
@@ -95,7 +107,7 @@ class AnswerGraph:
             self.graph.word(state, encoded(self.spelling.hidden), self.called)
 
     def _required(self, start: int) -> None:
-        """A call, before which there may be thinking and up to two line breaks."""
+        """A call, or the format, before which there may be thinking and up to two line breaks."""
         self._call(start)
         if self.spelling.thought is None:
             return

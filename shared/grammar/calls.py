@@ -36,6 +36,7 @@ class CallDescription:
     mode: CallMode
     spelling: CallSpelling
     functions: tuple[CalledFunction, ...]
+    answer: tuple[str, str] | None = None  # kind and text of the grammar of what is no call; None: free text
 
     @property
     def text(self) -> str:
@@ -48,11 +49,14 @@ class CallDescription:
         spelling = fields["spelling"]
         spelling["thought"] = spelling["thought"] and tuple(spelling["thought"])
         functions = tuple(CalledFunction(**each) for each in fields["functions"])
-        return cls(CallMode(fields["mode"]), CallSpelling(**spelling), functions)
+        answer = fields["answer"] and tuple(fields["answer"])
+        return cls(CallMode(fields["mode"]), CallSpelling(**spelling), functions, answer)
 
 
-def compile_calls(description: CallDescription, usable_bytes: NDArray[np.bool_], budget: Budget) -> Automaton:
-    """The automaton of the answers. Raises GrammarError."""
+def compile_calls(
+    description: CallDescription, answer: Automaton | None, usable_bytes: NDArray[np.bool_], budget: Budget
+) -> Automaton:
+    """The automaton of the answers; ``answer`` is that of ``description.answer``. Raises GrammarError."""
     arguments = []
     for each in description.functions if description.mode is not CallMode.NONE else ():
         try:
@@ -64,8 +68,8 @@ def compile_calls(description: CallDescription, usable_bytes: NDArray[np.bool_],
         budget.keep(found.num_states)
         arguments.append(found)
     names = [each.name for each in description.functions]
-    answer = AnswerGraph(description.mode, description.spelling, names)
-    return joined(answer.graph, arguments, answer.behind)
+    around = AnswerGraph(description.mode, description.spelling, names, has_format=answer is not None)
+    return joined(around.graph, arguments, around.behind, answer, around.beginnings)
 
 
 def _of_object(schema: Any) -> Any:

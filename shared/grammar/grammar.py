@@ -112,21 +112,30 @@ class Grammar(StructuredOutput):
 
 def compile_grammar(grammar: Grammar, usable_bytes: NDArray[np.bool_], limits: Limits) -> Automaton:
     """The automaton of a grammar. Raises GrammarError."""
-    budget = Budget(limits)
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            automaton = spellable(compile_schema(json.loads(grammar.text), budget), usable_bytes)
-        case GrammarKind.JSON_OBJECT:
-            automaton = spellable(compile_json(budget), usable_bytes)
-        case GrammarKind.REGEX:
-            automaton = _of_dfa(compile_regex(grammar.text, budget), usable_bytes)
-        case GrammarKind.CHOICE:
-            automaton = _of_dfa(compile_choice(json.loads(grammar.text), budget), usable_bytes)
-        case GrammarKind.CALLS:
-            automaton = compile_calls(CallDescription.of_text(grammar.text), usable_bytes, budget)
+    automaton = _compile(grammar.kind, grammar.text, usable_bytes, Budget(limits))
     if automaton.num_bytes > limits.bytes:
         raise GrammarError(f"The grammar's tables take {automaton.num_bytes} bytes, more than {limits.bytes}.")
     return automaton
+
+
+def _compile(kind: GrammarKind, text: str, usable_bytes: NDArray[np.bool_], budget: Budget) -> Automaton:
+    match kind:
+        case GrammarKind.JSON_SCHEMA:
+            return spellable(compile_schema(json.loads(text), budget), usable_bytes)
+        case GrammarKind.JSON_OBJECT:
+            return spellable(compile_json(budget), usable_bytes)
+        case GrammarKind.REGEX:
+            return _of_dfa(compile_regex(text, budget), usable_bytes)
+        case GrammarKind.CHOICE:
+            return _of_dfa(compile_choice(json.loads(text), budget), usable_bytes)
+        case GrammarKind.CALLS:
+            described = CallDescription.of_text(text)
+            answer = None
+            if described.answer is not None:
+                own_kind, own_text = described.answer
+                answer = _compile(GrammarKind(own_kind), own_text, usable_bytes, budget)
+                budget.keep(answer.num_states)
+            return compile_calls(described, answer, usable_bytes, budget)
 
 
 def _of_dfa(dfa: DFA, usable_bytes: NDArray[np.bool_]) -> Automaton:

@@ -9,12 +9,13 @@ a whole document is replaced, by the state of the graph with which the text goes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Automaton, Integers
+from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Automaton
+from shared.grammar.limits import GrammarError
 from shared.grammar.plain import ACTION_MASK
 
 
@@ -50,11 +51,20 @@ def document(number: int) -> int:
     return -1 - number
 
 
-def joined(graph: Graph, documents: Sequence[Automaton], behind: int) -> Automaton:
+def joined(
+    graph: Graph,
+    documents: Sequence[Automaton],
+    behind: int,
+    last: Automaton | None = None,
+    beginnings: Sequence[int] = (),
+) -> Automaton:
     """The automaton of a graph with documents, behind each of which the text goes on as from the state ``behind``.
 
     Args:
         documents: texts whose end nothing can follow, such as those of objects.
+        last: of texts with which the whole ends; they may begin in the states ``beginnings`` of the graph.
+
+    Raises GrammarError if ``last`` may begin with a byte with which the graph goes on there.
     """
     size = len(graph.rows)
     starts = np.cumsum([size, *(part.num_states for part in documents)]).tolist()
@@ -64,7 +74,8 @@ def joined(graph: Graph, documents: Sequence[Automaton], behind: int) -> Automat
             target = following if following >= 0 else starts[-1 - following]
             literal[state, byte] = target << ACTION_BITS | Action.GOTO
     _, literal_columns = np.unique(literal, axis=1, return_inverse=True)
-    names = np.stack([literal_columns.reshape(-1), *(part.columns for part in documents)])
+    parts_of_all = [*documents, *([] if last is None else [last])]
+    names = np.stack([literal_columns.reshape(-1), *(part.columns for part in parts_of_all)])
     _, firsts, columns = np.unique(names, axis=1, return_index=True, return_inverse=True)
     whole = Automaton(
         columns=columns.reshape(-1).astype(np.uint8),
@@ -80,17 +91,26 @@ def joined(graph: Graph, documents: Sequence[Automaton], behind: int) -> Automat
     )
     parts = [whole]
     counts = {name: len(getattr(whole, name)) for name in vars(whole)}
-    for each in documents:
-        parts.append(_moved(each, counts, each.columns[firsts], whole.table[behind], whole.is_final[behind]))
+    for each in parts_of_all:
+        part = _moved(each, counts, each.columns[firsts])
+        if each is not last:
+            assert (part.table[part.is_final] == REFUSED).all(), "the end of a document is the end of its text"
+            part.table[part.is_final] = whole.table[behind]
+            part = replace(part, is_final=part.is_final & whole.is_final[behind])
+        parts.append(part)
         counts = {name: count + len(getattr(each, name)) for name, count in counts.items()}
+    if last is not None:
+        first, own = parts[-1].table[0], whole.table[beginnings]
+        if ((first != REFUSED) & (own != REFUSED)).any():
+            raise GrammarError("The format of the answer can begin as a call or a thought does; leave out one of them.")
+        whole.table[beginnings] = np.where(own == REFUSED, first, own)
+        whole.is_final[beginnings] |= last.is_final[0]
     tables = {name: np.concatenate([getattr(part, name) for part in parts]) for name in counts if name != "columns"}
     return Automaton(columns=whole.columns, **tables)
 
 
-def _moved(
-    part: Automaton, before: dict[str, int], columns: NDArray[np.uint8], end: Integers, is_end_final: np.bool_
-) -> Automaton:
-    """A document's tables behind others, of which there are so many rows ``before``, and with the row of its end."""
+def _moved(part: Automaton, before: dict[str, int], columns: NDArray[np.uint8]) -> Automaton:
+    """A document's tables behind others, of which there are so many rows ``before``."""
     states = before["table"]
     shifts = np.zeros(1 << ACTION_BITS, np.int32)
     shifts[[Action.GOTO, Action.COUNT, Action.BLANK]] = states
@@ -102,13 +122,11 @@ def _moved(
     ):
         shifts[action] = before[name]
     table = part.table[:, columns]
-    assert (part.table[part.is_final] == REFUSED).all(), "the end of a document is the end of its text"
     table = np.where(table == REFUSED, REFUSED, table + (shifts[table & ACTION_MASK] << ACTION_BITS))
-    table[part.is_final] = end
     return Automaton(
         columns=part.columns,
         table=table.astype(np.int32),
-        is_final=part.is_final & is_end_final,
+        is_final=part.is_final,
         depths=part.depths,
         pushes=part.pushes + np.array([states, before["returns"], 0, 0, 0], np.int32),
         returns=np.where(part.returns == REFUSED, REFUSED, part.returns + states).astype(np.int32),

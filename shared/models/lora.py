@@ -20,12 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shared.kernels.gemv import ACTIVATIONS
+from shared.kernels import gemv
+from shared.kernels.launch import launches
+from shared.kernels.low_rank import add_low_rank
 from shared.kernels.rmsnorm import rms_norm
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.models.norm import RMSNorm
 from shared.models.tokens import KVView, Tokens
+from shared.ops.gated import GatedOp
 
 TARGETS = ("qkv", "o_proj", "gate_up", "down_proj")
 """The matrices of a block that may have an addition; those of the same input are one."""
@@ -77,27 +80,65 @@ class AdaptedBlock(nn.Module):
         super().__init__()
         self.base = base
         self.additions = nn.ModuleDict(additions)
+        self.wholes = _with_rows_of_a(base, additions)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
         """x ``[T, H]`` to a new tensor ``[T, H]``."""
         base, gate = self.base, tokens.gate
         if gate is None:
             return base(x, tokens, kv)
-        gate = gate.to(x.dtype)
         qkv = self._product("qkv", _normed(x, base.attention_norm), gate).view(len(x), -1, base.head_dim)
         q, k, v = qkv.split_with_sizes(base.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(base.layer, q, k, v, tokens.positions, base.qk)
         out = kv.attend(base.layer, q, scale=base.scale, window=base.window, softcap=base.softcap)
-        y = self._product("o_proj", out.flatten(1), gate)
-        x = x + (y if base.post_attention_norm is None else _normed(y, base.post_attention_norm))
-        gated = base.gated if torch.is_grad_enabled() else ACTIVATIONS[base.gated][1]
-        y = gated(*self._product("gate_up", _normed(x, base.mlp_norm), gate).chunk(2, dim=-1))
-        y = self._product("down_proj", y, gate)
-        return x + (y if base.post_mlp_norm is None else _normed(y, base.post_mlp_norm))
+        x = self._added("o_proj", out.flatten(1), gate, x, base.post_attention_norm)
+        y = self._product("gate_up", _normed(x, base.mlp_norm), gate, activation=base.gated)
+        return self._added("down_proj", y, gate, x, base.post_mlp_norm)
 
-    def _product(self, name: str, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _added(self, name: str, y: torch.Tensor, gate: torch.Tensor, x: torch.Tensor, norm: Any) -> torch.Tensor:
+        """The product of y, behind it the norm if there is one, and x."""
+        if norm is None:
+            return self._product(name, y, gate, residual=x)
+        return x + _normed(self._product(name, y, gate), norm)
+
+    def _product(
+        self,
+        name: str,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        activation: GatedOp | None = None,
+    ) -> torch.Tensor:
+        addition: Any = self.additions[name] if name in self.additions else None  # noqa: SIM401  # it has no get
+        if name in self.wholes:
+            y = gemv.linear(x, self.wholes[name])
+            return add_low_rank(y, addition.b, gate, addition.scale, residual, activation)
         y = getattr(self.base, name)(x)
-        return self.additions[name](y, x, gate) if name in self.additions else y
+        y = y if addition is None else addition(y, x, gate.to(x.dtype))
+        if activation is not None:
+            gated = activation if torch.is_grad_enabled() else gemv.ACTIVATIONS[activation][1]
+            y = gated(*y.chunk(2, dim=-1))
+        return y if residual is None else residual + y
+
+
+def _with_rows_of_a(base: Any, additions: Mapping[str, GatedLoRA]) -> dict[str, torch.Tensor]:
+    """By name, W with the rows of A below it, for additions that are not trained any more, where kernels run.
+
+    One product then gives both W x and A x. The weight of the base becomes a part of the new matrix.
+    """
+    wholes: dict[str, torch.Tensor] = {}
+    for name, addition in additions.items():
+        projection = getattr(base, name)
+        weight = getattr(projection, "weight", None)
+        if not isinstance(weight, torch.Tensor) or not launches(weight) or projection.bias is not None:
+            continue
+        if addition.b.dtype == weight.dtype and not addition.a.requires_grad:
+            wholes[name] = torch.cat((weight.data, addition.a.data))
+            projection.weight = nn.Parameter(wholes[name][: len(weight)], requires_grad=False)
+            weight = None
+            if wholes[name].is_cuda:
+                torch.cuda.empty_cache()  # the freed matrix is too small for the next layer's
+    return wholes
 
 
 def _normed(x: torch.Tensor, norm: Any) -> torch.Tensor:

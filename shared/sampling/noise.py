@@ -38,6 +38,7 @@ class Stream(IntEnum):
     DRAFT = 1  # a token proposed by a draft model
     ACCEPT = 2  # whether a proposed token is accepted
     RESIDUAL = 3  # the token that replaces a rejected one
+    REPLACEMENT = 4  # the word that replaces the end of thinking (phase 11.1)
 
 
 def seed_pattern(seed: int) -> int:

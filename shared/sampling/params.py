@@ -52,6 +52,10 @@ class SamplingParams:
         use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
         prediction_ids: what the output may be, where much of it is known before. An engine that looks drafts up in the
             text looks here too; others ignore it. No token depends on it with coupled acceptance.
+        thinking_budget: the most tokens of thinking, of a model that thinks (Qwen 3); behind them its thinking is
+            closed. Phase 11.1 keeps this limit and the next.
+        min_thinking_tokens: the tokens of thinking before which it does not end: a word such as "Wait" stands in the
+            place of its end, and neither end-of-sequence ids nor ``stop_token_ids`` are drawn.
         structured_output: the grammar of the output (phase 12), which ends with an end-of-sequence id where the grammar
             is at its end. It comes before ``min_tokens``; if ``max_new_tokens`` ends the output, it is a beginning.
 
@@ -78,6 +82,8 @@ class SamplingParams:
     cache_salt: str | None = None
     use_speculative_decoding: bool = True
     prediction_ids: tuple[int, ...] = ()
+    thinking_budget: int | None = None
+    min_thinking_tokens: int = 0
     structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +118,14 @@ class SamplingParams:
         min_tokens = _integer("min_tokens", self.min_tokens, "an integer of at least 0")
         remedy = f"from 0 to max_new_tokens, which is {max_new_tokens}"
         _require(0 <= min_tokens <= max_new_tokens, "min_tokens", self.min_tokens, remedy)
+        min_thinking_tokens = _integer("min_thinking_tokens", self.min_thinking_tokens, "an integer of at least 0")
+        _require(min_thinking_tokens >= 0, "min_thinking_tokens", self.min_thinking_tokens, "at least 0")
+        thinking_budget = None
+        if self.thinking_budget is not None:
+            remedy = "an integer of at least 0, or left out for no limit"
+            thinking_budget = _integer("thinking_budget", self.thinking_budget, remedy)
+            remedy = f"at least min_thinking_tokens, which is {min_thinking_tokens}; leave it out for no limit"
+            _require(thinking_budget >= min_thinking_tokens, "thinking_budget", self.thinking_budget, remedy)
         seed = None
         if self.seed is not None:
             seed = _integer("seed", self.seed, "an integer from 0 to 2**64 - 1, or left out for a random one")
@@ -138,6 +152,8 @@ class SamplingParams:
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             "prediction_ids": _token_ids("prediction_ids", self.prediction_ids),
+            "thinking_budget": thinking_budget,
+            "min_thinking_tokens": min_thinking_tokens,
             "seed": seed,
             "logprobs": _num_logprobs("logprobs", self.logprobs),
             "prompt_logprobs": prompt_logprobs,
@@ -160,6 +176,11 @@ class SamplingParams:
         """Whether logits are biased or penalised, which changes also what is most likely."""
         return self.has_penalties or bool(self.logit_bias)
 
+    @property
+    def limits_thinking(self) -> bool:
+        """Whether the model's thinking has a least or a greatest length."""
+        return self.thinking_budget is not None or self.min_thinking_tokens > 0
+
     def end_ids(self, eos_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
         """The ids that ``min_tokens`` masks: ``stop_token_ids`` and, as in vLLM also with ``ignore_eos``, those of
         ``eos_ids`` that are in the vocabulary. Raises RequestError as ``check_token_ids`` does.
@@ -172,6 +193,12 @@ class SamplingParams:
         value = getattr(self, field)
         remedy = f"left out: this engine does not compute it, and phase {first_phase} is the first that does"
         _require(value is None, field, value, remedy)
+
+    def refuse_limits_of_thinking(self, phase: str) -> None:
+        """Raise RequestError if the model's thinking is limited, which engines but that of ``phase`` do not support."""
+        remedy = f"left out: this engine limits no thinking, the engine of phase {phase} does"
+        _require(self.thinking_budget is None, "thinking_budget", self.thinking_budget, remedy)
+        _require(self.min_thinking_tokens == 0, "min_thinking_tokens", self.min_thinking_tokens, remedy)
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise RequestError if a field holds an id outside the vocabulary."""

@@ -46,6 +46,7 @@ class SamplingRow(NamedTuple):
     num_drafts: int = 0  # the last of output_ids, which may turn out wrong (phase 11); the row before has one fewer
     draft_id: int | None = None  # the draft for this row's token
     allowed: NDArray[np.bool_] | None = None  # the tokens that the row's grammar allows, [V] (phase 12)
+    redirect: tuple[int, int | None] | None = None  # an id, and the one that it replaces; None: all (phase 11.1)
     constraint: object = None  # if the device finds them: the request's grammar, and where its output stands in it
 
 

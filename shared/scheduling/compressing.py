@@ -12,6 +12,8 @@ Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; 
 scheduled only after the compression there.
 """
 
+import logging
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 from shared.cache.pool import CachePoolProtocol
@@ -19,6 +21,8 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.scheduling.overlapped import OverlappedScheduler
 from shared.scheduling.schedule import Schedule, Scheduled
+
+logger = logging.getLogger("infer.engine")
 
 
 class CompressingScheduler(OverlappedScheduler):
@@ -28,6 +32,7 @@ class CompressingScheduler(OverlappedScheduler):
         super().__init__(config, pool, max_seq_len)
         self.is_compressing = config.compress_method is not None
         self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # the last length, since admission
+        self.preempted: list[str] = []  # for a compression, since the last schedule
 
     def next_point(self, request: Request, num_tokens: int) -> int:
         """The first length above ``num_tokens`` at which a request is compressed."""
@@ -35,17 +40,24 @@ class CompressingScheduler(OverlappedScheduler):
         first = max(request.num_prompt_tokens, self.config.layer_budget + interval)
         return first if num_tokens < first else num_tokens + interval - (num_tokens - first) % interval
 
-    def due(self) -> list[Request]:
-        """The running requests to compress before the next step."""
+    def due(self) -> Iterator[Request]:
+        """The running requests to compress before the next step; to be compressed one by one."""
+        self.compressions = []
         if not self.is_compressing:
-            return []
-        return [
-            request
-            for request in self.running.values()
-            if request.num_scheduled_tokens == request.num_computed_tokens
-            and self._is_point(request, request.num_computed_tokens)
-            and self.compressed_at.get(request) != request.num_computed_tokens
-        ]
+            return
+        for request in list(self.running.values()):
+            if (
+                request.num_scheduled_tokens == request.num_computed_tokens
+                and self._is_point(request, request.num_computed_tokens)
+                and self.compressed_at.get(request) != request.num_computed_tokens
+            ):
+                yield request
+
+    def make_room(self, request: Request) -> bool:
+        """Preempt the youngest running request for the compression of one; False if it is that one."""
+        youngest = next(reversed(self.running.values()))
+        self.preempt(youngest)
+        return youngest is not request
 
     def schedule(self) -> Schedule:
         """See :class:`shared.scheduling.scheduler.Scheduler`; empty while a request reaches a compression in flight."""
@@ -57,13 +69,29 @@ class CompressingScheduler(OverlappedScheduler):
             return Schedule(self.num_steps)
         return super().schedule()
 
-    def compressed(self, request: Request) -> None:
-        """Note that a request that was due has been compressed."""
-        self.compressed_at[request] = request.num_computed_tokens
+    def compressed(self, request: Request, kept: tuple[tuple[int, ...], ...] | None, num_freed: int) -> None:
+        """Note and log what each KV head of each layer keeps of a request that was due, None for all, and how many
+        blocks this has freed.
+        """
+        num_tokens = self.compressed_at[request] = request.num_computed_tokens
+        if kept is None:
+            return
+        self.compressions.append((request.request_id, num_tokens, kept))
+        about = {"request": request.request_id, "tokens": num_tokens}
+        if self.config.if_log_compress:
+            share = sum(map(sum, kept)) / (sum(map(len, kept)) * num_tokens)
+            logger.info("compressed", extra={"fields": about | {"kept": round(share, 3), "freed_blocks": num_freed}})
+        if self.config.if_log_num_topp:
+            logger.info("kept by layer and KV head", extra={"fields": about | {"kept": kept}})
 
     def preempt(self, request: Request) -> None:
-        """Drop what a running request has computed, after an interrupted compression."""
+        """Drop what a running request has computed, for a compression or because one was interrupted."""
         self._preempt(request)
+        self.preempted.append(request.request_id)
+
+    def _grow(self, decoding: Sequence[Request]) -> list[str]:
+        preempted, self.preempted = self.preempted, []
+        return preempted + super()._grow(decoding)
 
     def _preempt(self, request: Request) -> None:
         super()._preempt(request)

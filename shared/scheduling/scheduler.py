@@ -26,6 +26,9 @@ from shared.errors import RequestError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 
+Compression = tuple[str, int, tuple[tuple[int, ...], ...]]
+"""A request, its tokens, and how many of them each KV head of each layer keeps."""
+
 logger = logging.getLogger("infer.engine")
 
 
@@ -43,9 +46,11 @@ class Scheduler(ABC):
         self.num_preemptions = 0
         self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in a prefix tree, and found there
         self.num_accepted_drafts = self.num_rejected_drafts = 0  # of all requests (phase 11)
+        self.num_accepted_forced_drafts = 0  # of the accepted ones: those that a grammar forced (phase 12)
         self.num_drafts_by_position: list[int] = []  # verified drafts; position 0 follows the newest token of a request
         self.num_accepted_by_position: list[int] = []
         self.verified: list[tuple[str, int, int]] = []  # by the last step with drafts: request, accepted, rejected
+        self.compressions: list[Compression] = []  # before the last step (phase 9.2)
 
     @abstractmethod
     def schedule(self) -> Schedule:

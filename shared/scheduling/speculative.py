@@ -94,6 +94,7 @@ class SpeculativeScheduler(OverlappedScheduler):
     def _count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a request in a step, of which the first ``num_accepted`` were accepted."""
         num_rejected = num_drafts - num_accepted
+        self.num_accepted_forced_drafts += max(num_accepted - (num_drafts - request.num_forced_drafts), 0)
         for counts in (self, request):
             counts.num_accepted_drafts += num_accepted
             counts.num_rejected_drafts += num_rejected

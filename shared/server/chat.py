@@ -47,6 +47,8 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     max_tokens = max_tokens or min(intake.config.max_chat_tokens, intake.max_seq_len)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(max_tokens, logprobs)
+    if thinking is False:
+        params = replace(params, min_thinking_tokens=0)
     reading = intake.tool_reading(body)
     prompt_ids = await intake.chat_ids(body.messages, thinking, body.definitions)
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))

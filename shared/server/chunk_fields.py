@@ -3,7 +3,7 @@
 Invariant: an item of ``chunks`` is an id, or what ``POST /v1/chunks`` takes without ``model``.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictStr, ValidationError, WithJsonSchema
 
@@ -37,8 +37,6 @@ class ChunkContent(BaseModel):
 
 class RegisterRequest(ChunkContent):
     """The body of ``POST /v1/chunks``."""
-
-    prompt_field: ClassVar[str] = "content"
 
     model: StrictStr = Field(max_length=1024)
 

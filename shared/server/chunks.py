@@ -61,7 +61,7 @@ class Deleted(BaseModel):
 @router.post("/v1/chunks", summary="Register a chunk of context")
 async def register(request: Request, body: RegisterRequest) -> ChunkBody:
     """Its id; it is computed in the next steps. The same content has the same id and is computed once."""
-    request.app.state.intake.check(body)
+    request.app.state.intake.check_model(body.model)
     (info,) = await context(request, [body], "content")
     return ChunkBody.of(info)
 

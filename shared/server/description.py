@@ -61,6 +61,9 @@ def _limit(schema: dict[str, Any], intake: Intake) -> None:
             node["maximum"] = intake.vocab_size - 1
         if TOKEN_ID_PATTERN in node:
             node[_pattern_below(intake.vocab_size)] = node.pop(TOKEN_ID_PATTERN)
+    if not intake.limits_thinking:
+        fields["thinking_budget"] = {"const": None}
+        fields["min_thinking_tokens"] = {"enum": [0, None]}
     fields["seed"]["anyOf"][0]["maximum"] = MAX_SEED  # FastAPI makes it a float, which is one more
     for name in ("max_tokens", "max_completion_tokens"):
         if name in fields:

@@ -144,6 +144,7 @@ class EngineHandle(Protocol):
     request_capacity: int  # tokens that the KV cache can hold for one request
     load: EngineLoad  # before the loop started
     has_grammars: bool  # from phase 12 on
+    limits_thinking: bool  # in phase 11.1, if the model thinks
     chunk_refusal: str | None  # why the engine has no chunks; None: it has (phase 9.1)
 
     def start(self, publish: Publish) -> None:

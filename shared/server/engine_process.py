@@ -42,6 +42,7 @@ class About:
     request_capacity: int
     load: EngineLoad
     has_grammars: bool
+    limits_thinking: bool
     chunk_refusal: str | None
 
 
@@ -74,7 +75,9 @@ class EngineProcess:
             raise about
         self.config, self.model_config, self.max_seq_len = about.config, about.model_config, about.max_seq_len
         self.request_capacity, self.load = about.request_capacity, about.load
-        self.has_grammars, self.chunk_refusal = about.has_grammars, about.chunk_refusal
+        self.has_grammars = about.has_grammars
+        self.limits_thinking = about.limits_thinking
+        self.chunk_refusal = about.chunk_refusal
         self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
@@ -152,6 +155,7 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
         send(refusal)
         return
     sizes = engine.max_seq_len, engine.pool.request_capacity
-    able = hasattr(engine, "constraints"), chunk_refusal(engine)
-    send(About(engine.config, engine.model.config, *sizes, engine.load(), *able))
+    abilities = hasattr(engine, "constraints"), getattr(engine, "limits_thinking", False)
+    about = About(engine.config, engine.model.config, *sizes, engine.load(), *abilities, chunk_refusal(engine))
+    send(about)
     EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

@@ -22,6 +22,7 @@ class EngineThread:
         self.request_capacity = engine.pool.request_capacity
         self.load = engine.load()
         self.has_grammars = hasattr(engine, "constraints")
+        self.limits_thinking = getattr(engine, "limits_thinking", False)
         self.chunk_refusal = chunk_refusal(engine)
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()

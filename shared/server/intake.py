@@ -26,7 +26,6 @@ from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.server.answer import Answer
-from shared.server.chunk_fields import RegisterRequest
 from shared.server.conversation import conversation
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
@@ -55,6 +54,7 @@ class Intake:
         self.max_seq_len = handle.max_seq_len
         self.vocab_size: int = handle.model_config.vocab_size
         self.has_grammars = handle.has_grammars
+        self.limits_thinking = handle.limits_thinking
         self.chunk_refusal = handle.chunk_refusal
         self.config = config
         self.is_draining = False
@@ -169,14 +169,16 @@ class Intake:
     def _described(self, body: SamplingFields) -> tuple[Grammar, str] | None:
         """The grammar that the body asks for, by its tools or otherwise, and the field that does. Raises ApiError."""
         described = described_grammar(body)
-        if not (isinstance(body, ChatRequest) and body.tools and self.tool_format and self.has_grammars):
+        if not (isinstance(body, ChatRequest) and self.tool_format and self.has_grammars):
             return described
         if described is None:
-            return tool_grammar(body, self.tokenizer, self.tool_format), "tools"
-        if body.tool_choice != "none":
-            said = f"An answer has one grammar, and {described[1]} and tools are given; leave out one of them."
-            raise invalid(said, param="tools")
-        return described
+            return (tool_grammar(body, self.tokenizer, self.tool_format), "tools") if body.tools else None
+        may_call = bool(body.tools) and body.tool_choice != "none"
+        thinks = body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking is True
+        if not may_call and not (thinks and self.tool_format.thought):
+            return described
+        grammar, param = described
+        return tool_grammar(body, self.tokenizer, self.tool_format, grammar), param
 
     async def watched(self, params: SamplingParams, body: SamplingFields) -> TokenFSM | None:
         """The grammar over tokens, for what follows each answer, if the body asks for that.
@@ -243,13 +245,24 @@ class Intake:
         record_of(request.scope).answer = answer
         return answer
 
-    def check(self, body: SamplingFields | RegisterRequest) -> None:
+    def check(self, body: SamplingFields) -> None:
+        """Raise ApiError for another model's name, for limits of a thinking that this server has not or cannot limit,
+        and for every request while the server shuts down.
+        """
+        self.check_model(body.model)
+        limits = {"thinking_budget": body.thinking_budget, "min_thinking_tokens": body.min_thinking_tokens or None}
+        for field, value in limits.items():
+            if value is not None and not self.limits_thinking:
+                said = "leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>."
+                raise invalid(f"{field} is {value}; {said}", param=field)
+
+    def check_model(self, name: str) -> None:
         """Raise ApiError for another model's name, and for every request while the server shuts down."""
         if (stopping := self.stopping()) is not None:
             raise stopping
-        if body.model != self.config.model_name:
+        if name != self.config.model_name:
             raise invalid(
-                f"model is {body.model[:80]!r}; this server serves {self.config.model_name!r}.",
+                f"model is {name[:80]!r}; this server serves {self.config.model_name!r}.",
                 param="model",
                 code="model_not_found",
             )

@@ -58,6 +58,8 @@ _SAMPLING = (
     "ignore_eos",
     "cache_salt",
     "use_speculative_decoding",
+    "thinking_budget",
+    "min_thinking_tokens",
 )
 
 
@@ -95,6 +97,8 @@ class SamplingFields(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: Annotated[Any, WithJsonSchema(CACHE_SALT_SCHEMA)] = None
     use_speculative_decoding: bool | None = None
+    thinking_budget: Annotated[Whole | None, optional("integer", minimum=0)] = None
+    min_thinking_tokens: Annotated[Whole | None, optional("integer", minimum=0)] = None
     response_format: Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = None
     guided_json: Annotated[Any, WithJsonSchema(GUIDED_SCHEMAS["guided_json"])] = None
@@ -131,9 +135,11 @@ class SamplingFields(BaseModel):
     ) -> SamplingParams:
         """The sampling parameters; absent fields have OpenAI's defaults, which are also those of ``SamplingParams``.
 
-        ``min_tokens`` beyond the longest answer means that answer.
+        ``min_tokens`` beyond the longest answer means that answer, and ``min_thinking_tokens`` beyond the budget that.
         """
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.thinking_budget is not None:
+            given["min_thinking_tokens"] = min(self.min_thinking_tokens or 0, self.thinking_budget)
         return SamplingParams(
             **given,
             max_new_tokens=max_new_tokens,

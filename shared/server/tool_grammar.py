@@ -12,20 +12,25 @@ from shared.text.tools import ToolFormat
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tool_grammar(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat) -> Grammar:
-    """The grammar of an answer to a request with tools.
+def tool_grammar(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat, answer: Grammar | None = None) -> Grammar:
+    """The grammar of an answer to a request with tools; what is no call is of the grammar ``answer``, or free text.
+
+    The model may think first unless ``enable_thinking`` is false. Thoughts are content, so before a format, which a
+    program reads, it may only if ``enable_thinking`` is true.
 
     The arguments of strict functions must follow their schemas, and those of all functions where there must be a call;
     of the others, those whose schemas are supported do. Raises ApiError.
     """
-    choice, options = body.tool_choice, body.chat_template_kwargs
+    choice = body.tool_choice
+    may_think = body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking
     name = choice["function"]["name"] if isinstance(choice, dict) else None
-    mode = CallMode.NONE if choice == "none" else CallMode.AUTO if choice in (None, "auto") else CallMode.REQUIRED
+    is_none = choice == "none" or not body.tools
+    mode = CallMode.NONE if is_none else CallMode.AUTO if choice in (None, "auto") else CallMode.REQUIRED
     spelling = _spelling(
         tokenizer,
         form,
         has_several=body.parallel_tool_calls is not False and name is None,
-        may_think=options is None or options.enable_thinking is not False,
+        may_think=may_think is True if answer is not None else may_think is not False,
     )
     functions = [tool["function"] for tool in body.definitions]
     called = tuple(
@@ -38,7 +43,8 @@ def tool_grammar(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat) -> G
         if name in (None, function["name"])
     )
     try:
-        return Grammar.calls(CallDescription(mode, spelling, called))
+        described = None if answer is None or mode is CallMode.REQUIRED else (answer.kind.value, answer.text)
+        return Grammar.calls(CallDescription(mode, spelling, called, described))
     except GrammarError as error:
         raise refusal(error, "tools") from None
 

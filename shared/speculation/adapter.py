@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from shared.engine.config import EngineConfig
 from shared.errors import ModelFolderError
+from shared.kernels import gemv
+from shared.kernels.rmsnorm import rms_norm
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.models.lora import TARGETS, GatedLoRA, target_sizes
-from shared.ops.rmsnorm import rms_norm
+from shared.ops import rmsnorm as op
 
 CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"
 MOST_SHOWN = 8
@@ -41,6 +44,7 @@ class AdapterConfig:
     alpha: float = 32.0
     target_modules: tuple[str, ...] = TARGETS
     num_masks: int = 3  # k: the most tokens that are guessed ahead
+    num_candidates: int | None = None  # only the first ids of the vocabulary are guessed; None: all are
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.target_modules) - set(TARGETS))
@@ -49,6 +53,10 @@ class AdapterConfig:
         for name in ("rank", "num_masks"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be an integer of at least 1.")
+        if self.num_candidates is not None and (type(self.num_candidates) is not int or self.num_candidates < 1):
+            raise ValueError(
+                f"num_candidates is {self.num_candidates!r}; it must be an integer of at least 1, or left out."
+            )
 
 
 class SamplerHead(nn.Module):
@@ -65,9 +73,11 @@ class SamplerHead(nn.Module):
     def forward(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, H]``, from the embeddings of the tokens before and the hidden states after the final norm."""
         x = torch.cat((previous, hidden), dim=-1)
+        is_training = torch.is_grad_enabled()
+        product, normed = (F.linear, op.rms_norm) if is_training else (gemv.linear, rms_norm)
         for linear, norm in ((self.first, self.first_norm), (self.second, self.second_norm)):
-            x = torch.nn.functional.linear(x, linear.weight.to(x.dtype))
-            x = rms_norm(torch.nn.functional.silu(x), norm.to(x.dtype), self.eps)
+            x = product(x, linear.weight.to(x.dtype))
+            x = normed(F.silu(x), norm.to(x.dtype), self.eps)
         return hidden + x
 
 
@@ -96,8 +106,18 @@ class Adapter(nn.Module):
         self.masks.copy_(mean.expand_as(self.masks))
 
     def logits(self, model: CausalLM, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, V]`` behind the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``."""
-        logits = model.head(self.head(model.embedding(previous), model.norm(hidden)))
+        """Logits ``[n, V]`` behind the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
+
+        With ``num_candidates`` the logits behind them are -inf, and their rows of an unquantized head are not read.
+        """
+        x, vocab_size = self.head(model.embedding(previous), model.norm(hidden)), self.shape.vocab_size
+        most, weight = self.config.num_candidates or vocab_size, getattr(model.head, "weight", None)
+        if most < vocab_size and isinstance(weight, torch.Tensor):
+            bias = None if model.head.bias is None else model.head.bias[:most]
+            logits = F.pad(gemv.linear(x, weight[:most], bias), (0, vocab_size - most), value=-torch.inf)
+        else:
+            logits = model.head(x)
+            logits[:, most:] = -torch.inf
         cap = self.shape.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -15,7 +15,7 @@ Invariants: the estimate of a request depends on its own drafts alone; a length 
 which.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -82,6 +82,8 @@ class Acceptance:
 class DraftLengths:
     """The number of drafts of each request, at most ``longest``; ``is_adaptive`` False gives each the longest."""
 
+    num_certain: Callable[[Request], int] = staticmethod(lambda request: 0)  # drafts that need no estimate (phase 12)
+
     def __init__(self, longest: int, *, is_adaptive: bool = True, times: StepTimes = UNMEASURED) -> None:
         self.longest, self.is_adaptive, self.times = longest, is_adaptive, times
         self.known: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
@@ -106,11 +108,17 @@ class DraftLengths:
             else:
                 self._back_off(acceptance)
             acceptance.is_due, acceptance.is_asked = False, lengths[n] > 0
-        return lengths
+        certain = [min(self.num_certain(request), self.longest) for request in requests]
+        return [max(pair) for pair in zip(lengths, certain, strict=True)]
 
     def count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a step: at least one, of which the first ``num_accepted`` were accepted."""
-        if not self.is_adaptive:
+        """Count the drafts of a step: at least one, of which the first ``num_accepted`` were accepted.
+
+        Those that a grammar forces say nothing about others.
+        """
+        num_drafts -= request.num_forced_drafts
+        num_accepted = min(num_accepted, num_drafts)
+        if not self.is_adaptive or num_drafts == 0:
             return
         known = self.known.setdefault(request, Acceptance())
         known.is_asked, known.num_empty = False, 0

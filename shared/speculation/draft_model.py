@@ -18,7 +18,7 @@ Invariants: the pool counts a twin's tokens as computed only if they are the req
 where they are, and are counted if the drafts are accepted. A failure of the draft model costs drafts, and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -40,6 +40,7 @@ from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
+from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.speculative import num_equal
 from shared.speculation.draft_sampler import DraftSampler
@@ -60,6 +61,8 @@ OF_TARGET = (
 """Settings that do not apply to the draft model, whose weights are as in its checkpoint."""
 Asking = tuple[Request, Request, int]
 """A request, its twin, and the number of drafts it may have."""
+Drawn = tuple[list[Asking], list[int], SamplerOutput]
+"""The draws of one forward: for whom, the number of each in the batch, and their ids, which may be on the device."""
 
 
 class DraftModel:
@@ -96,9 +99,7 @@ class DraftModel:
         own, longest = _without_drafts(self.config, pool), min(max_seq_len, self.model.max_positions)
         self.room = own.most_tokens_of_a_step(longest)
         self.pool, view = make_memory(own, self.model, longest)
-        is_coupled = self.config.acceptance_method == "coupled"
-        make_sampler = Sampler if is_coupled else partial(DraftSampler, distributions=self.distributions)
-        self.runner = make_runner(self.model, view, self.pool.max_sequences, make_sampler=make_sampler)
+        self.runner = make_runner(self.model, view, self.pool.max_sequences, make_sampler=self._make_sampler())
         self.pair = PairedPool(pool, self.pool)
         return self.pair
 
@@ -109,7 +110,7 @@ class DraftModel:
         if not entries:
             return
         self.runner.sampler.penalties.forget()  # they count the drafts of the step before
-        drawn: list[tuple[list[Asking], list[int], SamplerOutput]] = []
+        drawn: list[Drawn] = []
         is_decode = len(asking) == len(entries) and all(entry.num_tokens == 1 for entry in entries)
         launched = self._run(schedule, entries, max(ask[2] for ask in asking) - 1 if is_decode else 0)
         for number, entry in enumerate(entries):
@@ -118,8 +119,7 @@ class DraftModel:
                 entry.request.num_computed_tokens += entry.num_tokens
         numbers = [number for number, entry in enumerate(entries) if entry.num_logit_rows]
         while asking:
-            rows = [twin.sampling_row(len(drawn))._replace(num_drafts=0) for _, twin, _ in asking]
-            sampled = self.runner.sample(launched, rows)
+            sampled = self.runner.sample(launched, self._rows(asking, drawn))
             drawn.append((asking, numbers, sampled))
             goes_on = [ask[2] > len(drawn) and n not in sampled.errors for ask, n in zip(asking, numbers, strict=True)]
             before = [entries[number] for number in compress(numbers, goes_on)]
@@ -131,10 +131,22 @@ class DraftModel:
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.wait())
 
+    def num_certain(self, request: Request) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return 0
+
     def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         """See :class:`shared.speculation.drafter.Drafter`."""
         first = [step_seconds(self.runner, self.pool, size, 1) for size in sizes]
         return first, [step_seconds(self.runner, self.pool, size, repeats=True) for size in sizes]
+
+    def _make_sampler(self) -> Callable[..., Sampler]:
+        is_coupled = self.config.acceptance_method == "coupled"
+        return Sampler if is_coupled else partial(DraftSampler, distributions=self.distributions)
+
+    def _rows(self, asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
+        """The rows of the draws behind those that are ``drawn`` in this step."""
+        return [twin.sampling_row(len(drawn))._replace(num_drafts=0) for _, twin, _ in asking]
 
     def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
         """The entries of the first forward, those of one token first, and the requests for which it draws."""

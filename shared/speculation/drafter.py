@@ -11,6 +11,7 @@ import torch
 
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
+from shared.engine.request import Request
 from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
 
@@ -37,6 +38,10 @@ class Drafter(Protocol):
 
         It is called in every step. A schedule without drafts may have tokens in flight; its prompts are known.
         """
+        ...
+
+    def num_certain(self, request: Request) -> int:
+        """How many drafts of a request will be accepted, whatever its earlier ones were; 0 where that is not known."""
         ...
 
     def forward_seconds(self, sizes: Sequence[int]) -> tuple[Sequence[float], Sequence[float]]:

@@ -11,7 +11,8 @@ Invariant: states are used in the step after the one that computed them, or neve
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
+from shared.engine.graphs import CudaGraphCapture
 from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.multi_token_runner import MaskStates
 from shared.engine.request import Request, RequestStatus
@@ -32,6 +34,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.speculation import step_times
 from shared.speculation.adapter import load_adapter
+from shared.speculation.captured_head import CapturedHead
 from shared.speculation.draft_sampler import DraftSampler
 from shared.speculation.drafter import Drafter
 from shared.text.tokenizer import Tokenizer
@@ -56,8 +59,10 @@ class MultiTokenDrafter:
     def __init__(self, config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> None:
         assert config.adapter is not None
         self.model, self.is_coupled = model, config.acceptance_method == "coupled"
+        self.is_capturing = config.is_on("use_cuda_graphs") and model.device.type == "cuda"
         self.adapter = load_adapter(Path(config.adapter).expanduser(), model)
         adapt(model, self.adapter.additions(), self.adapter.masks)
+        self.logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(self.adapter.logits, model)
         self.distributions: dict[tuple[int, int], torch.Tensor] = {}
         self.states: dict[str, MaskStates] = {}  # of the last step, by request id; the runner puts them there
 
@@ -67,6 +72,10 @@ class MultiTokenDrafter:
         """See :class:`shared.speculation.drafter.Drafter`; makes the sampler of drafts."""
         about = (self.model.device, pool.max_sequences)
         self.sampler = Sampler(*about) if self.is_coupled else DraftSampler(*about, distributions=self.distributions)
+        if self.is_capturing:
+            self.logits = CapturedHead(
+                self.adapter, self.model, pool.max_sequences, CudaGraphCapture(self.model.device)
+            )
         return pool
 
     def propose(self, schedule: Schedule) -> None:
@@ -85,6 +94,10 @@ class MultiTokenDrafter:
         if asking:
             self._draw(asking)
 
+    def num_certain(self, request: Request) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return 0
+
     def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         """See :class:`shared.speculation.drafter.Drafter`: the time of one pass of the head, and the output head."""
         return (seconds := [self._pass_seconds(size) for size in sizes]), seconds
@@ -101,7 +114,7 @@ class MultiTokenDrafter:
                 previous = previous[self.sampler.upload(torch.tensor([places.index(place) for place in going_on]))]
                 places = going_on
             hidden = torch.stack([asking[place][1][number] for place in places])
-            logits = self.adapter.logits(self.model, previous, hidden)
+            logits = self.logits(previous, hidden)
             rows = [asking[place][0].sampling_row(number)._replace(num_drafts=0) for place in places]
             draws = self.sampler.sample(logits, rows, places)
             previous = draws.ids
@@ -117,7 +130,7 @@ class MultiTokenDrafter:
         with torch.inference_mode():
             for _ in range(ROUNDS):
                 started = time.perf_counter()
-                self.adapter.logits(self.model, ids, hidden).argmax(-1).tolist()  # waits for the device
+                self.logits(ids, hidden).argmax(-1).tolist()  # waits for the device
                 seconds.append(time.perf_counter() - started)
         return min(seconds)
 

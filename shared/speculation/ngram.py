@@ -103,6 +103,10 @@ class NGramDrafter:
                 is_running = request.status is RequestStatus.RUNNING
                 request.draft_ids = self._index(request).following(num_drafts) if is_running else []
 
+    def num_certain(self, request: Request) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return 0
+
     def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         """See :class:`shared.speculation.drafter.Drafter`."""
         return [0.0] * len(sizes), [0.0] * len(sizes)

@@ -57,6 +57,7 @@ def tune(
         return [step_seconds(runner, pool, size, num_drafts, **about) for size in sizes]
 
     measured = seconds(0, waits=False), seconds(1, waits=True), seconds(longest, waits=True)
+    scheduler.lengths.num_certain = drafter.num_certain
     scheduler.lengths.times = StepTimes(sizes, *measured, *drafter.forward_seconds(sizes))
 
 

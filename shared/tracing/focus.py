@@ -18,9 +18,9 @@ class Focus:
 
 
 def focus(trace: Trace) -> Focus:
-    """The first of these that the run has: a token drawn deep inside a grammar, accepted drafts, a prompt that begins
-    in the cache, a preemption, a stalled request, a chunk of a prompt beside decoding, empty rows while requests wait,
-    a wait.
+    """The first of these that the run has: a token drawn deep inside a grammar, accepted drafts, a compression, a
+    prompt that begins in the cache, a preemption, a stalled request, a chunk of a prompt beside decoding, empty rows
+    while requests wait, a wait.
     """
     drawn = [(token.position, token.step, each) for each in trace.requests for token in each.tokens if token.position]
     if drawn:
@@ -34,6 +34,11 @@ def focus(trace: Trace) -> Focus:
         num_drafts = num_accepted + num_rejected
         drafts = "1 draft" if num_drafts == 1 else f"{num_drafts} drafts"
         return Focus(step, f"step {step} verifies {drafts} of request {name}, and accepts {num_accepted}.")
+    compressed = [(step, *one) for step, each in enumerate(trace.steps) for one in each.record.compressed]
+    if compressed:
+        step, name, num_tokens, kept = compressed[0]
+        counts = f"{min(map(min, kept))} to {max(map(max, kept))} of {num_tokens} tokens"
+        return Focus(step, f"before step {step} request {name} is compressed: its heads keep {counts}.")
     found = {
         next(step for kind, step, _ in trace.runs(request) if kind is not CellKind.QUEUE): request
         for request in reversed(trace.requests)

@@ -25,7 +25,7 @@ from shared.tracing.trace import CellKind, Span, Trace, TracedRequest
 
 FOLDER = Path(__file__).parent / "page"
 POOL = ("pool_cast.js", "pool_blocks.js", "pool_words.js", "pool.js")
-SCRIPTS = ("timeline.js", "activity.js", "tokens.js", *POOL, "memory.js", "controls.js")
+SCRIPTS = ("timeline.js", "activity.js", "tokens.js", "kept.js", *POOL, "memory.js", "controls.js")
 COUNTED = [kind for kind in CellKind if kind not in (CellKind.PENDING, CellKind.FAILED)]
 """Kinds of cells that the table of requests counts, in the order of its columns."""
 REGION = re.compile(r"\{\{(\w+)\}\}")
@@ -169,6 +169,7 @@ def _tables(trace: Trace) -> str:
         _table(f"Requests, {trace.title}", by_request, requests),
         _table(f"Steps, {trace.title}", by_step, steps),
         *_positions(trace),
+        *_compressions(trace),
     ]
     return "\n".join([f"<details><summary>{escape(trace.title)}, as tables</summary>", *tables, "</details>"])
 
@@ -184,6 +185,18 @@ def _positions(trace: Trace) -> Iterator[str]:
     if found:
         head = ["request", "step", "text", "state", "open", "allowed tokens"]
         yield _table(f"Grammar, {trace.title}", head, found)
+
+
+def _compressions(trace: Trace) -> Iterator[str]:
+    """What the heads of compressed requests keep, as a table, if any were compressed."""
+    found = [
+        (f"{name}, step {index}", num_tokens, min(map(min, kept)), max(map(max, kept)), sum(map(sum, kept)))
+        for index, step in enumerate(trace.steps)
+        for name, num_tokens, kept in step.record.compressed
+    ]
+    if found:
+        head = ["request", "tokens", "least of a KV head", "most of a KV head", "of all layers and heads"]
+        yield _table(f"Kept tokens, {trace.title}", head, found)
 
 
 def _grammar_cells(position: Position) -> tuple[object, ...]:

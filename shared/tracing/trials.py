@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shared.tracing.profiler import Profiler
 from shared.tracing.recorder import Recorder
 from shared.tracing.trace import Trace
 from shared.tracing.workload import Arrival, run
@@ -37,8 +38,10 @@ def record(runs: Sequence[TracedRun]) -> list[Trace]:
         for place in (n % len(runs) for n in range(number, number + len(runs))):
             runs[place].engine.pool.drop_cached()
             recorder = Recorder(runs[place].engine)
-            run(recorder, runs[place].arrivals)
-            rounds[place].append(recorder.trace(runs[place].title, **runs[place].settings))
+            with Profiler(runs[place].engine) as profile:
+                run(recorder, runs[place].arrivals)
+            settings = runs[place].settings | (profile.stats() if any(profile.acceptance) else {})
+            rounds[place].append(recorder.trace(runs[place].title, **settings))
     return [_median(each[0], each[1:] or each) for each in rounds]
 
 

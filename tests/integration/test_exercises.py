@@ -99,7 +99,7 @@ def test_no_earlier_phase_can_load_a_module_with_a_phase_s_exercises(lesson: Les
     engine nor what that imports names such a module, not even inside a function that is rarely called. That a module of
     ``adds`` is first loaded by its phase's engine, `test_phase_contract` proves in fresh interpreters."""
     wanted = exercises_of(lesson)
-    assert {exercise.module for exercise in wanted} <= set(lesson.adds)
+    assert {exercise.module for exercise in wanted} <= {*lesson.adds, *lesson.beside}
     way = lesson
     while way.previous is not None:
         way = next(other for other in LESSONS if other.number == way.previous)

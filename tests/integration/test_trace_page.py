@@ -1,5 +1,6 @@
 """The page of ``infer trace`` in a real Chromium, opened as a file: cells, zoom, keys, pointer, colours and phones."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,35 @@ def test_the_grammar_of_a_step_is_drawn_and_told(browser: Any, model: str, tmp_p
                 tab.keyboard.press("ArrowDown")
             assert f"drawn {place}" in tab.inner_text("#details")
         assert tab.evaluate(FAINTEST, [".track i.frame", "color"])[1] >= TEXT_CONTRAST
+        tab.set_viewport_size(PHONE)
+        tab.evaluate(TWO_FRAMES)
+        assert tab.evaluate(WIDE) == []
+
+
+def test_what_heads_keep_is_drawn_and_told(browser: Any, model: str, tmp_path: Path) -> None:
+    bounds = ("--layer-budget", "37", "--layer-upper-budget", "48", "--p-attn", "0.35", "--query-window-size", "8")
+    about = ("--compress-method", "snapkv", *bounds, "--steps-between-compressions", "8", "--block-size", "2")
+    traced("--model", model, "--phase", "09.2", *about, "--requests", "3", "-n", "60", "--out", tmp_path)
+    (trace,) = page_data(tmp_path / "trace.html")
+    step = trace["focus"]["step"]
+    (first, *_) = trace["steps"][step]["compressed"]
+    for tab in opened(browser, tmp_path / "trace.html"):
+        grid = tab.locator(".kept figure").first
+        assert re.match(rf"request {first[0]}: of {first[1]}, heads keep \d+ \(pale\) to \d+", grid.inner_text())
+        kept = grid.evaluate("figure => [...figure.querySelectorAll('rect')].map(cell => +cell.dataset.kept)")
+        assert kept == [count for heads in first[2] for count in heads]
+        opacity = grid.locator("rect").evaluate_all("cells => cells.map(cell => +cell.getAttribute('fill-opacity'))")
+        assert opacity == pytest.approx([count / max(kept) for count in kept], abs=0.01)
+        tab.locator("section input[type=range]").fill(str(step - 1))
+        assert "no request is compressed" in tab.inner_text(".kept")
+        tab.locator("section input[type=range]").fill(str(len(trace["steps"]) - 1))
+        last = {one[0]: one for each in trace["steps"] for one in each["compressed"]}
+        ended = {name for each in trace["steps"][:-1] for name in (*each["finished"], *each["failed"])}
+        told = [f"request {name}: of {one[1]}," for name, one in last.items() if name not in ended]
+        assert told
+        captions = tab.locator(".kept figcaption").all_inner_texts()
+        assert sorted(caption.partition(", ")[0] + "," for caption in captions) == sorted(told)
+        assert tab.evaluate(FAINTEST, [".kept figcaption, .kept b", "color"])[1] >= TEXT_CONTRAST
         tab.set_viewport_size(PHONE)
         tab.evaluate(TWO_FRAMES)
         assert tab.evaluate(WIDE) == []

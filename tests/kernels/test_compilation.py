@@ -40,9 +40,11 @@ def test_every_variant_compiles(tmp_path):
         "quantize_rows_kernel",
         "rms_norm_kernel",
         "gated_kernel",
+        "low_rank_kernel",
         "kv_write_kernel",
         "decode_attention_kernel",
         "paged_attention_kernel",
+        "condensed_attention_kernel",
         "paged_prefill_kernel",
         "planned_decode_kernel",
         "planned_prefill_kernel",
@@ -92,15 +94,15 @@ def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stag
 
 
 def compile_products():
-    from shared.kernels import gated, gemv, rmsnorm
+    from shared.kernels import gated, gemv, low_rank, rmsnorm
     from shared.kernels.launch import GENERATIONS
     from shared.ops.gated import geglu, swiglu
 
-    for module in (gated, gemv, rmsnorm):
+    for module in (gated, gemv, low_rank, rmsnorm):
         module.launches = lambda tensor: True
     for capability in ((8, 0), (8, 6), (9, 0)):
         gemv.generation = lambda device, capability=capability: GENERATIONS[capability]
-        for module in (gated, gemv, rmsnorm):
+        for module in (gated, gemv, low_rank, rmsnorm):
             module.launch = functools.partial(compile_launch, capability=capability)
         for dtype, N, K in [(torch.bfloat16, 3072, 2048), (torch.float32, 1152, 6912)]:
             norm = SimpleNamespace(weight=torch.ones(K, dtype=dtype), eps=1e-6, offset=1.0)
@@ -112,6 +114,10 @@ def compile_products():
                 gemv.linear(x, weight, bias, norm, None, swiglu if T == 1 else geglu)
             rmsnorm.add_rms_norm(x, x, norm.weight, norm.eps, norm.offset, norm)
             gated.swiglu(residual, residual)
+            y, b, gate = torch.zeros(8, N + 16, dtype=dtype), torch.zeros(N, 16, dtype=dtype), torch.zeros(8)
+            low_rank.add_low_rank(y, b, gate, 2.0, residual)
+            for activation in (swiglu, geglu):
+                low_rank.add_low_rank(y, b, gate, 2.0, None, activation)
 
 
 def compile_quantized_products():
@@ -182,10 +188,10 @@ def compile_decode_attention():
 
 
 def compile_paged_attention():
-    from shared.kernels import paged_attention, paged_prefill
+    from shared.kernels import condensed_attention, paged_attention, paged_prefill
     from shared.kernels.decode_attention import DecodeWorkspace
 
-    for module in (paged_attention, paged_prefill):
+    for module in (condensed_attention, paged_attention, paged_prefill):
         module.launches, module.launch = lambda tensor: True, compile_launch
     one = torch.zeros(1, dtype=torch.int32)
     for dtype, Hq, Hkv, D, softcap, block_size, T in [
@@ -199,6 +205,12 @@ def compile_paged_attention():
         about = (memory, memory, one, one, one)
         q = torch.zeros(T, Hq, D, dtype=dtype)
         paged_attention.paged_attention(q[:1], *about, scale=0.125, softcap=softcap, workspace=workspace)
+        for masks in (None, torch.zeros(1, 3, Hkv, 8, dtype=torch.uint8)):
+            kept = condensed_attention.KeptTokens(torch.zeros(1, 3 * Hkv + 2, dtype=torch.int32), masks)
+            where = (memory.expand(3, *memory.shape), memory, one, one, one, one, kept, 2)
+            condensed_attention.condensed_attention(
+                q[:1], *where, scale=0.125, softcap=softcap, workspace=workspace, out=q[:1]
+            )
         starts = torch.zeros(2, dtype=torch.int32)
         paged_prefill.paged_prefill(q, *about, starts, scale=0.125, softcap=softcap)
 

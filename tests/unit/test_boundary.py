@@ -123,6 +123,7 @@ HOST = {
     "blocks",
     "condensed",
     "condensed_layout",
+    "condensed_prefix",
     "contiguous_pool",
     "layout",
     "paged",

@@ -33,8 +33,14 @@ TREE = {
 FUNCTIONS = (CalledFunction("add", ADD, True), CalledFunction("add_tree", TREE, True))
 
 
-def compiled(mode: CallMode, spelling: CallSpelling, functions: tuple[CalledFunction, ...] = FUNCTIONS) -> Automaton:
-    grammar = Grammar.calls(CallDescription(mode, spelling, functions)).compiled(ALL_BYTES, Limits())
+def compiled(
+    mode: CallMode,
+    spelling: CallSpelling,
+    functions: tuple[CalledFunction, ...] = FUNCTIONS,
+    form: Grammar | None = None,
+) -> Automaton:
+    described = CallDescription(mode, spelling, functions, form and (form.kind.value, form.text))
+    grammar = Grammar.calls(described).compiled(ALL_BYTES, Limits())
     assert grammar.automaton is not None
     return grammar.automaton
 
@@ -69,6 +75,39 @@ def test_free_text_that_may_call(spelling: CallSpelling) -> None:
     assert automaton.accepts(f" \n{THOUGHT}So: {GOOD}".encode()) == (spelling is QWEN)
     assert not automaton.accepts(f"{THOUGHT}\n\n{BAD[0]}".encode())
     assert not automaton.accepts(f"<thinking>{BAD[0]}".encode())
+
+
+FORMATS = {
+    '{"a": 5}': Grammar.json_schema({"type": "object", **ADD}),
+    "12345": Grammar.regex(r"\d+"),
+    "red": Grammar.choice(["red", "green", "reddish"]),
+}
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("mode", [CallMode.AUTO, CallMode.NONE])
+def test_calls_or_a_format(text: str, mode: CallMode) -> None:
+    """Either calls, or one text of the format, which ends as it does by itself; behind thoughts too."""
+    form = FORMATS[text]
+    description = CallDescription(mode, QWEN, FUNCTIONS, (form.kind.value, form.text))
+    automaton = compiled(mode, QWEN, form=form)
+    assert CallDescription.of_text(description.text) == description
+    for good in (text, f"{THOUGHT}{text}", f"{THOUGHT}\n\n{text}"):
+        assert automaton.accepts(good.encode()), good
+    for bad in ("", "So", f"{text} ", f"{text}\n{GOOD}", f"\n{text}", f"{GOOD}{text}", f"{THOUGHT}\n\n\n{text}", *BAD):
+        assert not automaton.accepts(bad.encode()), bad
+    for call in (GOOD, f"{THOUGHT}\n{GOOD}\n{TREES}"):
+        assert automaton.accepts(call.encode()) == (mode is CallMode.AUTO)
+    alone = form.compiled(ALL_BYTES, Limits()).automaton
+    assert alone is not None
+    for length in range(1, len(text)):
+        assert automaton.accepts(text[:length].encode()) == alone.accepts(text[:length].encode())
+
+
+def test_a_format_that_begins_as_a_call_is_refused() -> None:
+    for spelling, form in ((LLAMA, FORMATS['{"a": 5}']), (HERMES, Grammar.regex("<[a-z]+>"))):
+        with pytest.raises(GrammarError, match="can begin as a call or a thought does"):
+            compiled(CallMode.AUTO, spelling, form=form)
 
 
 @pytest.mark.parametrize("spelling", [HERMES, QWEN])
@@ -167,13 +206,19 @@ def test_only_special_tokens_that_the_grammar_names_are_allowed() -> None:
 
 
 @settings(max_examples=30)
-@given(st.sampled_from(CallMode), st.sampled_from([HERMES, QWEN, LLAMA]), st.randoms(use_true_random=False))
+@given(
+    st.sampled_from(CallMode),
+    st.sampled_from([HERMES, QWEN, LLAMA]),
+    st.sampled_from([None, *FORMATS.values()]),
+    st.randoms(use_true_random=False),
+)
 def test_every_walk_comes_to_an_end_and_what_it_writes_is_read(
-    mode: CallMode, spelling: CallSpelling, random: Any
+    mode: CallMode, spelling: CallSpelling, form: Grammar | None, random: Any
 ) -> None:
     """Random tokens of the grammar: masks as the definition says, no dead end, and the parser finds the calls."""
     words = vocabulary("<|python_tag|>")
-    fsm = TokenFSM(compiled(mode, spelling), words)
+    has_format = mode is not CallMode.REQUIRED and spelling is not LLAMA
+    fsm = TokenFSM(compiled(mode, spelling, form=form if has_format else None), words)
     state, text = fsm.initial_state, b""
     for length in range(400):
         allowed = np.flatnonzero(fsm.mask(state)).tolist()
@@ -189,8 +234,8 @@ def test_every_walk_comes_to_an_end_and_what_it_writes_is_read(
         state = fsm.next_state(state, token_id)  # type: ignore[assignment]
     if not fsm.is_terminal(state):
         return
-    form = TOOL_FORMATS["llama3" if spelling is LLAMA else "chatml" if spelling is HERMES else "qwen3"]
-    parser = ToolParser(form, ["add", "add_tree"])
+    written = TOOL_FORMATS["llama3" if spelling is LLAMA else "chatml" if spelling is HERMES else "qwen3"]
+    parser = ToolParser(written, ["add", "add_tree"])
     read = text.replace(b"\xff<|python_tag|>", b"").decode(errors="replace")
     deltas = [*parser.push(read), *parser.flush()]
     if mode is not CallMode.AUTO:

@@ -1,6 +1,7 @@
 """Compressors against naive fp64 formulas; top-n* against bisection; packed masks against numpy."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.compression import WAYS, Scorer
+from shared.compression.batched import select_all
 from shared.compression.calibration import pack, temperature, top_n, top_p_count, unpack
-from shared.compression.compressors import COMPRESSORS, RKV, SnapKV, StreamingLLM, VanillaTopP, window_attention
+from shared.compression.compressors import (
+    COMPRESSORS,
+    RKV,
+    MassCompressor,
+    SnapKV,
+    StreamingLLM,
+    VanillaTopP,
+    window_attention,
+)
 from shared.compression.selection import REDUCTIONS, Budget, needed, select
+from shared.loading.loader import load_model
 from tests.comparison import assert_close, assert_equal
 
 
@@ -170,3 +182,34 @@ def test_a_selection_stays_in_its_budget(n: int, least: int, more: int, method: 
     forced = min(n, 5)
     for count in kept.sum(1).tolist():
         assert count == n if method == "none" else min(n, max(least, forced)) <= count <= max(least + more, forced)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_measured_budget_is_what_heads_keep_on_average(tiny_checkpoints: dict[str, Path], way: str) -> None:
+    scorer = Scorer(load_model(tiny_checkpoints["llama"]), 320)
+    scorer.read([(31 * n) % 250 for n in range(320)], 288)
+    full, similar = scorer.follow(None), []
+    for share in (0.25, 0.5, 1.0):
+        found, kept = scorer.spend(WAYS[way], share)
+        assert kept == pytest.approx(share, rel=0.02)
+        similar.append((full.exp() * (full - found)).sum(-1).mean().item())
+    assert similar[0] > 0
+    assert similar[2] == 0, "the whole budget drops nothing"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**20), st.lists(st.integers(6, 60), min_size=4, max_size=4), st.sampled_from([0.3, 0.9]))
+def test_all_heads_at_once_keep_what_each_keeps_alone(seed: int, sizes: list[int], p: float) -> None:
+    generator, w, group, D = torch.Generator().manual_seed(seed), 5, 3, 8
+    budget = Budget(least=12, most=24, p=p, num_recent=4)
+    n = max(sizes) + 2
+    for method in ("snapkv", "topp"):
+        compressor = COMPRESSORS[method](0.3)
+        assert isinstance(compressor, MassCompressor)
+        mass, alone = torch.zeros(2, 2, group, n), torch.zeros(2, 2, n, dtype=torch.bool)
+        for head, size in enumerate(sizes):
+            queries, keys = (torch.randn(m, h, D, generator=generator) for m, h in ((w, group), (size, 1)))
+            mass.flatten(0, 1)[head, :, n - size :] = window_attention(queries, keys, 0.3).sum(2)[0]
+            alone.flatten(0, 1)[head, n - size :] = select(queries, keys, compressor, budget, 0.3)[0]
+        assert_equal(select_all(mass, torch.tensor(sizes).view(2, 2), compressor, budget), alone, "kept")
+    assert not isinstance(COMPRESSORS["rkv"](0.3), MassCompressor)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from shared.cache.condensed import CondensedKVCachePool
 from shared.cache.condensed_layout import Cells, Packed
+from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
+from shared.cache.paged_layout import PagedSizes
 from shared.compression.masked import masked_attention
 from shared.engine.config import COMPRESS_METHODS, WITHOUT_COMPRESSION, EngineConfig
 from shared.errors import CapacityError, ConfigError
@@ -101,6 +103,83 @@ def test_the_audit_sees_a_packed_part_of_a_wrong_size() -> None:
     assert any("b is compressed and holds no blocks" in found for found in pool.audit_blocks())
 
 
+def sharing(num_blocks: int) -> CondensedPrefixKVCachePool:
+    """Requests share all but their last 4 tokens; a block has 4 slots, of 2 layers and 2 heads."""
+    cells, sizes = Cells(2, num_blocks, 4, 2), PagedSizes(num_blocks, 4, 3, 48, 48)
+    return CondensedPrefixKVCachePool(cells, sizes, lambda request: request.num_prompt_tokens - 4)
+
+
+def compute(pool: Any, name: str, length: int) -> Any:
+    """A request with the tokens 0, 1, 2 …, all in the cache; another beside it, if it is not the first."""
+    request = make_request(name, range(length))
+    num_cached = pool.admit(request)
+    assert pool.reserve(request, length + 1)
+    schedule = step_of({request: length - num_cached})
+    put_in_flight(schedule)
+    commit(pool, schedule)
+    return request, num_cached
+
+
+FEW = Packed(np.array([[3, 9], [20, 1]]), 28, 12)  # 33 of 112 cells: three blocks of 16
+
+
+def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
+    pool = sharing(9)
+    first, num_cached = compute(pool, "a", 28)
+    assert num_cached == 0
+    assert pool.free_tokens == 4, "28 tokens and the next one: 8 blocks"
+    assert pool.compress(first, FEW) == 4
+    table = pool.table(first).tolist()
+    assert len(table) == 4
+    assert len(pool.cached_blocks()) == 7 - 2, "one block was free, and two more were needed"
+    assert not set(table) & set(pool.cached_blocks())
+    put_in_flight(schedule := step_of({first: 1}))
+    commit(pool, schedule)
+    assert pool.tree.num_blocks == 5, "nothing behind a compression enters the tree"
+    assert pool.audit_blocks() == []
+
+    pool.release(first)
+    second, num_cached = compute(pool, "b", 24)
+    assert num_cached == 20
+    assert pool.audit_blocks() == []
+    pool.release(second)
+    assert pool.audit() == []
+
+
+def test_a_request_computes_the_tokens_whose_queries_decide() -> None:
+    pool = sharing(24)
+    pool.release(compute(pool, "a", 28)[0])
+    assert [pool.admit(make_request(str(n), range(n))) for n in (28, 20)] == [24, 16]
+
+
+def test_blocks_of_others_are_not_taken() -> None:
+    """Two requests share 7 blocks of 10 and have one each; the first compression needs three and finds one."""
+    pool = sharing(10)
+    (first, _), (second, num_cached) = compute(pool, "a", 28), compute(pool, "b", 28)
+    assert num_cached == 24
+    assert pool.free_tokens == 4
+    before = pool.table(first).tolist()
+    assert pool.compress(first, FEW) is None
+    assert pool.table(first).tolist() == before
+    assert pool.audit_blocks() == []
+    pool.release(second)
+    assert pool.compress(first, FEW) == 4
+    assert pool.audit_blocks() == []
+
+
+def test_the_youngest_makes_room_for_a_compression() -> None:
+    pool = sharing(10)
+    scheduler = scheduler_of(pool)
+    (first, _), (second, _) = compute(pool, "a", 28), compute(pool, "b", 28)
+    scheduler.running |= {"a": first, "b": second}
+    assert scheduler.make_room(first)
+    assert list(scheduler.running) == ["a"]
+    assert pool.compress(first, FEW) == 4
+    assert scheduler.schedule().preempted == ("b",)
+    assert not scheduler.make_room(first)
+    assert not scheduler.running
+
+
 def scheduler_of(pool: CondensedKVCachePool, **config: Any) -> CompressingScheduler:
     about = {"layer_budget": 10, "layer_upper_budget": 12, "steps_between_compressions": 4}
     return CompressingScheduler(EngineConfig(compress_method="snapkv", block_size=4, **about | config), pool, 48)
@@ -131,9 +210,9 @@ def test_tokens_computed_again_are_cut_where_they_were_compressed() -> None:
         if end < 25:
             assert not scheduler.schedule(), "the compression waits for the step in flight"
         commit(pool, scheduler_step(request, entry))
-        assert scheduler.due() == ([request] if end < 25 else [])
-        scheduler.compressed(request)
-        assert scheduler.due() == []
+        assert list(scheduler.due()) == ([request] if end < 25 else [])
+        scheduler.compressed(request, None, 0)
+        assert list(scheduler.due()) == []
     assert starts == [(0, 14, 0), (14, 18, 0), (18, 22, 0), (22, 25, 1)]
 
 
@@ -168,9 +247,8 @@ def test_masked_attention_is_attention_of_what_is_kept(window: int | None, softc
         ({"if_fake_compress": True}, "choose a compress_method too, or leave if_fake_compress out"),
         ({"compress_method": "snapkv", "p_attn": 1.0}, r"p_attn is 1.0; it must lie between 0 and 1\."),
         ({"compress_method": "snapkv", "layer_budget": 4096}, "layer_upper_budget is 2048 and layer_budget is 4096"),
-        ({"compress_method": "snapkv", "use_prefix_caching": True}, "a request's kept tokens are its own"),
-        ({"compress_method": "snapkv", "use_cuda_graphs": True, "attention_backend": "planned"}, "leave one of them"),
-        ({"compress_method": "snapkv", "attention_backend": "flash"}, "choose sdpa or naive"),
+        ({"compress_method": "snapkv", "if_fake_compress": True, "use_prefix_caching": True}, "cannot be shared"),
+        ({"compress_method": "snapkv", "attention_backend": "flash"}, "leave attention_backend out"),
         ({"compress_method": "snapkv", "use_chunked_prefill": False}, "requires use_chunked_prefill = True"),
         ({"compress_method": "snapkv", "kv_cache_backend": "contiguous"}, "requires kv_cache_backend = 'paged'"),
     ],
@@ -183,4 +261,7 @@ def test_settings_that_contradict_are_refused(about: dict[str, Any], message: st
 def test_what_compression_excludes_is_off() -> None:
     assert all(EngineConfig().is_on(name) for name in WITHOUT_COMPRESSION)
     for method in COMPRESS_METHODS:
-        assert not any(EngineConfig(compress_method=method).is_on(name) for name in WITHOUT_COMPRESSION)
+        for is_fake in (False, True):
+            config = EngineConfig(compress_method=method, if_fake_compress=is_fake)
+            for name, (other, _) in WITHOUT_COMPRESSION.items():
+                assert config.is_on(name) == (not getattr(config, other))

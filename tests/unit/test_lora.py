@@ -1,12 +1,14 @@
 """Gated LoRA: additions that act on chosen tokens and leave the others as they are, and the files that hold them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from shared.cache.uncached import UncachedView
+from shared.engine.graphs import CapturedStep, Computed
 from shared.errors import ModelFolderError
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
@@ -16,6 +18,7 @@ from shared.models.lora import FIRST_MASK, TARGETS, GatedLoRA, adapt
 from shared.models.packed import SUPPORTED_ENGINES, pack
 from shared.models.tokens import Tokens
 from shared.speculation.adapter import load_adapter
+from shared.speculation.captured_head import CapturedHead
 from tests.adapters import random_adapter
 
 IDS = torch.arange(9) * 7 % 100
@@ -98,6 +101,20 @@ def test_a_saved_adapter_is_read_back(tiny_checkpoints: dict[str, Path], tmp_pat
     assert half < 2 * sum(tensor.numel() for tensor in adapter.state_dict().values()) + 4096
 
 
+@pytest.mark.parametrize("form", [None, "fused", "packed", "int8"])
+@torch.inference_mode()
+def test_guesses_are_made_of_the_first_candidates(tiny_checkpoints: dict[str, Path], form: str | None) -> None:
+    model = load_model(tiny_checkpoints["llama"], quantize=quantizer("int8", True) if form == "int8" else None)
+    if form is not None:
+        (pack if form == "packed" else fuse)(model)
+    whole, few = random_adapter(model), random_adapter(model, num_candidates=300)
+    inputs = torch.tensor([5, 299]), torch.randn(2, model.config.hidden_size)
+    logits = few.logits(model, *inputs)
+    torch.testing.assert_close(logits[:, :300], whole.logits(model, *inputs)[:, :300])
+    assert (logits[:, 300:] == -torch.inf).all()
+    assert logits.shape[1] == model.config.vocab_size > 300
+
+
 def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -126,3 +143,26 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
     (folder / "adapter.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ModelFolderError, match="not a whole safetensors file"):
         load_adapter(folder, llama)
+
+
+@torch.inference_mode()
+def test_a_captured_pass_of_the_head_is_the_pass(tiny_checkpoints: dict[str, Path]) -> None:
+    """A capture that runs again what it has recorded, and writes over the result: what a CUDA graph does."""
+    model = fuse(load_model(tiny_checkpoints["qwen3"]))
+    adapter, sizes = random_adapter(model, num_candidates=300), []
+
+    def capture(run: Callable[[], Computed]) -> CapturedStep:
+        results = run()
+        sizes.append(len(results.hidden))
+
+        def replay() -> None:
+            results.hidden.copy_(run().hidden)
+
+        return CapturedStep(replay, results)
+
+    head = CapturedHead(adapter, model, 6, capture)
+    assert sizes == [6, 4, 2, 1]
+    for n in (1, 2, 3, 5, 6, 1):
+        ids, hidden = torch.arange(n) * 7, torch.randn(n, model.config.hidden_size)
+        torch.testing.assert_close(head(ids, hidden), adapter.logits(model, ids, hidden))
+    assert CapturedHead(adapter, model, 1, capture).sizes == [1]

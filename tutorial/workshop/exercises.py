@@ -8,7 +8,7 @@ An exercise is a run of lines inside a function::
     # end exercise
 
 Its number is the phase's, an x and a count: ``03x1`` is the first of phase 3, ``03.1x1`` the first of phase 3.1.
-Invariant: markers and tables name the same exercises, and each lies in a module that its phase adds; anything else is
+Invariant: markers and tables name the same exercises, and each lies in a module that its phase brings; anything else is
 refused here, before it can reach a learner.
 """
 
@@ -191,8 +191,8 @@ def function_lines(source: str, target: str) -> list[str]:
 
 
 def _modules(lesson: Lesson) -> list[str]:
-    """Paths of the modules that a phase adds; a package's own file holds no exercises."""
-    paths = (module.replace(".", "/") + ".py" for module in lesson.adds)
+    """Paths of the modules of a phase; a package's own file holds no exercises."""
+    paths = (module.replace(".", "/") + ".py" for module in (*lesson.adds, *lesson.beside))
     return [path for path in paths if (ROOT / path).is_file()]
 
 

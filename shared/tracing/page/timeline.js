@@ -71,6 +71,7 @@ class Timeline {
     this.scroller.addEventListener("keydown", (event) => this.move(event));
     if (this.activity.length === 1) make("p", ON_CPU, section);
     this.tokens = new StepTokens(trace, section);
+    this.kept = trace.steps.some(({ compressed }) => compressed.length) ? new KeptTokens(trace, section) : null;
     this.memory = trace.memory && new MemoryHistory(this, section);
   }
 
@@ -232,6 +233,7 @@ class Timeline {
     if (row !== undefined) this.tellRequest(trace.requests[row], step);
     this.tellStep(trace.steps[step], step);
     this.tokens.show(step);
+    this.kept?.show(step);
     this.memory?.show(step);
   }
 

@@ -32,6 +32,8 @@ NEUTRAL = {
     "min_p": [0, 0.0, 1, None],
     "ignore_eos": [True, False, None],
     "use_speculative_decoding": [True, False, None],
+    "thinking_budget": [None],
+    "min_thinking_tokens": [0, 0.0, None],
 }
 REFUSED = {
     "n": [17, 0, "1", True, 1.5],
@@ -52,6 +54,8 @@ REFUSED = {
     "model": ["other", "", 3],
     "min_p": [-0.1, 1.1, "0"],
     "use_speculative_decoding": ["no", 0],
+    "thinking_budget": [0, 5, -1, "5", 1.5],
+    "min_thinking_tokens": [5, -1, "5", True],
     "tools": [5, [5]],
     "response_format": [{"type": "xml"}, "text", 5],
     "unheard_of": [None, 1],

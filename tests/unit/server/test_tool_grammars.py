@@ -152,9 +152,9 @@ def test_a_call_behind_thinking(servers: dict[str, Running]) -> None:
         ({"tools": [tool("a", {"type": "array"})], "tool_choice": "required"}, "tools", "must be of an object"),
         ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "ignore_eos is True"),
         (
-            {"tools": TOOLS, "response_format": {"type": "json_object"}},
-            "tools",
-            "An answer has one grammar, and response_format and tools are given",
+            {"tools": TOOLS, "response_format": {"type": "regex", "pattern": "<[a-z]+>"}},
+            "response_format.pattern",
+            "can begin as a call or a thought does",
         ),
     ],
 )
@@ -168,6 +168,42 @@ def test_what_cannot_be_followed_is_refused(
         assert told in error_of(response)["message"]
         lax = chat(tools=[tool("a", UNIQUE)])
         assert client.post("/v1/chat/completions", json=lax).is_success, "only what is strict must be followed"
+
+
+def test_a_call_or_an_answer_in_a_format(servers: dict[str, Running]) -> None:
+    formatted, ends = {"type": "json_schema", "schema": SCHEMA}, set()
+    extra = {"response_format": formatted, "chat_template_kwargs": {"enable_thinking": False}}
+    for seed in range(12):
+        choice = ask(servers["special"], seed=seed, **EVEN, extra_body=extra).choices[0]
+        ends.add(choice.finish_reason)
+        if choice.finish_reason == "tool_calls":
+            assert check(choice)
+            assert choice.message.content is None
+        elif choice.finish_reason == "stop":
+            assert jsonschema_rs.is_valid(SCHEMA, json.loads(choice.message.content))
+    assert ends >= {"tool_calls", "stop"}
+    required = ask(servers["qwen3"], tool_choice="required", seed=1, extra_body=extra).choices[0]
+    assert check(required)
+    with servers["llama"].client() as client:
+        response = client.post("/v1/chat/completions", json=chat(tools=TOOLS, response_format={"type": "json_object"}))
+        assert response.status_code == 422, "a call of Llama 3 is a JSON object too"
+
+
+def test_a_format_behind_thinking(servers: dict[str, Running]) -> None:
+    running = servers["qwen3"]
+    likely = {"logit_bias": {str(running.engine.tokenizer.token_id("</think>")): 100}, "temperature": 30.0}
+    formatted, thoughts = {"type": "json_schema", "schema": SCHEMA}, set()
+    for thinking in (True, None):
+        extra = {"response_format": formatted, "chat_template_kwargs": {"enable_thinking": thinking}}
+        for seed in range(8):
+            choice = ask(running, tools=[], seed=seed, **likely, extra_body=extra).choices[0]
+            if choice.finish_reason == "stop":
+                thought, mark, text = choice.message.content.rpartition("</think>")
+                assert not mark or thought.startswith("<think>")
+                assert jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+                thoughts.add((thinking, bool(mark)))
+    assert thoughts >= {(True, True), (True, False), (None, False)}
+    assert (None, True) not in thoughts, "a program that did not ask for thoughts gets none"
 
 
 def test_a_format_of_the_answer_and_no_calls(servers: dict[str, Running]) -> None:

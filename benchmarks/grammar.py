@@ -1,0 +1,269 @@
+"""What grammars cost: the kernels of masks by themselves, and an engine whose requests have grammars beside one whose
+requests have none. Introduced in phase 12.
+
+Invariants: masks are compared with those of the CPU before they are timed; what is compared takes turns in one process,
+and a ratio is the median of the ratios of single turns.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import Report, describe_model, engine_settings, rounded
+from benchmarks.timing import SyntheticPrompts, cache_bytes, num_input_sets, time_calls
+from benchmarks.view import Column, Table, View, text, times
+from shared.checkpoints.byte_tokenizer import pseudo_words
+from shared.engine.config import EngineConfig
+from shared.grammar.automaton import Configuration
+from shared.grammar.device import GrammarTokens, pack_row
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import Limits
+from shared.grammar.pool import GrammarPool, pack
+from shared.grammar.vocabulary import GrammarVocabulary
+from shared.kernels.grammar_advance import grammar_advance
+from shared.kernels.grammar_mask import grammar_mask, remove_refused
+from shared.lessons import find_lesson
+from shared.sampling.params import SamplingParams
+
+NAMES = ("identifier", "description", "created_at", "coordinates", "recommendations", "unit", "is_available")
+ITEM = {
+    "type": "object",
+    "properties": {
+        "identifier": {"type": "integer", "minimum": 1},
+        "description": {"type": "string", "minLength": 3, "maxLength": 60},
+        "created_at": {"type": "string", "format": "date-time"},
+        "coordinates": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
+        "recommendations": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        "unit": {"enum": ["metre", "foot", "mile", None]},
+        "is_available": {"type": "boolean"},
+    },
+    "required": list(NAMES[:4]),
+    "additionalProperties": False,
+}
+TREE = {"$ref": "#/$defs/node", "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}}
+LONG: list[Grammar] = [  # none of which ends within some hundred tokens
+    Grammar.json_schema({"type": "array", "items": ITEM, "minItems": 120}),
+    Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 1000}),
+    Grammar.json_schema({"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 600}),
+    Grammar.json_schema({"type": "array", "items": {"type": "string", "format": "date"}, "minItems": 300}),
+    Grammar.json_schema({"type": "string", "minLength": 4000}),
+    Grammar.regex(r"([A-Z][a-z ]{10,40}\.\n){80,}"),
+]
+SHORT: list[Grammar] = [
+    *(Grammar.json_schema(schema) for schema in (ITEM, TREE, {"type": "object", "additionalProperties": ITEM})),
+    Grammar.json_schema({"anyOf": [ITEM, {"type": "object", "properties": {"error": {"type": "string"}}}]}),
+    Grammar.json_schema({"type": "object", "patternProperties": {"^x-[a-z]+$": {"type": "integer"}}}),
+    Grammar.json_object(),
+    Grammar.regex(r"[\w.+-]{1,64}@[\w-]+(\.[\w-]+)+"),
+    Grammar.regex(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})"),
+    Grammar.choice([f"{name} {number}" for name in NAMES for number in range(40)]),
+]
+DOCUMENT = (
+    '{"name": "Alice in Wonderland", "list": [1, 2.5e3, [3, 4, {"a": "b c d"}]], "text": "The quick \\" over", "ok": 1}'
+)
+SCRIPTS = ((0x430, 0x44F), (0x4E00, 0x5FFF), (0x3041, 0x3096), (0xAC00, 0xB800), (0x621, 0x64A), (0x905, 0x939))
+MARKS = ('"', "'", ",", ":", "{", "}", "[", "]", "\\", "\n", "\t", " ", "  ", "(", ")", ";", "=", "<", ">", "/")
+BATCHES = {"one": 1, "mixed 64": 64, "worst 64": 64, "mixed 64 x 5": 320}
+TARGETS_US = {"one": 15, "mixed 64": 60, "worst 64": 80, "mixed 64 x 5": 200}
+CASES = {"free": 0.0, "half": 0.5, "all": 1.0}
+"""Of the engine: the share of the requests that have a grammar."""
+CONTEXT, WARM = 64, 4
+NUM_ALONE = 48
+"""Configurations that are timed by themselves, of which one is the worst."""
+
+
+def made_vocabulary(size: int, seed: int) -> GrammarVocabulary:
+    """Tokens as a real vocabulary has them: bytes, words with and without a space, six scripts, runs of marks."""
+    chance, words = random.Random(seed), pseudo_words()
+    tokens = dict.fromkeys(bytes([byte]) for byte in range(256))
+    while len(tokens) < size - 1:
+        kind = chance.random()
+        if kind < 0.3:
+            script = chance.choice(SCRIPTS)
+            piece = "".join(chr(chance.randint(*script)) for _ in range(chance.randint(1, 5)))
+        elif kind < 0.33:
+            piece = "".join(chance.choices(MARKS, k=chance.randint(2, 6)))
+        else:
+            piece = chance.choice(("", " ")) + next(words)
+        cut = -1 if kind < 0.01 else None  # in the middle of a character
+        tokens[piece.encode()[:cut]] = None
+    found = list(tokens)[: size - 1]
+    return GrammarVocabulary.of_tokens([*found, b""], [size - 1])
+
+
+def configurations(fsm: TokenFSM, chance: random.Random, count: int) -> Iterator[tuple[Configuration, int]]:
+    """Where random outputs of a grammar stand, and a document, if it is one of the grammar; and the token drawn there.
+
+    The token of a byte is the one with its number.
+    """
+    now: Configuration | None = fsm.initial_state
+    for byte in DOCUMENT.encode():
+        if now is not None and (following := fsm.next_state(now, byte)) is not None:
+            yield now, byte
+            now = following
+    now = None
+    for _ in range(count):
+        now = fsm.initial_state if now is None else now
+        token_id = int(chance.choice(np.flatnonzero(fsm.mask(now))))
+        yield now, token_id
+        now = fsm.next_state(now, token_id)
+
+
+def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks: int = 100) -> dict[str, Any]:
+    """Microseconds of each launch, and how many masks were compared with the CPU's; raises if one differs."""
+    chance, vocabulary = random.Random(seed), made_vocabulary(vocab_size, seed)
+    compiled = [grammar.compiled(vocabulary.usable_bytes, Limits(seconds=60)) for grammar in (*LONG, *SHORT)]
+    fsms = [TokenFSM(grammar.automaton, vocabulary) for grammar in compiled if grammar.automaton is not None]
+    pool = GrammarPool(64_000_000, device)
+    bases = [pool.acquire(n, pack(fsm.automaton, vocabulary.usable_bytes)) for n, fsm in enumerate(fsms)]
+    tokens = GrammarTokens.of(vocabulary, device)
+    grammars = {base: fsm for base, fsm in zip(bases, fsms, strict=True) if base is not None}
+    found = [(base, *each) for base, fsm in grammars.items() for each in configurations(fsm, chance, 12)]
+    packed = np.stack([pack_row(base, now) for base, now, _ in found])
+    rows = torch.from_numpy(np.concatenate([packed, np.zeros_like(packed)])).to(device)  # the others are walked to
+    logits_set = num_input_sets(vocab_size * 2, cache_bytes(device))
+    logits = torch.zeros(max(logits_set, max(BATCHES.values())), vocab_size, dtype=torch.bfloat16, device=device)
+
+    def sets(batches: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, ...]]:
+        """Batches of rows in turn: slots, words, the numbers of logits, and the logits, those of a set side by side."""
+        size, made = len(batches[0]), list[tuple[torch.Tensor, ...]]()
+        for n in range(max(len(logits) // size, len(batches))):
+            slots = torch.tensor(batches[n % len(batches)], dtype=torch.int32, device=device)
+            words = torch.zeros(size, tokens.num_words, dtype=torch.int32, device=device)
+            first = n * size % (len(logits) - size + 1)
+            numbers = torch.arange(size, dtype=torch.int32, device=device)
+            made.append((slots, words, numbers, logits[first : first + size]))
+        return made
+
+    def mask(slots: torch.Tensor, words: torch.Tensor, *_: torch.Tensor) -> None:
+        grammar_mask(pool.tables, tokens, rows, slots, words, grammars)
+
+    def advance(sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
+        grammar_advance(pool.tables, tokens, rows, sources, targets, ids, grammars)
+
+    def remove(slots: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor, own: torch.Tensor) -> None:
+        remove_refused(words, slots, numbers, tokens, own)
+
+    chosen = chance.sample(range(len(found)), min(num_checks, len(found)))
+    ((slots, words, numbers, own),) = sets([chosen])[:1]
+    mask(slots, words)
+    remove(slots, words, numbers, own)
+    for number, place in enumerate(chosen):
+        base, now, _ = found[place]
+        if not ((own[number] == 0).cpu().numpy() == grammars[base].mask(now)).all():
+            raise RuntimeError(f"The mask of grammar {base} at {now} differs from the CPU's.")
+    logits.zero_()
+    timed = chosen[:NUM_ALONE]
+    alone = [1e6 * time_calls(mask, sets([[place]])[:16]) for place in timed]
+    worst = timed[int(np.argmax(alone))]
+    mixed = [[chance.randrange(len(found)) for _ in range(BATCHES["mixed 64 x 5"])] for _ in range(4)]
+    batches = {"one": [[place] for place in chosen], "worst 64": [[worst] * 64], "mixed 64 x 5": mixed}
+    batches["mixed 64"] = [batch[:64] for batch in mixed]
+    result: dict[str, Any] = {"compared": len(chosen), "grammars": len(fsms), "configurations": len(found), "us": {}}
+    result["alone_us"] = {
+        "median": rounded(statistics.median(alone)),
+        "p90": rounded(float(np.quantile(alone, 0.9))),
+        "max": rounded(max(alone)),
+    }
+    for name in BATCHES:
+        own_sets = sets(batches[name])
+        for slots, words, *_ in own_sets:
+            mask(slots, words)
+        drawn = torch.tensor([token_id for *_, token_id in found], device=device)
+        places = len(found) + torch.arange(BATCHES[name], dtype=torch.int32, device=device)
+        moved = [(slots, places, drawn[slots.long()]) for slots, *_ in own_sets]
+        result["us"][name] = {
+            "mask": rounded(1e6 * time_calls(mask, own_sets)),
+            "remove": rounded(1e6 * time_calls(remove, own_sets)),
+            "advance": rounded(1e6 * time_calls(advance, moved)),
+            "target_for_mask": TARGETS_US[name],
+        }
+    return result
+
+
+def decode(engine: Any, share: float, num_requests: int, num_steps: int, prompts: SyntheticPrompts) -> float:
+    """Tokens a second of ``num_requests`` that all decode, of which a share have a grammar, by the median of steps."""
+    names = []
+    for number in range(num_requests):
+        has_grammar = (number + 1) * share // 1 > number * share // 1
+        params = SamplingParams(
+            temperature=0.0,
+            max_new_tokens=num_steps + 2 * WARM,
+            ignore_eos=not has_grammar,
+            structured_output=LONG[number % len(LONG)] if has_grammar else None,
+        )
+        names.append(engine.add_request(prompts.draw(CONTEXT), params))
+    while any(not request.output_ids for request in engine.scheduler.running.values()) or engine.scheduler.waiting:
+        engine.step()
+    for _ in range(WARM):
+        engine.step()
+    times, num_tokens = [time.perf_counter()], 0
+    for _ in range(num_steps):
+        num_tokens += len(engine.step())
+        times.append(time.perf_counter())
+    seconds = num_steps * float(np.median(np.diff(times)))
+    for name in names:
+        engine.abort(name)
+    while engine.has_work():
+        engine.step()
+    return num_tokens / seconds
+
+
+def measure_engine(
+    engines: dict[str, Any], num_requests: int, num_steps: int, trials: int, seed: int
+) -> dict[str, dict[str, Any]]:
+    """Speed of each case, and its median share of that of free requests in the same turn."""
+    cases = [(name, case) for name in engines for case in CASES if name == "12" or case == "free"]
+    speeds: dict[str, list[float]] = {f"{name} {case}": [] for name, case in cases}
+    prompts = SyntheticPrompts(next(iter(engines.values())).model.config.vocab_size - 300, seed)
+    for turn in range(trials + 1):  # the first warms up
+        for name, case in cases if turn % 2 else cases[::-1]:
+            speed = decode(engines[name], CASES[case], num_requests, num_steps, prompts)
+            speeds[f"{name} {case}"] += [speed] if turn else []
+    return {
+        case: {
+            "tokens_per_second": rounded(statistics.median(found)),
+            "over_free": rounded(statistics.median(np.divide(found, speeds["12 free"]).tolist())),
+            "all": [rounded(speed) for speed in found],
+        }
+        for case, found in speeds.items()
+    }
+
+
+def measure_grammars(
+    model: str, *, device: str, num_requests: int = 64, num_steps: int = 150, trials: int = 5, seed: int = 0
+) -> Report:
+    """Kernels, where there are any, and the engine of phase 12 beside that of phase 11, which knows no grammars."""
+    longest = CONTEXT + num_steps + 4 * WARM
+    about: dict[str, Any] = {"device": device, "max_batch_size": num_requests, "max_seq_len": longest}
+    about |= {"num_gpu_blocks": num_requests * (longest // 16 + 2)}
+    engines = {phase: find_lesson(phase).engine(EngineConfig(model, **about)) for phase in ("11", "12")}
+    name = describe_model(model)["name"]
+    shown = {phase: engine_settings(engine.config, name) for phase, engine in engines.items()}
+    results: dict[str, Any] = {"engine": measure_engine(engines, num_requests, num_steps, trials, seed)}
+    where = engines["12"].model.device
+    if where.type == "cuda":
+        results["kernels"] = measure_kernels(engines["12"].model.config.vocab_size, where, seed)
+    flags = {"requests": num_requests, "steps": num_steps, "trials": trials}
+    return Report("grammar", describe_model(model), shown, seed, flags, results, where.type)
+
+
+def view(report: Report) -> View:
+    """A table for the engine, and one for the kernels."""
+    speeds = [{"case": case} | row for case, row in report.results["engine"].items()]
+    columns = [text("phase, requests with a grammar", "case"), Column("tokens/s", "tokens_per_second")]
+    columns += [Column("over free ones", "over_free", times)]
+    tables = [Table(f"{report.flags['requests']} requests", columns, speeds)]
+    if "kernels" in report.results:
+        rows = [{"batch": batch} | row for batch, row in report.results["kernels"]["us"].items()]
+        kinds = ("mask", "remove", "advance", "target_for_mask")
+        tables.append(
+            Table("µs of a launch", [text("rows", "batch"), *(Column(k.replace("_", " "), k) for k in kinds)], rows)
+        )
+    return View(f"Grammars: {report.model['name']}", [report.machine_title], tables)

@@ -1,0 +1,175 @@
+"""What a compressed KV cache buys: memory a request, requests at a time, time a step. Introduced in phase 9.2.
+
+Steps: phase 9 and phase 9.2 get the same prompts, which nearly fill ``length`` tokens, and decode to the end; steps are
+timed while all requests decode, the engines taking turns. Requests at a time: as many with short prompts generate up to
+``length`` tokens together, compressed, in a pool that holds two of them without compression. Invariant: what is timed
+together has the same number of blocks.
+
+    python -m benchmarks.long_answers --out benchmarks/reports
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
+from benchmarks.setup import free_memory
+from benchmarks.timing import SyntheticPrompts
+from benchmarks.view import Column, Table, View, count, percent, text
+from shared.engine.config import EngineConfig
+from shared.lessons import find_lesson
+from shared.sampling.params import SamplingParams
+
+BLOCK, FULL, COMPRESSED = 16, "09", "09.2"
+HELD, SHORT = 2, 64  # requests that the small pool holds without compression; the tokens of their prompts
+
+
+class Measured:
+    """A phase's engine, and what its requests hold at most after their prompts."""
+
+    def __init__(self, phase: str, about: dict[str, Any]) -> None:
+        self.engine = find_lesson(phase).engine(EngineConfig(**about))
+        self.seconds: list[float] = []  # of steps in which all requests decode
+        self.between = 0.0  # seconds of those in which all wait for a compression
+        self.num_requests = self.num_compressed = self.most_blocks = self.most_decoded = 0
+
+    def add(self, prompts: list[list[int]], num_new: int) -> None:
+        self.num_requests = len(prompts)
+        for prompt in prompts:
+            self.engine.add_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True))
+
+    def step(self) -> None:
+        """One step, which counts if all requests decode; their blocks count after the prompts' compressions."""
+        before, started = getattr(self.engine, "num_compressions", 0), time.perf_counter()
+        self.engine.step()
+        seconds = time.perf_counter() - started
+        record, (_, tables) = self.engine.last_step, self.engine.pool.holdings()
+        self.most_decoded = max(self.most_decoded, len(record.decoded))
+        if record.prefilled or len(record.decoded) not in (0, self.num_requests):
+            return
+        if record.decoded:
+            self.seconds.append(seconds)
+            self.most_blocks = max([self.most_blocks, *map(len, tables.values())])
+        elif self.seconds:
+            self.between += seconds
+        self.num_compressed += getattr(self.engine, "num_compressions", 0) - before
+
+    def share(self, every: int) -> float:
+        """The share of the time that compressions take, if each request is compressed ``every`` steps."""
+        if not self.num_compressed:
+            return 0.0
+        step = statistics.median(self.seconds)
+        extra = (sum(self.seconds) + self.between - len(self.seconds) * step) / self.num_compressed
+        return extra * self.num_requests / (extra * self.num_requests + every * step)
+
+    def run(self) -> None:
+        while self.engine.has_work():
+            self.step()
+
+
+def measure(
+    model: str, length: int, budget: int, every: int, num_requests: int, num_new: int, from_length: int, device: str
+) -> Report:
+    """Both engines with ``num_requests`` requests of ``length`` tokens, of which ``num_new`` are decoded; then as many
+    with prompts of ``from_length`` tokens in the small pool."""
+    plain: dict[str, Any] = {
+        "model": model,
+        "device": device,
+        "max_seq_len": length,
+        "max_batch_size": num_requests,
+        "num_gpu_blocks": num_requests * length // BLOCK,
+        "use_prefix_caching": False,
+        "seed": 0,
+    }
+    if device == "cuda":
+        plain |= {"prefill_chunk_size": 2048, "max_num_batched_tokens": 2048 + num_requests}
+    compressed = {"compress_method": "snapkv", "layer_budget": budget // 2, "layer_upper_budget": budget}
+    compressed |= {"query_window_size": min(128, budget // 4), "steps_between_compressions": every}
+    engines = {FULL: Measured(FULL, plain), COMPRESSED: Measured(COMPRESSED, plain | compressed)}
+    draw = SyntheticPrompts(engines[FULL].engine.model.config.vocab_size, 0)
+    prompts = [draw.draw(length - num_new) for _ in range(num_requests)]
+    for one in engines.values():
+        one.add(prompts, num_new)
+    if device == "cuda":  # where a step runs while the host plans the next one, turns would hide each other's time
+        for one in engines.values():
+            one.run()
+    while any(one.engine.has_work() for one in engines.values()):
+        for one in engines.values():
+            if one.engine.has_work():
+                one.step()
+    settings = {
+        phase: engine_settings(one.engine.config, describe_model(model)["name"]) for phase, one in engines.items()
+    }
+    results: dict[str, Any] = {
+        phase: {"blocks": one.most_blocks, "ms_per_step": rounded(1e3 * statistics.median(one.seconds))}
+        for phase, one in engines.items()
+    }
+    results[COMPRESSED]["share"] = rounded(engines[COMPRESSED].share(every))
+    del engines, one
+    free_memory()
+    measured = Measured(COMPRESSED, plain | compressed | {"num_gpu_blocks": HELD * length // BLOCK})
+    measured.add([prompt[:from_length] for prompt in prompts], length - from_length)
+    measured.run()
+    results["together"] = {
+        "held": HELD,
+        "requests": measured.most_decoded,
+        "preemptions": measured.engine.load().num_preemptions,
+        "compressions": measured.engine.num_compressions,
+    }
+    full, ours = results[FULL], results[COMPRESSED]
+    results["ratios"] = {
+        "memory": rounded(ours["blocks"] / full["blocks"]),
+        "together": rounded(measured.most_decoded / HELD),
+        "step": rounded(full["ms_per_step"] / ours["ms_per_step"]),
+    }
+    flags = {
+        "from": from_length,
+        "length": length,
+        "budget": budget,
+        "every": every,
+        "requests": num_requests,
+        "new_tokens": num_new,
+    }
+    return Report("long-answers", describe_model(model), settings, 0, flags, results, device)
+
+
+def view(report: Report) -> View:
+    """One table, and a line of what ran together."""
+    columns = [
+        text("phase", "phase"),
+        Column("blocks a request", "blocks", count),
+        Column("ms a step", "ms_per_step"),
+        Column("compressing", "share", percent),
+    ]
+    flags, rows = report.flags, [{"phase": phase} | report.results[phase] for phase in (FULL, COMPRESSED)]
+    said = f"{flags['requests']} requests of {flags['length']} tokens, the last {flags['new_tokens']} decoded"
+    kept = f"SnapKV, at most {flags['budget']} keys a head, every {flags['every']} tokens"
+    about = [f"{said}; {kept}", f"{report.machine_title}; {report.date[:10]}"]
+    ran = report.results["together"]
+    lengths = f"from {flags['from']} tokens to {flags['length']}"
+    note = (
+        f"In the memory of {ran['held']} requests without compression {ran['requests']} ran together, {lengths}, "
+        f"with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
+    )
+    return View(f"Long answers: {report.model['name']}", about, [Table("", columns, rows)], [note])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--budget", type=int, default=128)
+    parser.add_argument("--every", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--from-length", type=int, default=SHORT, help="tokens of the prompts in the small pool")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    sizes = given.length, given.budget, given.every, given.requests, given.new_tokens, given.from_length
+    measured = measure(given.model, *sizes, given.device)
+    print(measured.line())
+    if given.out is not None:
+        write_report(measured, given.out, view=view(measured))

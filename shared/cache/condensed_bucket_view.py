@@ -1,0 +1,228 @@
+"""The model's view on a GPU of a KV cache of which parts were dropped, in captured steps. Introduced in phase 9.2.
+
+What a compression kept is sent to the device once, to the request's row of the pool. From there the kernel of decode
+steps (:mod:`shared.kernels.condensed_attention`) reads which tokens a head has, so a step uploads no more than in phase
+6, and is captured in phase 9's buckets. Compressed or not, all decoding sequences are one launch. A prompt that was
+compressed, because a preempted request is computed again, is attended with PyTorch's operations.
+
+Invariants: those of :class:`shared.cache.condensed_view.CondensedView`; padding belongs to a row that no request has,
+which keeps nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from shared.cache.bucket_view import OF_TOKENS, padded
+from shared.cache.compressing import Place
+from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
+from shared.cache.condensed_view import CondensedView
+from shared.cache.layout import Integers
+from shared.cache.paged_layout import PagedLayout, PagedSizes
+from shared.cache.paged_view import PagedView
+from shared.cache.view import StepInputs
+from shared.compression.batched import select_all
+from shared.compression.compressors import MassCompressor
+from shared.engine.batch import Batch
+from shared.engine.buckets import Bucket, Buckets
+from shared.kernels.condensed_attention import KeptTokens, condensed_attention
+from shared.kernels.window_mass import window_mass
+from shared.models.config import ModelConfig
+from shared.models.tokens import QueryKeyTransform
+
+
+class CondensedBucketView(CondensedView):
+    """Keys and values in blocks, of which compressed requests have kept a part; a ``BucketedView`` of the runner.
+
+    Args:
+        buckets: of captured decode steps.
+        about: the last arguments of :class:`CondensedView`.
+    """
+
+    bucket: Bucket | None = None
+    num_padding_rows = 1
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PagedSizes,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        buckets: Buckets,
+        *about: Any,
+    ) -> None:
+        super().__init__(config, sizes, dtype, device, "flash", *about)
+        self.buckets = buckets
+        self.paddings = [self._padding(bucket) for bucket in reversed(buckets.decode)]
+        heads = config.num_layers * config.num_kv_heads
+        ends = torch.zeros(sizes.max_sequences + 1, heads + 2, dtype=torch.int32, device=device)
+        bits = (sizes.max_sequences + 1, config.num_layers, config.num_kv_heads, -(-sizes.max_seq_len // 8))
+        self.kept = KeptTokens(ends, None if self.moves else torch.zeros(bits, dtype=torch.uint8, device=device))
+        is_mean = self.budget.reduction in ("mean", "sum")
+        self.is_batched = self.moves and is_mean and isinstance(self.compressor, MassCompressor)
+        self.sent_rows: dict[int, Packed] = {}  # what each row of `kept` says; none: nothing is kept
+
+    def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+        own = {"ring_places": (max_tokens, np.int64), "rows": (self.sizes.max_sequences, np.int32)}
+        return own | super()._places(is_decode, max_tokens)
+
+    def load(self, batch: Batch) -> StepInputs:
+        """See ``BatchView``."""
+        self.bucket = self.buckets.smallest(len(batch), batch.num_tokens) if batch.is_decode else None
+        layout = cast(CondensedLayout, batch.layout)
+        self._send_kept(layout)
+        self.sequences, self.num_new = layout.holdings() if not batch.is_decode else [], batch.num_new_tokens.tolist()
+        return PagedView.load(self, batch)
+
+    def _send_kept(self, layout: CondensedLayout) -> None:
+        """Tell the device what the rows of the batch have kept, where that is news."""
+        for row, packed in zip(layout.rows.tolist(), layout.packed, strict=True):
+            if self.sent_rows.get(row) is packed:
+                continue
+            numbers = np.zeros(self.kept.ends.shape[1], np.int32)
+            if packed is not None:
+                numbers[-1] = packed.num_slots or packed.num_tokens
+                numbers[1:-1] = packed.counts.cumsum() if packed.num_slots else 0
+            array = torch.from_numpy(numbers)
+            self.kept.ends[row].copy_(array.pin_memory() if self.keys.is_cuda else array, non_blocking=True)
+            if packed is None:
+                del self.sent_rows[row]
+            else:
+                self.sent_rows[row] = packed
+
+    def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
+        arrays = super()._arrays(batch, layout)
+        arrays["ring_places"] = self._ring_places(batch, layout.rows)
+        arrays["rows"] = layout.rows[: self.num_decoding]
+        if self.bucket is not None:
+            of_tokens = OF_TOKENS | {"ring_places": self.sizes.max_sequences * self.num_queries}
+            of_sequences = {"lengths": 0, "table_starts": 0, "rows": self.sizes.max_sequences}
+            for name, value in (of_tokens | of_sequences).items():
+                arrays[name] = padded(arrays[name], self.bucket.num_tokens, value)
+        return arrays
+
+    def _ring_places(self, batch: Batch, rows: Integers) -> Integers:
+        """Where the query of each token is kept: in its row's ring, or in the padding row."""
+        w, num_new = self.num_queries, batch.num_new_tokens
+        places = rows.repeat(num_new) * w + batch.positions % w
+        if batch.is_decode:
+            return places
+        num_behind = num_new.cumsum().repeat(num_new) - np.arange(batch.num_tokens)
+        return np.where(num_behind <= w, places, self.sizes.max_sequences * w)
+
+    def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        super()._receive(layout, sent)
+        self.ring_places, self.rows = sent["ring_places"], sent["rows"]
+        if self.bucket is not None:
+            n = self.bucket.num_tokens
+            self.step_queries, self.step_attended = self.queries[:n], self.attended[:n]
+
+    def write(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        qk: QueryKeyTransform,
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        q = PagedView.write(self, layer, q, k, v, positions, qk)
+        self.ring[layer].flatten(0, 1).index_copy_(0, self.ring_places, q)
+        return q
+
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        return PagedView.attend(self, layer, q, scale=scale, window=window, softcap=softcap)
+
+    def _attend_decoding(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
+        workspace = self.workspaces[(len(q) - 1).bit_length()]
+        memory = (self.keys, self.values, *self.decoding, self.rows, self.kept, layer)
+        return condensed_attention(q, *memory, **about, workspace=workspace, out=out)
+
+    def _attend_prompts(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> None:
+        prompts = self.sequences[self.num_decoding :]
+        if all(sequence.packed is None for sequence in prompts):
+            super()._attend_prompts(layer, q, out, about)
+            return
+        num_new = self.num_new[self.num_decoding :]
+        for queries, result, sequence in zip(q.split(num_new), out.split(num_new), prompts, strict=True):
+            result.copy_(self.attend_by_cells(layer, queries, sequence, about))
+
+    def compress(self, sequence: Holding, place: Place) -> Packed | None:
+        """See :class:`shared.cache.compressing.CompressingView`."""
+        if self.is_batched:
+            return self._compress_all(sequence, place)
+        packed = super().compress(sequence, place)
+        if packed is not None and self.kept.masks is not None:
+            mask = self.masks[sequence.row]
+            self.kept.masks[sequence.row, ..., : mask.shape[-1]] = mask
+        return packed
+
+    def _compress_all(self, sequence: Holding, place: Place) -> Packed | None:
+        """``compress`` for all layers and heads at once, which waits for the device twice."""
+        device, (num_layers, num_heads) = self.keys.device, (self.cells.num_layers, self.num_kv_heads)
+        packed, w = sequence.packed, min(self.num_queries, sequence.num_tail)
+        num_tokens = sequence.num_tail + (0 if packed is None else packed.num_tokens)
+        counts = np.zeros((num_layers, num_heads), np.int64) if packed is None else packed.counts
+        num_before, n = int(counts.sum()) + counts.size * sequence.num_tail, int(counts.max()) + sequence.num_tail
+        sizes = torch.from_numpy(counts + sequence.num_tail).to(device)
+        places = torch.arange(n, device=device) - (n - sizes[..., None])  # of a key in its head; negative for padding
+        cells = self._cells_at(places, torch.from_numpy(counts).to(device), sequence)
+        newest = torch.arange(num_tokens - w, num_tokens, device=device) % self.num_queries
+        queries = self.ring[:, sequence.row, newest]  # [L, w, Hq, D]
+        mass = window_mass(queries, self.key_cells, cells, sizes.int(), self.config.attention_scale)
+        kept = select_all(mass, sizes, cast(MassCompressor, self.compressor), self.budget)
+        for layer, window in enumerate(self.config.windows):
+            if window is not None:
+                kept[layer] = places[layer] >= sizes[layer, :, None].sub(window).clamp(min=0)
+        counts = kept.sum(-1).cpu().numpy()
+        if num_before - int(counts.sum()) < self.cells.per_block:
+            return None
+        packed = Packed(counts, num_tokens, self.cells.slots_for(counts))
+        table = place(packed)
+        if table is None:
+            return None
+        sources, numbers = cells[kept], np.arange(int(counts.sum()))
+        targets = torch.from_numpy(self.cells.packed(numbers, table)).to(device)
+        for memory in (self.key_cells, self.value_cells):
+            memory[targets] = memory[sources]  # read as a whole before the first is written
+        return packed
+
+    def _cells_at(self, places: torch.Tensor, counts: torch.Tensor, sequence: Holding) -> torch.Tensor:
+        """Cells, int64 [L, Hkv, n], of tokens by their place in each head, ``counts`` [L, Hkv] of which are packed."""
+        about, device = self.cells, places.device
+        table, per_layer = torch.from_numpy(sequence.table).to(device).long(), about.block_size * about.num_kv_heads
+        layers = torch.arange(about.num_layers, device=device)[:, None, None]
+        heads = torch.arange(about.num_kv_heads, device=device)[:, None]
+        ends = counts.flatten().cumsum(0).view_as(counts)[..., None]
+        number = ends - counts[..., None] + places
+        slot = (sequence.num_packed_slots + places - counts[..., None]).clamp(min=0)
+        is_packed = places < counts[..., None]
+        plane = number // per_layer
+        entry = torch.where(is_packed, plane // about.num_layers, slot // about.block_size)
+        of_layer = torch.where(is_packed, plane % about.num_layers, layers)
+        cell = torch.where(is_packed, number % per_layer, slot % about.block_size * about.num_kv_heads + heads)
+        found = (of_layer * about.num_blocks + table[entry.clamp(0, len(table) - 1)]) * per_layer + cell
+        return torch.where(places >= 0, found, 0)
+
+    def _padding(self, bucket: Bucket) -> Batch:
+        """A batch for the capture of a bucket: new sequences that write to no slot."""
+        B, nothing = bucket.num_sequences, np.zeros(0, np.int64)
+        places = (np.full(B, self.sizes.max_sequences), np.zeros(B, np.int64), np.ones(B, np.int64), np.full(B, -1))
+        layout = PagedLayout(*places, tables=np.zeros(B, np.int32), table_starts=np.arange(B + 1))
+        return Batch(
+            request_ids=("padding",) * B,
+            token_ids=np.zeros(B, np.int64),
+            pending=nothing,
+            positions=np.zeros(B, np.int64),
+            num_new_tokens=np.ones(B, np.int64),
+            logit_rows=nothing,
+            logit_sequences=nothing,
+            layout=CondensedLayout.of_paged(layout, [None] * B),
+        )

@@ -1,0 +1,68 @@
+"""A logits processor that moves probability from one token to another. Introduced in phase 11.1.
+
+Budget forcing puts a word such as "Wait" in the place of the token that would end a model's thinking, and that token in
+the place of all others once the budget is spent (Muennighoff et al., arXiv 2501.19393). Done to the logits, and not to
+the token drawn, it holds for plain decoding, for guesses verified by equality, and for rejection sampling, which needs
+the distribution.
+
+Invariant: a row's other tokens keep their logits, and the moved probability is exact: a draw from the result is
+distributed as a draw from the logits in which one token was replaced by the other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from shared.sampling.sampler import SamplingRow
+
+_SMALLEST = 1e-30  # a temperature below it is this one
+
+
+@dataclass(frozen=True)
+class RedirectProcessor:
+    """What becomes of some rows of logits ``[B, V]``; the other rows are not touched.
+
+    Attributes:
+        forced: int64 ``[2, f]``, rows and the one token that each may draw.
+        moved: int64 ``[3, m]``, rows, tokens that are not drawn, and those that get their probability.
+        temperatures: float32 ``[m]``, of the rows of ``moved``.
+    """
+
+    forced: torch.Tensor
+    moved: torch.Tensor
+    temperatures: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow]) -> Self | None:
+        """The processor of B rows, on the CPU; None if no row redirects anything."""
+        found = [(number, *row.redirect) for number, row in enumerate(rows) if row.redirect is not None]
+        if not found:
+            return None
+        forced = [(number, target) for number, target, source in found if source is None]
+        moved = [(number, source, target) for number, target, source in found if source is not None]
+        temperatures = [max(rows[number].params.temperature, _SMALLEST) for number, _, _ in moved]
+        return cls(
+            torch.tensor(forced, dtype=torch.int64).view(-1, 2).T.contiguous(),
+            torch.tensor(moved, dtype=torch.int64).view(-1, 3).T.contiguous(),
+            torch.tensor(temperatures, dtype=torch.float32),
+        )
+
+    def sent(self, upload: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """On another device."""
+        return type(self)(upload(self.forced), upload(self.moved), upload(self.temperatures))
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, V]`` of any float dtype as float32; the argument is not mutated."""
+        result = logits.to(torch.float32, copy=True)
+        rows, targets = self.forced
+        result[rows] = -torch.inf
+        result[rows, targets] = 0.0
+        rows, sources, targets = self.moved
+        ours, theirs = result[rows, targets], result[rows, sources]
+        # T · log(exp(a / T) + exp(b / T)); the greater of the two where T is 0
+        distance = (ours - theirs).abs() / self.temperatures
+        result[rows, targets] = torch.maximum(ours, theirs) + self.temperatures * torch.log1p(torch.exp(-distance))
+        result[rows, sources] = -torch.inf
+        return result

@@ -1,0 +1,152 @@
+"""Drafts that a grammar forces: the text behind which nothing else can stand. Introduced in phase 12.
+
+Where a schema leaves one continuation, as behind the first letter of a long key, the text is known, and only its
+tokens are not: a model may spell it in several ways. So the text is tokenized, and its tokens are drafts as any other,
+which the model draws, or replaces. Feeding them as outputs would impose a spelling on the model that it may not know.
+
+The other drafter comes first: its drafts are kept as far as the grammar allows them, and behind them stands what is
+forced there. What is certain needs no estimate, so a request gets as many drafts as its text is long, whatever was
+accepted before.
+
+Whitespace between the parts of a document is optional, so nothing would be forced there. It is assumed that none stands
+before a colon or a comma, and one space behind a colon, as ``json.dumps`` and most models write; elsewhere what is
+forced ends where a blank may follow.
+
+Invariant: all drafts of a request are allowed by its grammar, each behind those before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shared.cache.pool import CachePoolProtocol
+from shared.cache.view import MakeMemory
+from shared.engine.request import Request, RequestStatus
+from shared.engine.runner import MakeRunner
+from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Automaton, Configuration
+from shared.grammar.constraint import Constraint
+from shared.grammar.fsm import TokenFSM
+from shared.grammar.vocabulary import SPECIAL_BYTE
+from shared.scheduling.schedule import Schedule
+from shared.speculation.drafter import Drafter
+from shared.text.tokenizer import Tokenizer
+
+MOST_BYTES = 256
+"""Of a forced text."""
+MOST_TRIED = 8
+"""Bytes that a state may have, for it to be looked at whether the counters leave but one of them."""
+COLON = ord(":")
+
+
+class ForcedText:
+    """What must follow in one grammar; remembers the bytes of its states."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        self.automaton = automaton
+        self._known: dict[int, tuple[bytes, bool]] = {}
+
+    def after(self, now: Configuration, before: int = 0) -> bytes:
+        """The bytes that must follow, up to ``MOST_BYTES``; ``before`` is the byte before them."""
+        text = bytearray()
+        configuration: Configuration | None = now
+        while configuration is not None and len(text) < MOST_BYTES and not self.automaton.is_end(configuration):
+            found, has_blank = self._bytes_of(configuration.state)
+            if has_blank and configuration.blanks == 0 and (text[-1] if text else before) == COLON:
+                found = b" "
+            following = {byte: self.automaton.walk(configuration, (byte,)) for byte in found}
+            possible = [byte for byte, behind in following.items() if behind is not None]
+            if len(possible) != 1 or (has_blank and possible[0] not in b" :,"):
+                break
+            text += bytes(possible)
+            configuration = following[possible[0]]
+        return bytes(text)
+
+    def _bytes_of(self, state: int) -> tuple[bytes, bool]:
+        """The bytes that a state has beside blanks, none if there are many; and whether it has blanks."""
+        if state not in self._known:
+            entries = self.automaton.table[state][self.automaton.columns]
+            is_blank = (entries != REFUSED) & (entries & (1 << ACTION_BITS) - 1 == Action.BLANK)
+            found = ((entries != REFUSED) & ~is_blank).nonzero()[0].tolist()
+            self._known[state] = bytes(found if len(found) <= MOST_TRIED else ()), bool(is_blank.any())
+        return self._known[state]
+
+
+class ForcedTextDrafter:
+    """Adds forced text to the drafts of another drafter; a :class:`Drafter`."""
+
+    def __init__(self, drafter: Drafter, tokenizer: Tokenizer) -> None:
+        self.drafter, self.tokenizer = drafter, tokenizer
+        self.distributions: dict[tuple[int, int], torch.Tensor] = {}
+        self.grammars: WeakKeyDictionary[TokenFSM, ForcedText] = WeakKeyDictionary()
+        self.spelled = lru_cache(maxsize=1 << 14)(self._spelled)
+
+    def join(
+        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    ) -> CachePoolProtocol:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return self.drafter.join(pool, make_memory, make_runner, max_seq_len)
+
+    def propose(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        entries = list(schedule)
+        for number, entry in enumerate(schedule):
+            request, constraint = entry.request, entry.request.constraint
+            request.num_forced_drafts = 0
+            is_asking = entry.num_drafts and request.status is RequestStatus.RUNNING
+            if is_asking and isinstance(constraint, Constraint):
+                constraint.follow(request.output_ids)
+                forced = self._forced(constraint.fsm, constraint.state, request.last_token_id)[: entry.num_drafts]
+                if len(forced) == entry.num_drafts:  # the other drafter need not guess
+                    request.draft_ids, request.num_forced_drafts = list(forced), len(forced)
+                    entries[number] = entry._replace(num_drafts=0)
+        others = replace(schedule, entries=tuple(entries))
+        self.drafter.propose(others)
+        self.distributions.clear()
+        self.distributions.update(self.drafter.distributions)
+        for request, *_, num_drafts, _, _ in others:
+            constraint = request.constraint
+            if not num_drafts or not isinstance(constraint, Constraint) or request.status is not RequestStatus.RUNNING:
+                continue
+            now, before, kept = constraint.state, request.last_token_id, 0
+            for token_id in request.draft_ids:
+                behind = now and constraint.fsm.next_state(now, token_id)
+                if behind is None:
+                    break
+                now, before, kept = behind, token_id, kept + 1
+            forced = self._forced(constraint.fsm, now, before)[: num_drafts - kept]
+            for index in range(kept, len(request.draft_ids)):
+                self.distributions.pop((request.serial, len(request.output_ids) + index), None)
+            request.draft_ids = [*request.draft_ids[:kept], *forced]
+            request.num_forced_drafts = len(forced)
+
+    def num_certain(self, request: Request) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`: forced tokens, behind those in flight."""
+        constraint = request.constraint
+        if not isinstance(constraint, Constraint):
+            return self.drafter.num_certain(request)
+        constraint.follow(request.output_ids)
+        forced = self._forced(constraint.fsm, constraint.state, request.last_token_id)
+        return max(len(forced) - request.num_pending_tokens, 0)
+
+    def forward_seconds(self, sizes: Sequence[int]) -> tuple[Sequence[float], Sequence[float]]:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return self.drafter.forward_seconds(sizes)
+
+    def _forced(self, fsm: TokenFSM, now: Configuration | None, before: int) -> tuple[int, ...]:
+        """The tokens of what must follow; ``before`` is the token before them."""
+        if now is None:
+            return ()
+        if fsm not in self.grammars:
+            self.grammars[fsm] = ForcedText(fsm.automaton)
+        last = self.tokenizer.token_bytes(before)[-1:]
+        return self.spelled(self.grammars[fsm].after(now, last[0] if last else 0))
+
+    def _spelled(self, forced: bytes) -> tuple[int, ...]:
+        """The tokens of a text, up to the first special one, or half a character at its end."""
+        text = forced.split(bytes([SPECIAL_BYTE]))[0].decode(errors="ignore")
+        ids = self.tokenizer.encode(text, add_special_tokens=False) if text else []
+        spelled = b"".join(map(self.tokenizer.token_bytes, ids))
+        return tuple(ids) if spelled == text.encode() else ()

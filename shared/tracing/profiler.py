@@ -1,0 +1,103 @@
+"""What each step of an engine gives and takes, while a context is open. Introduced in phase 11.1.
+
+Speculation trades the time of a step for tokens of a step, so both are needed at once: tokens generated, lengths of the
+sequences, the time of each forward, and how many drafts were accepted. The engine knows nothing of it: in the context
+its ``step`` is wrapped, and outside there is nothing to skip.
+
+Invariant: after the context the engine has the attributes that it had before.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, median
+from types import TracebackType
+from typing import Any, Self
+
+from shared.engine.output import StepOutput
+from shared.engine.record import StepRecord
+from shared.tracing.activity import ActivityRecorder, StepActivity
+
+
+@dataclass(frozen=True)
+class ProfiledStep:
+    """A step: its record, the tokens that it returned, the tokens of each running request after it, and its forward.
+
+    ``forward_seconds`` is the GPU's time, or on a CPU the host's; 0 if the step had no forward.
+    """
+
+    record: StepRecord
+    num_tokens: int
+    lengths: tuple[int, ...]
+    forward_seconds: float
+
+
+class Profiler:
+    """Profiles an engine of phase 4 or later, from ``with`` to the end of its block.
+
+    Args:
+        clock: monotonic, in nanoseconds.
+    """
+
+    def __init__(self, engine: Any, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.engine = engine
+        self.activity = ActivityRecorder(engine, clock)
+        self.acceptance: tuple[float, ...] = ()
+        """The share of the drafts at each position that were accepted, with all before them; set by ``__exit__``."""
+        self._steps: list[tuple[StepRecord, int, tuple[int, ...], StepActivity]] = []
+
+    def __enter__(self) -> Self:
+        self._own, self._step = vars(self.engine).get("step"), self.engine.step
+        self._before = self._counts()
+        self.engine.step = self._profiled
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._own is None:
+            del self.engine.step
+        else:
+            self.engine.step = self._own
+        pairs = zip(self._counts(), self._before, strict=True)
+        changes = [(accepted - old_accepted, all_ - old) for (accepted, all_), (old_accepted, old) in pairs]
+        self.acceptance = tuple(accepted / all_ if all_ else 0.0 for accepted, all_ in changes)
+
+    @property
+    def steps(self) -> tuple[ProfiledStep, ...]:
+        """The steps so far; waits for a GPU."""
+        return tuple(
+            ProfiledStep(record, num_tokens, lengths, self._forward_ns(activity) / 1e9)
+            for record, num_tokens, lengths, activity in self._steps
+        )
+
+    def stats(self) -> dict[str, float | int]:
+        """The profile in a few numbers, for a table or beside a trace; waits for a GPU."""
+        steps = [step for step in self.steps if step.forward_seconds]
+        if not steps:
+            return {}
+        decoding = [step for step in steps if step.record.decoded and not step.record.prefilled]
+        shares = {f"acceptance at position {place}": share for place, share in enumerate(self.acceptance)}
+        return {
+            "tokens of a decode step": fmean(step.num_tokens for step in decoding or steps),
+            "forward, median ms": 1e3 * median(step.forward_seconds for step in decoding or steps),
+            "longest sequence (tokens)": max(max(step.lengths, default=0) for step in steps),
+            **shares,
+        }
+
+    def _profiled(self) -> list[StepOutput]:
+        with self.activity.watch() as activity:
+            outputs: list[StepOutput] = self._step()
+        lengths = tuple(request.num_tokens for request in self.engine.scheduler.running.values())
+        num_tokens = sum(output.token_id is not None for output in outputs)
+        self._steps.append((self.engine.last_step, num_tokens, lengths, activity))
+        return outputs
+
+    def _forward_ns(self, activity: StepActivity) -> int:
+        gpu = [span for span in self.activity.gpu_spans(activity) if span.name == "forward"]
+        spans = gpu or [span for span in activity.host if span.name == "launch"]
+        return sum(span.ended_ns - span.started_ns for span in spans)
+
+    def _counts(self) -> list[tuple[int, int]]:
+        scheduler = self.engine.scheduler
+        return list(zip(scheduler.num_accepted_by_position, scheduler.num_drafts_by_position, strict=True))

@@ -1,0 +1,151 @@
+"""Text that a grammar forces, as drafts: what is forced, how it is spelled, what it saves."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phases.phase_12.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.grammar.automaton import START, Automaton
+from shared.grammar.grammar import Grammar, compile_grammar
+from shared.grammar.limits import Limits
+from shared.sampling.params import SamplingParams
+from shared.speculation.adaptive import DraftLengths
+from shared.speculation.forced import MOST_BYTES, ForcedText
+from tests.grammar_walks import byte_classes, random_text
+from tests.mixed_requests import seen, serve
+
+ALL_BYTES = np.ones(256, bool)
+KEYS = {
+    "type": "object",
+    "properties": {
+        "identification_number": {"type": "integer"},
+        "registration": {"type": "string", "maxLength": 5},
+        "availability_of_the_item": {"type": "boolean"},
+    },
+    "required": ["identification_number", "registration", "availability_of_the_item"],
+    "additionalProperties": False,
+}
+SPECULATION: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram"}
+
+
+def automaton_of(grammar: Grammar) -> Automaton:
+    return compile_grammar(grammar, ALL_BYTES, Limits())
+
+
+def forced(automaton: Automaton, text: str) -> str:
+    now = automaton.walk(START, text.encode())
+    assert now is not None
+    return ForcedText(automaton).after(now, text.encode()[-1] if text else 0).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "{"),
+        ("{", ""),  # a blank, or a key
+        ('{"', ""),  # each of the keys
+        ('{"i', 'dentification_number": '),
+        ('{"identification_number":', " "),
+        ('{"identification_number": 1', ""),  # another digit, or a comma
+        ('{"registration": "abcde', ""),
+        ('{"registration": "abcde"', ","),  # a key is missing
+        ('{"registration": "a", "a', 'vailability_of_the_item": '),
+        ('{"registration": "a", "availability_of_the_item": t', "rue,"),
+        ('{"registration": "a", "availability_of_the_item": true, "', 'identification_number": '),
+        ('{"registration": "a", "identification_number": 1, "availability_of_the_item": f', "alse"),
+    ],
+)
+def test_what_a_schema_forces(text: str, expected: str) -> None:
+    assert forced(automaton_of(Grammar.json_schema(KEYS)), text) == expected
+
+
+def test_what_other_grammars_force() -> None:
+    assert forced(automaton_of(Grammar.choice(["lighthouse", "lightning"])), "") == "light"
+    assert forced(automaton_of(Grammar.choice(["light", "lightning"])), "") == "light", "it may end there"
+    assert forced(automaton_of(Grammar.regex("é{3}b*")), "") == "ééé"
+    assert len(forced(automaton_of(Grammar.regex("a{1000}")), "")) == MOST_BYTES
+
+
+@settings(max_examples=40, deadline=None)
+@given(number=st.integers(0, 3), seed=st.integers(0, 10_000))
+def test_texts_go_on_as_forced(number: int, seed: int) -> None:
+    """In a text without blanks, but for the space behind a colon, each forced text stands where it was forced."""
+    grammar = (
+        Grammar.json_schema(KEYS),
+        Grammar.regex(r"(ab|cd)+xyz|(ef)*z"),
+        Grammar.choice(["red", "green", "greenish"]),
+        Grammar.json_schema({"type": "array", "items": {"enum": ["long", "longer", 5, None]}, "minItems": 2}),
+    )[number]
+    automaton = automaton_of(grammar)
+    text = random_text(automaton, random.Random(seed), byte_classes(automaton))
+    if number in (0, 3):
+        text = json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ": ")).encode()
+        assert automaton.accepts(text)
+    finder, now = ForcedText(automaton), START
+    for place, byte in enumerate(text):
+        follows = finder.after(now, text[place - 1] if place else 0)
+        assert text[place:].startswith(follows[: len(text) - place])
+        now = automaton.step(now, byte) or pytest.fail("the text is not one of the grammar")
+    assert finder.after(now, text[-1]) == b""
+
+
+REQUESTS = [
+    ([3 + n, 5, 9], about | {"structured_output": Grammar.json_schema(KEYS), "max_new_tokens": 150})
+    for n, about in enumerate(
+        ({"temperature": 0.0}, {"seed": 3}, {"seed": 4, "temperature": 2.0}, {"top_p": 0.8, "seed": 5})
+    )
+]
+
+
+@pytest.mark.parametrize("more", [{}, {"adapt_spec_length": False}, {"overlap_scheduling": True}])
+def test_forced_drafts_change_no_token_and_save_steps(model_folder: Path, more: dict[str, Any]) -> None:
+    """These vocabularies spell letters one by one, so that all forced drafts are right."""
+    about: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 4}
+    plain = Engine(EngineConfig(str(model_folder), **about))
+    answers = serve(plain, REQUESTS)[0]
+    engine = Engine(EngineConfig(str(model_folder), **about, **SPECULATION, **more, spec_length=8))
+    assert seen(serve(engine, REQUESTS)[0]) == seen(answers)
+    stats = engine.stats()
+    assert stats["forced drafts accepted (tokens)"] > 40
+    assert engine.runner.num_forwards < 0.7 * plain.runner.num_forwards
+    assert engine.pool.audit() == []
+
+
+def test_rejection_accepts_what_is_forced(model_folder: Path) -> None:
+    engine = Engine(EngineConfig(str(model_folder), max_seq_len=256, acceptance_method="rejection", **SPECULATION))
+    answers = serve(engine, REQUESTS)[0]
+    assert engine.stats()["forced drafts accepted (tokens)"] > 40
+    for answer in answers:
+        text = "".join(output.text for output in answer)
+        if answer[-1].finish_reason == "stop":
+            assert json.loads(text).keys() == KEYS["properties"].keys()
+
+
+def test_without_speculation_nothing_is_drafted(model_folder: Path) -> None:
+    engine = Engine(EngineConfig(str(model_folder), max_seq_len=256, **SPECULATION))
+    off = [(prompt, params | {"use_speculative_decoding": False}) for prompt, params in REQUESTS]
+    serve(engine, off)
+    assert engine.stats()["drafts accepted (tokens)"] == engine.stats()["drafts rejected (tokens)"] == 0
+
+
+def test_forced_drafts_say_nothing_about_others() -> None:
+    request, lengths = Request("a", [1], SamplingParams(), 0), DraftLengths(5)
+    lengths.next_lengths([request])
+    before = lengths.known[request].rate
+    request.num_forced_drafts = 3
+    lengths.count(request, 3, 3)
+    assert lengths.known[request].rate == before
+    lengths.count(request, 5, 5)
+    assert lengths.known[request].rate > before
+    for _ in range(30):
+        lengths.count(request, 5, 0)
+    lengths.num_certain = lambda request: 4
+    assert lengths.next_lengths([request]) == [4], "what is certain needs no estimate"

@@ -1,0 +1,88 @@
+"""A draft model under a grammar proposes what the grammar allows: with masks of the host, and of the device."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.grammar.constraint import Constraint
+from shared.grammar.grammar import Grammar
+from shared.scheduling.schedule import Schedule
+from tests.mixed_requests import seen, serve
+from tests.unit.test_grammar_rows import make
+
+GRAMMARS = [
+    Grammar.regex(r"[a-z]{3,9}( [a-z]{3,9}){3,5}\."),
+    Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 6, "maxItems": 9}),
+]
+ABOUT: dict[str, Any] = {"max_seq_len": 160, "max_batch_size": 4}
+REQUESTS = [
+    ([3 + n, 5, 9], {"max_new_tokens": 50} | about | {"structured_output": GRAMMARS[n % 2]})
+    for n, about in enumerate(
+        ({"temperature": 0.0}, {"temperature": 0.0, "max_new_tokens": 7}, {"seed": 3}, {"seed": 4})
+    )
+] + [([7, 7], {"max_new_tokens": 20, "seed": 5})]
+
+
+def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = True) -> Any:
+    """An engine whose draft model is the model itself; notes the drafts that the grammar refuses."""
+    about = {"use_speculative_decoding": True, "draft_model": str(folder), "adapt_spec_length": False, "spec_length": 4}
+    engine = make(folder, pool, **ABOUT, **about, acceptance_method=method)
+    inner = engine.drafter.drafter
+    inner.is_masked = is_masked
+    propose, engine.num_refused = inner.propose, 0
+
+    def noting(schedule: Schedule) -> None:
+        propose(schedule)
+        for request, *_, num_drafts, _, _ in schedule:
+            constraint = request.constraint
+            if num_drafts and isinstance(constraint, Constraint):
+                constraint.follow(request.output_ids)
+                state = constraint.state
+                for token_id in request.draft_ids:
+                    if token_id in request.end_ids or state is None:
+                        break
+                    state = constraint.fsm.next_state(state, token_id)
+                    engine.num_refused += state is None
+
+    inner.propose = noting
+    return engine
+
+
+@pytest.mark.parametrize("pool", [None, 1_000_000])
+def test_a_model_that_drafts_for_itself_is_right(model_folder: Path, pool: int | None) -> None:
+    """With the same noise and the same masks all drafts are accepted, but for those behind an output's end."""
+    answers = serve(make(model_folder, pool, **ABOUT), REQUESTS)[0]
+    masked = drafting(model_folder, pool, "coupled")
+    assert seen(serve(masked, REQUESTS)[0]) == seen(answers)
+    assert masked.num_refused == 0
+    stats = masked.stats()
+    assert stats["drafts accepted (tokens)"] > 50
+    assert stats["drafts rejected (tokens)"] <= 4 * len(REQUESTS)
+    free = drafting(model_folder, pool, "coupled", is_masked=False)
+    assert seen(serve(free, REQUESTS)[0]) == seen(answers)
+    assert free.num_refused > 0
+    assert free.runner.num_forwards > masked.runner.num_forwards
+
+
+@pytest.mark.parametrize("pool", [None, 1_000_000])
+def test_rejection_sampling_knows_the_masked_distribution(tiny_checkpoints: dict[str, Path], pool: int | None) -> None:
+    """The draft's distribution is the target's, so that all drafts are accepted; with unmasked ones few are."""
+    engine = drafting(tiny_checkpoints["qwen3"], pool, "rejection")
+    inner, sums = engine.drafter.drafter, []
+    propose = inner.propose
+
+    def noting(schedule: Schedule) -> None:
+        propose(schedule)
+        sums.extend(float(q.sum()) for q in inner.distributions.values())
+
+    inner.propose = noting
+    answers = serve(engine, REQUESTS)[0]
+    assert torch.allclose(torch.tensor(sums), torch.ones(len(sums)))
+    assert engine.num_refused == 0
+    assert engine.stats()["drafts rejected (tokens)"] <= 4 * len(REQUESTS)
+    for answer, (_, params) in zip(answers, REQUESTS, strict=True):
+        if params.get("structured_output") is GRAMMARS[1] and answer[-1].finish_reason == "stop":
+            assert 6 <= len(json.loads("".join(output.text for output in answer))) <= 9

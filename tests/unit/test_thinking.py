@@ -1,0 +1,248 @@
+"""Budget forcing: the redirection of logits, the limits of a request, and what becomes of them with guesses."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phases.phase_11.engine import Engine as WithoutLimits
+from phases.phase_11_1.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.errors import RequestError
+from shared.sampling import thinking
+from shared.sampling.params import SamplingParams
+from shared.sampling.redirect import RedirectProcessor
+from shared.sampling.sampler import SamplingRow
+from shared.sampling.thinking import ThinkingLimits, chosen
+from shared.text.tokenizer import Tokenizer
+from tests.adapters import random_adapter_of
+from tests.drafts import Foresight
+from tests.mixed_requests import Requests, serve, tokens
+
+OPEN, CLOSE, WAIT, END = 10, 11, 12, 13
+
+
+def row(temperature: float, redirect: tuple[int, int | None] | None) -> SamplingRow:
+    return SamplingRow(SamplingParams(temperature=temperature), 0, 0, redirect=redirect)
+
+
+@given(seed=st.integers(0, 99), temperature=st.sampled_from([1e-3, 0.4, 1.0, 2.5]), bf16=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_draw_is_distributed_as_a_draw_whose_token_was_replaced(seed: int, temperature: float, bf16: bool) -> None:
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(seed)).mul(3)
+    logits = logits.bfloat16() if bf16 else logits
+    before = logits.clone()
+    processor = RedirectProcessor.of(
+        [row(temperature, (5, 7)), row(1, None), row(1, (3, None)), row(temperature, (7, 5))]
+    )
+    assert processor is not None
+    found = processor.sent(lambda array: array)(logits)
+    assert torch.equal(logits, before)
+    assert torch.equal(found[1], logits[1].float())
+    assert found[2].softmax(-1).tolist() == [float(n == 3) for n in range(20)]
+    for number, target, source in ((0, 5, 7), (3, 7, 5)):
+        expected = (logits[number].float() / temperature).softmax(-1)
+        expected[target] += expected[source]
+        expected[source] = 0
+        torch.testing.assert_close((found[number] / temperature).softmax(-1), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_most_likely_token_is_replaced() -> None:
+    logits = torch.tensor([[1.0, 5.0, 2.0, 4.0], [1.0, 4.0, 2.0, 5.0]])
+    processor = RedirectProcessor.of([row(0, (0, 1)), row(0, (0, 1))])
+    assert processor is not None
+    assert processor(logits).argmax(-1).tolist() == [0, 3]
+    assert RedirectProcessor.of([row(0, None)]) is None
+
+
+def limits(**about: Any) -> ThinkingLimits:
+    return ThinkingLimits(**{"open_id": OPEN, "close_id": CLOSE, "is_open": False, "least": 0, "most": None} | about)
+
+
+def rows_of(kept: ThinkingLimits, output_ids: list[int]) -> list[tuple[tuple[int, ...], tuple[int, int | None] | None]]:
+    """What the limits ask of each row up to the one behind these outputs."""
+    found = []
+    for index in range(len(output_ids) + 1):
+        made = kept(SamplingRow(SamplingParams(), 0, index, output_ids=output_ids[:index]))
+        found.append((tuple(made.masked_ids), made.redirect))
+    return found
+
+
+FREE = ((), None)
+
+
+def test_thinking_does_not_end_before_its_least_length() -> None:
+    kept = limits(least=2, end_ids=(END,), replacements=(WAIT, 20))
+    forced, first, second = ((), (OPEN, None)), ((END,), (WAIT, CLOSE)), ((END,), (20, CLOSE))
+    assert rows_of(kept, [OPEN, 1, 2, 3]) == [forced, first, second, FREE, FREE]
+    within = limits(least=2, end_ids=(END,), replacements=(WAIT, 20), is_open=True)
+    assert rows_of(within, [1, 2, 3]) == [first, second, FREE, FREE]
+    masked = ((END, CLOSE), None)
+    assert rows_of(limits(least=2, end_ids=(END,), is_open=True), [1, 2]) == [masked, masked, FREE]
+
+
+def test_thinking_is_closed_behind_its_budget() -> None:
+    closed = ((), (CLOSE, None))
+    assert rows_of(limits(most=2), [OPEN, 1, 2, CLOSE, 4]) == [FREE, FREE, FREE, closed, FREE, FREE]
+    assert rows_of(limits(most=2), [OPEN, CLOSE, 2, 3, 4])[3] == FREE, "it ended before"
+    assert rows_of(limits(most=2), [1, 2, 3, 4]) == [FREE] * 5, "this answer has no thoughts"
+    assert rows_of(limits(most=0, is_open=True), [CLOSE]) == [closed, FREE]
+
+
+def test_each_row_sees_the_drafts_in_front_of_it_and_none_is_remembered() -> None:
+    request = Request("r", [1], SamplingParams(thinking_budget=3), 0, (END,), [5], steer=limits(most=3, is_open=True))
+    for drafts, expected in (([6, CLOSE], None), ([6, 7], (CLOSE, None)), ([CLOSE, 7], None), ([8, 9], (CLOSE, None))):
+        request.draft_ids = drafts
+        assert [request.sampling_row(number).redirect for number in range(3)] == [None, None, expected]
+
+
+def test_words_are_chosen_by_the_noise_of_the_request() -> None:
+    some = chosen([4, 5], 3, 0, 200)
+    assert some[50:] == chosen([4, 5], 3, 50, 150)
+    assert some != chosen([4, 5], 4, 0, 200)
+    assert 60 < Counter(some)[4] < 140
+    assert chosen([], 3, 0, 9) == ()
+
+
+def test_limits_are_those_of_the_parameters(tiny_checkpoints: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(tiny_checkpoints["qwen3"])
+    opened, closed = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+    assert opened is not None
+    assert closed is not None
+    params = SamplingParams(min_thinking_tokens=4, thinking_budget=9, max_new_tokens=3)
+    found = ThinkingLimits.of(params, [101, opened, 102, closed, 103, opened, 104], 0, (END,), tokenizer)
+    assert found == ThinkingLimits(opened, closed, True, 3, 9, (END,)), "the tokenizer has bytes, and no words"
+    found = ThinkingLimits.of(params, [opened, 102, closed, 103], 0, (), tokenizer)
+    assert found is not None
+    assert not found.is_open
+    assert ThinkingLimits.of(SamplingParams(), [opened], 0, (), tokenizer) is None
+
+
+@pytest.mark.parametrize("given", [{"thinking_budget": 5}, {"min_thinking_tokens": 5}])
+def test_where_nothing_thinks_the_limits_are_refused(tiny_checkpoints: dict[str, Path], given: dict[str, int]) -> None:
+    (field,) = given
+    engine = Engine(EngineConfig(str(tiny_checkpoints["llama"]), max_seq_len=64))
+    with pytest.raises(
+        RequestError, match=f"^{field} is 5; it must be left out: this model does not think, .*</think>"
+    ):
+        engine.add_request([1], SamplingParams(**given))
+    assert not engine.has_work()
+    older = WithoutLimits(EngineConfig(str(tiny_checkpoints["qwen3"]), max_seq_len=64))
+    with pytest.raises(RequestError, match=f"^{field} is 5; it must be left out: .* the engine of phase 11.1 does"):
+        older.add_request([1], SamplingParams(**given))
+    assert not older.has_work()
+
+
+def test_the_server_passes_the_limits_on(tiny_checkpoints: dict[str, Path]) -> None:
+    import httpx
+
+    from tests.unit.server.echo import serving  # the other tests also run where no server is installed
+
+    tokenizer = Tokenizer.load(tiny_checkpoints["qwen3"])
+    engine: Any = Engine(EngineConfig(str(tiny_checkpoints["qwen3"]), max_seq_len=96))
+    engine.may_step = threading.Event()  # what `serving` sets when it ends
+    asked: list[SamplingParams] = []
+    add = engine.add_request
+    engine.add_request = lambda prompt, params, name: asked.append(params) or add(prompt, params, name)
+    body: dict[str, Any] = {"model": "echo", "max_tokens": 12, "temperature": 0}
+    chat = body | {"messages": [{"role": "user", "content": "x"}]}
+    limits = {"thinking_budget": 3, "min_thinking_tokens": 5}
+    with serving(engine) as running, httpx.Client(base_url=running.url) as client:
+        ids = [tokenizer.token_id("<think>"), 101]
+        text = client.post("/v1/completions", json={**body, "prompt": ids, "logprobs": 0, **limits}).json()
+        assert text["choices"][0]["logprobs"]["tokens"][3] == "</think>"
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        for more in ({}, off):
+            assert client.post("/v1/chat/completions", json={**chat, **limits, **more}).status_code == 200
+        fields = client.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
+        assert fields["thinking_budget"]["anyOf"][0]["minimum"] == 0
+    assert [(params.thinking_budget, params.min_thinking_tokens) for params in asked] == [(3, 3), (3, 3), (3, 0)]
+
+
+ABOUT: dict[str, Any] = {"max_seq_len": 96, "block_size": 3, "num_gpu_blocks": 40}
+PROMPT = [(11 * n) % 250 for n in range(12)]
+THINKS = {"thinking_budget": 21, "min_thinking_tokens": 14, "ignore_eos": False}
+REQUESTS: Requests = [
+    (PROMPT, {"seed": 7, "temperature": 0.0, "max_new_tokens": 40, **THINKS}),
+    (PROMPT[:5], {"seed": 1, "temperature": 0.7, "top_k": 4, "max_new_tokens": 40, **THINKS}),
+    (PROMPT[3:], {"seed": 8, "temperature": 0.0, "max_new_tokens": 40, **THINKS, "min_thinking_tokens": 0}),
+    (PROMPT, {"seed": 2, "temperature": 0.5, "repetition_penalty": 1.2, "max_new_tokens": 40, **THINKS}),
+]
+
+
+@pytest.fixture(scope="module")
+def close_id(tiny_checkpoints: dict[str, Path]) -> int:
+    """A token that the random model likes to draw."""
+    engine = Engine(EngineConfig(str(tiny_checkpoints["qwen3"]), **ABOUT))
+    params = [(prompt, {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}) for prompt, _ in REQUESTS]
+    drawn = [token_id for answer in serve(engine, params)[0] for token_id in tokens(answer)]
+    return Counter(drawn).most_common(1)[0][0]
+
+
+@pytest.fixture
+def folder(tiny_checkpoints: dict[str, Path], close_id: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose prompts end within thoughts, which ``close_id`` closes."""
+
+    def of(params: SamplingParams, prompt_ids: Any, seed: int, end_ids: Any, tokenizer: Any) -> ThinkingLimits | None:
+        words = chosen([40, 41], seed, 0, params.min_thinking_tokens)
+        least, most = params.min_thinking_tokens, params.thinking_budget
+        return limits(close_id=close_id, is_open=True, least=least, most=most, end_ids=end_ids, replacements=words)
+
+    monkeypatch.setattr(thinking.ThinkingLimits, "of", staticmethod(of))
+    return tiny_checkpoints["qwen3"]
+
+
+def test_a_greedy_answer_is_the_plain_one_with_replacements(folder: Path, close_id: int) -> None:
+    """The definition, token by token: draw without limits, and replace."""
+    (prompt, about), *_ = REQUESTS
+    engine = Engine(EngineConfig(str(folder), **ABOUT))
+    answer = tokens(serve(engine, [(prompt, about)])[0][0])
+    words, expected, num_replaced = chosen([40, 41], 7, 0, 14), [], 0
+    for index in range(len(answer)):
+        params = SamplingParams(temperature=0, max_new_tokens=1, ignore_eos=True)
+        (output,) = WithoutLimits.generate(engine, [*prompt, *answer[:index]], params)
+        drawn = output.token_id
+        if index < 14 and drawn == close_id:
+            drawn = words[index]
+            num_replaced += 1
+        if index == 21 and close_id not in answer[:21]:
+            drawn = close_id
+        expected.append(drawn)
+    assert answer == expected
+    assert num_replaced > 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_limits_hold_whatever_is_guessed(folder: Path, close_id: int, overlaps: bool, device: str) -> None:
+    where: dict[str, Any] = {"device": device, "dtype": "float32", "overlap_scheduling": overlaps, **ABOUT}
+    answers = serve(Engine(EngineConfig(str(folder), **where)), REQUESTS)[0]
+    ids = [tokens(answer) for answer in answers]
+    for (_, about), answer in zip(REQUESTS, ids, strict=True):
+        assert close_id not in answer[: about["min_thinking_tokens"]]
+        assert close_id in answer[:22]
+    assert any(token_id in (40, 41) for answer in ids for token_id in answer[:14])
+    about = where | {"use_speculative_decoding": True, "adapt_spec_length": False}
+    for method in ("coupled", "rejection"):
+        for foreseen in (None, answers):
+            config = EngineConfig(
+                str(folder), adapter=str(random_adapter_of(folder)), acceptance_method=method, **about
+            )
+            engine = Engine(config)
+            if foreseen is not None:
+                engine.drafter = Foresight(ids, 0.4)  # type: ignore[assignment]
+                engine.drafter.distributions = {}  # type: ignore[attr-defined]
+            found = [tokens(answer) for answer in serve(engine, REQUESTS, [0, 0, 2, 5])[0]]
+            assert engine.scheduler.num_rejected_drafts > 0
+            assert engine.scheduler.num_accepted_drafts > 0 or foreseen is None
+            for number, ((_, params), answer) in enumerate(zip(REQUESTS, found, strict=True)):
+                if method == "coupled" or params["temperature"] == 0:
+                    assert answer == ids[number]
+                assert close_id not in answer[: params["min_thinking_tokens"]]
+                assert close_id in answer[:22]
