@@ -21,6 +21,14 @@ class RequestError(InferError):
     """A request's prompt or sampling parameters are invalid for this model."""
 
 
+class UnknownChunkError(RequestError):
+    """A chunk's id was never registered, or the chunk has been forgotten (phase 9.1)."""
+
+
+class ChunkInUseError(RequestError):
+    """A chunk cannot be evicted or deleted, because a request uses it (phase 9.1)."""
+
+
 class CapacityError(InferError):
     """The KV cache has no room for the requested tokens."""
 

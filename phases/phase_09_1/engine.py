@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shared.chunks.blend import blend_chunks
 from shared.chunks.memory import chunk_memory
 from shared.chunks.registry import ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
@@ -213,6 +214,14 @@ class Engine:
         token_ids = self.tokenizer.encode(content) if isinstance(content, str) else content
         token_ids = check_prompt(token_ids, self.model.config.vocab_size, self.max_seq_len)
         return self.chunks.register(role, token_ids)
+
+    def blend(self, chunk_ids: Sequence[str], fraction: float) -> str:
+        """Put chunks together, compute a fraction of their tokens again behind those before, and return the new id.
+
+        Raises RequestError if a chunk is unknown or not computed yet, or the whole is too long. Call it between steps.
+        """
+        chunks = [self.chunks.find(chunk_id) for chunk_id in chunk_ids]
+        return blend_chunks(self.model, self.view, self.pool, self.chunks, chunks, fraction).chunk_id
 
     def load(self) -> EngineLoad:
         """Running and waiting requests, and KV cache usage."""

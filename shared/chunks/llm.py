@@ -12,24 +12,13 @@ Invariant: when a method returns or raises, the engine holds none of its request
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from shared.chunks.inquiry import ChunkInfo, described
 from shared.engine.config import EngineConfig
 from shared.engine.llm import Answer
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
-
-
-@dataclass(frozen=True)
-class ChunkInfo:
-    """What is known of a chunk. ``num_bytes``: of its keys and values, 0 if they are not in the cache."""
-
-    chunk_id: str
-    role: str
-    num_tokens: int
-    num_bytes: int
-    num_users: int  # places in running requests
 
 
 class ChunkedLLM:
@@ -52,6 +41,21 @@ class ChunkedLLM:
             self.engine.step()
         return chunk_id
 
+    def blend(self, chunk_ids: Sequence[str], fraction: float) -> str:
+        """Put chunks together and compute a fraction of their tokens again; the id of the result, a chunk.
+
+        Raises RequestError if an id is unknown, the fraction is not from 0 to 1, or the whole is too long.
+        """
+        registry = self.engine.chunks
+        chunks = [registry.find(chunk_id) for chunk_id in chunk_ids]
+        registry.touch(chunks)
+        for chunk in chunks:
+            registry.want(chunk)
+        while self.engine.has_work():
+            self.engine.step()
+        blended: str = self.engine.blend(chunk_ids, fraction)
+        return blended
+
     def generate_from_chunks(
         self, chunk_ids: Sequence[str], prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Answer:
@@ -72,20 +76,9 @@ class ChunkedLLM:
         return answer
 
     def info(self, chunk_id: str | None = None) -> list[ChunkInfo]:
-        """What is known of one chunk, or of all in the order of registration; raises RequestError if it is unknown."""
-        registry, view = self.engine.chunks, self.engine.view
-        chunks = list(registry.chunks.values()) if chunk_id is None else [registry.find(chunk_id)]
-        block_bytes = view.num_bytes // registry.num_blocks if chunks else 0
-        return [
-            ChunkInfo(
-                chunk.chunk_id,
-                chunk.role,
-                len(chunk),
-                0 if chunk.blocks is None else len(chunk.blocks) * block_bytes,
-                chunk.num_users,
-            )
-            for chunk in chunks
-        ]
+        """What is known of one chunk, or of all, least recently used first; raises RequestError for an unknown id."""
+        registry = self.engine.chunks
+        return described(self.engine, registry.chunks.values() if chunk_id is None else [registry.find(chunk_id)])
 
     def evict(self, chunk_id: str) -> bool:
         """Free a chunk's keys and values; False if they were not in the cache. The id stays known.

@@ -63,6 +63,10 @@ class ChunkKVCachePool(PrefixKVCachePool):
             self.registry.evict(missing)
         return super()._allocate(count)
 
+    def allocate(self, count: int) -> Blocks | None:
+        """Blocks for a chunk that no request computes; None if there are too few."""
+        return self._allocate(count)
+
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; the blocks of a chunk that is complete are the registry's too."""
         if self._has_prefix(request):

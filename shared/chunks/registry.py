@@ -3,15 +3,17 @@
 A chunk is a piece of context (a document, a system prompt) that is computed by itself, once, as if it were a prompt:
 its keys and values know the chunk's own tokens only, so they serve wherever the chunk stands. Its id is the SHA-256 of
 its role and token ids, so the same content is the same chunk, however often it is registered. A chunk whose blocks were
-evicted keeps its id and tokens; it is computed again when a request uses it. Introduced in phase 9.1.
+evicted keeps its id and tokens; it is computed again when a request uses it. Ids and tokens are bounded too: of the
+chunks that no request names, the least recently used are forgotten. Introduced in phase 9.1.
 
-Invariants: only chunks that no admitted request uses are evicted, whole, the least recently used first; the blocks of a
-chunk that is being computed belong to the request that computes it, until it is complete; a chunk is computed by at
-most one request at a time.
+Invariants: ids and tokens take at most ``max_bytes``; a chunk that a request names, waiting ones too, is not forgotten;
+only chunks that no admitted request uses are evicted, whole, the least recently used first; the blocks of a chunk that
+is being computed belong to the request that computes it, until it is complete; a chunk is computed by at most one
+request at a time.
 """
 
 import hashlib
-import struct
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,8 +22,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from shared.cache.blocks import Blocks
-from shared.engine.request import Request
-from shared.errors import RequestError
+from shared.engine.request import Request, RequestStatus
+from shared.errors import ChunkInUseError, RequestError, UnknownChunkError
+
+REMEMBERED_BYTES = 64 * 2**20
+"""The ids and tokens of chunks that an engine remembers: 8,000 chunks of 2,000 tokens, for example."""
+_CHUNK_BYTES = 512  # of a chunk without its role and tokens
 
 
 @dataclass(eq=False)
@@ -30,7 +36,7 @@ class Chunk:
 
     chunk_id: str
     role: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     blocks: Blocks | None = None  # that hold its tokens in order; None: not computed, or evicted
     num_users: int = 0  # places in admitted requests
 
@@ -39,13 +45,18 @@ class Chunk:
         """Whether the KV cache holds its keys and values."""
         return self.blocks is not None
 
+    @property
+    def remembered_bytes(self) -> int:
+        """What it costs to remember its content, at 4 bytes a token."""
+        return _CHUNK_BYTES + len(self.role) + 4 * len(self)
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
 def chunk_id(role: str, token_ids: Sequence[int]) -> str:
     """The id of a content: the first 32 hexadecimal digits of SHA-256 of its role and token ids."""
-    packed = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    packed = np.array(token_ids, "<i4").tobytes()
     return hashlib.sha256(role.encode("utf-8", "surrogatepass") + b"\0" + packed).hexdigest()[:32]
 
 
@@ -57,11 +68,13 @@ class ChunkRegistry:
 
     refusal = "This engine's KV cache holds no chunks."
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = REMEMBERED_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0  # of the remembered ids and tokens
         self.free: Callable[[Blocks], None] | None = None
         self.num_blocks = self.block_size = 0  # of the pool
         self.wanted: list[Chunk] = []  # to be computed, though no request waits for them
-        self.chunks: dict[str, Chunk] = {}
+        self.chunks: OrderedDict[str, Chunk] = OrderedDict()  # by id, the least recently used first
         self.resident: OrderedDict[str, Chunk] = OrderedDict()  # the least recently used first
         self.contexts: WeakKeyDictionary[Request, tuple[Chunk, ...]] = WeakKeyDictionary()  # chunks of each request
         self.computing: dict[Request, Chunk] = {}
@@ -71,21 +84,69 @@ class ChunkRegistry:
         self.free, self.num_blocks, self.block_size = free, num_blocks, block_size
 
     def add(self, role: str, token_ids: Sequence[int]) -> Chunk:
-        """The chunk of this content; the known one if there is one. Raises RequestError if there can be none."""
+        """The chunk of this content; the known one if there is one. Others are forgotten to make room for a new one.
+
+        Raises RequestError if there can be no chunks, or if requests name too many others.
+        """
         if self.free is None:
             raise RequestError(self.refusal)
         name = chunk_id(role, token_ids)
-        return self.chunks.setdefault(name, Chunk(name, role, tuple(token_ids)))
+        if name not in self.chunks:
+            chunk = Chunk(name, role, array("i", token_ids))
+            self._make_room(chunk.remembered_bytes)
+            self.chunks[name] = chunk
+            self.num_bytes += chunk.remembered_bytes
+        self.chunks.move_to_end(name)
+        return self.chunks[name]
 
     def find(self, name: str) -> Chunk:
-        """A chunk by its id; raises RequestError if it was never registered."""
+        """A chunk by its id; raises UnknownChunkError if it was never registered, or was forgotten."""
         chunk = self.chunks.get(name)
         if chunk is None:
-            raise RequestError(
-                f"There is no chunk {name!r}; register its content first, and use the id that this returns "
-                f"({len(self.chunks)} are registered)."
+            raise UnknownChunkError(
+                f"There is no chunk {name[:80]!r}; register its content, perhaps again, and use the id that this "
+                f"returns ({len(self.chunks)} are registered)."
             )
         return chunk
+
+    def forget(self, chunk: Chunk) -> None:
+        """Remove a chunk: its id and tokens, and its keys and values. Raises ChunkInUseError if a request names it."""
+        if chunk in self._named():
+            raise ChunkInUseError(
+                f"Chunk {chunk.chunk_id} is being computed, or a request names it; delete it when they have finished."
+            )
+        self._forget(chunk)
+
+    def _forget(self, chunk: Chunk) -> None:
+        self.drop(chunk)
+        del self.chunks[chunk.chunk_id]
+        self.num_bytes -= chunk.remembered_bytes
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Forget the least recently used chunks until ``num_bytes`` can be remembered; none if that is impossible."""
+        excess = self.num_bytes + num_bytes - self.max_bytes
+        if excess <= 0:
+            return
+        named, leaving = self._named(), []
+        for chunk in self.chunks.values():
+            if excess > 0 and chunk not in named:
+                leaving.append(chunk)
+                excess -= chunk.remembered_bytes
+        if excess > 0:
+            raise RequestError(
+                f"The chunk takes {num_bytes} bytes to remember; there are {self.max_bytes} for all chunks, and "
+                "requests name too many others: register it when they have finished."
+            )
+        for chunk in leaving:
+            self._forget(chunk)
+
+    def _named(self) -> set[Chunk]:
+        """The chunks of all waiting and running requests, and those that are computed or shall be."""
+        named = {chunk for chunk in self.resident.values() if chunk.num_users}
+        for request, chunks in self.contexts.items():
+            if request.status not in (RequestStatus.FINISHED, RequestStatus.FAILED):
+                named.update(chunks)
+        return named.union(self.wanted, self.computing.values())
 
     def register(self, role: str, token_ids: Sequence[int]) -> str:
         """Add a chunk and have it computed; returns its id. Raises RequestError as ``add`` and ``check`` do."""
@@ -126,6 +187,7 @@ class ChunkRegistry:
     def touch(self, chunks: Iterable[Chunk]) -> None:
         """Make chunks the most recently used."""
         for chunk in chunks:
+            self.chunks.move_to_end(chunk.chunk_id)
             if chunk.is_resident:
                 self.resident.move_to_end(chunk.chunk_id)
 
@@ -158,10 +220,10 @@ class ChunkRegistry:
     def drop(self, chunk: Chunk) -> int:
         """Free the blocks of a chunk, and return how many they were; the chunk stays known.
 
-        Raises RequestError if a request uses it.
+        Raises ChunkInUseError if a request uses it.
         """
         if chunk.num_users:
-            raise RequestError(
+            raise ChunkInUseError(
                 f"Chunk {chunk.chunk_id} is used in {chunk.num_users} places of running requests; evict it when they "
                 "have finished."
             )
@@ -203,6 +265,11 @@ class ChunkRegistry:
                 found.append(f"Chunk {chunk.chunk_id} is used and its keys and values are gone.")
             if chunk.blocks is not None and len(chunk.blocks) != -(-len(chunk) // self.block_size):
                 found.append(f"Chunk {chunk.chunk_id} has {len(chunk)} tokens in {len(chunk.blocks)} blocks.")
+        remembered = sum(chunk.remembered_bytes for chunk in self.chunks.values())
+        if self.num_bytes != remembered or remembered > self.max_bytes:
+            found.append(f"Chunks take {remembered} bytes, {self.num_bytes} are counted, {self.max_bytes} are allowed.")
+        if not self._named() <= set(self.chunks.values()):
+            found.append("A chunk that a request names is forgotten.")
         if len(set(self.computing.values())) != len(self.computing):
             found.append("A chunk is computed by two requests.")
         return found

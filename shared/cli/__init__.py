@@ -12,7 +12,7 @@ if is_enabled():
 
 import typer
 
-from shared.cli import bench, deploy, models, phases, train, workshop
+from shared.cli import bench, chunks, deploy, models, phases, train, workshop
 from shared.cli.chat import EPILOG as CHAT_EPILOG
 from shared.cli.chat import chat
 from shared.cli.compare import EPILOG as COMPARE_EPILOG
@@ -54,6 +54,7 @@ app.command("generate", epilog=GENERATE_EPILOG)(generate)
 app.command("chat", epilog=CHAT_EPILOG)(chat)
 app.command("serve", epilog=SERVE_EPILOG)(serve)
 app.add_typer(deploy.app, name="deploy")
+app.add_typer(chunks.app, name="chunks")
 app.add_typer(phases.app, name="phases")
 app.command("diff", epilog=DIFF_EPILOG)(diff)
 app.command("ladder", epilog=LADDER_EPILOG)(ladder)

@@ -26,6 +26,7 @@ class AnswerStream:
         param: the field of the body that holds the prompt; for the body of an error.
         max_unread_bytes: the limit on the bytes that unread outputs will take, estimated from above. The
             log-probabilities of the prompt, which come once, are not counted.
+        num_chunk_tokens: of the chunks before the prompt, which count as tokens of the prompt (phase 9.1).
         abandon: called with the id of a request that is cancelled; must abort it in the engine.
 
     ``notify`` is called with this stream after each output, and once after the end. ``stop`` is the stop string, or the
@@ -42,9 +43,11 @@ class AnswerStream:
         param: str,
         max_unread_bytes: int,
         abandon: Callable[[str], None],
+        num_chunk_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
+        self.num_prompt_tokens = num_chunk_tokens + len(prompt_ids)
         self.index = index
         self.param = param
         self.num_tokens = 0
@@ -69,10 +72,6 @@ class AnswerStream:
     @property
     def is_open(self) -> bool:
         return self.ended is None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_ids)
 
     def push(self, output: StepOutput, at: float) -> None:
         """Add the output of a step that ended at ``at``."""

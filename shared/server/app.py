@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from shared.server import chat, completions, pages, status
+from shared.server import chat, chunks, completions, pages, status
 from shared.server.description import describe
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle
@@ -65,7 +65,7 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     app.state.started = time.time()
     install(app)
     describe(app, intake)
-    for part in (completions, chat, status, pages):
+    for part in (completions, chat, chunks, status, pages):
         app.include_router(part.router)
     app.add_middleware(
         BodyLimit, max_bytes=config.max_body_bytes, seconds=config.body_timeout, stopping=intake.stopping

@@ -18,6 +18,7 @@ from shared.grammar.fsm import TokenFSM
 from shared.grammar.progress import Progress
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
+from shared.server.chunks import UNKNOWN, context
 from shared.server.completions import ANSWER, OPENAI_REASONS, at_token
 from shared.server.errors import ApiError
 from shared.server.event_stream import EventStreamResponse, WholeResponse
@@ -32,7 +33,9 @@ from shared.text.tokenizer import Tokenizer
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_class=Response, responses=ANSWER, summary="Answer a conversation")
+@router.post(
+    "/v1/chat/completions", response_class=Response, responses={**ANSWER, **UNKNOWN}, summary="Answer a conversation"
+)
 async def answer(request: Request, body: ChatRequest) -> Response:
     """One JSON body, or with `stream` server-sent events without names, the last of which is `[DONE]`."""
     intake: Intake = request.app.state.intake
@@ -51,7 +54,8 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     params = await intake.with_grammar(params, body)
     watched = await intake.watched(params, body)
-    answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl")
+    chunks = await context(request, body.chunks, "chunks")
+    answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl", chunks=chunks)
     frames = ChatFrames(
         answer,
         intake.config.model_name,

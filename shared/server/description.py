@@ -42,6 +42,8 @@ def describe(app: FastAPI, intake: Intake) -> None:
             schemas["ChatRequest"]["anyOf"] = _WITH_LOGPROBS
             for name in ("CompletionRequest", "ChatRequest"):
                 _limit(schemas[name], intake)
+            if intake.chunk_refusal is not None:
+                schemas["ChatRequest"]["properties"]["chunks"] = {"enum": [[], None]}
             if not intake.has_thinking:
                 schemas["TemplateOptions"]["properties"]["enable_thinking"] = {"enum": [False, None]}
         assert app.openapi_schema is not None

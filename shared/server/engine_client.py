@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from operator import sub
 from typing import Any
 
+from shared.chunks.inquiry import Inquiry
 from shared.engine.memory_map import MemoryMap
 from shared.engine.prompt import check_capacity, check_prompt, check_queue
 from shared.engine.record import EngineLoad
@@ -96,7 +97,8 @@ class EngineClient:
             for new in requests[::n]:
                 check_prompt(new.prompt_ids, handle.model_config.vocab_size, handle.max_seq_len)
                 num_new_tokens = new.params.max_new_tokens
-                check_capacity(len(new.prompt_ids), num_new_tokens, handle.max_seq_len, handle.request_capacity)
+                num_prompt_tokens = new.num_chunk_tokens + len(new.prompt_ids)
+                check_capacity(num_prompt_tokens, num_new_tokens, handle.max_seq_len, handle.request_capacity)
             check_queue(self.load.num_waiting, handle.config.max_waiting_requests, len(requests))
         except InferError as refusal:
             raise self._error_of(refusal, param) from None
@@ -107,6 +109,7 @@ class EngineClient:
                 index=index,
                 param=param,
                 max_unread_bytes=self._config.max_unread_bytes,
+                num_chunk_tokens=new.num_chunk_tokens,
                 abandon=self._abort,
             )
             for index, new in enumerate(requests)
@@ -132,8 +135,18 @@ class EngineClient:
         found: MemoryMap = await self._ask(Question.MEMORY)
         return found
 
-    async def _ask(self, question: Question) -> Any:
-        """Ask the engine loop, which answers between two steps; raises ApiError if it has stopped."""
+    async def inquire(self, inquiry: Inquiry, param: str) -> Any:
+        """The answer to a message about chunks; raises ApiError if it is refused, and ``param`` is then at fault."""
+        try:
+            return await self._ask(inquiry)
+        except InferError as refusal:
+            raise self._error_of(refusal, param) from None
+
+    async def _ask(self, question: Question | Inquiry) -> Any:
+        """Ask the engine loop, which answers between two steps.
+
+        Raises ApiError if it has stopped, and the InferError with which the engine refuses.
+        """
         if not self.is_alive:
             raise _stopped()
         number = next(self._numbers)
@@ -177,10 +190,11 @@ class EngineClient:
                 stream = self._streams.pop(request_id, None)
                 if stream is not None:
                     stream.refuse(engine_failure(None) if refusal is None else self._error_of(refusal, stream.param))
-            case Answered(number, answer, failure):
+            case Answered(number, answer, failure, refusal):
                 asked = self._questions.get(number)
                 if asked is not None and not asked.done():  # else the HTTP request that asked has ended
-                    asked.set_result(answer) if failure is None else asked.set_exception(engine_failure(failure))
+                    error = refusal or (None if failure is None else engine_failure(failure))
+                    asked.set_result(answer) if error is None else asked.set_exception(error)
             case Crashed(cause, ends_server):
                 if not self._is_stopped:
                     self._crashed(cause)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from shared.chunks.inquiry import Inquiry
 from shared.engine.memory_map import MemoryMap
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
@@ -34,6 +35,8 @@ class NewRequest:
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    chunk_ids: tuple[str, ...] = ()  # of phase 9.1, which stand before the prompt
+    num_chunk_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Ask:
     """Answer a question; the answer carries the same ``number``."""
 
     number: int
-    question: Question
+    question: Question | Inquiry
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ Command = Add | Abort | Ask | Stop
 class Refused:
     """The engine refused a request with ``refusal``, or raised an unexpected exception (None).
 
-    Rare: a preempted request took the queue's last place meanwhile, or there is a bug.
+    Rare: a preempted request took the queue's last place meanwhile, chunks and prompt together are too long, or there
+    is a bug.
     """
 
     request_id: str
@@ -91,11 +95,12 @@ class Idle:
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer to :class:`Ask`, or the exception raised instead, as text."""
+    """The answer to :class:`Ask`, or why there is none: a refusal, or an unexpected exception as text."""
 
     number: int
     answer: Any
     failure: str | None = None
+    refusal: InferError | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ class EngineHandle(Protocol):
     load: EngineLoad  # before the loop started
     has_grammars: bool  # from phase 12 on
     limits_thinking: bool  # in phase 11.1, if the model thinks
+    chunk_refusal: str | None  # why the engine has no chunks; None: it has (phase 9.1)
 
     def start(self, publish: Publish) -> None:
         """Start the loop, which calls ``publish`` on some other thread."""
@@ -230,7 +236,8 @@ class EngineLoop:
 
     def _refusal_of(self, new: NewRequest) -> Refused | None:
         try:
-            self._engine.add_request(new.prompt_ids, new.params, new.request_id)
+            context = {"chunk_ids": new.chunk_ids} if new.chunk_ids else {}
+            self._engine.add_request(new.prompt_ids, new.params, new.request_id, **context)
         except InferError as refusal:
             return Refused(new.request_id, refusal)
         except Exception as bug:
@@ -238,11 +245,15 @@ class EngineLoop:
             return Refused(new.request_id, None)
         return None
 
-    def _answer(self, number: int, question: Question) -> Answered:
+    def _answer(self, number: int, question: Question | Inquiry) -> Answered:
         try:
+            if not isinstance(question, Question):
+                return Answered(number, question.answer(self._engine))
             if question is Question.MEMORY:
                 return Answered(number, MemoryMap.of(self._engine.scheduler, self._engine.last_step))
             return Answered(number, self._description())
+        except InferError as refusal:
+            return Answered(number, None, refusal=refusal)
         except Exception as bug:
             _log.error("a question to the engine failed", exc_info=bug)
             return Answered(number, None, f"{type(bug).__name__}: {bug}")

@@ -25,7 +25,7 @@ from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
 from shared.server.engine_loop import Command, Crashed, EngineLoop, Publish, Stop
-from shared.server.served_engine import ServedEngine
+from shared.server.served_engine import ServedEngine, chunk_refusal
 from shared.text.tokenizer import Tokenizer
 
 MAX_UNDELIVERED = 64
@@ -43,6 +43,7 @@ class About:
     load: EngineLoad
     has_grammars: bool
     limits_thinking: bool
+    chunk_refusal: str | None
 
 
 class EngineProcess:
@@ -76,6 +77,7 @@ class EngineProcess:
         self.request_capacity, self.load = about.request_capacity, about.load
         self.has_grammars = about.has_grammars
         self.limits_thinking = about.limits_thinking
+        self.chunk_refusal = about.chunk_refusal
         self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
@@ -154,5 +156,6 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
         return
     sizes = engine.max_seq_len, engine.pool.request_capacity
     abilities = hasattr(engine, "constraints"), getattr(engine, "limits_thinking", False)
-    send(About(engine.config, engine.model.config, *sizes, engine.load(), *abilities))
+    about = About(engine.config, engine.model.config, *sizes, engine.load(), *abilities, chunk_refusal(engine))
+    send(about)
     EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

@@ -8,7 +8,7 @@ import queue
 import threading
 
 from shared.server.engine_loop import Command, EngineLoop, Publish
-from shared.server.served_engine import ServedEngine
+from shared.server.served_engine import ServedEngine, chunk_refusal
 
 
 class EngineThread:
@@ -23,6 +23,7 @@ class EngineThread:
         self.load = engine.load()
         self.has_grammars = hasattr(engine, "constraints")
         self.limits_thinking = getattr(engine, "limits_thinking", False)
+        self.chunk_refusal = chunk_refusal(engine)
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

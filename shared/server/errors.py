@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from shared.errors import InferError, QueueFullError
+from shared.errors import ChunkInUseError, InferError, QueueFullError, UnknownChunkError
 
 _TYPES = {401: "authentication_error", 500: "server_error", 503: "overloaded_error"}
 _CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
@@ -80,9 +80,13 @@ def engine_failure(message: str | None) -> ApiError:
 
 
 def refusal_error(refusal: InferError, *, param: str, retry_after: int) -> ApiError:
-    """The error for a request that the engine refuses: 503 if the queue is full, else 422."""
+    """The error for a request that the engine refuses: 503 if the queue is full; of chunks 404 and 409; else 422."""
     if isinstance(refusal, QueueFullError):
         return overloaded(str(refusal), retry_after, code="queue_full")
+    if isinstance(refusal, UnknownChunkError):
+        return ApiError(404, "chunk_not_found", str(refusal), param=param)
+    if isinstance(refusal, ChunkInUseError):
+        return ApiError(409, "chunk_in_use", str(refusal), param=param)
     return invalid(str(refusal), param=param)
 
 

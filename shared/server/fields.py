@@ -25,6 +25,7 @@ PROMPTS_SCHEMA = {"anyOf": [_TEXT, _IDS, {**_SEVERAL, "items": _TEXT}, {**_SEVER
 STOP_IDS_SCHEMA = {
     "anyOf": [{"type": "array", "items": TOKEN_ID_SCHEMA, "maxItems": MAX_STOP_TOKEN_IDS}, {"type": "null"}]
 }
+CHUNK_CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [_TEXT, _IDS]}
 _BIAS = {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS}
 LOGIT_BIAS_SCHEMA = {
     "anyOf": [
@@ -146,13 +147,15 @@ def prompt_list(value: Any) -> list[str | list[int]]:
         raise ValueError(f"prompt holds {len(prompts)} prompts; it may hold at most {MAX_PROMPTS}.")
     if not all(isinstance(prompt, type(prompts[0])) for prompt in prompts):
         raise ValueError("prompt holds texts and lists of token ids; send them in two requests.")
-    return [_prompt(prompt) for prompt in prompts]
+    return [one_prompt(prompt, "prompt") for prompt in prompts]
 
 
-def _prompt(value: Any) -> str | list[int]:
+def one_prompt(value: Any, field: str) -> str | list[int]:
+    """One prompt, of the field with this name."""
     if value in ("", []):
-        raise ValueError("prompt is empty; give at least one character of text or one token id.")
+        raise ValueError(f"{field} is empty; give at least one character of text or one token id.")
     is_ids = isinstance(value, list) and all(type(token_id) is int for token_id in value)
     if not (is_ids or isinstance(value, str)):
-        raise ValueError(f"prompt is {short(value)}; it must be a text or a list of token ids, or a list of prompts.")
+        several = ", or a list of prompts" if field == "prompt" else ""
+        raise ValueError(f"{field} is {short(value)}; it must be a text or a list of token ids{several}.")
     return cast("str | list[int]", value)

@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from shared.chunks.inquiry import ChunkInfo
 from shared.engine.prompt import check_length
 from shared.errors import ModelFolderError, RequestError
 from shared.grammar.automaton import Automaton
@@ -54,6 +55,7 @@ class Intake:
         self.vocab_size: int = handle.model_config.vocab_size
         self.has_grammars = handle.has_grammars
         self.limits_thinking = handle.limits_thinking
+        self.chunk_refusal = handle.chunk_refusal
         self.config = config
         self.is_draining = False
         self._client = client
@@ -72,7 +74,9 @@ class Intake:
         if self._template is not None and has_tools(self._template, handle.tokenizer):
             self.tool_format = TOOL_FORMATS[self._template]
 
-    async def text_ids(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
+    async def text_ids(
+        self, prompt: str | list[int], add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
 
@@ -80,7 +84,7 @@ class Intake:
             check_length(self._bound.least_tokens(prompt), self.max_seq_len)
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
-        return await self._encode("prompt", len(prompt), encode)
+        return await self._encode(param, len(prompt), encode)
 
     def tool_reading(self, body: ChatRequest) -> ToolReading | None:
         """How the calls in an answer are read; None where there can be none. Raises ApiError."""
@@ -208,9 +212,18 @@ class Intake:
         return max_tokens
 
     def submit(
-        self, request: Request, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, *, kind: str
+        self,
+        request: Request,
+        body: SamplingFields,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        kind: str,
+        chunks: Sequence[ChunkInfo] = (),
     ) -> Answer:
         """Submit ``n`` requests for each prompt, all or none. ``kind`` is the prefix of the id.
+
+        ``chunks`` stand before each prompt.
 
         The first answer to a prompt has the seed of the request, the others have seeds derived from it.
         """
@@ -222,8 +235,9 @@ class Intake:
         answer_id = f"{kind}-{uuid.uuid4().hex}"
         seeds = [derived_seed(params.seed, index) for index in range(body.num_answers)]
         sampled = [replace(params, seed=seed) for seed in seeds]
+        context = tuple(chunk.chunk_id for chunk in chunks), sum(chunk.num_tokens for chunk in chunks)
         requests = [
-            NewRequest(f"{answer_id}-{p}-{i}" if num_choices > 1 else answer_id, prompt_ids, sampled[i])
+            NewRequest(f"{answer_id}-{p}-{i}" if num_choices > 1 else answer_id, prompt_ids, sampled[i], *context)
             for p, prompt_ids in enumerate(prompts)
             for i in range(body.num_answers)
         ]
@@ -235,19 +249,23 @@ class Intake:
         """Raise ApiError for another model's name, for limits of a thinking that this server has not or cannot limit,
         and for every request while the server shuts down.
         """
-        if (stopping := self.stopping()) is not None:
-            raise stopping
-        if body.model != self.config.model_name:
-            raise invalid(
-                f"model is {body.model[:80]!r}; this server serves {self.config.model_name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        self.check_model(body.model)
         limits = {"thinking_budget": body.thinking_budget, "min_thinking_tokens": body.min_thinking_tokens or None}
         for field, value in limits.items():
             if value is not None and not self.limits_thinking:
                 said = "leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>."
                 raise invalid(f"{field} is {value}; {said}", param=field)
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError for another model's name, and for every request while the server shuts down."""
+        if (stopping := self.stopping()) is not None:
+            raise stopping
+        if name != self.config.model_name:
+            raise invalid(
+                f"model is {name[:80]!r}; this server serves {self.config.model_name!r}.",
+                param="model",
+                code="model_not_found",
+            )
 
     def stopping(self) -> ApiError | None:
         """The error for every new request while the server shuts down."""

@@ -64,7 +64,18 @@ LONG = (
     300.0,
 )
 """Buckets for the seconds of a request."""
-HANDLERS = ("completions", "chat_completions", "models", "health", "metrics", "page", "memory", "debug", "other")
+HANDLERS = (
+    "completions",
+    "chat_completions",
+    "models",
+    "chunks",
+    "health",
+    "metrics",
+    "page",
+    "memory",
+    "debug",
+    "other",
+)
 disable_created_metrics()  # the samples ..._created, which would double the number of series
 
 

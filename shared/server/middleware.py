@@ -35,7 +35,7 @@ _HANDLERS = {
     "/debug/memory": "memory",
     "/": "page",
 }
-_PREFIXES = {"/v1/models": "models", "/health": "health", "/page/": "page", "/debug/": "debug"}
+_PREFIXES = {"/v1/models": "models", "/v1/chunks": "chunks", "/health": "health", "/page/": "page", "/debug/": "debug"}
 
 
 @dataclass

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from shared.sampling.params import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, SamplingParams
+from shared.server.chunk_fields import FieldOfChunks
 from shared.server.fields import (
     CACHE_SALT_SCHEMA,
     CONTENT_SCHEMA,
@@ -214,6 +215,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)] = None
     chat_template_kwargs: TemplateOptions | None = None
     prediction: Prediction | None = None
+    chunks: FieldOfChunks = ()
 
     tools: Tools | None = None
     tool_choice: Annotated[Any, AfterValidator(chosen_tool), WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None

@@ -22,7 +22,9 @@ class ServedEngine(Protocol):
     scheduler: Any
     last_step: Any
 
-    def add_request(self, prompt: Any, params: SamplingParams, request_id: str | None = None) -> str: ...
+    def add_request(
+        self, prompt: Any, params: SamplingParams, request_id: str | None = None, **context: Any
+    ) -> str: ...
 
     def step(self) -> list[StepOutput]: ...
 
@@ -33,6 +35,14 @@ class ServedEngine(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
     def load(self) -> Any: ...
+
+
+def chunk_refusal(engine: ServedEngine) -> str | None:
+    """Why the engine has no chunks (phase 9.1); None: it has."""
+    registry = getattr(engine, "chunks", None)
+    if registry is None:
+        return "This server's engine has no chunks; serve phase 9.1 for them: infer serve --phase 09.1."
+    return None if registry.free is not None else str(registry.refusal)
 
 
 class Observer(Protocol):

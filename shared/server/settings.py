@@ -11,6 +11,8 @@ from shared.errors import ConfigError
 MAX_N = 16
 MAX_PROMPTS = 64
 """One completion has at most MAX_N times MAX_PROMPTS choices."""
+MAX_CHUNKS = 256
+MAX_ROLE_CHARACTERS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 _COUNTS = (

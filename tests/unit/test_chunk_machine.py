@@ -28,7 +28,7 @@ from shared.text.tokenizer import Tokenizer
 from tests.unit.scheduling_loop import Loop, run_machine
 
 MAX_SEQ_LEN = 40
-MET = ("computed", "recomputed", "evicted", "preempted", "shared", "failed")
+MET = ("computed", "recomputed", "evicted", "preempted", "shared", "failed", "forgotten", "full")
 
 
 class ChunkMachine(RuleBasedStateMachine):
@@ -42,9 +42,17 @@ class ChunkMachine(RuleBasedStateMachine):
         num_in_flight=st.integers(0, 1),
         is_sharing=st.booleans(),
         prefill=st.integers(1, 9),
+        max_bytes=st.integers(2000, 6000),
     )
     def begin(
-        self, num_blocks: int, block_size: int, places: int, num_in_flight: int, is_sharing: bool, prefill: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        places: int,
+        num_in_flight: int,
+        is_sharing: bool,
+        prefill: int,
+        max_bytes: int,
     ) -> None:
         config = EngineConfig(
             max_batch_size=places,
@@ -52,7 +60,7 @@ class ChunkMachine(RuleBasedStateMachine):
             prefill_chunk_size=prefill,
             use_prefix_caching=is_sharing,
         )
-        self.registry = ChunkRegistry()
+        self.registry = ChunkRegistry(max_bytes)
         sizes = PagedSizes(num_blocks, block_size, places, 64, MAX_SEQ_LEN)
         self.pool = ChunkKVCachePool(sizes, None, self.registry, is_sharing)
         self.scheduler = ChunkScheduler(config, self.pool, MAX_SEQ_LEN, self.registry)
@@ -64,7 +72,13 @@ class ChunkMachine(RuleBasedStateMachine):
 
     @rule(role=st.sampled_from("ab"), count=st.integers(1, 9), is_wanted=st.booleans())
     def register(self, role: str, count: int, is_wanted: bool) -> None:
-        chunk = self.registry.add(role, [ord(role) + n for n in range(count)])
+        before = set(self.registry.chunks)
+        try:
+            chunk = self.registry.add(role, [ord(role) + n for n in range(count)])
+        except RequestError:
+            ChunkMachine.met["full"] += 1
+            return
+        ChunkMachine.met["forgotten"] += not before <= set(self.registry.chunks)
         try:
             self.registry.check([chunk], 1)
         except RequestError:
@@ -170,7 +184,7 @@ class ChunkMachine(RuleBasedStateMachine):
                 assert (one.offset, one.length) == (end, len(chunk))
                 end += len(chunk)
                 for j in range(one.length):
-                    assert self.slots[one.blocks[j // size] * size + j % size] == chunk.token_ids[: j + 1]
+                    assert self.slots[one.blocks[j // size] * size + j % size] == tuple(chunk.token_ids[: j + 1])
             table = self.pool.table(request)
             for index in range(start + num_tokens - end):
                 read = self.slots[int(table[index // size]) * size + index % size]

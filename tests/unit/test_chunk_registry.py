@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from shared.cache.blocks import BlockAllocator
 from shared.chunks.layout import offsets_of
 from shared.chunks.registry import Chunk, ChunkRegistry, chunk_id
-from shared.engine.request import Request
-from shared.errors import RequestError
+from shared.engine.request import Request, RequestStatus
+from shared.errors import ChunkInUseError, RequestError, UnknownChunkError
 from shared.sampling.params import SamplingParams
 from tests.comparison import assert_equal
 
 SIZE = 4
 
 
-def make_registry(num_blocks: int = 12) -> tuple[ChunkRegistry, BlockAllocator]:
-    allocator, registry = BlockAllocator(num_blocks), ChunkRegistry()
+def make_registry(num_blocks: int = 12, max_bytes: int = 2**20) -> tuple[ChunkRegistry, BlockAllocator]:
+    allocator, registry = BlockAllocator(num_blocks), ChunkRegistry(max_bytes)
     registry.join(allocator.free, num_blocks, SIZE)
     return registry, allocator
 
@@ -47,7 +47,9 @@ def test_ids_are_equal_for_equal_contents_only(role: str, ids: list[int], other:
 
 def test_an_unknown_id_and_a_memory_without_chunks_are_refused() -> None:
     registry, _ = make_registry()
-    with pytest.raises(RequestError, match=r"no chunk 'ab'; register its content first, .* \(0 are registered\)"):
+    with pytest.raises(
+        RequestError, match=r"no chunk 'ab'; register its content, perhaps again, .* \(0 are registered\)"
+    ):
         registry.find("ab")
     with pytest.raises(RequestError, match="holds no chunks"):
         ChunkRegistry().add("user", [1])
@@ -110,6 +112,41 @@ def test_the_audit_finds_what_is_wrong() -> None:
     assert registry.audit([request]) == [f"Chunk {a.chunk_id} has 5 tokens in 1 blocks."]
     a.blocks = None
     assert len(registry.audit([request])) == 2
+
+
+def test_ids_and_tokens_are_bounded_and_the_least_recently_used_are_forgotten() -> None:
+    size = Chunk("", "user", [0] * 8).remembered_bytes
+    registry, allocator = make_registry(max_bytes=3 * size)
+    a, b, c = (resident(registry, allocator, letter * 8) for letter in "abc")
+    assert registry.add("user", a.token_ids) is a, "which is then the most recently used"
+    d = registry.add("user", [0] * 8)
+    with pytest.raises(UnknownChunkError, match=f"no chunk '{b.chunk_id}'; register its content, perhaps again"):
+        registry.find(b.chunk_id)
+    assert list(registry.chunks.values()) == [c, a, d]
+    assert (allocator.num_free, registry.audit([])) == (8, []), "its keys and values are gone too"
+    again = registry.add("user", b.token_ids)
+    assert (again.chunk_id, again is b, again.is_resident) == (b.chunk_id, False, False)
+    assert list(registry.chunks.values()) == [a, d, again]
+
+
+def test_chunks_that_requests_name_are_not_forgotten() -> None:
+    size = Chunk("", "user", [0] * 8).remembered_bytes
+    registry, _ = make_registry(max_bytes=3 * size)
+    a, b, c = (registry.add("user", [n] * 8) for n in range(3))
+    waiting, computing = Request("r", [1], SamplingParams(), 0), Request("c", [1], SamplingParams(), 0)
+    registry.contexts[waiting] = (a,)
+    registry.computing[computing] = b
+    registry.want(c)
+    with pytest.raises(RequestError, match=f"takes {size} bytes to remember; there are {3 * size} for all chunks"):
+        registry.add("user", [4] * 8)
+    for chunk in (a, b, c):
+        with pytest.raises(ChunkInUseError, match="is being computed, or a request names it"):
+            registry.forget(chunk)
+    assert list(registry.chunks.values()) == [a, b, c], "a refusal forgets none"
+    waiting.status = RequestStatus.FINISHED
+    registry.forget(a)
+    registry.add("user", [4] * 8)
+    assert registry.audit([]) == []
 
 
 def test_pieces_follow_one_another() -> None:

@@ -304,3 +304,18 @@ def test_an_api_key_guards_the_api_alone(folder: Path) -> None:
         assert client.post("/v1/completions", json=completion(), headers=granted).status_code == 200
         assert client.get("/debug/engine", headers=granted).status_code == 200
         assert [client.get(path).status_code for path in ("/health", "/metrics", "/")] == [200, 200, 200]
+
+
+def test_an_engine_without_chunks_says_which_phase_has_them(client: httpx.Client) -> None:
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "a"}]}
+    for response in (
+        client.post("/v1/chunks", json={"model": "echo", "content": "a"}),
+        client.get("/v1/chunks"),
+        client.post("/v1/chat/completions", json={**chat, "chunks": ["a"]}),
+    ):
+        assert response.status_code == 422
+        error = error_of(response)
+        assert error["code"] == "no_chunks"
+        assert error["message"] == (
+            "This server's engine has no chunks; serve phase 9.1 for them: infer serve --phase 09.1."
+        )

@@ -1,0 +1,226 @@
+"""``infer chunks``: questions over documents that a server keeps as chunks. Introduced in phase 9.1.
+
+The server holds the chunks (``infer serve --phase 09.1``); these commands are its clients. An id follows from the
+content, so a file that is named again is neither computed nor kept twice, and no list of ids is kept here. Invariant:
+documents stand before the question in the order in which they are given, those of a folder by name.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.cli.terminal import examples, printable, stderr_console, stdout_console
+from shared.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    import httpx
+
+SUFFIXES = (".txt", ".md")
+_URL = "http://127.0.0.1:8000"
+_TIMEOUT = 600.0  # seconds without a byte: documents may be computed first
+REGISTER_EPILOG = examples("infer chunks register manuals/", "infer chunks register house-rules.txt --role system")
+LIST_EPILOG = examples("infer chunks list", "infer chunks list --url http://127.0.0.1:8001")
+ASK_EPILOG = examples(
+    'infer chunks ask "When is the lamp lit?" manuals/',
+    'infer chunks ask "When is the lamp lit?" manuals/lamp.txt 9b0c24aa00b1fe7f3a3c1d51e7d19b72 --max-tokens 64',
+)
+
+app = typer.Typer(
+    help="Keep documents as chunks on a server of phase 9.1, and ask questions over them.",
+    no_args_is_help=True,
+    epilog=examples("infer serve --phase 09.1", "infer chunks register manuals/", 'infer chunks ask "When?" manuals/'),
+)
+Url = Annotated[str, typer.Option("--url", help="The server's address.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", help="The server's API key.", envvar="INFER_API_KEY")]
+Role = Annotated[str, typer.Option("--role", help="A part of the ids; it changes nothing else.")]
+
+
+class ChunkClient:
+    """The server's chunks; errors of the server are raised as RequestError, others as ConfigError."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        import httpx
+
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        try:
+            self.http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"--url is {url!r} ({error}); give an address such as {_URL}.") from None
+        self.url = url
+        self.model: str = self.call("GET", "/v1/models")["data"][0]["id"]
+
+    def call(self, method: str, path: str, body: Any = None, **params: Any) -> Any:
+        """The body of a response."""
+        with self._open(method, path, body, **params) as response:
+            return json.loads(response.read())
+
+    def register(self, document: "Document", role: str) -> dict[str, Any]:
+        """The server's chunk with this document's text."""
+        try:
+            body = {"model": self.model, "content": document.text, "role": role}
+            registered: dict[str, Any] = self.call("POST", "/v1/chunks", body)
+        except RequestError as error:
+            raise RequestError(f"{document.path}: {error}") from None
+        return registered
+
+    def answer(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The frames of a streamed chat."""
+        about = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        with self._open("POST", "/v1/chat/completions", about | body) as response:
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if line.startswith("data: ") and data != "[DONE]":
+                    frame = json.loads(data)
+                    if "error" in frame:
+                        raise RequestError(frame["error"]["message"])
+                    yield frame
+
+    def _open(self, method: str, path: str, body: Any, **params: Any) -> "_Response":
+        return _Response(self, self.http.build_request(method, path, json=body, params=params))
+
+
+class _Response:
+    """A response while it is read, with the errors of this command."""
+
+    def __init__(self, client: ChunkClient, request: "httpx.Request") -> None:
+        self._client, self._request = client, request
+
+    def __enter__(self) -> "httpx.Response":
+        import httpx
+
+        try:
+            self._response = self._client.http.send(self._request, stream=True)
+            if self._response.status_code >= 400:
+                self._response.read()
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if self._response.status_code >= 400:
+            try:
+                said = self._response.json()["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                raise self._unreachable(f"it answers {self._response.status_code}") from None
+            raise RequestError(said)
+        return self._response
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        import httpx
+
+        self._response.close()
+        if isinstance(error, httpx.HTTPError):
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, cause: Any) -> ConfigError:
+        return ConfigError(
+            f"There is no server of this project at {self._client.url} ({cause}); start one with "
+            "`infer serve --phase 09.1`, or give its address with --url."
+        )
+
+
+class Document:
+    """A text file. Raises RequestError if it is not UTF-8, or empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path} cannot be read as UTF-8 text ({error}).") from None
+        if not self.text.strip():
+            raise RequestError(f"{path} is empty; leave it out.")
+
+
+def documents(path: Path) -> list[Document]:
+    """The text file, or those of a folder and of the folders in it, by name. Raises RequestError if there are none."""
+    if not path.is_dir():
+        return [Document(path)]
+    found = [Document(one) for one in sorted(path.rglob("*")) if one.suffix in SUFFIXES and one.is_file()]
+    if not found:
+        raise RequestError(f"The folder {path} has no text files; their names end in {' or '.join(SUFFIXES)}.")
+    return found
+
+
+@app.command("register", epilog=REGISTER_EPILOG)
+def register(
+    paths: Annotated[list[Path], typer.Argument(help="Text files, and folders of them.", exists=True)],
+    role: Role = "user",
+    url: Url = _URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Have text files computed, each as a chunk, and print their ids."""
+    found = [document for path in paths for document in documents(path)]
+    client = ChunkClient(url, api_key)
+    for document in found:
+        chunk = client.register(document, role)
+        typer.echo(f"{chunk['id']}  {chunk['num_tokens']:6,} tokens  {printable(str(document.path))}")
+
+
+@app.command("list", epilog=LIST_EPILOG)
+def list_chunks(url: Url = _URL, api_key: ApiKey = None) -> None:
+    """List the server's chunks, the least recently used first."""
+    from rich import box
+    from rich.table import Table
+
+    client = ChunkClient(url, api_key)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("id", "role"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "in the cache", "used by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    params: dict[str, Any] = {"limit": 1000}
+    while True:
+        page = client.call("GET", "/v1/chunks", **params)
+        for chunk in page["data"]:
+            size = f"{chunk['num_bytes'] / 1e6:,.1f} MB" if chunk["num_bytes"] else "no"
+            row = (f"{chunk['num_tokens']:,}", size, str(chunk["num_users"]))
+            table.add_row(chunk["id"], printable(chunk["role"]), *row)
+        if not page["has_more"]:
+            break
+        params["after"] = page["last_id"]
+    stdout_console().print(table)
+
+
+@app.command("ask", epilog=ASK_EPILOG)
+def ask(
+    question: Annotated[str, typer.Argument(help="The question, which follows the documents.")],
+    over: Annotated[list[str], typer.Argument(help="Text files, folders of them, and ids of chunks, in this order.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum tokens of the answer.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 takes the most likely token.")] = 0.0,
+    role: Role = "user",
+    url: Url = _URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Answer a question over documents; those that the server has computed before are not computed again."""
+    given: list[str | Document] = []
+    for one in over:
+        given += documents(Path(one)) if Path(one).exists() else [one]
+    client = ChunkClient(url, api_key)
+    ids = [one if isinstance(one, str) else client.register(one, role)["id"] for one in given]
+    _show(client, ids, question, {"max_tokens": max_tokens, "temperature": temperature})
+
+
+def _show(client: ChunkClient, ids: Sequence[str], question: str, settings: dict[str, Any]) -> None:
+    """Stream the answer to standard output, then a line of counts to standard error."""
+    started, first = time.perf_counter(), 0.0
+    usage: dict[str, Any] = {}
+    messages = [{"role": "user", "content": question}]
+    show = printable if sys.stdout.isatty() else str
+    for frame in client.answer({"messages": messages, "chunks": ids, **settings}):
+        for choice in frame["choices"]:
+            text = choice["delta"].get("content") or ""
+            first = first or (time.perf_counter() - started if text else 0.0)
+            sys.stdout.write(show(text))
+            sys.stdout.flush()
+        usage = frame.get("usage") or usage
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    said = (
+        f"first token {first:.3f} s · {usage['prompt_tokens']:,} tokens before the answer, {cached:,} of them chunks · "
+        f"{usage['completion_tokens']} tokens"
+    )
+    stderr_console().print(said, style="dim", soft_wrap=True, markup=False)

@@ -1,0 +1,196 @@
+"""``infer serve --phase 09.1``: chunks over HTTP, through OpenAI's client, with the engine in a process of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from shared.chunks.llm import ChunkedLLM
+from shared.cli import app
+from shared.sampling.params import SamplingParams
+from shared.text.chat import ChatMessage, choose_template, encode_chat
+from tests.integration.server_process import MODEL, ServerProcess
+
+KEY = {"Authorization": "Bearer secret"}
+TEXTS = ["The lamp is lit at dusk.", "Boats wait until the tide is high. " * 3]
+QUESTION: Any = [{"role": "user", "content": "When?"}]
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    options = ("--phase", "09.1", "--engine-process", "--api-key", "secret", "--num-gpu-blocks", "160")
+    running = ServerProcess(folder, tmp_path_factory.mktemp("chunks") / "log", *options)
+    yield running
+    assert running.end() == 0
+    assert "Traceback" not in running.log.read_text()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        client.headers.update(KEY)
+        yield client
+
+
+def register(client: httpx.Client, content: Any, **more: Any) -> dict[str, Any]:
+    response = client.post("/v1/chunks", json={"model": MODEL, "content": content, **more})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chat(server: ServerProcess, chunks: list[Any], **more: Any) -> Any:
+    extra = {"ignore_eos": more.pop("ignore_eos", True), "chunks": chunks}
+    about = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 8, **more}
+    return server.openai().with_options(api_key="secret").chat.completions.create(**about, extra_body=extra)
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
+    error = response.json()["error"]
+    assert error["message"].endswith((".", ").")), error
+    return response.status_code, error["code"], error["param"]
+
+
+def test_a_chat_over_chunks_answers_as_the_engine_does(
+    server: ServerProcess, client: httpx.Client, folder: Path
+) -> None:
+    """By id and by content, streamed and whole, in any order; usage counts the chunks."""
+    llm = ChunkedLLM(str(folder), max_batch_size=2)
+    tokenizer, family = llm.engine.tokenizer, llm.engine.model.config.family
+    turns = [ChatMessage("user", QUESTION[0]["content"])]
+    prompt = encode_chat(tokenizer, turns, template=choose_template(family, tokenizer), thinking=None)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=8)
+    names = [llm.register(text) for text in TEXTS]
+    assert [register(client, text)["id"] for text in TEXTS] == names
+    inline: dict[str, Any] = {"content": TEXTS[1]}
+    for order, chunks in (([0, 1], [names[0], inline]), ([1, 0], [inline, names[0]]), ([1, 1], [names[1], inline])):
+        expected = llm.generate_from_chunks([names[n] for n in order], prompt, params)
+        answer = chat(server, chunks)
+        assert answer.choices[0].message.content == expected.text
+        cached = sum(llm.info(names[n])[0].num_tokens for n in order)
+        assert answer.usage.prompt_tokens == cached + len(prompt)
+        assert answer.usage.prompt_tokens_details.cached_tokens == cached
+        pieces = [part.choices[0].delta.content or "" for part in chat(server, chunks, stream=True) if part.choices]
+        assert "".join(pieces) == expected.text
+    assert chat(server, []).usage.prompt_tokens == len(prompt)
+    late = register(client, "Asked once.")["id"]
+    chat(server, [late])
+    assert client.delete(f"/v1/chunks/{late}").status_code == 200, "no request uses it any more"
+    state = client.get("/debug/engine").json()
+    assert (state["audit"], state["stats"]["chunks in the cache"]) == ([], 2)
+
+
+def test_registering_listing_and_deleting(client: httpx.Client) -> None:
+    before = [chunk["id"] for chunk in client.get("/v1/chunks").json()["data"]]
+    made = [register(client, [n, n + 1, n + 2]) for n in range(20, 25)]
+    assert made[0] == {
+        "id": made[0]["id"],
+        "object": "chunk",
+        "role": "user",
+        "num_tokens": 3,
+        "num_bytes": 0,
+        "num_users": 0,
+    }
+    assert register(client, [20, 21, 22])["id"] == made[0]["id"]
+    assert register(client, [20, 21, 22], role="system")["id"] not in {chunk["id"] for chunk in made}
+    seen, after = [], None
+    while True:
+        page = client.get("/v1/chunks", params={"limit": 2} | ({"after": after} if after else {})).json()
+        seen += [chunk["id"] for chunk in page["data"]]
+        after = page["last_id"]
+        if not page["has_more"]:
+            break
+    assert seen[: len(before)] == before
+    assert seen[len(before) : -2] == [chunk["id"] for chunk in made[1:]], "the first was used again"
+    kept = client.get(f"/v1/chunks/{made[1]['id']}").json()
+    assert kept["num_bytes"] > 0, "it has been computed meanwhile"
+    assert client.delete(f"/v1/chunks/{made[1]['id']}").json()["deleted"] is True
+    for method in ("GET", "DELETE"):
+        found = client.request(method, f"/v1/chunks/{made[1]['id']}")
+        assert error_of(found) == (404, "chunk_not_found", "id")
+    assert error_of(client.get("/v1/chunks", params={"after": "ab"})) == (404, "chunk_not_found", "after")
+    assert client.get("/debug/engine").json()["audit"] == []
+
+
+def test_what_is_refused(server: ServerProcess, client: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 4}
+    for path, fields, expected in (
+        ("/v1/chunks", {"content": ""}, (422, "invalid_value", "content")),
+        ("/v1/chunks", {"content": 3}, (422, "invalid_value", "content")),
+        ("/v1/chunks", {}, (400, "missing_field", "content")),
+        ("/v1/chunks", {"content": "a", "role": ""}, (422, "invalid_value", "role")),
+        ("/v1/chunks", {"content": "a", "name": "b"}, (422, "unknown_field", "name")),
+        ("/v1/chunks", {"content": [10**6]}, (422, "invalid_value", "content")),
+        ("/v1/chunks", {"content": "a" * 10**6}, (422, "invalid_value", "content")),
+        ("/v1/chunks", {"content": "a", "model": "other"}, (422, "model_not_found", "model")),
+        ("/v1/chat/completions", {"chunks": ["ab"]}, (404, "chunk_not_found", "chunks")),
+        ("/v1/chat/completions", {"chunks": "ab"}, (422, "invalid_value", "chunks")),
+        ("/v1/chat/completions", {"chunks": [7]}, (422, "invalid_value", "chunks")),
+        ("/v1/chat/completions", {"chunks": [{"content": []}]}, (422, "invalid_value", "chunks")),
+        ("/v1/chat/completions", {"chunks": [{"role": "user"}]}, (422, "invalid_value", "chunks")),
+        ("/v1/chat/completions", {"chunks": ["a"] * 257}, (422, "invalid_value", "chunks")),
+    ):
+        given = {"model": MODEL, **fields} if path == "/v1/chunks" else {**body, **fields}
+        assert error_of(client.post(path, json=given)) == expected, fields
+    long = [register(client, [n % 200 + 5] * 900)["id"] for n in range(3)]
+    response = client.post("/v1/chat/completions", json={**body, "chunks": long})
+    assert error_of(response)[:2] == (422, "invalid_value"), "together they are too long"
+    assert httpx.get(f"{server.url}/v1/chunks", trust_env=False).status_code == 401
+
+
+# the command
+
+
+def infer(*arguments: Any) -> Any:
+    result = CliRunner().invoke(app, ["chunks", *map(str, arguments)], prog_name="infer")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.Client, tmp_path: Path) -> None:
+    """Files in the order of their names, other files left out; asked again, nothing but the question is computed."""
+    for name, text in (("b.txt", TEXTS[1]), ("a.md", TEXTS[0]), ("c.pdf", "no text")):
+        (tmp_path / name).write_text(text)
+    about = ("--url", server.url, "--api-key", "secret")
+    registered = infer("register", tmp_path, *about)
+    assert registered.exit_code == 0, registered.output
+    lines = [line.split() for line in registered.stdout.splitlines()]
+    assert [Path(line[-1]).name for line in lines] == ["a.md", "b.txt"]
+    names = [line[0] for line in lines]
+    for over, order in (([tmp_path], names), ([tmp_path / "b.txt", names[0]], names[::-1])):
+        asked = infer("ask", "When?", *over, "--max-tokens", 8, *about)
+        answer = chat(server, order, ignore_eos=False)
+        assert asked.stdout == answer.choices[0].message.content + "\n"
+        counts = answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
+        assert "{} tokens before the answer, {} of them chunks".format(*counts) in asked.stderr
+    listed = infer("list", *about).stdout
+    assert all(name in listed for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ask", "When?", "no-such-file.txt"), "There is no chunk 'no-such-file.txt'"),
+        (("ask", "When?", "EMPTY"), "has no text files; their names end in .txt or .md"),
+        (("register", "LONG"), "long.txt: The prompt has at least"),
+        (("register", "BYTES"), "cannot be read as UTF-8 text"),
+        (("list", "--api-key", "wrong"), "API key"),
+        (("list", "--url", "http://127.0.0.1:port"), "--url is 'http://127.0.0.1:port' (Invalid port"),
+        (("list", "--url", "http://127.0.0.1:9"), "There is no server of this project at http://127.0.0.1:9"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    server: ServerProcess, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "long.txt").write_text("a b c " * 100_000)
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    paths = {"EMPTY": "empty", "LONG": "long.txt", "BYTES": "bytes.txt"}
+    about = ["--url", server.url, "--api-key", "secret"]
+    given = [str(tmp_path / paths[one]) if one in paths else one for one in arguments]
+    result = infer(given[0], *about, *given[1:])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())

@@ -1,0 +1,132 @@
+"""Selective recomputation: which tokens, and what becomes of keys and values."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.chunk_questions import PAGES, QUESTIONS
+from shared.chunks.blend import most_changed
+from shared.chunks.llm import ChunkedLLM
+from shared.errors import RequestError
+from shared.sampling.params import SamplingParams
+from tests.comparison import assert_close, assert_equal
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=6)
+CHUNKS = [[(k * n + k) % 250 for n in range(length)] for k, length in ((7, 37), (5, 16), (3, 50), (11, 1))]
+AXES = ("layer", "token", "head", "dim")
+
+
+def test_each_chunk_has_its_share_of_the_tokens_that_change_most() -> None:
+    change = torch.tensor([1.0, 9, 2, 8, 0.5, 0.1, 0.3, 0.2])
+    assert_equal(most_changed(change, [4, 4], 0.5).tolist(), [1, 3, 4, 6], "tokens", ("index",))
+    assert_equal(most_changed(change, [8], 0.5).tolist(), [0, 1, 2, 3], "tokens of one chunk", ("index",))
+
+
+def test_none_and_all() -> None:
+    change = torch.tensor([3.0, 1, 2, 5, 4])
+    assert_equal(most_changed(change, [2, 3], 0).tolist(), [], "tokens", ("index",))
+    assert_equal(most_changed(change, [2, 3], 1).tolist(), [0, 1, 2, 3, 4], "tokens", ("index",))
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5), percent=st.integers(0, 100))
+def test_the_share_is_rounded_up_and_ascending(lengths: list[int], percent: int) -> None:
+    fraction = percent / 100
+    change = torch.rand(sum(lengths))
+    found, start = most_changed(change, lengths, fraction).tolist(), 0
+    assert found == sorted(set(found))
+    for length in lengths:
+        mine = [place for place in found if start <= place < start + length]
+        assert fraction * length <= len(mine) < fraction * length + 1
+        left = set(range(start, start + length)) - set(mine)
+        assert not (left and mine) or max(change[list(left)]) <= min(change[mine])
+        start += length
+
+
+def kept(llm: ChunkedLLM, name: str) -> list[torch.Tensor]:
+    """A chunk's keys and values, ``[layers, tokens, Hkv, D]``."""
+    chunk, view = llm.engine.chunks.find(name), llm.engine.view
+    blocks = torch.from_numpy(chunk.blocks).long()
+    return [x[:, blocks].flatten(1, 2)[:, : len(chunk)] for x in (view.keys, view.values)]
+
+
+@pytest.fixture(params=[False, True], ids=["fused", "packed"])
+def llm(model_folder: Path, request: pytest.FixtureRequest) -> ChunkedLLM:
+    return ChunkedLLM(str(model_folder), max_seq_len=256, max_batch_size=2, block_size=7, pack_weights=request.param)
+
+
+def test_a_fraction_of_one_is_the_concatenated_prompt_in_all_layers(llm: ChunkedLLM) -> None:
+    names = [llm.register(chunk) for chunk in CHUNKS]
+    whole = llm.register([token_id for chunk in CHUNKS for token_id in chunk])
+    blended = llm.blend(names, 1)
+    for ours, expected in zip(kept(llm, blended), kept(llm, whole), strict=True):
+        assert_close(ours, expected, "keys or values", AXES, rtol=1e-4, atol=1e-4)
+    answers = [llm.generate_from_chunks([name], [1, 2, 3], GREEDY) for name in (blended, whole)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].prompt_ids == answers[1].prompt_ids
+    assert llm.engine.pool.audit() == []
+
+
+def test_a_fraction_changes_so_many_tokens_and_no_others(llm: ChunkedLLM) -> None:
+    """With 0 the answer is that of the chunks; each chunk behind the first has its share from layer 1 on."""
+    names = [llm.register(chunk) for chunk in CHUNKS]
+    before = [kept(llm, name) for name in names]
+    none, some, every = (llm.blend(names, fraction) for fraction in (0, 0.25, 1))
+    (k0, v0), (k1, v1), (_, v2) = (kept(llm, name) for name in (none, some, every))
+    assert_close(v0, torch.cat([v for _, v in before], 1), "values", AXES, rtol=0, atol=0)
+    answers = [llm.generate_from_chunks(ids, [1, 2, 3], GREEDY).token_ids for ids in ([none], names)]
+    assert answers[0] == answers[1]
+    changed = ((v1 - v0) != 0).any(-1).any(-1)  # [layers, tokens]
+    starts = [0, 37, 53, 103, 104]
+    counts = [[int(layer[a:b].sum()) for a, b in pairwise(starts)] for layer in changed]
+    assert counts[1:] == [[0, 4, 13, 1]] * (len(counts) - 1)
+    assert torch.equal(k1[:, :37], k0[:, :37])
+    assert_close(v1[1][changed[1]], v2[1][changed[1]], "layer 1 of those computed", AXES[1:], rtol=1e-4, atol=1e-4)
+    for (keys, values), name in zip(before, names, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip((keys, values), kept(llm, name), strict=True)), "chunks stay"
+
+
+def test_a_blend_is_a_chunk(tiny_checkpoints: dict[str, Path]) -> None:
+    llm = ChunkedLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_batch_size=2, num_gpu_blocks=20)
+    names = [llm.register(chunk) for chunk in CHUNKS]
+    blended = llm.blend(names[:2], 0.5)
+    computed = llm.engine.runner.num_tokens_computed
+    assert llm.blend(names[:2], 0.5) == blended
+    assert len({blended, llm.blend(names[:2], 0.25), llm.blend([names[1], names[0]], 0.5)}) == 3
+    assert llm.engine.runner.num_tokens_computed == computed
+    assert llm.evict(blended)
+    whole = llm.register([*CHUNKS[0], *CHUNKS[1]])
+    answers = [llm.generate_from_chunks([name], [1], GREEDY).token_ids for name in (blended, whole)]
+    assert answers[0] == answers[1], "an evicted one is computed as a whole"
+    assert llm.engine.pool.audit() == []
+
+
+def test_what_cannot_be_blended_is_refused(tiny_checkpoints: dict[str, Path]) -> None:
+    llm = ChunkedLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_batch_size=2, num_gpu_blocks=20)
+    names = [llm.register(chunk) for chunk in CHUNKS]
+    refused: list[tuple[Any, float, str]] = [
+        (names, 1.5, "fraction to recompute is 1.5; it must be from 0 to 1"),
+        (["ab"], 0.5, "no chunk 'ab'"),
+        ([], 0.5, "The prompt is empty"),
+        (names[2:3] * 6, 0.5, "The prompt has 300 tokens"),
+        ([llm.register([9, *chunk] * 3) for chunk in CHUNKS[:2]], 0.5, "blocks, for 2 chunks"),
+    ]
+    for chunk_ids, fraction, message in refused:
+        with pytest.raises(RequestError, match=message):
+            llm.blend(chunk_ids, fraction)
+    llm.evict(names[0])
+    with pytest.raises(RequestError, match="is not in the KV cache; have it computed first"):
+        llm.engine.blend(names, 0.5)
+    assert llm.engine.pool.audit() == []
+
+
+def test_the_questions_of_the_benchmark_have_their_answers_in_the_pages() -> None:
+    for question in QUESTIONS:
+        text = (PAGES / question.page).read_text(encoding="utf-8")
+        assert text.count(question.anchor) == 1, question
+        assert question.is_answered(question.anchor.replace("\n", " "))
+        assert not question.is_answered("unknown\n" + question.anchor), "only the first line counts"
