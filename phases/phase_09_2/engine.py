@@ -152,13 +152,19 @@ class Engine:
             return
         for request in scheduler.due():
             try:
-                kept, num_freed = compress(self.pool, self.view, request, scheduler.make_room)
+                kept, num_freed = compress(self.pool, self.view, request, self.make_room)
             except BaseException:
                 scheduler.preempt(request)
                 raise
             scheduler.compressed(request, kept, num_freed)
             self.num_compressions += kept is not None
             self.num_freed_blocks += num_freed
+
+    def make_room(self, request: Request) -> bool:
+        """Preempt a request for the compression of one; False if it is that one."""
+        self.finish()
+        assert isinstance(self.scheduler, CompressingScheduler)
+        return self.scheduler.make_room(request)
 
     def abort(self, request_id: str) -> bool:
         """Abort a request, which gives no further output; False if it is neither waiting nor running."""

@@ -5,8 +5,8 @@ A request is compressed at lengths that depend on its prompt and the settings al
 preempted request, whose tokens are computed again in chunks, is compressed at the same lengths, and comes to the same
 cache: a chunk ends where a compression is due.
 
-A compression reads what the step in flight writes, and frees blocks. So if a request reaches its length in the step in
-flight, nothing is scheduled; the engine finishes that step, compresses, and goes on.
+A compression reads what the last step of its request writes, and frees blocks. So if a request reaches its length in the
+step in flight, the next step leaves it out; when that one is in flight, the request is compressed.
 
 Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token behind such a length is
 scheduled only after the compression there.
@@ -33,6 +33,7 @@ class CompressingScheduler(OverlappedScheduler):
         self.is_compressing = config.compress_method is not None
         self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # the last length, since admission
         self.preempted: list[str] = []  # for a compression, since the last schedule
+        self.held: set[Request] = set()  # which the next step leaves out
 
     def next_point(self, request: Request, num_tokens: int) -> int:
         """The first length above ``num_tokens`` at which a request is compressed."""
@@ -47,27 +48,39 @@ class CompressingScheduler(OverlappedScheduler):
             return
         for request in list(self.running.values()):
             if (
-                request.num_scheduled_tokens == request.num_computed_tokens
+                request.request_id in self.running  # others may have ended, or been preempted, since
+                and request.num_scheduled_tokens == request.num_computed_tokens
                 and self._is_point(request, request.num_computed_tokens)
                 and self.compressed_at.get(request) != request.num_computed_tokens
             ):
                 yield request
 
     def make_room(self, request: Request) -> bool:
-        """Preempt the youngest running request for the compression of one; False if it is that one."""
+        """Preempt the youngest running request for the compression of one, while no step is in flight; False if it is
+        that one.
+        """
         youngest = next(reversed(self.running.values()))
         self.preempt(youngest)
         return youngest is not request
 
     def schedule(self) -> Schedule:
-        """See :class:`shared.scheduling.scheduler.Scheduler`; empty while a request reaches a compression in flight."""
-        if self.is_compressing and any(
-            request.num_scheduled_tokens > request.num_computed_tokens
-            and self._is_point(request, request.num_scheduled_tokens)
+        """See :class:`shared.scheduling.scheduler.Scheduler`; without requests that reach a compression in flight."""
+        self.held = {
+            request
             for request in self.running.values()
-        ):
-            return Schedule(self.num_steps)
-        return super().schedule()
+            if self.is_compressing
+            and request.num_scheduled_tokens > request.num_computed_tokens
+            and self._is_point(request, request.num_scheduled_tokens)
+        }
+        has_room = self.pool.free_tokens >= len(self.running) * self.config.block_size
+        # A request whose token is in flight must not be preempted, so the step in flight is finished first.
+        return super().schedule() if has_room or not self.held else Schedule(self.num_steps)
+
+    def _decoding(self) -> list[Request]:
+        return [request for request in super()._decoding() if request not in self.held]
+
+    def _prompts(self) -> list[Request]:
+        return [request for request in super()._prompts() if request not in self.held]
 
     def compressed(self, request: Request, kept: tuple[tuple[int, ...], ...] | None, num_freed: int) -> None:
         """Note and log what each KV head of each layer keeps of a request that was due, None for all, and how many

@@ -216,6 +216,21 @@ def test_tokens_computed_again_are_cut_where_they_were_compressed() -> None:
     assert starts == [(0, 14, 0), (14, 18, 0), (18, 22, 0), (22, 25, 1)]
 
 
+def test_other_requests_go_on_while_one_waits_for_its_compression() -> None:
+    pool = pool_of()
+    scheduler, one, other = scheduler_of(pool), make_request("a", range(14)), make_request("b", range(5))
+    scheduler.add(one)
+    scheduler.add(other)
+    first = scheduler.schedule()
+    assert {entry.request: entry.num_tokens for entry in first} == {one: 14, other: 5}
+    second = scheduler.schedule()
+    assert [entry.request for entry in second] == [other], "one reaches its first length in the step in flight"
+    commit(pool, first)
+    assert list(scheduler.due()) == [one]
+    scheduler.compressed(one, None, 0)
+    assert {entry.request for entry in scheduler.schedule()} == {one, other}
+
+
 def scheduler_step(request: Any, entry: Any) -> Any:
     request.num_scheduled_tokens = entry.start
     schedule = step_of({request: entry.num_tokens})
