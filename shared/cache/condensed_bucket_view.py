@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from shared.cache.blocks import Blocks
 from shared.cache.bucket_view import OF_TOKENS, padded
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
@@ -188,28 +189,30 @@ class CondensedBucketView(CondensedView):
         table = place(packed)
         if table is None:
             return None
-        sources, numbers = cells[kept], np.arange(int(counts.sum()))
-        targets = torch.from_numpy(self.cells.packed(numbers, table)).to(device)
+        sources, targets = cells[kept], self._packed(torch.arange(int(counts.sum()), device=device), table)
         for memory in (self.key_cells, self.value_cells):
             memory[targets] = memory[sources]  # read as a whole before the first is written
         return packed
 
     def _cells_at(self, places: torch.Tensor, counts: torch.Tensor, sequence: Holding) -> torch.Tensor:
         """Cells, int64 [L, Hkv, n], of tokens by their place in each head, ``counts`` [L, Hkv] of which are packed."""
-        about, device = self.cells, places.device
-        table, per_layer = torch.from_numpy(sequence.table).to(device).long(), about.block_size * about.num_kv_heads
+        about, device, counts = self.cells, places.device, counts[..., None]
+        firsts = counts.flatten().cumsum(0).view_as(counts) - counts
+        is_packed = (places >= 0) & (places < counts)
+        packed = self._packed(torch.where(is_packed, firsts + places, 0), sequence.table)
+        slots = torch.where(places >= counts, sequence.num_packed_slots + places - counts, 0)
+        blocks = torch.from_numpy(sequence.table).to(device).long()[slots // about.block_size]
         layers = torch.arange(about.num_layers, device=device)[:, None, None]
-        heads = torch.arange(about.num_kv_heads, device=device)[:, None]
-        ends = counts.flatten().cumsum(0).view_as(counts)[..., None]
-        number = ends - counts[..., None] + places
-        slot = (sequence.num_packed_slots + places - counts[..., None]).clamp(min=0)
-        is_packed = places < counts[..., None]
-        plane = number // per_layer
-        entry = torch.where(is_packed, plane // about.num_layers, slot // about.block_size)
-        of_layer = torch.where(is_packed, plane % about.num_layers, layers)
-        cell = torch.where(is_packed, number % per_layer, slot % about.block_size * about.num_kv_heads + heads)
-        found = (of_layer * about.num_blocks + table[entry.clamp(0, len(table) - 1)]) * per_layer + cell
-        return torch.where(places >= 0, found, 0)
+        rows = (layers * about.num_blocks + blocks) * about.block_size + slots % about.block_size
+        plain = rows * about.num_kv_heads + torch.arange(about.num_kv_heads, device=device)[:, None]
+        return torch.where(is_packed, packed, plain)
+
+    def _packed(self, numbers: torch.Tensor, table: Blocks) -> torch.Tensor:
+        """:meth:`Cells.packed` on the device, where there may be hundreds of thousands of numbers."""
+        places = self.cells.block_size * self.cells.num_kv_heads
+        planes, blocks = numbers // places, torch.from_numpy(table).to(numbers.device).long()
+        rows = planes % self.cells.num_layers * self.cells.num_blocks + blocks[planes // self.cells.num_layers]
+        return rows * places + numbers % places
 
     def _padding(self, bucket: Bucket) -> Batch:
         """A batch for the capture of a bucket: new sequences that write to no slot."""

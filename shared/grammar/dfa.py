@@ -55,7 +55,9 @@ class NFA:
     """An automaton under construction: edges by ranges of bytes, and edges that read nothing.
 
     ``begins`` are edges that may be taken at the beginning of a text alone, ``ends`` at its end alone. ``absorbing`` is
-    a state from which every text is accepted, if there is one.
+    a state from which every text is accepted, if there is one. ``ranks`` gives states a group and a number: of two in a
+    group, what the lower one accepts the higher one accepts too, so in a set with both the lower one is left out. A
+    search for ``c{500,}`` would otherwise have sets with up to 500 numbers of characters read.
     """
 
     edges: list[list[tuple[int, int, int]]] = field(default_factory=list)  # (first byte, last byte, target) by state
@@ -64,6 +66,7 @@ class NFA:
     ends: dict[int, list[int]] = field(default_factory=dict)
     accepts: dict[int, int] = field(default_factory=dict)
     absorbing: int | None = None
+    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def state(self) -> int:
         """A new state."""
@@ -88,7 +91,16 @@ class NFA:
                     waiting.append(other)
         if self.absorbing in found:
             return frozenset([self.absorbing])
+        if self.ranks:
+            highest: dict[int, int] = {}
+            for group, rank in map(self.ranks.get, found & self.ranks.keys()):  # type: ignore[misc]
+                highest[group] = max(rank, highest.get(group, rank))
+            found = {state for state in found if state not in self.ranks or self._is_highest(state, highest)}
         return frozenset(found)
+
+    def _is_highest(self, state: int, highest: dict[int, int]) -> bool:
+        group, rank = self.ranks[state]
+        return highest[group] == rank
 
 
 def determinize(nfa: NFA, budget: Budget) -> DFA:
@@ -205,7 +217,7 @@ def minimize(dfa: DFA, budget: Budget) -> DFA:
     is_middle[last], is_middle[first] = False, False
     middle = np.flatnonzero(is_middle)
     if len(middle):
-        _split(dfa, middle, classes, budget)
+        _split(dfa, middle, classes, _distances(dfa, before, after), budget)
         _, representatives = np.unique(classes[middle], return_index=True)
         classify(middle[representatives])  # which have the next classes, in this order
     classify(state for state in first if classes[state] == DEAD)
@@ -231,9 +243,26 @@ def _ordered(before: NDArray[np.int64], after: NDArray[np.int64], size: int) -> 
     return found
 
 
-def _split(dfa: DFA, middle: NDArray[np.int64], classes: NDArray[np.int64], budget: Budget) -> None:
+def _distances(dfa: DFA, before: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The length of the shortest text that each state accepts, given the edges of a trimmed DFA."""
+    order = np.argsort(after, kind="stable")
+    starts, sources = np.searchsorted(after[order], np.arange(len(dfa) + 1)).tolist(), before[order].tolist()
+    distances = np.where(dfa.accepts != 0, 0, -1).tolist()
+    found = [state for state, distance in enumerate(distances) if distance == 0]
+    for state in found:  # which grows
+        for source in sources[starts[state] : starts[state + 1]]:
+            if distances[source] < 0:
+                distances[source] = distances[state] + 1
+                found.append(source)
+    return np.array(distances)
+
+
+def _split(
+    dfa: DFA, middle: NDArray[np.int64], classes: NDArray[np.int64], distances: NDArray[np.int64], budget: Budget
+) -> None:
     """Set the classes of the middle states, whose other successors have theirs: split until no byte tells two of a
-    class apart (Moore, 1956).
+    class apart (Moore, 1956). States with other distances to an end are apart from the beginning, which saves most
+    rounds where a chain is part of a cycle.
 
     A class has a random number of 64 bits for a name, and the signature of a state is a sum of the names of its class
     and its successors, so two signatures are equal by chance once in about 2⁶⁴ pairs.
@@ -241,7 +270,8 @@ def _split(dfa: DFA, middle: NDArray[np.int64], classes: NDArray[np.int64], budg
     chance = np.random.default_rng(0)
     factors = chance.integers(1, 2**63, dfa.next.shape[1] + 1, np.uint64) * 2 + 1
     known = int(classes.max()) + 1
-    _, groups = np.unique(dfa.accepts[middle], return_inverse=True)
+    _, groups = np.unique(np.column_stack([dfa.accepts, distances])[middle], axis=0, return_inverse=True)
+    groups = groups.reshape(-1)
     count = int(groups.max()) + 1
     while True:
         budget.check(known + count)

@@ -86,8 +86,13 @@ class Builder:
                     nfa.free[start].append(begin)
                     self.add(part, begin, end)
             case Repeat(part, least, most):
-                for _ in range(least):
+                first = len(nfa.edges)
+                for number in range(least):
+                    copy = len(nfa.edges)
                     self.add(part, start, start := nfa.state())
+                    if most is None:  # what a copy accepts, a later one does too, since fewer must follow
+                        for state in range(copy, len(nfa.edges)):
+                            nfa.ranks.setdefault(state, (first + state - copy, number))
                 if most is None:
                     loop, back = nfa.state(), nfa.state()
                     nfa.free[start].append(loop)

@@ -1,6 +1,7 @@
 """Regular expressions as automata over bytes, compared with Python's."""
 
 import json
+import random
 import re
 import time
 
@@ -138,3 +139,39 @@ def test_a_choice() -> None:
         assert not automaton.accepts(text.encode())
     with pytest.raises(GrammarError, match="at least one text"):
         compile_choice([], Budget())
+
+
+REPEATED = [
+    "[^x]{9,}",
+    "(ab|a){3,}",
+    "((ab){2,}|c){2,}d",
+    "(a|b)*a(a|b){3,}",
+    "(a{2,}b?){2,}",
+    "^(ab?){2,}c|b{3,}$",
+    "(a*b){2,}",
+]
+
+
+@pytest.mark.parametrize("pattern", REPEATED)
+@pytest.mark.parametrize("search", [False, True])
+def test_repeats_without_a_bound(pattern: str, search: bool) -> None:
+    """Sets without the copies that later ones make needless accept the same texts."""
+    dfa, chance = compile_regex(pattern, Budget(), search=search), random.Random(0)
+    judge = re.compile(pattern).search if search else re.compile(pattern).fullmatch
+    num_matches = 0
+    for _ in range(1500):
+        text = "".join(
+            chance.choices(["a", "b", "aab", "abab", "c", "d", "x"], (6, 6, 4, 4, 2, 2, 1), k=chance.randint(0, 7))
+        )
+        assert (dfa.run(text.encode()) != 0) == (judge(text) is not None), text
+        num_matches += judge(text) is not None
+    assert num_matches > 0
+
+
+def test_a_search_for_a_long_run_compiles() -> None:
+    """Its sets would have up to 500 numbers of characters read; of these only the largest matters."""
+    dfa = compile_regex("[^x]{500,}", Budget(), search=True)
+    assert len(dfa) < 5000
+    for text, is_found in (("é" * 499, False), ("é" * 500, True), ("a" * 300 + "x" + "b" * 499, False)):
+        assert (dfa.run(text.encode()) != 0) == is_found
+        assert dfa.run((text + "x" + "a" * 500).encode())

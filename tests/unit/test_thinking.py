@@ -221,7 +221,8 @@ def test_a_greedy_answer_is_the_plain_one_with_replacements(folder: Path, close_
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_limits_hold_whatever_is_guessed(folder: Path, close_id: int, overlaps: bool, device: str) -> None:
-    where: dict[str, Any] = {"device": device, "dtype": "float32", "overlap_scheduling": overlaps, **ABOUT}
+    few: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 96}  # so that few steps are captured
+    where = few | {"device": device, "dtype": "float32", "overlap_scheduling": overlaps, **ABOUT}
     answers = serve(Engine(EngineConfig(str(folder), **where)), REQUESTS)[0]
     ids = [tokens(answer) for answer in answers]
     for (_, about), answer in zip(REQUESTS, ids, strict=True):

@@ -14,7 +14,7 @@ from course_site import phase_sections, reports
 from shared.lessons import Lesson, lessons
 
 HOME, MEASURED = "README", "docs/PERFORMANCE"
-REFERENCE = ("docs/API", "docs/DEPLOY", "docs/GLOSSARY", MEASURED)
+REFERENCE = ("adapters/README", "docs/API", "docs/DEPLOY", "docs/GLOSSARY", MEASURED)
 BEGINNING, TEACHING = "tutorial/start", "tutorial/teachers"
 CODE_ENDS = "\n## Run it\n"
 

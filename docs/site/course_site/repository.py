@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from sphinx.util.osutil import relative_uri
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = ("README.md", "docs/*.md", "tutorial/*.md", "benchmarks/reports/*.md")
-FOLDERS = ("phases", "shared", "tests", "benchmarks", "tutorial", "docs", "constraints")
+DOCUMENTS = ("README.md", "adapters/*.md", "docs/*.md", "tutorial/*.md", "benchmarks/reports/*.md")
+FOLDERS = ("adapters", "phases", "shared", "tests", "benchmarks", "tutorial", "docs", "constraints")
 TOP_FILES = ("README.md", "Makefile", "LICENSE", "pyproject.toml", "conftest.py")
 SUFFIXES = (".py", ".toml", ".jinja", ".json", ".md", ".txt", ".css", ".js", ".svg")
 _DOTTED = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)+")
