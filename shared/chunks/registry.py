@@ -73,7 +73,7 @@ class ChunkRegistry:
         self.num_bytes = 0  # of the remembered ids and tokens
         self.free: Callable[[Blocks], None] | None = None
         self.num_blocks = self.block_size = 0  # of the pool
-        self.wanted: list[Chunk] = []  # to be computed, though no request waits for them
+        self.wanted: dict[Chunk, None] = {}  # to be computed, though no request waits for them
         self.chunks: OrderedDict[str, Chunk] = OrderedDict()  # by id, the least recently used first
         self.resident: OrderedDict[str, Chunk] = OrderedDict()  # the least recently used first
         self.contexts: WeakKeyDictionary[Request, tuple[Chunk, ...]] = WeakKeyDictionary()  # chunks of each request
@@ -159,7 +159,7 @@ class ChunkRegistry:
     def want(self, chunk: Chunk) -> None:
         """Have a chunk computed, unless it is resident."""
         if not chunk.is_resident:
-            self.wanted.append(chunk)
+            self.wanted[chunk] = None
 
     def check(self, chunks: Iterable[Chunk], num_own_tokens: int) -> None:
         """Raise RequestError if the pool could never hold these chunks beside ``num_own_tokens`` tokens."""

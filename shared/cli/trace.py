@@ -56,6 +56,10 @@ def trace(
         int | None,
         _work("--shared-prefix", text="Tokens with which each of these prompts begins; default: none."),
     ] = None,
+    documents: Annotated[
+        int | None,
+        _work("--documents", min=1, text="Documents of 48 tokens, two of which precede each prompt as chunks (09.1)."),
+    ] = None,
     prompts: Annotated[
         Path | None, _work("--prompts", text="Prompts to run instead, one on each line of this file.")
     ] = None,
@@ -97,6 +101,11 @@ def trace(
             f"--shared-prefix is {shared_prefix} and --prompts is {str(prompts)!r}; the lines of the file are whole "
             "prompts: leave --shared-prefix out, or begin the lines alike."
         )
+    if documents is not None and not hasattr(lesson.engine, "blend"):
+        raise ConfigError(
+            f"--documents is {documents} and phase {lesson.number} ({lesson.title}) has no chunks; add --phase 09.1, "
+            "or leave --documents out."
+        )
     if every is not None and rate is not None:
         raise ConfigError(f"--every is {every} and --rate is {rate}; both set the arrivals: give one of them.")
     steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
@@ -109,7 +118,7 @@ def trace(
     runs = []
     for title, variant in variants:
         engine = options.load_engine(lesson, model, **variant)
-        arrivals = _arrivals(engine, steps, texts, max_tokens, seed, shared_prefix or 0, grammar)
+        arrivals = _arrivals(engine, steps, texts, max_tokens, seed, shared_prefix or 0, grammar, documents or 0)
         warm_up(engine)
         about = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
         title = title or ", ".join(str(about[name]) for name in ("batching mode", "policy") if name in about)
@@ -216,9 +225,10 @@ def _arrivals(
     seed: int,
     shared_prefix: int,
     grammar: "Grammar | None",
+    num_documents: int,
 ) -> Any:
     """The requests and their arrivals; the same for every engine with the same model and limit."""
-    from shared.tracing.workload import Arrival, constrained, mixed_requests, text_requests
+    from shared.tracing.workload import Arrival, chosen_documents, constrained, mixed_requests, text_requests
 
     vocab_size = engine.model.config.vocab_size
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": engine.max_seq_len, "max_new_tokens": max_tokens}
@@ -228,9 +238,10 @@ def _arrivals(
     else:
         requests = text_requests(texts, tokenizer=engine.tokenizer, **sizes)
         names = [*texts]
+    chunks = chosen_documents(num_documents, len(steps), vocab_size=vocab_size, seed=seed)
     return [
-        Arrival(step, str(number), ids, constrained(params, grammar), text)
-        for step, (number, text), (ids, params) in zip(steps, names, requests, strict=True)
+        Arrival(step, str(number), ids, constrained(params, grammar), text, before)
+        for step, (number, text), (ids, params), before in zip(steps, names, requests, chunks, strict=True)
     ]
 
 

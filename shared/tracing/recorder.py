@@ -18,6 +18,9 @@ from shared.sampling.params import SamplingParams
 from shared.tracing.activity import ActivityRecorder, StepActivity
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep, TracedToken
 
+CHUNK = "chunk "
+"""What the ids of requests that compute a chunk begin with (:mod:`shared.chunks.scheduler`)."""
+
 
 class TraceableEngine(Protocol):
     """The interface of an engine that the recorder uses."""
@@ -28,9 +31,13 @@ class TraceableEngine(Protocol):
     scheduler: Any
     runner: Any
     constraints: Any  # from phase 12 on
+    chunks: Any  # of phase 9.1
+    register: Any
     last_step: StepRecord | None
 
-    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str: ...
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None, **context: Any
+    ) -> str: ...
     def step(self) -> list[StepOutput]: ...
     def abort(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
@@ -52,6 +59,7 @@ class Recorder:
         self.engine = engine
         self.clock = clock
         self.zero_ns = clock()
+        self.computes_chunks = hasattr(engine, "chunks")
         self.activity = ActivityRecorder(engine, self._now)
         self.steps: list[TracedStep] = []  # without the GPU's times
         self.activities: list[StepActivity] = []  # of each step
@@ -66,11 +74,16 @@ class Recorder:
         params: SamplingParams,
         request_id: str | None = None,
         text: str | None = None,
+        chunks: Sequence[Sequence[int]] = (),
     ) -> str:
-        """The engine's ``add_request``; ``text`` is shown for a prompt given as ids."""
+        """The engine's ``add_request``; ``text`` is shown for a prompt given as ids.
+
+        ``chunks`` are registered, and stand before the prompt (phase 9.1).
+        """
         prompt_ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         arrived_ns = self._now()
-        request_id = self.engine.add_request(prompt_ids, params, request_id)
+        context = {"chunk_ids": [self.engine.register(chunk) for chunk in chunks]} if chunks else {}
+        request_id = self.engine.add_request(prompt_ids, params, request_id, **context)
         self.progress.pop(request_id, None)
         if isinstance(params.structured_output, Grammar):
             self.progress[request_id] = Progress(self.engine.constraints.grammars.get(params.structured_output))
@@ -79,7 +92,7 @@ class Recorder:
         self.requests.append(
             TracedRequest(
                 request_id,
-                num_prompt_tokens=len(prompt_ids),
+                num_prompt_tokens=sum(map(len, chunks)) + len(prompt_ids),
                 max_new_tokens=params.max_new_tokens,
                 arrival_step=len(self.steps),
                 arrived_ns=arrived_ns,
@@ -103,6 +116,8 @@ class Recorder:
         self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns, memory, host))
         for output in outputs:
             self._note(output, index, ended_ns)
+        if self.computes_chunks:
+            self._note_chunks(record, index, started_ns, ended_ns)
         return outputs
 
     def abort(self, request_id: str) -> bool:
@@ -140,6 +155,23 @@ class Recorder:
                 end_step=index + 1,
                 ended_ns=now_ns,
             )
+
+    def _note_chunks(self, record: StepRecord, index: int, started_ns: int, ended_ns: int) -> None:
+        """A row for each request that computes a chunk, which the engine adds by itself, and its end."""
+        computing = {request.request_id for request in self.engine.chunks.computing}
+        for request_id, start in zip((name for name, _ in record.prefilled), record.prefill_starts, strict=True):
+            if start == 0 and request_id.startswith(CHUNK) and self._is_ended(request_id):
+                length = len(self.engine.chunks.find(request_id.removeprefix(CHUNK).rstrip("+")))
+                self.places[request_id] = len(self.requests)
+                self.tokens.append([])
+                self.requests.append(TracedRequest(request_id, length, 0, index, started_ns, "a chunk"))
+        for request_id in self.places:
+            if request_id.startswith(CHUNK) and request_id not in computing and not self._is_ended(request_id):
+                self._set(request_id, outcome=Outcome.FINISHED, end_step=index + 1, ended_ns=ended_ns)
+
+    def _is_ended(self, request_id: str) -> bool:
+        """Whether no row of this id is open."""
+        return request_id not in self.places or self.requests[self.places[request_id]].end_step is not None
 
     def _set(self, request_id: str, **changes: Any) -> None:
         place = self.places[request_id]

@@ -21,19 +21,31 @@ MAX_REQUESTS = 256
 MAX_STEPS = 10_000
 """Maximum number of steps of a readable timeline."""
 SHORTEST_PROMPT, LONGEST_PROMPT = 8, 64
+DOCUMENT_TOKENS, DOCUMENTS_EACH = 48, 2
 SHORTEST_SHARE = 8
 """Outputs of the mixed workload have at least an eighth of the maximum tokens."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request, which arrives before step ``step``. ``text`` is the prompt, if given as text."""
+    """One request, which arrives before step ``step``.
+
+    ``text`` is the prompt, if given as text; ``chunks`` precede it.
+    """
 
     step: int
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     text: str | None = None
+    chunks: tuple[tuple[int, ...], ...] = ()
+
+
+def chosen_documents(count: int, num_requests: int, *, vocab_size: int, seed: int) -> list[tuple[tuple[int, ...], ...]]:
+    """For each request two of ``count`` documents of random ids, in random order; one if there is one."""
+    rng = random.Random(f"documents {seed}")
+    documents = [tuple(rng.randrange(vocab_size) for _ in range(DOCUMENT_TOKENS)) for _ in range(count)]
+    return [tuple(rng.sample(documents, min(count, DOCUMENTS_EACH))) for _ in range(num_requests)]
 
 
 def mixed_requests(
@@ -154,7 +166,9 @@ def run(recorder: Recorder, arrivals: Sequence[Arrival]) -> None:
     following = next(coming, None)
     while following is not None or recorder.engine.has_work():
         while following is not None and following.step <= len(recorder.steps):
-            recorder.add_request(following.prompt_ids, following.params, following.request_id, following.text)
+            recorder.add_request(
+                following.prompt_ids, following.params, following.request_id, following.text, following.chunks
+            )
             following = next(coming, None)
         recorder.step()
 

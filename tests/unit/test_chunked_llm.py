@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from shared.chunks.inquiry import Content, Use
 from shared.chunks.llm import ChunkedLLM
 from shared.engine.llm import LLM
-from shared.errors import RequestError
+from shared.errors import QueueFullError, RequestError, UnknownChunkError
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
 
@@ -70,3 +71,23 @@ def test_a_chunk_of_a_running_request_is_not_evicted(llm: ChunkedLLM) -> None:
     llm.engine.step()
     with pytest.raises(RequestError, match="is used in 1 places"):
         llm.evict(name)
+
+
+def test_contents_that_wait_to_be_computed_count_as_waiting_requests(tiny_checkpoints: dict[str, Path]) -> None:
+    """So a client that registers without end is refused, as one that asks without end."""
+    engine = ChunkedLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_waiting_requests=2).engine
+    contents = [Content("user", (n, n + 1)) for n in range(4)]
+    with pytest.raises(RequestError, match="3 requests come together and max_waiting_requests is 2"):
+        Use(tuple(contents[:3])).answer(engine)
+    assert not engine.chunks.chunks
+    found = Use((contents[0], contents[1], contents[0])).answer(engine)
+    assert [one.num_tokens for one in found] == [2, 2, 2]
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        Use((contents[2],)).answer(engine)
+    while engine.has_work():
+        engine.step()
+    again = Use((found[0].chunk_id, contents[2])).answer(engine)
+    assert [one.num_bytes > 0 for one in again] == [True, False]
+    with pytest.raises(UnknownChunkError):
+        Use((contents[3], "ab")).answer(engine)
+    assert len(engine.chunks.chunks) == 3, "an unknown id is found before anything is registered"
