@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from shared.cache.blocks import Blocks
 from shared.cache.bucket_view import OF_TOKENS, padded
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
@@ -207,7 +206,7 @@ class CondensedBucketView(CondensedView):
         plain = rows * about.num_kv_heads + torch.arange(about.num_kv_heads, device=device)[:, None]
         return torch.where(is_packed, packed, plain)
 
-    def _packed(self, numbers: torch.Tensor, table: Blocks) -> torch.Tensor:
+    def _packed(self, numbers: torch.Tensor, table: NDArray[Any]) -> torch.Tensor:
         """:meth:`Cells.packed` on the device, where there may be hundreds of thousands of numbers."""
         places = self.cells.block_size * self.cells.num_kv_heads
         planes, blocks = numbers // places, torch.from_numpy(table).to(numbers.device).long()

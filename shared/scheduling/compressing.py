@@ -5,8 +5,8 @@ A request is compressed at lengths that depend on its prompt and the settings al
 preempted request, whose tokens are computed again in chunks, is compressed at the same lengths, and comes to the same
 cache: a chunk ends where a compression is due.
 
-A compression reads what the last step of its request writes, and frees blocks. So if a request reaches its length in the
-step in flight, the next step leaves it out; when that one is in flight, the request is compressed.
+A compression reads what the last step of its request writes, and frees blocks. So if a request reaches its length in
+the step in flight, the next step leaves it out; when that one is in flight, the request is compressed.
 
 Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token behind such a length is
 scheduled only after the compression there.
