@@ -126,7 +126,7 @@ def test_free_text_until_a_call_begins(servers: dict[str, Running]) -> None:
         num_words += len(choice.message.content or "")
     assert num_words > 0
     assert num_calls > 0
-    none = ask(running, tool_choice="none", logit_bias={str(opening): 100}, max_tokens=50).choices[0]
+    none = ask(running, seed=0, tool_choice="none", logit_bias={str(opening): 100}, max_tokens=50).choices[0]
     assert (none.finish_reason, none.message.tool_calls) == ("length", None)
 
 
