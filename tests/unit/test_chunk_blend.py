@@ -38,12 +38,14 @@ def test_the_share_is_rounded_up_and_ascending(lengths: list[int], percent: int)
     fraction = percent / 100
     change = torch.rand(sum(lengths))
     found, start = most_changed(change, lengths, fraction).tolist(), 0
-    assert found == sorted(set(found))
+    assert_equal(found, sorted(set(found)), "tokens, which ascend", ("index",))
     for length in lengths:
         mine = [place for place in found if start <= place < start + length]
-        assert fraction * length <= len(mine) < fraction * length + 1
+        share = fraction * length
+        assert share <= len(mine) < share + 1, f"{len(mine)} of {length} tokens for {fraction}: it is rounded up"
         left = set(range(start, start + length)) - set(mine)
-        assert not (left and mine) or max(change[list(left)]) <= min(change[mine])
+        is_ordered = not (left and mine) or max(change[list(left)]) <= min(change[mine])
+        assert is_ordered, "a token that is left out changed more than one that is computed again"
         start += length
 
 
