@@ -192,7 +192,7 @@ class SchedulingMachine(RuleBasedStateMachine):
 
     @rule(end=st.integers(-1, 3), fails=st.sets(st.integers(0, 7), max_size=2))
     def step(self, end: int, fails: set[int]) -> None:
-        """The request at place ``end`` of the step gets an end of sequence; those at ``fails`` cannot be computed."""
+        """The request at place ``end`` of those that get a token gets an end of sequence; those at ``fails`` cannot be computed."""
         self.loop.in_flight.append(self.plan())
         if len(self.loop.in_flight) <= self.loop.num_in_flight:
             return
@@ -200,8 +200,9 @@ class SchedulingMachine(RuleBasedStateMachine):
         failing = [entry.request for n, entry in enumerate(schedule) if n in fails]
         awaited = [entry for entry in schedule if self.is_awaited(entry)]
         computed = [entry for entry in awaited if entry.num_logit_rows or entry.request in failing]
-        if 0 <= end < len(computed):
-            self.ends.setdefault(computed[end].request, index_of(computed[end]))
+        sampled = [entry for entry in computed if entry.request not in failing]
+        if 0 <= end < len(sampled):
+            self.ends.setdefault(sampled[end].request, index_of(sampled[end]))
         self.loop.finish(schedule, failing)
         outputs = self.loop.processor.take()
         assert sorted(o.request_id for o in outputs) == sorted(entry.request.request_id for entry in computed)
