@@ -192,7 +192,7 @@ class SchedulingMachine(RuleBasedStateMachine):
 
     @rule(end=st.integers(-1, 3), fails=st.sets(st.integers(0, 7), max_size=2))
     def step(self, end: int, fails: set[int]) -> None:
-        """The request at place ``end`` of those that get a token gets an end of sequence; those at ``fails`` cannot be computed."""
+        """Of those that get a token the one at place ``end`` gets an end of sequence; those at ``fails`` get none."""
         self.loop.in_flight.append(self.plan())
         if len(self.loop.in_flight) <= self.loop.num_in_flight:
             return
