@@ -22,12 +22,16 @@ def on_ranks(size: int, run: Callable[[Collectives], R]) -> list[R]:
     """The results of ``run`` on each rank."""
     store = dist.HashStore()
 
-    def on_rank(rank: int) -> R:
+    def on_rank(rank: int) -> Collectives:
+        return Collectives(store, rank, size, torch.device("cpu"))
+
+    def running(ranks: Collectives) -> R:
         with torch.inference_mode():
-            return run(Collectives(store, rank, size, torch.device("cpu")))
+            return run(ranks)
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(on_rank, range(size)))
+        connected = list(pool.map(on_rank, range(size)))  # none closes its connections while another still connects
+        return list(pool.map(running, connected))
 
 
 def checkpoint_for_ranks(family: str, folder: Path) -> Path:
