@@ -31,7 +31,6 @@ from shared.grammar.device import ROW, GrammarTokens, pack_row
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.pool import GrammarPool
 from shared.kernels.grammar_advance import grammar_advance
-from shared.kernels.grammar_mask import PROGRAMS as MANY
 from shared.kernels.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.sampler import SamplingRow
 
@@ -39,8 +38,6 @@ Keys = tuple[list[int], tuple[int, ...], list[int], list[bool]]
 """Of some rows: places, serials of their requests, numbers of outputs, and whether they have a grammar."""
 _KEY = attrgetter("serial", "index", "constraint")
 _NUM_DRAFTS = attrgetter("num_drafts")
-BESIDE_FORWARD = 2048
-"""Programs of a mask's launch, a warp each: few enough for the forward's launches to run beside them."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class GrammarRows:
             self.moved.record()
         self.masked.clear()
         if not self.has_drafts:
-            self._aside(self._mask, self.last[0][1], entered.slots, BESIDE_FORWARD)
+            self._aside(self._mask, self.last[0][1], entered.slots)
         places, serials, indices, has_grammar = self.keys
         if len(numbers) < has_grammar.count(True):
             has_grammar = [number in numbers for number in range(len(ids))]
@@ -225,11 +222,10 @@ class GrammarRows:
         if due:
             self._mask(due, all_slots if due == slots else self.upload(torch.tensor(due, dtype=torch.int32)))
 
-    def _mask(self, due: list[int], slots: torch.Tensor, num_programs: int = MANY) -> None:
+    def _mask(self, due: list[int], slots: torch.Tensor) -> None:
         """Find the masks of the rows ``due``, which are those of ``slots``."""
         assert self.tokens is not None
-        about = self.grammar_pool.tables, self.tokens, self.rows, slots, self.words, self.grammars
-        grammar_mask(*about, num_programs)
+        grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, slots, self.words, self.grammars)
         self.masked.update(due)
 
     def _walk(self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:

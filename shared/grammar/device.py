@@ -17,8 +17,7 @@ from shared.grammar.automaton import MAX_DEPTH, Configuration, Integers
 from shared.grammar.plain import plain_from
 from shared.grammar.vocabulary import GrammarVocabulary
 
-TOKEN_BLOCK = 1024  # plain tokens begin at a multiple of it, and the tokens fill whole blocks
-GROUP = 32  # places whose bits share a word
+GROUP = 32  # places whose bits share a word; plain tokens begin at a multiple of it
 NEVER, AT_END = -1, -2  # in place of a rank
 LENGTH_BITS = 10
 LONGEST = (1 << LENGTH_BITS) - 1
@@ -73,8 +72,8 @@ class GrammarTokens:
         chars = begun[starts + lengths] - begun[starts]
         about = (chars << 2 * LENGTH_BITS | plain << LENGTH_BITS | lengths).astype(np.int32)
         rest, plains = np.flatnonzero(plain > 0), np.flatnonzero(plain == 0)
-        first_plain = -(-len(rest) // TOKEN_BLOCK) * TOKEN_BLOCK
-        size = first_plain + -(-len(plains) // TOKEN_BLOCK) * TOKEN_BLOCK
+        first_plain = -(-len(rest) // GROUP) * GROUP
+        size = first_plain + -(-len(plains) // GROUP) * GROUP
         places = np.zeros(len(tokens), np.int32)
         places[rest], places[plains] = np.arange(len(rest)), first_plain + np.arange(len(plains))
         starts_at, about_at = np.zeros(size, np.int32), np.zeros(size, np.int32)

@@ -12,13 +12,13 @@ nothing, and all addresses are fixed, so that a CUDA graph can hold both launche
 import numpy as np
 import torch
 
-from shared.grammar.device import AT_END, GROUP, LENGTH_BITS, LONGEST, NEVER, TOKEN_BLOCK, GrammarTokens, unpack_row
+from shared.grammar.device import AT_END, GROUP, LENGTH_BITS, LONGEST, NEVER, GrammarTokens, unpack_row
 from shared.grammar.fsm import TokenFSM
-from shared.kernels.grammar_walk import BASE, COLUMNS, HEIGHT, MOST, ROW, STATE, any_of, walk
+from shared.kernels.grammar_walk import BASE, COLUMNS, HEIGHT, MOST, ROW, STATE, walk
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 
-BLOCK, NUM_WARPS = 32, 1  # tokens that a program walks at a time
-PROGRAMS = 32768  # of a launch, about
+NUM_GROUPS = 8  # of tokens, whose first bytes a program looks up at once
+NUM_PROGRAMS = 8192  # of a launch, at least: a few rows get programs with fewer groups
 APPLY_BLOCK, APPLY_WARPS = 8192, 8
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
 GROUPED = tl.constexpr(GROUP)
@@ -26,7 +26,6 @@ BANNED = tl.constexpr(NEVER)
 ENDS = tl.constexpr(AT_END)
 IS_END, WITHOUT = 1, 2  # in the last word of a row
 MAY_END, NO_GRAMMAR = tl.constexpr(IS_END), tl.constexpr(WITHOUT)
-assert TOKEN_BLOCK % BLOCK == 0
 
 
 @triton.jit
@@ -39,13 +38,17 @@ def grammar_mask_kernel(
     about,
     firsts,
     words,
-    num_tokens,
+    num_groups,
     first_plain,
     longest,
     stride,
-    BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
 ):
-    """Program (i, b) walks blocks i, i + the grid's size, … of the b-th slot."""
+    """Program (i, b) finds the bits of groups i, i + the grid's size, … of the b-th slot.
+
+    Most groups need no walk: all of their tokens are plain where these are free, or begin with a byte that the state
+    refuses. Groups that need one stand side by side, so adjacent groups go to different programs.
+    """
     slot = tl.load(slots + tl.program_id(1)).to(tl.int64)
     if slot >= 0:
         row = rows + slot * ROW
@@ -63,26 +66,30 @@ def grammar_mask_kernel(
                 tl.store(words + stride - 1, may_end)
             free = (state_is >> 1) & 3
             is_open = (free == 1) | ((free == 2) & (tl.load(row + MOST) >= longest))
-            group = tl.arange(0, BLOCK // GROUPED)
-            for first in range(tl.program_id(0) * BLOCK, num_tokens, BLOCK * tl.num_programs(0)):
-                at = first // GROUPED + group
-                byte = tl.load(firsts + at)
-                column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
-                is_live = (byte < 0) | (tl.load(entries + column) >= 0)
-                is_plain = is_open & (first >= first_plain)
-                if is_plain | (any_of(is_live) == 0):
-                    tl.store(words + at, tl.zeros([BLOCK // GROUPED], tl.int32) - is_plain.to(tl.int32))
-                else:
-                    token = first + tl.arange(0, BLOCK)
-                    numbers = tl.load(about + token)
-                    length = numbers & LOWEST
-                    plain_from = (numbers >> BITS) & LOWEST
-                    start = tl.load(starts + token)
-                    is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
-                        grammar, row, text, start, length, plain_from, (numbers >> BITS) >> BITS
-                    )
-                    bits = is_allowed.to(tl.int32) << (tl.arange(0, BLOCK) % GROUPED)
-                    tl.store(words + at, tl.sum(tl.reshape(bits, [BLOCK // GROUPED, GROUPED]), 1))
+            lane = tl.arange(0, NUM_GROUPS)
+            group = tl.program_id(0) + lane * tl.num_programs(0)
+            is_group = group < num_groups
+            byte = tl.load(firsts + group, mask=is_group, other=-1)
+            column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
+            is_live = (byte < 0) | (tl.load(entries + column, mask=byte >= 0, other=0) >= 0)
+            is_plain = is_open & (group * GROUPED >= first_plain)
+            is_due = (is_group & is_live & (is_plain == 0)).to(tl.int32)
+            tl.store(words + group, -is_plain.to(tl.int32), mask=is_group & (is_due == 0))
+            due = tl.min(tl.where(is_due > 0, lane, NUM_GROUPS), 0)
+            while due < NUM_GROUPS:
+                walked = tl.program_id(0) + due * tl.num_programs(0)
+                token = walked * GROUPED + tl.arange(0, GROUPED)
+                numbers = tl.load(about + token)
+                length = numbers & LOWEST
+                plain_from = (numbers >> BITS) & LOWEST
+                start = tl.load(starts + token)
+                is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
+                    grammar, row, text, start, length, plain_from, (numbers >> BITS) >> BITS
+                )
+                bits = is_allowed.to(tl.int32) << tl.arange(0, GROUPED)
+                tl.store(words + walked, tl.sum(bits, 0))
+                is_due = tl.where(lane == due, 0, is_due)
+                due = tl.min(tl.where(is_due > 0, lane, NUM_GROUPS), 0)
 
 
 @triton.jit
@@ -115,7 +122,6 @@ def grammar_mask(
     slots: torch.Tensor,
     words: torch.Tensor,
     grammars: dict[int, TokenFSM],
-    num_programs: int = PROGRAMS,
 ) -> None:
     """Write the bits of the allowed tokens of each row of a batch.
 
@@ -125,7 +131,6 @@ def grammar_mask(
         slots: int32 ``[B]``, which configurations; -1 for a row without a grammar.
         words: int32 ``[slots, tokens.num_words]``, contiguous; those of other slots are left as they are.
         grammars: by their base in the tables; read only where no kernel runs.
-        num_programs: of the launch, about; few leave room for launches beside it.
     """
     B, stride = len(slots), words.shape[1]
     if words.shape != (len(rows), tokens.num_words):
@@ -138,11 +143,11 @@ def grammar_mask(
     if not launches(words):
         _mask_by_numpy(tokens, rows, slots, words, grammars)
         return
-    size = len(tokens.starts)
-    grid = (min(triton.cdiv(size, BLOCK), max(1, num_programs // B)), B)
+    num_groups = len(tokens.firsts)
+    programs_of_row = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PROGRAMS // B))
     launch(
         grammar_mask_kernel,
-        grid,
+        (programs_of_row, B),
         tables,
         rows,
         slots,
@@ -151,12 +156,12 @@ def grammar_mask(
         tokens.about,
         tokens.firsts,
         words,
-        size,
+        num_groups,
         tokens.first_plain,
         tokens.longest,
         stride,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        NUM_GROUPS=NUM_GROUPS,
+        num_warps=1,
     )
 
 
