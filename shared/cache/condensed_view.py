@@ -127,6 +127,9 @@ class CondensedView(PagedView):
         is_kept = torch.from_numpy(back <= counts).to(device)
         return torch.from_numpy(both).to(device), torch.cat([is_kept, kept], 1)
 
+    def select(self, sequence: Holding) -> None:
+        """See :class:`shared.cache.compressing.CompressingView`; here ``compress`` does everything."""
+
     def compress(self, sequence: Holding, place: Place) -> Packed | None:
         """See :class:`shared.cache.compressing.CompressingView`."""
         num_tokens = sequence.num_tail + (0 if sequence.packed is None else sequence.packed.num_tokens)
