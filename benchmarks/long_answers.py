@@ -23,7 +23,6 @@ from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
 
 BLOCK, FULL, COMPRESSED = 16, "09", "09.2"
-NEAR = 2  # steps on both sides of a compression, which may be longer for it
 HELD, SHORT = 2, 64  # requests that the small pool holds without compression; the tokens of their prompts
 
 
@@ -66,10 +65,11 @@ class Measured:
         num_compressed = sum(compressed for *_, compressed in steps)
         if not num_compressed:
             return 0.0
+        near = 2 if self.engine.overlaps else 0  # steps on both sides, which may be longer for it
         plain = [
             seconds
             for i, (seconds, decoded, _) in enumerate(steps)
-            if decoded == self.num_requests and not any(c for *_, c in steps[max(i - NEAR, 0) : i + NEAR + 1])
+            if decoded == self.num_requests and not any(c for *_, c in steps[max(i - near, 0) : i + near + 1])
         ]
         step, num_tokens = statistics.mean(plain), sum(decoded for _, decoded, _ in steps)
         extra = sum(seconds for seconds, *_ in steps) - num_tokens / self.num_requests * step

@@ -14,7 +14,7 @@ from shared.compression.selection import Budget
 from shared.kernels.launch import launch, tl, triton
 from shared.kernels.window_mass import CachedSequence, head_tokens
 
-TILE = 4096
+TILE, NUM_WARPS = 4096, 8
 
 HIGHEST = tl.constexpr(0x7F800001)  # above the bits of every float
 
@@ -155,6 +155,6 @@ def select_keys(
     chosen, counts = torch.empty_like(scores, dtype=torch.int32), windows.new_empty(L, Hkv)
     bounds = longest, budget.least, budget.most, budget.num_sinks, budget.num_recent
     where = sequence.numbers, sequence.ends, windows
-    about = {"HEADS": L * Hkv, "HKV": Hkv, "TILE": TILE, "num_warps": 8, "num_stages": 1}
+    about = {"HEADS": L * Hkv, "HKV": Hkv, "TILE": TILE, "num_warps": NUM_WARPS, "num_stages": 1}
     launch(key_selection_kernel, (L * Hkv,), scores, attention, *where, chosen, counts, p, *bounds, **about)
     return chosen, counts

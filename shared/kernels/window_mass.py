@@ -16,7 +16,7 @@ from shared.kernels.condensed_attention import cell_rows
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.kernels.online_softmax import LOG2_E
 
-TILE, TILES = 64, 4  # keys at a time; tiles of a program of the second launch
+TILE, TILES, NUM_WARPS = 64, 4, 4  # keys at a time; tiles of a program of the second launch
 
 TABLE_START = 8  # of the block table in ``CachedSequence.numbers``
 TABLE = tl.constexpr(TABLE_START)
@@ -195,7 +195,7 @@ def window_mass(ring: torch.Tensor, keys: torch.Tensor, sequence: CachedSequence
     about = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
     about |= {"ROWS": max(16, next_power_of_two(length)), "TILE": TILE}
     where = ring, keys, sequence.numbers, sequence.ends, sums
-    options = {"num_warps": 4, "num_stages": 3 if keys.element_size() == 2 else 2}
+    options = {"num_warps": NUM_WARPS, "num_stages": 3 if keys.element_size() == 2 else 2}
     launch(window_sums_kernel, (L * Hq,), *where, scale * LOG2_E, num_blocks, ring_rows, **about, **options)
     grid, numbers = (L * Hq, -(-sequence.longest // (TILE * TILES))), (sequence.longest, num_blocks, ring_rows)
     launch(window_mass_kernel, grid, *where, mass, scale * LOG2_E, *numbers, **about, TILES=TILES, **options)
