@@ -20,36 +20,18 @@ from shared.cache.bucket_view import OF_TOKENS, padded
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
 from shared.cache.condensed_view import CondensedView
+from shared.cache.head_selection import CachedKeys, Selected, sent
 from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_view import PagedView
 from shared.cache.view import StepInputs
-from shared.compression.compressors import MassCompressor
+from shared.compression.compressors import BatchedCompressor
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.kernels.kept_moves import move_kept
-from shared.kernels.key_selection import select_keys
-from shared.kernels.window_mass import TABLE_START, CachedSequence, window_mass
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
-
-
-class Selected:
-    """What the heads of a sequence will keep; the counts are being copied to the host."""
-
-    def __init__(self, sequence: Holding, cached: CachedSequence, chosen: torch.Tensor, counts: torch.Tensor) -> None:
-        self.sequence, self.cached, self.chosen, self.counts = sequence, cached, chosen, counts
-        self._copied = counts.to("cpu", non_blocking=True)  # pinned memory; not valid before the event
-        self._arrived = torch.cuda.Event() if counts.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def wait(self) -> Integers:
-        """Wait for the device and return the counts, [layers, Hkv]."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._copied.numpy().astype(np.int64)
 
 
 class CondensedBucketView(CondensedView):
@@ -80,7 +62,7 @@ class CondensedBucketView(CondensedView):
         bits = (sizes.max_sequences + 1, config.num_layers, config.num_kv_heads, -(-sizes.max_seq_len // 8))
         self.kept = KeptTokens(ends, None if self.moves else torch.zeros(bits, dtype=torch.uint8, device=device))
         is_mean = self.budget.reduction in ("mean", "sum")
-        self.is_batched = self.moves and is_mean and isinstance(self.compressor, MassCompressor)
+        self.is_batched = self.moves and is_mean and isinstance(self.compressor, BatchedCompressor)
         self.windows = torch.tensor([window or 0 for window in config.windows], dtype=torch.int32, device=device)
         self.p = torch.tensor([self.budget.p], dtype=torch.float64, device=device)
         self.selected: dict[int, Selected] = {}  # by row, of sequences whose last step is in flight
@@ -108,7 +90,7 @@ class CondensedBucketView(CondensedView):
         if packed is not None:
             numbers[-1] = packed.num_slots or packed.num_tokens
             numbers[1:-1] = packed.counts.cumsum() if packed.num_slots else 0
-        self.kept.ends[row].copy_(self._sent(numbers))
+        self.kept.ends[row].copy_(sent(numbers, self.keys.device))
         if packed is None:
             del self.sent_rows[row]
         else:
@@ -192,43 +174,31 @@ class CondensedBucketView(CondensedView):
 
     def _select(self, sequence: Holding) -> Selected:
         """Choose for all layers and heads at once, behind what the device does now."""
-        packed = sequence.packed
-        self._send_kept(sequence.row, packed)
-        num_tokens = sequence.num_tail + (0 if packed is None else packed.num_tokens)
-        longest = sequence.num_tail + (0 if packed is None else int(packed.counts.max()))
+        self._send_kept(sequence.row, sequence.packed)
+        located = CachedKeys.located(sequence, self.kept.ends)
         w = min(self.num_queries, sequence.num_tail)
-        numbers = np.zeros(TABLE_START + len(sequence.table), np.int32)
-        numbers[:5] = sequence.row, w, num_tokens, sequence.num_tail, sequence.num_packed_slots
-        numbers[TABLE_START:] = sequence.table
-        cached = CachedSequence(self._sent(numbers), self.kept.ends, longest)
-        mass = window_mass(self.ring, self.keys, cached, self.config.attention_scale)
-        attention = mass.mean(-2)
-        attention /= attention.sum(-1, keepdim=True)
-        scores = cast(MassCompressor, self.compressor).of_mass(mass)
-        chosen, counts = select_keys(scores, attention, cached, self.windows, self.budget, self.p)
-        return Selected(sequence, cached, chosen, counts)
+        keys = CachedKeys(self.ring, self.keys, located, w, self.config.attention_scale)
+        compressor = cast(BatchedCompressor, self.compressor)
+        return Selected(sequence, keys, compressor, self.windows, self.budget, self.p)
 
     def _compress_all(self, sequence: Holding, place: Place) -> Packed | None:
         """``compress`` for all layers and heads at once."""
         selected, before = self.selected.pop(sequence.row, None), sequence.packed
-        if selected is None or (selected.sequence.packed, selected.sequence.length) != (before, sequence.length):
+        if selected is None or not selected.is_of(sequence):
             selected = self._select(sequence)
         counts = selected.wait()
         num_before = counts.size * sequence.num_tail + (0 if before is None else int(before.counts.sum()))
         if num_before - (total := int(counts.sum())) < self.cells.per_block:
             return None
-        num_tokens = sequence.num_tail + (0 if before is None else before.num_tokens)
-        table = place(packed := Packed(counts, num_tokens, self.cells.slots_for(counts)))
+        table = place(packed := Packed(counts, sequence.num_tokens, self.cells.slots_for(counts)))
         if table is None:
             return None
-        kept = selected.cached, selected.chosen, selected.counts
-        move_kept(self.keys, self.values, *kept, int(counts.max()), total, self._sent(table))
+        located = selected.sequence
+        if not np.array_equal(sequence.table, selected.holding.table):  # the prefix tree had the same blocks
+            located = CachedKeys.located(sequence, self.kept.ends)
+        kept, target = (selected.chosen, selected.counts), sent(table, self.keys.device)
+        move_kept(self.keys, self.values, located, *kept, int(counts.max()), total, target)
         return packed
-
-    def _sent(self, numbers: NDArray[Any]) -> torch.Tensor:
-        """Numbers on their way to the device."""
-        array = torch.from_numpy(numbers)
-        return array.pin_memory().to(self.keys.device, non_blocking=True) if self.keys.is_cuda else array
 
     def _padding(self, bucket: Bucket) -> Batch:
         """A batch for the capture of a bucket: new sequences that write to no slot."""

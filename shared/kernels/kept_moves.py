@@ -44,7 +44,7 @@ def gather_kept_kernel(
         first_number, count, size = head_tokens(numbers, ends, head, LAYERS * HKV)
         place = tl.load(chosen + head.to(tl.int64) * longest + i, mask=i < kept, other=size)
         at = cell_rows(
-            numbers + TABLE, place, size, count, first_number, tl.load(numbers + 4), head // HKV, head % HKV,
+            numbers + TABLE, place, size, count, first_number, tl.load(numbers + 3), head // HKV, head % HKV,
             num_blocks, LAYERS, BLOCK_SIZE, HKV, D,
         )  # fmt: skip
         d, is_kept = tl.arange(0, D)[None, :], (i < kept)[:, None]

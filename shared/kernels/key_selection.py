@@ -1,9 +1,9 @@
 """Which keys each head keeps, for all layers and heads in one launch. Introduced in phase 9.2.
 
-:func:`shared.compression.selection.select` sorts. A program here has a head, and finds the same cuts by bisection: a
-float that is not negative has bits that sort like an integer, so 31 passes over a row find the value from which on the
-values have a given sum, or a given number. Rows stay in the cache of the multiprocessor. Of equal scores the older are
-kept, by a running count.
+:func:`shared.compression.selection.select` sorts. A program here has a head, and finds the same cuts by bisection. The
+bits of a float sort like an integer (those of a negative one when all but the sign are inverted), so 32 passes over a
+row find the value from which on the values have a given sum, or a given number. Rows stay in the cache of the
+multiprocessor. Of equal scores the older are kept, by a running count.
 
 Invariant: what is kept is what ``select`` keeps of each head alone; sums are in fp64 and in a fixed order.
 """
@@ -16,26 +16,33 @@ from shared.kernels.window_mass import CachedSequence, head_tokens
 
 TILE, NUM_WARPS = 4096, 8
 
-HIGHEST = tl.constexpr(0x7F800001)  # above the bits of every float
+LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(0x7F800001)  # below and above the order of every number
 
 
 @triton.jit
-def load_bits(values, start, size, first, last, TILE: tl.constexpr):
-    """Bits of the values of a row, from ``start`` on; -1 outside of the row, below ``first`` and from ``last`` on."""
+def load_order(values, start, size, first, last, TILE: tl.constexpr):
+    """Values of a row as integers in the same order, ``LOWEST`` below the place ``first`` and from ``last`` on."""
     place = start + tl.arange(0, TILE)
-    bits = tl.load(values + place, mask=place < size, other=-1.0).to(tl.int32, bitcast=True)
-    return tl.where((place >= first) & (place < last), bits, -1), place
+    value = tl.load(values + place, mask=place < size, other=0.0) + 0.0  # -0 becomes 0
+    bits = value.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((place >= first) & (place < last), order, LOWEST), place
+
+
+@triton.jit
+def middle_of(low, high):
+    return ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
 
 
 @triton.jit
 def find_mass_cut(values, size, limit, TILE: tl.constexpr):
-    """The largest cut with a sum of at least ``limit`` from it on."""
+    """The largest cut of values that are not negative with a sum of at least ``limit`` from it on."""
     low, high = tl.full([], 0, tl.int32), tl.full([], HIGHEST, tl.int32)
     while high - low > 1:
-        middle = low + (high - low) // 2
+        middle = middle_of(low, high)
         mass = tl.full([], 0, tl.float64)
         for start in range(0, size, TILE):
-            bits, _ = load_bits(values, start, size, 0, size, TILE)
+            bits, _ = load_order(values, start, size, 0, size, TILE)
             mass += tl.sum(tl.where(bits >= middle, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64), 0)
         is_reached = mass >= limit
         low = tl.where(is_reached, middle, low)
@@ -46,13 +53,13 @@ def find_mass_cut(values, size, limit, TILE: tl.constexpr):
 @triton.jit
 def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
     """The largest cut from which on at least ``wanted`` values are, and how many of those at the cut are needed."""
-    low, high = tl.full([], 0, tl.int32), tl.full([], HIGHEST, tl.int32)
+    low, high = tl.full([], LOWEST, tl.int32), tl.full([], HIGHEST, tl.int32)
     above = tl.full([], 0, tl.int32)
-    while high - low > 1:
-        middle = low + (high - low) // 2
+    while high > low + 1:
+        middle = middle_of(low, high)
         count = tl.full([], 0, tl.int32)
         for start in range(0, size, TILE):
-            bits, _ = load_bits(values, start, size, first, last, TILE)
+            bits, _ = load_order(values, start, size, first, last, TILE)
             count += tl.sum((bits >= middle).to(tl.int32), 0)
         is_reached = count >= wanted
         above = tl.where(is_reached, above, count)  # from `high` on
@@ -67,7 +74,7 @@ def num_needed(attention, size, p, TILE: tl.constexpr):
     cut = find_mass_cut(attention, size, p, TILE)
     mass, above = tl.full([], 0, tl.float64), tl.full([], 0, tl.int32)
     for start in range(0, size, TILE):
-        bits, _ = load_bits(attention, start, size, 0, size, TILE)
+        bits, _ = load_order(attention, start, size, 0, size, TILE)
         mass += tl.sum(tl.where(bits > cut, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64), 0)
         above += tl.sum((bits > cut).to(tl.int32), 0)
     weight = tl.maximum(cut.to(tl.float32, bitcast=True), 1e-37).to(tl.float64)
@@ -110,7 +117,7 @@ def key_selection_kernel(
         cut, ties = find_count_cut(scores, size, 0, size, num_needed(attention, size, tl.load(p), TILE), TILE)
         count, seen = size - last + first, tl.full([], 0, tl.int32)
         for start in range(0, size, TILE):  # the best keys and those that are always kept
-            bits, place = load_bits(scores, start, size, 0, size, TILE)
+            bits, place = load_order(scores, start, size, 0, size, TILE)
             is_tie = (bits == cut).to(tl.int32)
             is_best = (bits > cut) | ((bits == cut) & (seen + tl.cumsum(is_tie, 0) <= ties))
             count += tl.sum((is_best & (place >= first) & (place < last)).to(tl.int32), 0)
@@ -121,7 +128,7 @@ def key_selection_kernel(
             cut, ties = find_count_cut(scores, size, first, last, more, TILE)
     seen, num_kept = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, size, TILE):
-        bits, place = load_bits(scores, start, size, first, last, TILE)
+        bits, place = load_order(scores, start, size, first, last, TILE)
         is_tie = (bits == cut).to(tl.int32)
         is_best = (bits > cut) | ((bits == cut) & (seen + tl.cumsum(is_tie, 0) <= ties))
         is_kept = (is_best | (place < first) | (place >= last)) & (place < size)
@@ -143,8 +150,8 @@ def select_keys(
     """The keys that each head keeps.
 
     Args:
-        scores: fp32 ``[L, Hkv, longest]``, not negative, of each head's keys in time order; contiguous.
-        attention: likewise, with the sum 1.
+        scores: fp32 ``[L, Hkv, longest]``, finite, of each head's keys in time order; contiguous.
+        attention: likewise, not negative, with the sum 1.
         windows: int32 ``[L]``, the window of a layer, all of which is kept and nothing else; 0: none.
         p: fp64 ``[1]``, the budget's, on the device.
 

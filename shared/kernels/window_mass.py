@@ -18,7 +18,7 @@ from shared.kernels.online_softmax import LOG2_E
 
 TILE, TILES, NUM_WARPS = 64, 4, 4  # keys at a time; tiles of a program of the second launch
 
-TABLE_START = 8  # of the block table in ``CachedSequence.numbers``
+TABLE_START = 4  # of the block table in ``CachedSequence.numbers``
 TABLE = tl.constexpr(TABLE_START)
 
 
@@ -26,8 +26,8 @@ TABLE = tl.constexpr(TABLE_START)
 class CachedSequence:
     """The cached tokens of one sequence, for kernels that take all of its layers and heads.
 
-    ``numbers``: int32, on the device: its row of the pool, the queries of its window, its tokens, those of its tail,
-    and the slots of its packed part; from ``TABLE_START`` on its block table. ``ends``: as in ``KeptTokens``.
+    ``numbers``: int32, on the device: its row of the pool, its tokens, those of its tail, and the slots of its packed
+    part; from ``TABLE_START`` on its block table. ``ends``: as in ``KeptTokens``.
     ``longest``: the most tokens that a head has.
     """
 
@@ -42,18 +42,27 @@ def head_tokens(numbers, ends, head, HEADS: tl.constexpr):
     ends += tl.load(numbers).to(tl.int64) * (HEADS + 2) + head
     first_number = tl.load(ends)
     count = tl.load(ends + 1) - first_number
-    return first_number, count, count + tl.load(numbers + 3)
+    return first_number, count, count + tl.load(numbers + 2)
 
 
 @triton.jit
 def load_window(
-    ring, numbers, layer, head, RING_ROWS, LENGTH: tl.constexpr, HQ: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
+    ring,
+    numbers,
+    layer,
+    head,
+    w,
+    RING_ROWS,
+    LENGTH: tl.constexpr,
+    HQ: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
 ):
-    """The window's queries of a head, [ROWS, D], and their number."""
-    row, w, num_tokens = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    """The last w queries of a head, [ROWS, D]."""
+    row, num_tokens = tl.load(numbers), tl.load(numbers + 1)
     r, d = tl.arange(0, ROWS), tl.arange(0, D)
     place = (layer * RING_ROWS + row).to(tl.int64) * LENGTH + (num_tokens - w + r) % LENGTH
-    return tl.load(ring + (place[:, None] * HQ + head) * D + d[None, :], mask=r[:, None] < w, other=0.0), w
+    return tl.load(ring + (place[:, None] * HQ + head) * D + d[None, :], mask=r[:, None] < w, other=0.0)
 
 
 @triton.jit
@@ -73,7 +82,7 @@ def load_keys(
     D: tl.constexpr,
 ):
     """Keys, [TILE, D], of a head's tokens ``place``."""
-    packed_slots = tl.load(numbers + 4)
+    packed_slots = tl.load(numbers + 3)
     at = cell_rows(
         numbers + TABLE,
         place,
@@ -92,7 +101,7 @@ def load_keys(
     return tl.load(keys + at[:, None] + tl.arange(0, D)[None, :], mask=(place < size)[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["w"])
 def window_sums_kernel(
     ring,
     keys,
@@ -100,6 +109,7 @@ def window_sums_kernel(
     ends,
     sums,
     scale,
+    w,
     num_blocks,
     RING_ROWS,
     LENGTH: tl.constexpr,
@@ -117,7 +127,7 @@ def window_sums_kernel(
     layer, head = program // HQ, program % HQ
     kv_head = head // GROUP
     first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
-    q, w = load_window(ring, numbers, layer, head, RING_ROWS, LENGTH, HQ, ROWS, D)
+    q = load_window(ring, numbers, layer, head, w, RING_ROWS, LENGTH, HQ, ROWS, D)
     r = tl.arange(0, ROWS)
     maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for tile in tl.range(0, size, TILE):
@@ -134,7 +144,7 @@ def window_sums_kernel(
     tl.store(sums + program * LENGTH + r, maximum + tl.log2(total), mask=r < w)
 
 
-@triton.jit(do_not_specialize=["longest"])
+@triton.jit(do_not_specialize=["w", "longest"])
 def window_mass_kernel(
     ring,
     keys,
@@ -143,6 +153,7 @@ def window_mass_kernel(
     sums,
     mass,
     scale,
+    w,
     longest,
     num_blocks,
     RING_ROWS,
@@ -162,7 +173,7 @@ def window_mass_kernel(
     layer, head = program // HQ, program % HQ
     kv_head = head // GROUP
     first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
-    q, w = load_window(ring, numbers, layer, head, RING_ROWS, LENGTH, HQ, ROWS, D)
+    q = load_window(ring, numbers, layer, head, w, RING_ROWS, LENGTH, HQ, ROWS, D)
     r = tl.arange(0, ROWS)
     of_query = tl.load(sums + program * LENGTH + r, mask=r < w, other=float("inf"))  # padding has no weight
     start = tl.program_id(1) * (TILE * TILES)
@@ -177,13 +188,13 @@ def window_mass_kernel(
         tl.store(mass + program.to(tl.int64) * longest + place, tl.sum(shares, 1), mask=place < longest)
 
 
-def window_mass(ring: torch.Tensor, keys: torch.Tensor, sequence: CachedSequence, scale: float) -> torch.Tensor:
-    """The attention of the window, summed over its queries; see ``shared.compression.compressors.window_attention``.
+def window_mass(ring: torch.Tensor, keys: torch.Tensor, sequence: CachedSequence, w: int, scale: float) -> torch.Tensor:
+    """The attention of the last w queries, summed; see ``shared.compression.compressors.window_attention``.
 
     Args:
         ring: ``[L, rows, length, Hq, D]``: the query of token t is at ``t % length`` of the sequence's row; contiguous.
         keys: ``[L, blocks, block_size, Hkv, D]``, contiguous.
-        sequence: whose window has at most as many queries as every head has tokens.
+        w: at most as many as every head has tokens.
 
     Returns:
         fp32 ``[L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 behind them.
@@ -196,7 +207,7 @@ def window_mass(ring: torch.Tensor, keys: torch.Tensor, sequence: CachedSequence
     about |= {"ROWS": max(16, next_power_of_two(length)), "TILE": TILE}
     where = ring, keys, sequence.numbers, sequence.ends, sums
     options = {"num_warps": NUM_WARPS, "num_stages": 3 if keys.element_size() == 2 else 2}
-    launch(window_sums_kernel, (L * Hq,), *where, scale * LOG2_E, num_blocks, ring_rows, **about, **options)
+    launch(window_sums_kernel, (L * Hq,), *where, scale * LOG2_E, w, num_blocks, ring_rows, **about, **options)
     grid, numbers = (L * Hq, -(-sequence.longest // (TILE * TILES))), (sequence.longest, num_blocks, ring_rows)
-    launch(window_mass_kernel, grid, *where, mass, scale * LOG2_E, *numbers, **about, TILES=TILES, **options)
+    launch(window_mass_kernel, grid, *where, mass, scale * LOG2_E, w, *numbers, **about, TILES=TILES, **options)
     return mass

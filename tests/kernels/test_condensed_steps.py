@@ -10,8 +10,9 @@ import torch
 
 from phases.phase_09_2.engine import Engine
 from shared.cache.condensed_layout import Cells, Holding, Packed
+from shared.cache.head_selection import CachedKeys
 from shared.compression.calibration import pack, top_n, top_p_count
-from shared.compression.compressors import COMPRESSORS, window_attention
+from shared.compression.compressors import COMPRESSORS, BatchedCompressor, window_attention
 from shared.compression.masked import masked_attention
 from shared.compression.selection import Budget, select
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
@@ -48,7 +49,7 @@ REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "window"), [("snapkv", None), ("topp", 20)])
+@pytest.mark.parametrize(("method", "window"), [("snapkv", None), ("topp", 20), ("rkv", None)])
 def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> None:
     """Heads with packed parts of other lengths, a common tail, and more queries before the window's in the ring."""
     counts, tail, w, D, num_blocks = np.array([[7, 130], [64, 300]]), 21, 12, 16, 120
@@ -64,18 +65,20 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> 
         of_head.append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
         memory.view(2, -1, D)[:, of_head[-1]] = randn(2, len(of_head[-1]), D)
     before = memory.clone().view(2, -1, D)
-    numbers = np.concatenate([[1, w, num_tokens, tail, packed_slots, 0, 0, 0], table])
+    numbers = np.concatenate([[1, num_tokens, tail, packed_slots], table])
     int32 = {"dtype": torch.int32, "device": DEVICE}
     rows = torch.tensor(np.stack([ends * 0, ends, ends * 0]), **int32)
     slots = torch.full((3, 1), packed_slots, **int32)
     longest = int(counts.max()) + tail
     cached = CachedSequence(torch.tensor(numbers, **int32), torch.cat([rows, slots], 1), longest)
-    mass = window_mass(ring, memory[0], cached, 0.25)
+    mass = window_mass(ring, memory[0], cached, w, 0.25)
     attention, compressor = mass.mean(-2), COMPRESSORS[method](0.25)
+    measures = CachedKeys(ring, memory[0], cached, w, 0.25)
+    assert isinstance(compressor, BatchedCompressor)
     attention /= attention.sum(-1, keepdim=True)
     budget, p = Budget(40, 90, 0.6, num_recent=4), torch.tensor([0.6], dtype=torch.float64, device=DEVICE)
     windows = torch.tensor([0, window or 0], **int32)
-    chosen, found = select_keys(compressor.of_mass(mass), attention, cached, windows, budget, p)
+    chosen, found = select_keys(compressor.of_all(measures, mass), attention, cached, windows, budget, p)
     queries = ring[:, 1, torch.arange(num_tokens - w, num_tokens, device=DEVICE) % 16]
     kept = []
     for one, mine in enumerate(of_head):
@@ -99,7 +102,7 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> 
 @pytest.mark.parametrize("size", [3, 36, 37, 5000])
 def test_a_selection_that_can_be_counted_by_hand(size) -> None:
     """Equal scores: the older are kept. A head with less than sinks and recent tokens keeps all."""
-    numbers = torch.tensor([0, 1, size, size, 0, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    numbers = torch.tensor([0, size, size, 0, 0], dtype=torch.int32, device=DEVICE)
     cached = CachedSequence(numbers, torch.zeros(1, 3, dtype=torch.int32, device=DEVICE), size)
     scores = torch.zeros(1, 1, size, device=DEVICE)
     scores[..., 6::2] = 1.0
