@@ -20,6 +20,7 @@ from shared.kernels.decode_attention import DecodeWorkspace
 from shared.kernels.kept_moves import move_kept
 from shared.kernels.key_selection import select_keys
 from shared.kernels.window_mass import CachedSequence, window_mass
+from shared.sampling.params import SamplingParams
 from tests.kernels.test_captured_steps import (
     DEVICE,
     INTERPRETED,
@@ -219,3 +220,32 @@ def test_a_row_s_next_request_keeps_all_its_tokens(tiny_checkpoints: dict[str, P
     assert engine.num_compressions > 0
     assert [o.token_id for o in second] == [o.token_id for o in only]
     assert INTERPRETED or engine.runner.num_replays > 0
+
+
+def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints: dict[str, Path]) -> None:
+    """One request is aborted after it was chosen from, in the step after which it is due; another's blocks are changed
+    for the tree's. What was chosen while a step was in flight is found where it is, or dropped.
+    """
+    prompt = REQUESTS[0][0]
+    assert isinstance(prompt, list)
+    requests = [([*prompt, n], {**REQUESTS[0][1], "max_new_tokens": 10}) for n in (1, 1, 2)]
+    plain = make_engine(tiny_checkpoints["llama"], Engine, **SMALL, use_cuda_graphs=False, attention_backend="sdpa")
+    (expected, *_), _ = serve(plain, requests[:1])
+    engine = make_engine(
+        tiny_checkpoints["llama"], Engine, **SMALL | {"use_prefix_caching": True}, overlap_scheduling=True
+    )
+    select, chosen = engine.view.select, list[int]()
+
+    def noted(sequence: Holding) -> None:
+        select(sequence)
+        chosen.append(sequence.row)
+
+    engine.view.select = noted
+    engine.add_request(requests[2][0], SamplingParams(**requests[2][1]), "aborted")
+    while not chosen:
+        engine.step()
+    assert engine.abort("aborted")
+    got, _ = serve(engine, requests[:2])
+    assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in expected]] * 2
+    assert engine.load().num_prefix_hits > 0
+    assert engine.num_compressions >= 4
