@@ -16,7 +16,7 @@ from shared.kernels.condensed_attention import cell_rows
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.kernels.online_softmax import LOG2_E
 
-TILE, TILES, NUM_WARPS = 64, 4, 4  # keys at a time; tiles of a program of the second launch
+TILE, TILES, NUM_WARPS = 128, 2, 4  # keys at a time; tiles of a program of the second launch
 
 TABLE_START = 4  # of the block table in ``CachedSequence.numbers``
 TABLE = tl.constexpr(TABLE_START)
