@@ -31,9 +31,8 @@ class Measured:
 
     def __init__(self, phase: str, about: dict[str, Any]) -> None:
         self.engine = find_lesson(phase).engine(EngineConfig(**about))
-        self.seconds: list[float] = []  # of steps in which all requests decode
-        self.between = 0.0  # seconds of those in which all wait for a compression
-        self.num_requests = self.num_compressed = self.most_blocks = self.most_decoded = 0
+        self.steps: list[tuple[float, int, int]] = []  # seconds, tokens decoded, requests compressed
+        self.num_requests = self.most_blocks = self.most_decoded = 0
 
     def add(self, prompts: list[list[int]], num_new: int) -> None:
         self.num_requests = len(prompts)
@@ -41,28 +40,40 @@ class Measured:
             self.engine.add_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True))
 
     def step(self) -> None:
-        """One step, which counts if all requests decode; their blocks count after the prompts' compressions."""
+        """One step; blocks count while all requests decode, after the prompts' compressions."""
         before, started = getattr(self.engine, "num_compressions", 0), time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - started
         record, (_, tables) = self.engine.last_step, self.engine.pool.holdings()
+        decoded = 0 if record.prefilled else len(record.decoded)
+        self.steps.append((seconds, decoded, getattr(self.engine, "num_compressions", 0) - before))
         self.most_decoded = max(self.most_decoded, len(record.decoded))
-        if record.prefilled or len(record.decoded) not in (0, self.num_requests):
-            return
-        if record.decoded:
-            self.seconds.append(seconds)
+        if decoded == self.num_requests:
             self.most_blocks = max([self.most_blocks, *map(len, tables.values())])
-        elif self.seconds:
-            self.between += seconds
-        self.num_compressed += getattr(self.engine, "num_compressions", 0) - before
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of the steps in which all requests decode."""
+        return [seconds for seconds, decoded, _ in self.steps if decoded == self.num_requests]
 
     def share(self, every: int) -> float:
-        """The share of the time that compressions take, if each request is compressed ``every`` steps."""
-        if not self.num_compressed:
+        """The share of the time that compressions take, if each request is compressed ``every`` steps: what the tokens
+        between the first and the last step of all requests took beyond steps of all requests far from a compression.
+        """
+        whole = [i for i, (_, decoded, _) in enumerate(self.steps) if decoded == self.num_requests]
+        steps = self.steps[whole[0] : whole[-1] + 1]
+        num_compressed = sum(compressed for *_, compressed in steps)
+        if not num_compressed:
             return 0.0
-        step = statistics.median(self.seconds)
-        extra = (sum(self.seconds) + self.between - len(self.seconds) * step) / self.num_compressed
-        return extra * self.num_requests / (extra * self.num_requests + every * step)
+        near = 2 if self.engine.overlaps else 0  # steps on both sides, which may be longer for it
+        plain = [
+            seconds
+            for i, (seconds, decoded, _) in enumerate(steps)
+            if decoded == self.num_requests and not any(c for *_, c in steps[max(i - near, 0) : i + near + 1])
+        ]
+        step, num_tokens = statistics.mean(plain), sum(decoded for _, decoded, _ in steps)
+        extra = sum(seconds for seconds, *_ in steps) - num_tokens / self.num_requests * step
+        return extra * self.num_requests / (extra * self.num_requests + num_compressed * every * step)
 
     def run(self) -> None:
         while self.engine.has_work():

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.compressing import compress
+from shared.cache.compressing import compress, select
 from shared.cache.condensed_memory import condensed_memory
 from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.view import MakeMemory
@@ -146,7 +146,10 @@ class Engine:
         return outputs
 
     def compress(self) -> None:
-        """Compress the requests that are due; one that is interrupted is preempted, since its cache may be torn."""
+        """Compress the requests that are due; one that is interrupted is preempted, since its cache may be torn.
+
+        For those that will be due when the step in flight is finished, the device begins behind that step.
+        """
         scheduler = self.scheduler
         if not isinstance(scheduler, CompressingScheduler):
             return
@@ -159,6 +162,8 @@ class Engine:
             scheduler.compressed(request, kept, num_freed)
             self.num_compressions += kept is not None
             self.num_freed_blocks += num_freed
+        for request in scheduler.arriving():
+            select(self.pool, self.view, request)
 
     def make_room(self, request: Request) -> bool:
         """Preempt a request for the compression of one; False if it is that one."""

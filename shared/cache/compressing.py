@@ -20,8 +20,8 @@ Place = Callable[[Packed], Blocks | None]
 class CompressingPool(CachePoolProtocol, Protocol):
     """A pool whose requests may hold fewer slots than they have tokens."""
 
-    def holding(self, request: Request) -> Holding:
-        """The committed tokens of a request."""
+    def holding(self, request: Request, num_in_flight: int = 0) -> Holding:
+        """The committed tokens of a request, and those of the step in flight."""
         ...
 
     def compress(self, request: Request, packed: Packed) -> int | None:
@@ -31,6 +31,12 @@ class CompressingPool(CachePoolProtocol, Protocol):
 
 class CompressingView(BatchView, Protocol):
     """A view that keeps a part of a sequence."""
+
+    def select(self, sequence: Holding) -> None:
+        """Begin to choose what :meth:`compress` will keep of a sequence whose last tokens are in flight, if that can go
+        on while other sequences' steps are launched.
+        """
+        ...
 
     def compress(self, sequence: Holding, place: Place) -> Packed | None:
         """Keep the best tokens of a sequence in the blocks of ``place``, to which nothing may be written before they
@@ -60,3 +66,9 @@ def compress(
 
     packed = cast(CompressingView, view).compress(own.holding(request), place)
     return None if packed is None else tuple(map(tuple, packed.counts.tolist())), num_freed
+
+
+def select(pool: CachePoolProtocol, view: BatchView, request: Request) -> None:
+    """Begin the compression of a request that reaches its length in the step in flight."""
+    num_in_flight = request.num_scheduled_tokens - request.num_computed_tokens
+    cast(CompressingView, view).select(cast(CompressingPool, pool).holding(request, num_in_flight))

@@ -56,11 +56,12 @@ class CondensedKVCachePool(PagedKVCachePool):
         """See ``CachePoolProtocol``."""
         return CondensedLayout.of_paged(super().layout(schedule), [self.packed.get(r) for r in schedule.requests])
 
-    def holding(self, request: Request) -> Holding:
-        """The committed tokens of a request."""
+    def holding(self, request: Request, num_in_flight: int = 0) -> Holding:
+        """See :class:`shared.cache.compressing.CompressingPool`."""
         row = self._row(request)
-        table: Blocks = self.tables[row, : self.blocks_for(self.lengths[row])].copy()
-        return Holding(row, table, self.lengths[row], self.packed.get(request))
+        length = self.lengths[row] + num_in_flight
+        table: Blocks = self.tables[row, : self.blocks_for(length)].copy()
+        return Holding(row, table, length, self.packed.get(request))
 
     def compress(self, request: Request, packed: Packed) -> int | None:
         """See :class:`shared.cache.compressing.CompressingPool`."""

@@ -20,16 +20,16 @@ from shared.cache.bucket_view import OF_TOKENS, padded
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
 from shared.cache.condensed_view import CondensedView
+from shared.cache.head_selection import CachedKeys, Selected, sent
 from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_view import PagedView
 from shared.cache.view import StepInputs
-from shared.compression.batched import select_all
-from shared.compression.compressors import MassCompressor
+from shared.compression.compressors import BatchedCompressor
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
-from shared.kernels.window_mass import window_mass
+from shared.kernels.kept_moves import move_kept
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 
@@ -62,7 +62,10 @@ class CondensedBucketView(CondensedView):
         bits = (sizes.max_sequences + 1, config.num_layers, config.num_kv_heads, -(-sizes.max_seq_len // 8))
         self.kept = KeptTokens(ends, None if self.moves else torch.zeros(bits, dtype=torch.uint8, device=device))
         is_mean = self.budget.reduction in ("mean", "sum")
-        self.is_batched = self.moves and is_mean and isinstance(self.compressor, MassCompressor)
+        self.is_batched = self.moves and is_mean and isinstance(self.compressor, BatchedCompressor)
+        self.windows = torch.tensor([window or 0 for window in config.windows], dtype=torch.int32, device=device)
+        self.p = torch.tensor([self.budget.p], dtype=torch.float64, device=device)
+        self.selected: dict[int, Selected] = {}  # by row, of sequences whose last step is in flight
         self.sent_rows: dict[int, Packed] = {}  # what each row of `kept` says; none: nothing is kept
 
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
@@ -73,25 +76,25 @@ class CondensedBucketView(CondensedView):
         """See ``BatchView``."""
         self.bucket = self.buckets.smallest(len(batch), batch.num_tokens) if batch.is_decode else None
         layout = cast(CondensedLayout, batch.layout)
-        self._send_kept(layout)
+        for row, packed in zip(layout.rows.tolist(), layout.packed, strict=True):
+            self.selected.pop(row, None)  # what is loaded changes
+            self._send_kept(row, packed)
         self.sequences, self.num_new = layout.holdings() if not batch.is_decode else [], batch.num_new_tokens.tolist()
         return PagedView.load(self, batch)
 
-    def _send_kept(self, layout: CondensedLayout) -> None:
-        """Tell the device what the rows of the batch have kept, where that is news."""
-        for row, packed in zip(layout.rows.tolist(), layout.packed, strict=True):
-            if self.sent_rows.get(row) is packed:
-                continue
-            numbers = np.zeros(self.kept.ends.shape[1], np.int32)
-            if packed is not None:
-                numbers[-1] = packed.num_slots or packed.num_tokens
-                numbers[1:-1] = packed.counts.cumsum() if packed.num_slots else 0
-            array = torch.from_numpy(numbers)
-            self.kept.ends[row].copy_(array.pin_memory() if self.keys.is_cuda else array, non_blocking=True)
-            if packed is None:
-                del self.sent_rows[row]
-            else:
-                self.sent_rows[row] = packed
+    def _send_kept(self, row: int, packed: Packed | None) -> None:
+        """Tell the device what a row has kept, if that is news."""
+        if self.sent_rows.get(row) is packed:
+            return
+        numbers = np.zeros(self.kept.ends.shape[1], np.int32)
+        if packed is not None:
+            numbers[-1] = packed.num_slots or packed.num_tokens
+            numbers[1:-1] = packed.counts.cumsum() if packed.num_slots else 0
+        self.kept.ends[row].copy_(sent(numbers, self.keys.device))
+        if packed is None:
+            del self.sent_rows[row]
+        else:
+            self.sent_rows[row] = packed
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         arrays = super()._arrays(batch, layout)
@@ -164,54 +167,38 @@ class CondensedBucketView(CondensedView):
             self.kept.masks[sequence.row, ..., : mask.shape[-1]] = mask
         return packed
 
+    def select(self, sequence: Holding) -> None:
+        """See :class:`shared.cache.compressing.CompressingView`."""
+        if self.is_batched:
+            self.selected[sequence.row] = self._select(sequence)
+
+    def _select(self, sequence: Holding) -> Selected:
+        """Choose for all layers and heads at once, behind what the device does now."""
+        self._send_kept(sequence.row, sequence.packed)
+        located = CachedKeys.located(sequence, self.kept.ends)
+        w = min(self.num_queries, sequence.num_tail)
+        keys = CachedKeys(self.ring, self.keys, located, w, self.config.attention_scale)
+        compressor = cast(BatchedCompressor, self.compressor)
+        return Selected(sequence, keys, compressor, self.windows, self.budget, self.p)
+
     def _compress_all(self, sequence: Holding, place: Place) -> Packed | None:
-        """``compress`` for all layers and heads at once, which waits for the device twice."""
-        device, (num_layers, num_heads) = self.keys.device, (self.cells.num_layers, self.num_kv_heads)
-        packed, w = sequence.packed, min(self.num_queries, sequence.num_tail)
-        num_tokens = sequence.num_tail + (0 if packed is None else packed.num_tokens)
-        counts = np.zeros((num_layers, num_heads), np.int64) if packed is None else packed.counts
-        num_before, n = int(counts.sum()) + counts.size * sequence.num_tail, int(counts.max()) + sequence.num_tail
-        sizes = torch.from_numpy(counts + sequence.num_tail).to(device)
-        places = torch.arange(n, device=device) - (n - sizes[..., None])  # of a key in its head; negative for padding
-        cells = self._cells_at(places, torch.from_numpy(counts).to(device), sequence)
-        newest = torch.arange(num_tokens - w, num_tokens, device=device) % self.num_queries
-        queries = self.ring[:, sequence.row, newest]  # [L, w, Hq, D]
-        mass = window_mass(queries, self.key_cells, cells, sizes.int(), self.config.attention_scale)
-        kept = select_all(mass, sizes, cast(MassCompressor, self.compressor), self.budget)
-        for layer, window in enumerate(self.config.windows):
-            if window is not None:
-                kept[layer] = places[layer] >= sizes[layer, :, None].sub(window).clamp(min=0)
-        counts = kept.sum(-1).cpu().numpy()
-        if num_before - int(counts.sum()) < self.cells.per_block:
+        """``compress`` for all layers and heads at once."""
+        selected, before = self.selected.pop(sequence.row, None), sequence.packed
+        if selected is None or not selected.is_of(sequence):
+            selected = self._select(sequence)
+        counts = selected.wait()
+        num_before = counts.size * sequence.num_tail + (0 if before is None else int(before.counts.sum()))
+        if num_before - (total := int(counts.sum())) < self.cells.per_block:
             return None
-        packed = Packed(counts, num_tokens, self.cells.slots_for(counts))
-        table = place(packed)
+        table = place(packed := Packed(counts, sequence.num_tokens, self.cells.slots_for(counts)))
         if table is None:
             return None
-        sources, targets = cells[kept], self._packed(torch.arange(int(counts.sum()), device=device), table)
-        for memory in (self.key_cells, self.value_cells):
-            memory[targets] = memory[sources]  # read as a whole before the first is written
+        located = selected.sequence
+        if not np.array_equal(sequence.table, selected.holding.table):  # the prefix tree had the same blocks
+            located = CachedKeys.located(sequence, self.kept.ends)
+        kept, target = (selected.chosen, selected.counts), sent(table, self.keys.device)
+        move_kept(self.keys, self.values, located, *kept, int(counts.max()), total, target)
         return packed
-
-    def _cells_at(self, places: torch.Tensor, counts: torch.Tensor, sequence: Holding) -> torch.Tensor:
-        """Cells, int64 [L, Hkv, n], of tokens by their place in each head, ``counts`` [L, Hkv] of which are packed."""
-        about, device, counts = self.cells, places.device, counts[..., None]
-        firsts = counts.flatten().cumsum(0).view_as(counts) - counts
-        is_packed = (places >= 0) & (places < counts)
-        packed = self._packed(torch.where(is_packed, firsts + places, 0), sequence.table)
-        slots = torch.where(places >= counts, sequence.num_packed_slots + places - counts, 0)
-        blocks = torch.from_numpy(sequence.table).to(device).long()[slots // about.block_size]
-        layers = torch.arange(about.num_layers, device=device)[:, None, None]
-        rows = (layers * about.num_blocks + blocks) * about.block_size + slots % about.block_size
-        plain = rows * about.num_kv_heads + torch.arange(about.num_kv_heads, device=device)[:, None]
-        return torch.where(is_packed, packed, plain)
-
-    def _packed(self, numbers: torch.Tensor, table: NDArray[Any]) -> torch.Tensor:
-        """:meth:`Cells.packed` on the device, where there may be hundreds of thousands of numbers."""
-        places = self.cells.block_size * self.cells.num_kv_heads
-        planes, blocks = numbers // places, torch.from_numpy(table).to(numbers.device).long()
-        rows = planes % self.cells.num_layers * self.cells.num_blocks + blocks[planes // self.cells.num_layers]
-        return rows * places + numbers % places
 
     def _padding(self, bucket: Bucket) -> Batch:
         """A batch for the capture of a bucket: new sequences that write to no slot."""

@@ -51,6 +51,11 @@ class Holding:
             return self.length
         return self.length - (self.packed.num_slots or self.packed.num_tokens)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, whatever became of them."""
+        return self.num_tail + (0 if self.packed is None else self.packed.num_tokens)
+
 
 @dataclass(frozen=True)
 class CondensedLayout(PagedLayout):

@@ -127,17 +127,19 @@ class CondensedView(PagedView):
         is_kept = torch.from_numpy(back <= counts).to(device)
         return torch.from_numpy(both).to(device), torch.cat([is_kept, kept], 1)
 
+    def select(self, sequence: Holding) -> None:
+        """See :class:`shared.cache.compressing.CompressingView`; here ``compress`` does everything."""
+
     def compress(self, sequence: Holding, place: Place) -> Packed | None:
         """See :class:`shared.cache.compressing.CompressingView`."""
-        num_tokens = sequence.num_tail + (0 if sequence.packed is None else sequence.packed.num_tokens)
-        chosen = [self._choose(sequence, layer, num_tokens) for layer in range(self.cells.num_layers)]
+        chosen = [self._choose(sequence, layer) for layer in range(self.cells.num_layers)]
         counts = torch.stack([kept.sum(1) for _, kept, _ in chosen]).cpu().numpy().astype(np.int64)
         num_dropped = sum(int(before.sum()) for *_, before in chosen) - int(counts.sum())
         if num_dropped < self.cells.per_block:
             return None
         if not self.moves:
             self.masks[sequence.row] = pack(torch.stack([kept for _, kept, _ in chosen]))
-        packed = Packed(counts, num_tokens, self.cells.slots_for(counts) if self.moves else 0)
+        packed = Packed(counts, sequence.num_tokens, self.cells.slots_for(counts) if self.moves else 0)
         table = place(packed)
         if table is None or not self.moves:
             return None if table is None else packed
@@ -147,9 +149,7 @@ class CondensedView(PagedView):
             cells[targets] = cells[sources]  # read as a whole before the first is written
         return packed
 
-    def _choose(
-        self, sequence: Holding, layer: int, num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _choose(self, sequence: Holding, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A layer's cells, which of them it keeps from now on, and which it kept so far, [Hkv, S] each."""
         cells, before = self.cells_of(sequence, layer)
         window = self.config.windows[layer]
@@ -159,7 +159,7 @@ class CondensedView(PagedView):
             return cells, kept, before
         # Causality inside the window of queries is by index, so its keys must be there: no older than the tail.
         w = min(self.num_queries, sequence.num_tail)
-        places = torch.arange(num_tokens - w, num_tokens, device=self.keys.device) % self.num_queries
+        places = torch.arange(-w, 0, device=self.keys.device).add(sequence.num_tokens) % self.num_queries
         queries = self.ring[layer, sequence.row, places]  # [w, Hq, D]
         kept, group = torch.zeros_like(before), queries.shape[1] // self.num_kv_heads
         for head, columns in enumerate(before):  # heads have different lengths

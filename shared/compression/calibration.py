@@ -14,10 +14,10 @@ from torch import Tensor
 def top_p_count(attention: Tensor, p: float) -> Tensor:
     """attention [..., n], rows that sum to 1 -> the size n* of the smallest set with mass at least p, [...]."""
     # exercise 09.2x2: how many keys does a head need
-    # hint: the smallest set takes the heaviest keys first: sort, then add up (cumsum)
+    # hint: the smallest set takes the heaviest keys first: sort, then add up (cumsum, with dtype=torch.float64)
     # hint: count the sums that are below p; one key more reaches it
     # hint: rounding may leave the whole sum below p: never more than n keys
-    mass = attention.sort(-1, descending=True).values.cumsum(-1)
+    mass = attention.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
     return ((mass < p).sum(-1) + 1).clamp(max=attention.shape[-1])
     # end exercise
 

@@ -23,12 +23,29 @@ class Compressor(Protocol):
         ...
 
 
-@runtime_checkable
-class MassCompressor(Compressor, Protocol):
-    """A compressor that needs only how much attention each key gets from the window."""
+class KeyMeasures(Protocol):
+    """What a compressor may ask about the keys of all layers and heads of a sequence, n being the most of a head."""
 
-    def of_mass(self, mass: Tensor) -> Tensor:
-        """Attention summed over the window's queries, [..., Hq / Hkv, n] -> scores [..., n], up to a factor."""
+    @property
+    def num_queries(self) -> int:
+        """Of the window."""
+        ...
+
+    def mass(self, num_queries: int) -> Tensor:
+        """Attention summed over the last queries, [L, Hkv, Hq / Hkv, n]; 0 behind a head's keys."""
+        ...
+
+    def redundancy(self, threshold: float) -> Tensor:
+        """R-KV's mean cosines, [L, Hkv, n]; -inf behind a head's keys."""
+        ...
+
+
+@runtime_checkable
+class BatchedCompressor(Compressor, Protocol):
+    """A compressor that can score the keys of all layers and heads at once."""
+
+    def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
+        """``mass`` of the whole window -> scores [L, Hkv, n], up to a factor."""
         ...
 
 
@@ -66,8 +83,8 @@ class SnapKV:
         return F.max_pool1d(rows, self.kernel, stride=1, padding=self.kernel // 2).amax(1)  # [Hkv, n]
         # end exercise
 
-    def of_mass(self, mass: Tensor) -> Tensor:
-        """See :class:`MassCompressor`."""
+    def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
+        """See :class:`BatchedCompressor`."""
         rows = F.max_pool1d(mass.flatten(0, -3), self.kernel, stride=1, padding=self.kernel // 2)
         return rows.view_as(mass).amax(-2)
 
@@ -99,6 +116,12 @@ class RKV:
         redundancy = cosine.masked_fill(place == newest, 0).mean(1).softmax(-1)
         return self.mix * importance - (1 - self.mix) * redundancy
 
+    def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
+        """See :class:`BatchedCompressor`."""
+        importance = SnapKV(self.kernel).of_all(keys, keys.mass(self.window)) / min(self.window, keys.num_queries)
+        redundancy = keys.redundancy(self.threshold).softmax(-1)
+        return self.mix * importance - (1 - self.mix) * redundancy
+
 
 @dataclass(frozen=True)
 class VanillaTopP:
@@ -110,8 +133,8 @@ class VanillaTopP:
         """See :class:`Compressor`."""
         return window_attention(queries, keys, self.scale).mean((1, 2))
 
-    def of_mass(self, mass: Tensor) -> Tensor:
-        """See :class:`MassCompressor`."""
+    def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
+        """See :class:`BatchedCompressor`."""
         return mass.mean(-2)
 
 

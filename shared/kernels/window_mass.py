@@ -1,123 +1,213 @@
 """How much attention each cached key gets from the last queries: what compressors need. Introduced in phase 9.2.
 
 The attention of w queries to n keys is w · n numbers a head, of which compressors need the sums over the queries. Two
-launches compute them for all layers and heads without storing the rest: the first finds the maximum and the sum of each
-query's softmax, the second adds up the columns.
+launches compute them for all layers and heads without storing the rest: the first finds the logarithm of the sum of
+each query's softmax, the second adds up the columns. Keys are read where they are, packed or in the tail.
 
-Invariant: a sum does not depend on timing, so a request that is computed again is compressed to the same cache.
+Invariant: a sum depends neither on timing nor on other requests, so a request that is computed again is compressed to
+the same cache.
 """
+
+from dataclasses import dataclass
 
 import torch
 
+from shared.kernels.condensed_attention import cell_rows
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.kernels.online_softmax import LOG2_E
 
-TILE = 64
+TILE, TILES, NUM_WARPS = 128, 2, 4  # keys at a time; tiles of a program of the second launch
+
+TABLE_START = 4  # of the block table in ``CachedSequence.numbers``
+TABLE = tl.constexpr(TABLE_START)
+
+
+@dataclass(frozen=True)
+class CachedSequence:
+    """The cached tokens of one sequence, for kernels that take all of its layers and heads.
+
+    ``numbers``: int32, on the device: its row of the pool, its tokens, those of its tail, and the slots of its packed
+    part; from ``TABLE_START`` on its block table. ``ends``: as in ``KeptTokens``.
+    ``longest``: the most tokens that a head has.
+    """
+
+    numbers: torch.Tensor
+    ends: torch.Tensor
+    longest: int
 
 
 @triton.jit
-def load_scores(queries, keys, cells, col, first, last, w, scale, ROWS: tl.constexpr, D: tl.constexpr):
-    """Scores [ROWS, TILE] in base 2 of the keys in columns ``col``: -inf for what a query does not see."""
-    d = tl.arange(0, D)
-    is_key = (col >= first) & (col < last)
-    at = tl.load(cells + col, mask=is_key, other=0)
-    k = tl.load(keys + at[:, None] * D + d[None, :], mask=is_key[:, None], other=0.0)
-    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-    newest = last - w + tl.arange(0, ROWS)  # the column of each query's own key
-    return tl.where(is_key[None, :] & (col[None, :] <= newest[:, None]), scores, float("-inf"))
+def head_tokens(numbers, ends, head, HEADS: tl.constexpr):
+    """Of a head: the number of its first packed token, the number of these, and that of all its tokens."""
+    ends += tl.load(numbers).to(tl.int64) * (HEADS + 2) + head
+    first_number = tl.load(ends)
+    count = tl.load(ends + 1) - first_number
+    return first_number, count, count + tl.load(numbers + 2)
 
 
 @triton.jit
-def window_sums_kernel(
-    queries,
+def load_window(
+    ring,
+    numbers,
+    layer,
+    head,
+    w,
+    RING_ROWS,
+    LENGTH: tl.constexpr,
+    HQ: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The last w queries of a head, [ROWS, D]."""
+    row, num_tokens = tl.load(numbers), tl.load(numbers + 1)
+    r, d = tl.arange(0, ROWS), tl.arange(0, D)
+    place = (layer * RING_ROWS + row).to(tl.int64) * LENGTH + (num_tokens - w + r) % LENGTH
+    return tl.load(ring + (place[:, None] * HQ + head) * D + d[None, :], mask=r[:, None] < w, other=0.0)
+
+
+@triton.jit
+def load_keys(
     keys,
-    cells,
-    sizes,
-    maxima,
+    numbers,
+    place,
+    size,
+    first_number,
+    count,
+    layer,
+    kv_head,
+    num_blocks,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Keys, [TILE, D], of a head's tokens ``place``."""
+    packed_slots = tl.load(numbers + 3)
+    at = cell_rows(
+        numbers + TABLE,
+        place,
+        size,
+        count,
+        first_number,
+        packed_slots,
+        layer,
+        kv_head,
+        num_blocks,
+        LAYERS,
+        BLOCK_SIZE,
+        HKV,
+        D,
+    )
+    return tl.load(keys + at[:, None] + tl.arange(0, D)[None, :], mask=(place < size)[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["w"])
+def window_sums_kernel(
+    ring,
+    keys,
+    numbers,
+    ends,
     sums,
     scale,
-    n,
     w,
-    HQ: tl.constexpr,
+    num_blocks,
+    RING_ROWS,
+    LENGTH: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program i has query head i % HQ of layer i // HQ."""
-    row = tl.program_id(0)
-    layer, head = row // HQ, row % HQ
-    of_head = layer * (HQ // GROUP) + head // GROUP
-    r, d = tl.arange(0, ROWS), tl.arange(0, D)
-    q = tl.load(queries + ((layer * w + r[:, None]) * HQ + head) * D + d[None, :], mask=r[:, None] < w, other=0.0)
-    cells += of_head.to(tl.int64) * n
-    first = n - tl.load(sizes + of_head)
+    """Program i has query head i % Hq of layer i // Hq; stores the logarithms (base 2) of its queries' sums."""
+    HQ: tl.constexpr = HKV * GROUP
+    program = tl.program_id(0)
+    layer, head = program // HQ, program % HQ
+    kv_head = head // GROUP
+    first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
+    q = load_window(ring, numbers, layer, head, w, RING_ROWS, LENGTH, HQ, ROWS, D)
+    r = tl.arange(0, ROWS)
     maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    for tile in tl.range(first, n, TILE):
-        scores = load_scores(q, keys, cells, tile + tl.arange(0, TILE), first, n, w, scale, ROWS, D)
+    for tile in tl.range(0, size, TILE):
+        place = tile + tl.arange(0, TILE)
+        k = load_keys(
+            keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(place[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         total = total * tl.exp2(maximum - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
         maximum = new_maximum
-    tl.store(maxima + row * w + r, maximum, mask=r < w)
-    tl.store(sums + row * w + r, total, mask=r < w)
+    tl.store(sums + program * LENGTH + r, maximum + tl.log2(total), mask=r < w)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["w", "longest"])
 def window_mass_kernel(
-    queries,
+    ring,
     keys,
-    cells,
-    sizes,
-    maxima,
+    numbers,
+    ends,
     sums,
     mass,
     scale,
-    n,
     w,
-    HQ: tl.constexpr,
+    longest,
+    num_blocks,
+    RING_ROWS,
+    LENGTH: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Program (i, j) adds up the columns of tile j for query head i % HQ of layer i // HQ."""
-    row = tl.program_id(0)
-    layer, head = row // HQ, row % HQ
-    of_head = layer * (HQ // GROUP) + head // GROUP
-    r, d = tl.arange(0, ROWS), tl.arange(0, D)
-    col = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    first = n - tl.load(sizes + of_head)
-    q = tl.load(queries + ((layer * w + r[:, None]) * HQ + head) * D + d[None, :], mask=r[:, None] < w, other=0.0)
-    maximum = tl.load(maxima + row * w + r, mask=r < w, other=0.0)
-    total = tl.load(sums + row * w + r, mask=r < w, other=1.0)
-    scores = load_scores(q, keys, cells + of_head.to(tl.int64) * n, col, first, n, w, scale, ROWS, D)
-    shares = tl.where((r < w)[:, None], tl.exp2(scores - maximum[:, None]) / total[:, None], 0.0)
-    tl.store(mass + row.to(tl.int64) * n + col, tl.sum(shares, 0), mask=col < n)
+    """Program (i, j) adds up the columns of TILES tiles for query head i % Hq of layer i // Hq."""
+    HQ: tl.constexpr = HKV * GROUP
+    program = tl.program_id(0)
+    layer, head = program // HQ, program % HQ
+    kv_head = head // GROUP
+    first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
+    q = load_window(ring, numbers, layer, head, w, RING_ROWS, LENGTH, HQ, ROWS, D)
+    r = tl.arange(0, ROWS)
+    of_query = tl.load(sums + program * LENGTH + r, mask=r < w, other=float("inf"))  # padding has no weight
+    start = tl.program_id(1) * (TILE * TILES)
+    for tile in tl.range(start, tl.minimum(start + TILE * TILES, longest), TILE):
+        place = tile + tl.arange(0, TILE)
+        k = load_keys(
+            keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
+        )
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - of_query[None, :]  # [TILE, ROWS]
+        is_seen = (place[:, None] <= (size - w + r)[None, :]) & (place < size)[:, None]
+        shares = tl.where(is_seen, tl.exp2(scores), 0.0)
+        tl.store(mass + program.to(tl.int64) * longest + place, tl.sum(shares, 1), mask=place < longest)
 
 
-def window_mass(
-    queries: torch.Tensor, keys: torch.Tensor, cells: torch.Tensor, sizes: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """The attention of the window, summed over its queries; see ``shared.compression.compressors.window_attention``.
+def window_mass(ring: torch.Tensor, keys: torch.Tensor, sequence: CachedSequence, w: int, scale: float) -> torch.Tensor:
+    """The attention of the last w queries, summed; see ``shared.compression.compressors.window_attention``.
 
     Args:
-        queries: ``[L, w, Hq, D]``, of the newest w tokens, contiguous.
-        keys: ``[cells, D]``.
-        cells: int64 ``[L, Hkv, n]``, the rows of each head's keys in time order, aligned at the newest.
-        sizes: int32 ``[L, Hkv]``, the keys of each head, w at least; what stands before them in ``cells`` is not read.
+        ring: ``[L, rows, length, Hq, D]``: the query of token t is at ``t % length`` of the sequence's row; contiguous.
+        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous.
+        w: at most as many as every head has tokens.
 
     Returns:
-        fp32 ``[L, Hkv, Hq / Hkv, n]``, 0 for what stands before a head's keys.
+        fp32 ``[L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 behind them.
     """
-    L, w, Hq, D = queries.shape
-    _, Hkv, n = cells.shape
-    maxima, sums = torch.empty(2, L * Hq, w, dtype=torch.float32, device=queries.device).unbind()
-    mass = torch.empty(L, Hkv, Hq // Hkv, n, dtype=torch.float32, device=queries.device)
-    about = {"HQ": Hq, "GROUP": Hq // Hkv, "D": D, "ROWS": max(16, next_power_of_two(w)), "TILE": TILE, "num_warps": 4}
-    about["num_stages"] = 2
-    numbers = scale * LOG2_E, n, w
-    launch(window_sums_kernel, (L * Hq,), queries, keys, cells, sizes, maxima, sums, *numbers, **about)
-    grid = L * Hq, -(-n // TILE)
-    launch(window_mass_kernel, grid, queries, keys, cells, sizes, maxima, sums, mass, *numbers, **about)
+    L, ring_rows, length, Hq, D = ring.shape
+    _, num_blocks, block_size, Hkv, _ = keys.shape
+    sums = torch.empty(L * Hq, length, dtype=torch.float32, device=ring.device)
+    mass = torch.empty(L, Hkv, Hq // Hkv, sequence.longest, dtype=torch.float32, device=ring.device)
+    about = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
+    about |= {"ROWS": max(16, next_power_of_two(length)), "TILE": TILE}
+    where = ring, keys, sequence.numbers, sequence.ends, sums
+    options = {"num_warps": NUM_WARPS, "num_stages": 3 if keys.element_size() == 2 else 2}
+    launch(window_sums_kernel, (L * Hq,), *where, scale * LOG2_E, w, num_blocks, ring_rows, **about, **options)
+    grid, numbers = (L * Hq, -(-sequence.longest // (TILE * TILES))), (sequence.longest, num_blocks, ring_rows)
+    launch(window_mass_kernel, grid, *where, mass, scale * LOG2_E, w, *numbers, **about, TILES=TILES, **options)
     return mass

@@ -55,6 +55,16 @@ class CompressingScheduler(OverlappedScheduler):
             ):
                 yield request
 
+    def arriving(self) -> list[Request]:
+        """The running requests that are due when the step in flight has been finished."""
+        return [
+            request
+            for request in self.running.values()
+            if self.is_compressing
+            and request.num_scheduled_tokens > request.num_computed_tokens
+            and self._is_point(request, request.num_scheduled_tokens)
+        ]
+
     def make_room(self, request: Request) -> bool:
         """Preempt the youngest running request for the compression of one, while no step is in flight; False if it is
         that one.
@@ -65,13 +75,7 @@ class CompressingScheduler(OverlappedScheduler):
 
     def schedule(self) -> Schedule:
         """See :class:`shared.scheduling.scheduler.Scheduler`; without requests that reach a compression in flight."""
-        self.held = {
-            request
-            for request in self.running.values()
-            if self.is_compressing
-            and request.num_scheduled_tokens > request.num_computed_tokens
-            and self._is_point(request, request.num_scheduled_tokens)
-        }
+        self.held = set(self.arriving())
         has_room = self.pool.free_tokens >= len(self.running) * self.config.block_size
         # A request whose token is in flight must not be preempted, so the step in flight is finished first.
         return super().schedule() if has_room or not self.held else Schedule(self.num_steps)

@@ -68,7 +68,7 @@ def only_the_cache_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_engine(folder: Path, phase: Any = Engine, **config: Any) -> Any:
-    """An engine of a layer, or of two whose windows differ; its KV cache is poisoned."""
+    """An engine of a layer, or of two whose windows differ; the KV cache of these is poisoned."""
     engine = phase(EngineConfig(model=str(folder), **SMALL | config))
     chosen = slice(4, 6) if engine.model.config.family == "gemma3_text" else slice(1)
     engine.model.blocks = engine.model.blocks[chosen]
@@ -77,7 +77,7 @@ def make_engine(folder: Path, phase: Any = Engine, **config: Any) -> Any:
         about = {"most_logit_rows": engine.config.most_logit_rows}
         engine.runner = CapturedRunner(engine.model, engine.view, engine.pool.max_sequences, capture, **about)
     for memory in (engine.view.keys, engine.view.values):  # type: ignore[attr-defined]
-        memory.fill_(float("nan"))
+        memory.zero_()[chosen] = float("nan")
     return engine
 
 

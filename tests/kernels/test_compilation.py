@@ -45,6 +45,13 @@ def test_every_variant_compiles(tmp_path):
         "decode_attention_kernel",
         "paged_attention_kernel",
         "condensed_attention_kernel",
+        "window_sums_kernel",
+        "window_mass_kernel",
+        "newest_duplicate_kernel",
+        "key_redundancy_kernel",
+        "key_selection_kernel",
+        "gather_kept_kernel",
+        "scatter_kept_kernel",
         "paged_prefill_kernel",
         "planned_decode_kernel",
         "planned_prefill_kernel",
@@ -215,6 +222,23 @@ def compile_paged_attention():
         paged_prefill.paged_prefill(q, *about, starts, scale=0.125, softcap=softcap)
 
 
+def compile_compression():
+    from shared.compression.selection import Budget
+    from shared.kernels import kept_moves, key_redundancy, key_selection, window_mass
+
+    for module in (kept_moves, key_redundancy, key_selection, window_mass):
+        module.launch = compile_launch
+    for dtype, Hq, Hkv, D, length in [(torch.bfloat16, 32, 8, 64, 128), (torch.float32, 4, 1, 256, 32)]:
+        numbers = torch.zeros(64, dtype=torch.int32)
+        sequence = window_mass.CachedSequence(numbers, numbers, 2176)
+        memory, ring = torch.zeros(2, 3, 16, Hkv, D, dtype=dtype), torch.zeros(2, 3, length, Hq, D, dtype=dtype)
+        mass = window_mass.window_mass(ring, memory, sequence, length, 0.125)[:, :, 0]
+        key_redundancy.key_redundancy(memory, sequence, 0.5)
+        p = torch.ones(1, dtype=torch.float64)
+        kept = key_selection.select_keys(mass, mass, sequence, numbers[:2], Budget(1024, 2048), p)
+        kept_moves.move_kept(memory, memory, sequence, *kept, 2048, 2049, numbers)
+
+
 def compile_fp8_kv_cache():
     """Keys and values in 8 bits, for a GPU that converts FP8 and for one that does not."""
     from shared.attention.descriptor import DevicePlan
@@ -292,6 +316,7 @@ if __name__ == "__main__":
     compile_kv_write()
     compile_decode_attention()
     compile_paged_attention()
+    compile_compression()
     compile_fp8_kv_cache()
     compile_sampler()
     compile_grammar()

@@ -10,12 +10,17 @@ import torch
 
 from phases.phase_09_2.engine import Engine
 from shared.cache.condensed_layout import Cells, Holding, Packed
-from shared.compression.calibration import pack
-from shared.compression.compressors import window_attention
+from shared.cache.head_selection import CachedKeys
+from shared.compression.calibration import pack, top_n, top_p_count
+from shared.compression.compressors import COMPRESSORS, BatchedCompressor, window_attention
 from shared.compression.masked import masked_attention
+from shared.compression.selection import Budget, select
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.kernels.decode_attention import DecodeWorkspace
-from shared.kernels.window_mass import window_mass
+from shared.kernels.kept_moves import move_kept
+from shared.kernels.key_selection import select_keys
+from shared.kernels.window_mass import CachedSequence, window_mass
+from shared.sampling.params import SamplingParams
 from tests.kernels.test_captured_steps import (
     DEVICE,
     INTERPRETED,
@@ -45,19 +50,77 @@ REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
 ]
 
 
-def test_the_mass_of_the_window_is_that_of_its_attention(randn) -> None:
-    """Heads of different lengths, in cells at random places; what stands before a head's keys is not read."""
-    layers, w, group, D, sizes = 2, 5, 2, 16, [[7, 130], [64, 5]]
-    n = 130
-    keys, queries = randn(400, D), randn(layers, w, 2 * group, D)
-    cells = torch.randperm(400)[: layers * n].view(layers, 1, n).repeat(1, 2, 1).to(DEVICE)
-    mass = window_mass(queries, keys, cells, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), 0.25)
-    for layer, head in itertools.product(range(layers), range(2)):
-        first, mine = n - sizes[layer][head], slice(head * group, (head + 1) * group)
-        of_head = keys[cells[layer, head, first:]][:, None]
-        expected = window_attention(queries[layer, :, mine], of_head, 0.25).sum(2)[0]
-        torch.testing.assert_close(mass[layer, head, :, first:], expected, atol=1e-5, rtol=1e-4)
-        assert (mass[layer, head, :, :first] == 0).all()
+@pytest.mark.parametrize(("method", "window"), [("snapkv", None), ("topp", 20), ("rkv", None)])
+def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> None:
+    """Heads with packed parts of other lengths, a common tail, and more queries before the window's in the ring."""
+    counts, tail, w, D, num_blocks = np.array([[7, 130], [64, 300]]), 21, 12, 16, 120
+    cells, random = Cells(LAYERS, num_blocks, BLOCK_SIZE, HKV), np.random.default_rng(0)
+    packed_slots, num_tokens = cells.slots_for(counts), 777
+    table = random.permutation(num_blocks).astype(np.int32)[: -(-(packed_slots + tail) // BLOCK_SIZE)]
+    memory = torch.full((2, LAYERS, num_blocks, BLOCK_SIZE, HKV, D), float("nan"), device=DEVICE)
+    ring, of_head, ends = randn(LAYERS, 3, 16, 2 * HKV, D), [], np.append(0, counts.cumsum())
+    for layer, head in itertools.product(range(LAYERS), range(HKV)):
+        one = layer * HKV + head
+        first = cells.packed(np.arange(ends[one], ends[one + 1]), table)
+        last = cells.plain(layer, np.arange(packed_slots, packed_slots + tail), table)[head]
+        of_head.append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
+        memory.view(2, -1, D)[:, of_head[-1]] = randn(2, len(of_head[-1]), D)
+    before = memory.clone().view(2, -1, D)
+    numbers = np.concatenate([[1, num_tokens, tail, packed_slots], table])
+    int32 = {"dtype": torch.int32, "device": DEVICE}
+    rows = torch.tensor(np.stack([ends * 0, ends, ends * 0]), **int32)
+    slots = torch.full((3, 1), packed_slots, **int32)
+    longest = int(counts.max()) + tail
+    cached = CachedSequence(torch.tensor(numbers, **int32), torch.cat([rows, slots], 1), longest)
+    mass = window_mass(ring, memory[0], cached, w, 0.25)
+    attention, compressor = mass.mean(-2), COMPRESSORS[method](0.25)
+    measures = CachedKeys(ring, memory[0], cached, w, 0.25)
+    assert isinstance(compressor, BatchedCompressor)
+    attention /= attention.sum(-1, keepdim=True)
+    budget, p = Budget(40, 90, 0.6, num_recent=4), torch.tensor([0.6], dtype=torch.float64, device=DEVICE)
+    windows = torch.tensor([0, window or 0], **int32)
+    chosen, found = select_keys(compressor.of_all(measures, mass), attention, cached, windows, budget, p)
+    queries = ring[:, 1, torch.arange(num_tokens - w, num_tokens, device=DEVICE) % 16]
+    kept = []
+    for one, mine in enumerate(of_head):
+        layer, head = divmod(one, HKV)
+        of_queries, keys = queries[layer, :, 2 * head : 2 * head + 2], before[0, mine][:, None]
+        expected = window_attention(of_queries, keys, 0.25).sum(2)[0]
+        torch.testing.assert_close(mass[layer, head, :, : len(mine)], expected, atol=1e-5, rtol=1e-4)
+        assert (mass[layer, head, :, len(mine) :] == 0).all()
+        alone = select(of_queries, keys, compressor, budget, 0.25)[0].nonzero().flatten()
+        if window and layer == 1:
+            alone = torch.arange(len(mine) - window, len(mine), device=DEVICE)
+        assert chosen[layer, head, : found[layer, head]].tolist() == alone.tolist()
+        kept.append(mine[alone])
+    total, target = int(found.sum()), table[::-1].copy()
+    assert len({int(count) for count in found.flatten()}) > 2, "heads differ"
+    move_kept(*memory, cached, chosen, found, int(found.max()), total, torch.from_numpy(target).to(DEVICE))
+    at = torch.from_numpy(cells.packed(np.arange(total), target)).to(DEVICE)
+    assert torch.equal(memory.view(2, -1, D)[:, at], before[:, torch.cat(kept)])
+
+
+@pytest.mark.parametrize("size", [3, 36, 37, 5000])
+def test_a_selection_that_can_be_counted_by_hand(size) -> None:
+    """Equal scores: the older are kept. A head with less than sinks and recent tokens keeps all."""
+    numbers = torch.tensor([0, size, size, 0, 0], dtype=torch.int32, device=DEVICE)
+    cached = CachedSequence(numbers, torch.zeros(1, 3, dtype=torch.int32, device=DEVICE), size)
+    scores = torch.zeros(1, 1, size, device=DEVICE)
+    scores[..., 6::2] = 1.0
+    attention = (scores + 1e-20) / (scores + 1e-20).sum()
+    p, windows = (
+        torch.tensor([0.5], dtype=torch.float64, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
+    for least, most in ((1, 10**6), (50, 50), (4000, 5000)):
+        budget = Budget(least, most, 0.5)
+        chosen, counts = select_keys(scores, attention, cached, windows, budget, p)
+        place = torch.arange(size, device=DEVICE)
+        always = (place < 4) | (place >= size - 32)
+        needed = top_n(scores[0], top_p_count(attention[0], 0.5))
+        count = (needed | always).sum(-1).clamp(least, most).maximum(always.sum())
+        expected = top_n(scores[0].masked_fill(always, torch.inf), count)[0].nonzero().flatten()
+        assert chosen[0, 0, : counts[0, 0]].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -157,3 +220,32 @@ def test_a_row_s_next_request_keeps_all_its_tokens(tiny_checkpoints: dict[str, P
     assert engine.num_compressions > 0
     assert [o.token_id for o in second] == [o.token_id for o in only]
     assert INTERPRETED or engine.runner.num_replays > 0
+
+
+def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints: dict[str, Path]) -> None:
+    """One request is aborted after it was chosen from, in the step after which it is due; another's blocks are changed
+    for the tree's. What was chosen while a step was in flight is found where it is, or dropped.
+    """
+    prompt = REQUESTS[0][0]
+    assert isinstance(prompt, list)
+    requests = [([*prompt, n], {**REQUESTS[0][1], "max_new_tokens": 10}) for n in (1, 1, 2)]
+    plain = make_engine(tiny_checkpoints["llama"], Engine, **SMALL, use_cuda_graphs=False, attention_backend="sdpa")
+    (expected, *_), _ = serve(plain, requests[:1])
+    engine = make_engine(
+        tiny_checkpoints["llama"], Engine, **SMALL | {"use_prefix_caching": True}, overlap_scheduling=True
+    )
+    select, chosen = engine.view.select, list[int]()
+
+    def noted(sequence: Holding) -> None:
+        select(sequence)
+        chosen.append(sequence.row)
+
+    engine.view.select = noted
+    engine.add_request(requests[2][0], SamplingParams(**requests[2][1]), "aborted")
+    while not chosen:
+        engine.step()
+    assert engine.abort("aborted")
+    got, _ = serve(engine, requests[:2])
+    assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in expected]] * 2
+    assert engine.load().num_prefix_hits > 0
+    assert engine.num_compressions >= 4

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.compression import WAYS, Scorer
-from shared.compression.batched import select_all
 from shared.compression.calibration import pack, temperature, top_n, top_p_count, unpack
 from shared.compression.compressors import (
     COMPRESSORS,
     RKV,
-    MassCompressor,
     SnapKV,
     StreamingLLM,
     VanillaTopP,
@@ -195,21 +193,3 @@ def test_a_measured_budget_is_what_heads_keep_on_average(tiny_checkpoints: dict[
         similar.append((full.exp() * (full - found)).sum(-1).mean().item())
     assert similar[0] > 0
     assert similar[2] == 0, "the whole budget drops nothing"
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**20), st.lists(st.integers(6, 60), min_size=4, max_size=4), st.sampled_from([0.3, 0.9]))
-def test_all_heads_at_once_keep_what_each_keeps_alone(seed: int, sizes: list[int], p: float) -> None:
-    generator, w, group, D = torch.Generator().manual_seed(seed), 5, 3, 8
-    budget = Budget(least=12, most=24, p=p, num_recent=4)
-    n = max(sizes) + 2
-    for method in ("snapkv", "topp"):
-        compressor = COMPRESSORS[method](0.3)
-        assert isinstance(compressor, MassCompressor)
-        mass, alone = torch.zeros(2, 2, group, n), torch.zeros(2, 2, n, dtype=torch.bool)
-        for head, size in enumerate(sizes):
-            queries, keys = (torch.randn(m, h, D, generator=generator) for m, h in ((w, group), (size, 1)))
-            mass.flatten(0, 1)[head, :, n - size :] = window_attention(queries, keys, 0.3).sum(2)[0]
-            alone.flatten(0, 1)[head, n - size :] = select(queries, keys, compressor, budget, 0.3)[0]
-        assert_equal(select_all(mass, torch.tensor(sizes).view(2, 2), compressor, budget), alone, "kept")
-    assert not isinstance(COMPRESSORS["rkv"](0.3), MassCompressor)
