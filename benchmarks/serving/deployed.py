@@ -3,6 +3,7 @@
 Invariant: Ray and all that it started are gone when the block ends.
 """
 
+import asyncio
 import os
 import re
 import signal
@@ -10,17 +11,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
 
-from benchmarks.serving.http_load import MODEL, ROOT, START_SECONDS
+from benchmarks.serving.http_load import MODEL, ROOT, START_SECONDS, stream
+from benchmarks.serving.results import ServedRequest
 from shared.errors import ConfigError
 
 INFER = (sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')")
+
+
+@dataclass
+class Streams:
+    """What became of a continuing load; ``errors``: of those without a whole answer."""
+
+    requests: list[ServedRequest] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -42,6 +54,40 @@ def deployed(folder: Path, options: Sequence[str]) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(START_SECONDS)
+
+
+async def update(folder: Path, options: Sequence[str]) -> None:
+    """Run ``infer deploy`` again, beside :func:`deployed`; raises ConfigError if it fails."""
+    command = [*INFER, "deploy", str(folder), "--served-model-name", MODEL, *options]
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    said = (await process.communicate())[1].decode(errors="replace").strip()
+    if process.returncode != 0:
+        raise ConfigError(f"infer deploy failed: {said[-500:]}")
+
+
+async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any]) -> Streams:
+    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends.
+
+    Each prompt has one token more than ``prompt``, of its own.
+    """
+    work, streams, start = asyncio.ensure_future(until), Streams(), time.perf_counter()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    options = {"model": MODEL, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+
+    async def one_after_another(client: httpx.AsyncClient) -> None:
+        while not work.done():
+            request = ServedRequest(time.perf_counter() - start, len(prompt) + 1)
+            streams.requests.append(request)
+            body = options | {"prompt": [*prompt, len(streams.requests) % 256]}
+            await stream(client, f"busy-{len(streams.requests)}", body, request, start)
+            streams.errors += [request.error] if request.error else []
+            await asyncio.sleep(0.1 if request.error else 0)
+
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=START_SECONDS, trust_env=False) as client:
+        await asyncio.gather(work, *(one_after_another(client) for _ in range(num_open)))
+    return streams
 
 
 def environment() -> dict[str, str]:

@@ -74,6 +74,12 @@ def start(
         int | None,
         _fleet("--target-ongoing-requests", text="Requests per replica to scale for; default: --max-batch-size."),
     ] = None,
+    upscale_delay: Annotated[
+        float, _fleet("--upscale-delay", text="Seconds of more load before replicas are added.")
+    ] = 10.0,
+    downscale_delay: Annotated[
+        float, _fleet("--downscale-delay", text="Seconds of less load before replicas are removed.")
+    ] = 300.0,
     router: Annotated[str, _fleet("--router", text="prefix, two-choices or round-robin.")] = "prefix",
     cpus: Annotated[
         float | None,
@@ -136,6 +142,8 @@ def start(
         replicas=replicas,
         max_replicas=max_replicas or replicas,
         target_ongoing_requests=target_ongoing_requests or most,
+        upscale_delay=upscale_delay,
+        downscale_delay=downscale_delay,
         max_ongoing_requests=most + engine_config.max_waiting_requests,
         ranks=ranks,
         cpus=float(ranks) if cpus is None else cpus,

@@ -12,6 +12,7 @@ from typing import Any
 from shared.deployment.ingress import MIDDLEWARE, VARIABLE
 
 # Read when Ray is imported; its processes inherit them.
+os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported home
 os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # one event loop a process
 os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
@@ -26,15 +27,17 @@ from ray.serve.schema import ServeStatus
 
 from shared.deployment.exchange import APPLICATION, REPLICAS
 from shared.deployment.replica import Replica
-from shared.deployment.router import PrefixRouter
+from shared.deployment.router import PrefixRouter, TurnsRouter, TwoChoicesRouter
 from shared.errors import ConfigError
 from shared.server.settings import ServerConfig
 
 ROUTERS = {
     "prefix": PrefixRouter,
-    "two-choices": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "round-robin": "ray.serve.experimental.round_robin_router:RoundRobinRouter",
+    "two-choices": TwoChoicesRouter,
+    "round-robin": TurnsRouter,
 }
+LOOK_BACK = 12.0
+"""Seconds over which ongoing requests are averaged to scale."""
 HEALTH_PERIOD = 2.0
 """Seconds between two health checks of a replica; a killed one is replaced after at most this time."""
 HEALTH_TIMEOUT = 60.0
@@ -46,7 +49,8 @@ _INIT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
 class Fleet:
     """How many replicas run, on what, and how requests reach them.
 
-    ``max_replicas`` above ``replicas`` scales between the two, so that each has ``target_ongoing_requests``. Of more
+    ``max_replicas`` above ``replicas`` scales between the two, so that each has ``target_ongoing_requests``, when that
+    was so for the seconds of ``upscale_delay`` or ``downscale_delay``. Of more
     than ``max_ongoing_requests`` a replica, as many wait in each gateway, and the rest is refused. The ``ranks`` of a
     replica run on one machine, which has its ``cpus`` and ``gpus``.
     """
@@ -54,6 +58,8 @@ class Fleet:
     replicas: int
     max_replicas: int
     target_ongoing_requests: int
+    upscale_delay: float
+    downscale_delay: float
     max_ongoing_requests: int
     ranks: int
     cpus: float
@@ -66,6 +72,9 @@ class Fleet:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
         if self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas is {self.max_replicas}; it must be at least replicas, {self.replicas}.")
+        if min(self.upscale_delay, self.downscale_delay) < 0:
+            delays = f"{self.upscale_delay:g} s and {self.downscale_delay:g} s"
+            raise ConfigError(f"upscale_delay and downscale_delay are {delays}; neither can be negative.")
         if self.cpus < 0 or self.gpus < 0:
             raise ConfigError(f"A replica has {self.cpus:g} CPUs and {self.gpus:g} GPUs; neither can be negative.")
         if self.router not in ROUTERS:
@@ -123,6 +132,9 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
                 min_replicas=fleet.replicas,
                 max_replicas=fleet.max_replicas,
                 target_ongoing_requests=fleet.target_ongoing_requests,
+                look_back_period_s=LOOK_BACK,
+                upscale_delay_s=fleet.upscale_delay,
+                downscale_delay_s=fleet.downscale_delay,
             )
         }
     if fleet.ranks > 1:  # the processes of the ranks are the replica's own: one bundle, which is on one machine
