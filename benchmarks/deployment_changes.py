@@ -72,7 +72,8 @@ async def updated(setup: Setup, url: str, options: list[str], num_updates: int, 
 
 async def scaled(setup: Setup, url: str, loads: tuple[tuple[int, float], ...]) -> dict[str, Any]:
     """The streams, and how many replicas ran, while one load followed the other."""
-    running: list[tuple[float, int]] = []
+    running: list[tuple[float, int]] = []  # since which second how many
+    nums: list[int] = []
     found: list[dict[str, Any]] = []
     start = time.perf_counter()
 
@@ -80,14 +81,15 @@ async def scaled(setup: Setup, url: str, loads: tuple[tuple[int, float], ...]) -
         end = time.perf_counter() + seconds
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             while time.perf_counter() < end:
-                states = (await client.get("/health")).json()["replicas"]
-                running.append((rounded(time.perf_counter() - start), states.get("RUNNING", 0)))
+                num = (await client.get("/health")).json()["replicas"].get("RUNNING", 0)
+                nums.append(num)
+                if not running or running[-1][1] != num:
+                    running.append((rounded(time.perf_counter() - start), num))
                 await asyncio.sleep(SAMPLE_SECONDS)
 
     for num_open, seconds in loads:
-        first = len(running)
+        nums.clear()
         streams = await keep_busy(url, num_open, _prompt(setup), NEW_TOKENS, watch(seconds))
-        nums = [num for _, num in running[first:]]
         found.append(ended(streams) | {"open": num_open, "fewest": min(nums), "most": max(nums), "last": nums[-1]})
     return {"loads": found, "lost": sum(each["lost"] for each in found), "running": running}
 

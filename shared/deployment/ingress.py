@@ -1,12 +1,13 @@
 """Where requests come in: middleware of Ray Serve's HTTP proxy, which runs on each node. Follows phase 11.
 
 Ray Serve imports :func:`middleware` in the process of a proxy if ``VARIABLE`` names it. The proxy must be ready within
-five seconds, and PyTorch alone may take these to load; so the gateway loads on a thread, and the first requests wait.
+five seconds, and PyTorch alone may take these to load; so the gateway loads on a thread, and a request that comes earlier waits.
 Invariants: paths below ``/-/`` belong to Ray Serve; a proxy does not end while one of its streams is open.
 """
 
 import asyncio
 import importlib
+import threading
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 MIDDLEWARE = "shared.deployment.ingress:middleware"
+GATEWAY = "shared.deployment.gateway"
 
 
 def middleware() -> list[Middleware]:
@@ -28,6 +30,7 @@ class Ingress:
         self._app: ASGIApp = app
         self._proxy = app._app
         self._gateway: asyncio.Task[ASGIApp] | None = None
+        threading.Thread(target=importlib.import_module, args=(GATEWAY,), daemon=True).start()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):
@@ -44,6 +47,6 @@ class Ingress:
 
 
 async def _load() -> ASGIApp:
-    module = await asyncio.to_thread(importlib.import_module, "shared.deployment.gateway")
+    module = await asyncio.to_thread(importlib.import_module, GATEWAY)
     gateway: ASGIApp = module.Gateway()
     return gateway

@@ -5,6 +5,7 @@ gateway is gone or has cancelled it is aborted in the engine.
 """
 
 import asyncio
+import gc
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -100,6 +101,8 @@ class Replica:
             if not self._is_started:
                 await self._lifespan.__aenter__()
                 self._is_started = True
+                gc.collect()
+                gc.freeze()  # as `infer serve` does: a collection then visits what requests allocated
 
 
 class _Connection:
