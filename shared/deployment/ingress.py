@@ -1,7 +1,8 @@
 """Where requests come in: middleware of Ray Serve's HTTP proxy, which runs on each node. Follows phase 11.
 
 Ray Serve imports :func:`middleware` in the process of a proxy if ``VARIABLE`` names it. The proxy must be ready within
-five seconds, and PyTorch alone may take these to load; so the gateway loads on a thread, and a request that comes earlier waits.
+five seconds, and PyTorch alone may take these to load; so the gateway loads on a thread. A request that comes earlier
+waits.
 Invariants: paths below ``/-/`` belong to Ray Serve; a proxy does not end while one of its streams is open.
 """
 
