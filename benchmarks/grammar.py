@@ -5,6 +5,7 @@ Invariants: masks are compared with those of the CPU before they are timed; what
 and a ratio is the median of the ratios of single turns.
 """
 
+import itertools
 import random
 import statistics
 import time
@@ -126,34 +127,35 @@ def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks
     grammars = {base: fsm for base, fsm in zip(bases, fsms, strict=True) if base is not None}
     found = [(base, *each) for base, fsm in grammars.items() for each in configurations(fsm, chance, 12)]
     packed = np.stack([pack_row(base, now) for base, now, _ in found])
-    rows = torch.from_numpy(np.concatenate([packed, np.zeros_like(packed)])).to(device)  # the others are walked to
+    known = torch.from_numpy(packed).to(device)
     logits_set = num_input_sets(vocab_size * 2, cache_bytes(device))
     logits = torch.zeros(max(logits_set, max(BATCHES.values())), vocab_size, dtype=torch.bfloat16, device=device)
 
     def sets(batches: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, ...]]:
-        """Batches of rows in turn: slots, words, the numbers of logits, and the logits, those of a set side by side."""
+        """Batches in turn: rows, slots, words, the numbers of logits, and the logits, those of a set side by side."""
         size, made = len(batches[0]), list[tuple[torch.Tensor, ...]]()
         for n in range(max(len(logits) // size, len(batches))):
-            slots = torch.tensor(batches[n % len(batches)], dtype=torch.int32, device=device)
+            rows = known[torch.tensor(batches[n % len(batches)], device=device)]
             words = torch.zeros(size, tokens.num_words, dtype=torch.int32, device=device)
             first = n * size % (len(logits) - size + 1)
             numbers = torch.arange(size, dtype=torch.int32, device=device)
-            made.append((slots, words, numbers, logits[first : first + size]))
+            made.append((rows, numbers, words, numbers, logits[first : first + size]))
         return made
 
-    def mask(slots: torch.Tensor, words: torch.Tensor, *_: torch.Tensor) -> None:
+    def mask(rows: torch.Tensor, slots: torch.Tensor, words: torch.Tensor, *_: torch.Tensor) -> None:
         grammar_mask(pool.tables, tokens, rows, slots, words, grammars)
 
-    def advance(sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
+    def advance(rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
         grammar_advance(pool.tables, tokens, rows, sources, targets, ids, grammars)
 
-    def remove(slots: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor, own: torch.Tensor) -> None:
+    def remove(_: Any, slots: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor, own: torch.Tensor) -> None:
         remove_refused(words, slots, numbers, tokens, own)
 
     chosen = chance.sample(range(len(found)), min(num_checks, len(found)))
-    ((slots, words, numbers, own),) = sets([chosen])[:1]
-    mask(slots, words)
-    remove(slots, words, numbers, own)
+    own_set = sets([chosen])[0]
+    mask(*own_set)
+    remove(*own_set)
+    own = own_set[-1]
     for number, place in enumerate(chosen):
         base, now, _ = found[place]
         if not ((own[number] == 0).cpu().numpy() == grammars[base].mask(now)).all():
@@ -173,11 +175,13 @@ def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks
     }
     for name in BATCHES:
         own_sets = sets(batches[name])
-        for slots, words, *_ in own_sets:
-            mask(slots, words)
+        for own_set in own_sets:
+            mask(*own_set)
         drawn = torch.tensor([token_id for *_, token_id in found], device=device)
-        places = len(found) + torch.arange(BATCHES[name], dtype=torch.int32, device=device)
-        moved = [(slots, places, drawn[slots.long()]) for slots, *_ in own_sets]
+        moved = [
+            (torch.cat([rows, rows]), slots, slots + len(slots), drawn[torch.tensor(batch, device=device)])
+            for (rows, slots, *_), batch in zip(own_sets, itertools.cycle(batches[name]))
+        ]
         result["us"][name] = {
             "mask": rounded(1e6 * time_calls(mask, own_sets)),
             "remove": rounded(1e6 * time_calls(remove, own_sets)),

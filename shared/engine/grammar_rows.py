@@ -6,13 +6,15 @@ stands, and if these are not those of the request that samples next, the host wa
 configuration anew. So a new request, a preempted one, and a step that was interrupted and is repeated need no case of
 their own. Otherwise nothing is sent: the launch behind the draw moves the rows on.
 
-Masks do not depend on logits. So they are found on a stream of their own, while the forward computes these.
+Masks do not depend on logits. So they are found on a stream of their own, while the forward computes these: those of
+rows that were moved on right behind the draw that moved them, before anything is known of the next step. A row's mask
+stands in a place of its own, so the next step needs others only for the rows that are new in it.
 
 A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
 there, and the next step goes on from the one with the accepted drafts.
 
-Invariant: a row that is remembered stands behind exactly the first outputs of its request; while a draw changes a row,
-the row is forgotten.
+Invariants: a row that is remembered stands behind exactly the first outputs of its request; while a draw changes a row,
+the row is forgotten; the mask of a row in ``masked`` is that of its configuration.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from shared.grammar.device import ROW, GrammarTokens, pack_row
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.pool import GrammarPool
 from shared.kernels.grammar_advance import grammar_advance
+from shared.kernels.grammar_mask import PROGRAMS as MANY
 from shared.kernels.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.sampler import SamplingRow
 
@@ -36,6 +39,8 @@ Keys = tuple[list[int], tuple[int, ...], list[int], list[bool]]
 """Of some rows: places, serials of their requests, numbers of outputs, and whether they have a grammar."""
 _KEY = attrgetter("serial", "index", "constraint")
 _NUM_DRAFTS = attrgetter("num_drafts")
+BESIDE_FORWARD = 2048
+"""Programs of a mask's launch, a warp each: few enough for the forward's launches to run beside them."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,10 @@ class Entered:
     Attributes:
         numbers: int32 ``[m]``, which rows of the batch.
         slots: int32 ``[m]``, the table row of each.
-        words: int32 ``[m, tokens.num_words]``, the bits of the tokens that each allows.
     """
 
     numbers: torch.Tensor
     slots: torch.Tensor
-    words: torch.Tensor
 
 
 class GrammarRows:
@@ -71,12 +74,17 @@ class GrammarRows:
         self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
         self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which is that of all
         self.keys: Keys = [], (), [], []
-        self.words = torch.empty(0)
+        self.has_drafts = False
+        self.words = torch.empty(0)  # int32 [num_rows, tokens.num_words], the bits of the tokens that each row allows
+        self.masked: set[int] = set()
         nothing = torch.empty(0)
-        self.last: tuple[tuple[list[int], list[int]], Entered] = ([], []), Entered(nothing, nothing, nothing)
+        self.last: tuple[tuple[list[int], list[int]], Entered] = ([], []), Entered(nothing, nothing)
         is_cuda = self.rows.is_cuda
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
         self.moved: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
+        if is_cuda:
+            self.read = torch.cuda.Event()
+            grammar_pool.readers.append(self.read)
 
     def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
         """Find the masks behind the outputs and drafts of the rows with a grammar; None if there are none.
@@ -87,7 +95,8 @@ class GrammarRows:
         self.keys = self._keys(rows, places)
         places, expected, self.next = self.keys[0], self.next, None
         if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands behind its own token
-            return self._aside({}, {}, {}, *self.last[0])
+            self._meet()
+            return self.last[1]
         for place, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
             if has_grammar:
                 self.entered[place] = serial, index
@@ -117,20 +126,30 @@ class GrammarRows:
                 slots.append(place)
                 if row.draft_id is not None:
                     chains[place - row.num_drafts].append(row.draft_id)
-        return self._aside(sent, moved, chains, numbers, slots) if numbers else None
+        if not numbers:
+            return None
+        self._aside(self._find, sent, moved, chains, numbers, slots)
+        self._meet()
+        return self.last[1]
 
     def remove_refused(self, entered: Entered, logits: torch.Tensor) -> None:
         """Set the logits ``[n, V]`` of the tokens to -inf that the grammars do not allow, in place."""
         assert self.tokens is not None
-        remove_refused(entered.words, entered.slots, entered.numbers, self.tokens, logits)
+        remove_refused(self.words, entered.slots, entered.numbers, self.tokens, logits)
 
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
-        """Move each row that was entered to behind the token drawn for it; ``ids`` is int64 ``[n]``, of all rows."""
+        """Move each row that was entered to behind the token drawn for it; ``ids`` is int64 ``[n]``, of all rows.
+
+        Then find the masks there, unless some rows stand behind drafts: of these few go on.
+        """
         numbers, _ = self.last[0]
         own = ids if len(numbers) == len(ids) else ids[entered.numbers]
         self._walk(entered.slots, entered.slots, own)
         if self.moved is not None:
             self.moved.record()
+        self.masked.clear()
+        if not self.has_drafts:
+            self._aside(self._mask, self.last[0][1], entered.slots, BESIDE_FORWARD)
         places, serials, indices, has_grammar = self.keys
         if len(numbers) < has_grammar.count(True):
             has_grammar = [number in numbers for number in range(len(ids))]
@@ -139,6 +158,7 @@ class GrammarRows:
     def forget(self) -> None:
         """Forget all rows: they stand behind drafts, of which some were not accepted."""
         self.entered.clear()
+        self.masked.clear()
         self.next = None
 
     def _keys(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Keys:
@@ -153,16 +173,21 @@ class GrammarRows:
             place += 1
         return found
 
-    def _aside(self, *about: Any) -> Entered:
-        """:meth:`_find` on the stream of its own; what is launched next waits for it."""
+    def _aside(self, do: Callable[..., None], *about: Any) -> None:
+        """Call on the stream of its own, behind the last move and upload."""
         if self.stream is None:
-            return self._find(*about)
+            do(*about)
+            return
         for event in filter(None, (self.moved, self.grammar_pool.arrived)):
             self.stream.wait_event(event)
         with torch.cuda.stream(self.stream):
-            entered = self._find(*about)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return entered
+            do(*about)
+            self.read.record()
+
+    def _meet(self) -> None:
+        """What is launched next waits for the stream of its own."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def _find(
         self,
@@ -171,7 +196,7 @@ class GrammarRows:
         chains: dict[int, list[int]],
         numbers: list[int],
         slots: list[int],
-    ) -> Entered:
+    ) -> None:
         """Set the rows: ``sent`` from the host, ``moved`` from other rows, those behind drafts by walking these."""
         if self.tokens is None:
             vocabulary = next(iter(self.grammars.values())).vocabulary
@@ -184,17 +209,28 @@ class GrammarRows:
             configurations = self.upload(torch.from_numpy(np.stack(list(sent.values()))))
             self.rows[self.upload(torch.tensor(list(sent)))] = configurations
         chains = {place: drafts for place, drafts in chains.items() if drafts}
+        self.has_drafts = bool(chains)
+        self.masked.difference_update(sent, moved)
         if chains:
+            self.masked.clear()
             most = max(map(len, chains.values()))
             ids = torch.tensor([[*drafts, *[0] * (most - len(drafts))] for drafts in chains.values()])
             first = self.upload(torch.tensor(list(chains), dtype=torch.int32))
             self._walk(first, first + 1, self.upload(ids))
         if self.last[0] != (numbers, slots):
             on_device = self.upload(torch.tensor([numbers, slots], dtype=torch.int32))
-            self.last = (numbers, slots), Entered(on_device[0], on_device[1], self.words[: len(slots)])
-        entered = self.last[1]
-        grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, entered.slots, entered.words, self.grammars)
-        return entered
+            self.last = (numbers, slots), Entered(on_device[0], on_device[1])
+        due = [slot for slot in slots if slot not in self.masked]
+        all_slots = self.last[1].slots
+        if due:
+            self._mask(due, all_slots if due == slots else self.upload(torch.tensor(due, dtype=torch.int32)))
+
+    def _mask(self, due: list[int], slots: torch.Tensor, num_programs: int = MANY) -> None:
+        """Find the masks of the rows ``due``, which are those of ``slots``."""
+        assert self.tokens is not None
+        about = self.grammar_pool.tables, self.tokens, self.rows, slots, self.words, self.grammars
+        grammar_mask(*about, num_programs)
+        self.masked.update(due)
 
     def _walk(self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
         assert self.tokens is not None

@@ -68,11 +68,13 @@ class GrammarPool:
     Attributes:
         tables: int32 ``[size]`` on the device; its address never changes.
         arrived: recorded behind the last upload; another stream waits for it before it reads the tables.
+        readers: each recorded behind the last launch on another stream that reads the tables; an upload waits for all.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
         self.tables = torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)
         self.arrived = torch.cuda.Event() if self.tables.is_cuda else None
+        self.readers: list[torch.cuda.Event] = []
         self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()  # in the order in which they were last released
 
     @classmethod
@@ -118,6 +120,8 @@ class GrammarPool:
         self._ranges[key] = _Range(base, size, 1)
         tables, room = torch.from_numpy(packed), self.tables[base : base + len(packed)]
         if self.arrived is not None:
+            for event in self.readers:
+                torch.cuda.current_stream().wait_event(event)
             room.copy_(tables.pin_memory(), non_blocking=True)
             self.arrived.record()
         else:

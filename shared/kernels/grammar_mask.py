@@ -45,11 +45,11 @@ def grammar_mask_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Program (i, b) walks blocks i, i + the grid's size, … of row b."""
-    slot = tl.load(slots + tl.program_id(1))
+    """Program (i, b) walks blocks i, i + the grid's size, … of the b-th slot."""
+    slot = tl.load(slots + tl.program_id(1)).to(tl.int64)
     if slot >= 0:
-        row = rows + slot.to(tl.int64) * ROW
-        words += tl.program_id(1).to(tl.int64) * stride
+        row = rows + slot * ROW
+        words += slot * stride
         base = tl.load(row + BASE)
         if base < 0:
             tl.store(words + stride - 1, NO_GRAMMAR)
@@ -91,8 +91,9 @@ def remove_kernel(
 ):
     """Program (i, b) removes the i-th block of ids of the b-th row, and looks up their bits in shared memory."""
     b = tl.program_id(1)
-    if tl.load(slots + b) >= 0:
-        words += b.to(tl.int64) * stride
+    slot = tl.load(slots + b).to(tl.int64)
+    if slot >= 0:
+        words += slot * stride
         about_row = tl.load(words + stride - 1)
         if about_row != NO_GRAMMAR:
             ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -114,21 +115,23 @@ def grammar_mask(
     slots: torch.Tensor,
     words: torch.Tensor,
     grammars: dict[int, TokenFSM],
+    num_programs: int = PROGRAMS,
 ) -> None:
     """Write the bits of the allowed tokens of each row of a batch.
 
     Args:
         tables: of :class:`shared.grammar.pool.GrammarPool`.
         rows: int32 ``[slots, ROW]``, configurations.
-        slots: int32 ``[B]``, where each row's configuration stands; -1 for a row without a grammar.
-        words: int32 ``[B, tokens.num_words]``, contiguous; rows without a grammar are left as they are.
+        slots: int32 ``[B]``, which configurations; -1 for a row without a grammar.
+        words: int32 ``[slots, tokens.num_words]``, contiguous; those of other slots are left as they are.
         grammars: by their base in the tables; read only where no kernel runs.
+        num_programs: of the launch, about; few leave room for launches beside it.
     """
-    B, stride = words.shape
-    if stride != tokens.num_words or len(slots) != B:
+    B, stride = len(slots), words.shape[1]
+    if words.shape != (len(rows), tokens.num_words):
         raise ValueError(
-            f"the bits have the shape {[B, stride]}; {len(slots)} rows of the vocabulary take "
-            f"{[len(slots), tokens.num_words]}"
+            f"the bits have the shape {[*words.shape]}; {len(rows)} slots and the vocabulary take "
+            f"{[len(rows), tokens.num_words]}"
         )
     if B == 0:
         return
@@ -136,7 +139,7 @@ def grammar_mask(
         _mask_by_numpy(tokens, rows, slots, words, grammars)
         return
     size = len(tokens.starts)
-    grid = (min(triton.cdiv(size, BLOCK), max(1, PROGRAMS // B)), B)
+    grid = (min(triton.cdiv(size, BLOCK), max(1, num_programs // B)), B)
     launch(
         grammar_mask_kernel,
         grid,
@@ -165,18 +168,18 @@ def _mask_by_numpy(
     grammars: dict[int, TokenFSM],
 ) -> None:
     ranks = tokens.ranks.numpy()
-    for number, slot in enumerate(slots.tolist()):
+    for slot in slots.tolist():
         if slot < 0:
             continue
         base, now = unpack_row(rows[slot].numpy())
         if base < 0:
-            words[number, -1] = WITHOUT
+            words[slot, -1] = WITHOUT
             continue
         mask = grammars[base].mask(now)
         bits = np.zeros(len(tokens.starts), np.uint8)
         bits[ranks[mask & (ranks >= 0)]] = 1
-        words[number, :-1] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())
-        words[number, -1] = int(grammars[base].is_terminal(now))
+        words[slot, :-1] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())
+        words[slot, -1] = int(grammars[base].is_terminal(now))
 
 
 def remove_refused(
@@ -185,7 +188,9 @@ def remove_refused(
     """Set the logits of the tokens to -inf that the bits of :func:`grammar_mask` do not allow, in place.
 
     Args:
-        numbers: int32 ``[B]``, the row of the logits to which each row of bits belongs; none twice.
+        words: int32 ``[slots, tokens.num_words]``.
+        slots: int32 ``[B]``, whose bits; -1 for a row without a grammar.
+        numbers: int32 ``[B]``, the row of the logits to which they belong; none twice.
         logits: ``[n, V]``, with adjacent columns; other rows are left as they are.
     """
     B, V = len(slots), logits.shape[1]
@@ -208,7 +213,8 @@ def remove_refused(
             num_warps=APPLY_WARPS,
         )
         return
-    ranks, flags = tokens.ranks.long(), words[:, -1:]
+    ranks, words = tokens.ranks.long(), words[slots.long().clamp(min=0)]
+    flags = words[:, -1:]
     bits = (words[:, :-1][:, ranks.clamp(min=0) >> 5] >> (ranks.clamp(min=0) & 31)) & 1
     is_allowed = ((ranks >= 0) & (bits != 0)) | ((ranks == AT_END) & (flags == IS_END))
     is_constrained = (slots >= 0)[:, None] & (flags != WITHOUT)

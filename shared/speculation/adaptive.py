@@ -7,8 +7,8 @@ probability, and the first n are computed, with n such that the step gives most 
 measured when the engine starts (:mod:`shared.speculation.step_times`).
 
 The best n may be 0 for a request, or for all; then a single draft is tried from time to time, since a text that could
-not be guessed may turn into one that can. The intervals double up to ``LONGEST_WAIT``, and end in the same steps for
-all requests: a step with drafts cannot be prepared while the one before it runs. A drafter that repeatedly finds
+not be guessed may turn into one that can. The intervals grow fourfold up to ``LONGEST_WAIT``, and end in the same steps
+for all requests: a step with drafts cannot be prepared while the one before it runs. A drafter that repeatedly finds
 nothing is asked at such intervals too.
 
 Invariants: the estimate of a request depends on its own drafts alone; a length decides how fast tokens come, never
@@ -63,10 +63,10 @@ UNMEASURED = StepTimes([1], [1.0], [1.1], [1.5], [0.0], [0.0])
 
 @dataclass
 class Acceptance:
-    """What is known about a request's drafts; at first that about two in three were accepted."""
+    """What is known about a request's drafts; at first as if one draft had been accepted, of one and a half."""
 
-    num_accepted: float = 2.0
-    num_judged: float = 3.0  # accepted drafts, and the first rejected one of a step: those behind it were not judged
+    num_accepted: float = 1.0
+    num_judged: float = 1.5  # accepted drafts, and the first rejected one of a step: those behind it were not judged
     wait: int = 0  # steps without drafts before the next attempt
     next_wait: int = 1
     is_due: bool = True  # for an attempt, though drafts do not seem worthwhile
@@ -141,7 +141,7 @@ class DraftLengths:
     def _back_off(self, known: Acceptance) -> None:
         """Wait until a step whose number is a multiple of ``next_wait``."""
         known.wait = known.next_wait - self.num_steps % known.next_wait
-        known.next_wait = min(2 * known.next_wait, LONGEST_WAIT)
+        known.next_wait = min(4 * known.next_wait, LONGEST_WAIT)
 
 
 def best_lengths(

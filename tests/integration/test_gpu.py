@@ -1,5 +1,6 @@
 """The phases on a GPU: checkpoints made there, loading onto it, and equal output with the CPU and with transformers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,11 @@ PROMPT = list(range(5, 45))
 
 
 @pytest.fixture(autouse=True)
-def exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def exact_fp32() -> Iterator[None]:
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])

@@ -269,7 +269,7 @@ def compile_grammar():
     for module in (grammar_advance, grammar_mask):
         module.launches, module.launch = lambda tensor: True, compile_launch
     tokens = GrammarTokens.of(GrammarVocabulary.of_tokens([b"a", b'"', b"</s>"], [2]), "cpu")
-    tables, rows, slots = (torch.zeros(size, dtype=torch.int32) for size in (1024, 2 * ROW, 2))
+    tables, rows, slots = (torch.zeros(size, dtype=torch.int32) for size in (1024, (2, ROW), 2))
     words = torch.zeros(2, tokens.num_words, dtype=torch.int32)
     grammar_mask.grammar_mask(tables, tokens, rows, slots, words, {})
     for dtype in (torch.bfloat16, torch.float32):

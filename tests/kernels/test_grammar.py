@@ -144,7 +144,7 @@ def test_a_row_that_lost_its_grammar_is_free():
     slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
     about = (machine.pool.tables, machine.tokens, rows)
     grammar_advance(*about, slots, slots, torch.tensor([ord("]")], device=DEVICE), machine.grammars)
-    words = torch.zeros(1, machine.tokens.num_words, dtype=torch.int32, device=DEVICE)
+    words = torch.zeros(len(rows), machine.tokens.num_words, dtype=torch.int32, device=DEVICE)
     grammar_mask(*about, slots, words, machine.grammars)
     logits = torch.zeros(1, len(machine.tokens.ranks), device=DEVICE)
     remove_refused(words, slots, slots - 1, machine.tokens, logits)

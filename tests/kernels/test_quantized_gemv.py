@@ -57,7 +57,7 @@ def quantized(device: torch.device) -> Callable[..., QuantizedWeight]:
             numbers[numbers & 127 == 127] = 0  # NaN
             values, scales = numbers.view(torch.float8_e4m3fn), scales / 128
         elif kind == "int8":
-            values, scales = torch.randint(-128, 128, (N, K), generator=generator, dtype=torch.int8), scales / 64
+            values, scales = torch.randint(-128, 128, (N, K), generator=generator, dtype=torch.int8), scales / 256
         else:
             values, scales = pack_nibbles(torch.randint(16, (N, K), generator=generator), min(group, 128)), scales / 8
             if kind == "int4 with zeros":
