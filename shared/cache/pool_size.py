@@ -40,7 +40,7 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
     Args:
         make: makes the pool and the view of the measured step.
     """
-    most = min(config.most_tokens_of_a_step(max_seq_len), config.max_batch_size * max_seq_len)
+    most = config.most_tokens_of_a_step(max_seq_len)
     kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else model.dtype
     caches = [model.config]
     if config.draft_model is not None:  # whose blocks are as many

@@ -394,7 +394,8 @@ class EngineConfig:
 
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
         """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""
-        return max(self.max_num_batched_tokens, max_seq_len) + self.max_batch_size  # prompts, and decoding requests
+        most = max(self.max_num_batched_tokens, max_seq_len) + self.max_batch_size  # prompts, and decoding requests
+        return min(most, self.max_batch_size * max_seq_len)
 
     @property
     def most_logit_rows(self) -> int:

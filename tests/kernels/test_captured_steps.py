@@ -192,9 +192,12 @@ def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkp
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_the_padding_of_a_chunk_takes_no_more_blocks_than_a_sequence(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make_engine(tiny_checkpoints["llama"], max_seq_len=12, max_batch_size=1)
-    assert list(engine.runner.graphs) == [Bucket(10, 1, False), Bucket(1, 1, True)]
+@pytest.mark.parametrize(("max_seq_len", "most"), [(12, 10), (8, 8)])  # a chunk has 9 tokens, a block 4
+def test_the_padding_of_a_chunk_takes_no_more_blocks_than_a_sequence(
+    tiny_checkpoints: dict[str, Path], max_seq_len: int, most: int
+) -> None:
+    engine = make_engine(tiny_checkpoints["llama"], max_seq_len=max_seq_len, max_batch_size=1)
+    assert list(engine.runner.graphs) == [Bucket(most, 1, False), Bucket(1, 1, True)]
 
 
 def batch_of(engine: Engine, num_new: list[int]) -> Batch:

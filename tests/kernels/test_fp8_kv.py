@@ -54,11 +54,16 @@ def test_numbers_are_stored_as_the_nearest_e4m3(randn) -> None:
         places = torch.arange(T, device=DEVICE)
         kv_write(x, x, x, 0 * places, qk, keys, values, 16 * places, 16, k_scales=one, v_scales=one)
         expected = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-        assert torch.equal(values.view(torch.uint8), expected)
+        assert torch.equal(one_nan(values.view(torch.uint8)), one_nan(expected))
         is_number = x.isfinite().all(-1)  # what is next to an infinity or a NaN, is rotated with it
         actual, wanted = (x.view(torch.float8_e4m3fn).float()[is_number] for x in (keys, expected))
         assert torch.equal(actual, wanted)  # by value: a rotation by 0 makes -0 to 0
-        assert torch.equal(quantized(x, one), expected)
+        assert torch.equal(one_nan(quantized(x, one)), one_nan(expected))
+
+
+def one_nan(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of e4m3 numbers, with a NaN of either sign as the same: devices differ."""
+    return torch.where(bits & 0x7F == 0x7F, 0x7F, bits)
 
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
