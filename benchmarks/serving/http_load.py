@@ -100,8 +100,8 @@ def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
 
 
 async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run") -> ServedRun:
-    """Send a trace, greedily and past any end of sequence, and read every answer. ``run_id`` begins the
-    ``X-Request-Id`` of each request, whose end is its place in the trace.
+    """Send a trace, greedily and past any end of sequence, and read every answer. A turn of a conversation follows the
+    one before. ``run_id`` begins the ``X-Request-Id`` of each request, whose end is its place in the run.
     """
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     queue = iter(enumerate(trace.requests))
@@ -113,7 +113,11 @@ async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run")
         async def send(n: int, request: TraceRequest, arrived: float) -> None:
             served[n].arrived = arrived
             body = options | {"prompt": request.prompt_ids, "max_tokens": request.new_tokens}
-            await _stream(client, f"{run_id}-{n}", body, served[n], start)
+            await stream(client, f"{run_id}-{n}", body, served[n], start)
+            if request.turns and served[n].error is None:
+                following = request.next_turn(served[n].token_ids)
+                served.append(ServedRequest(0.0, len(following.prompt_ids), turn=served[n].turn + 1))
+                await send(len(served) - 1, following, time.perf_counter() - start)
 
         async def one_after_another() -> None:
             freed = 0.0
@@ -131,10 +135,10 @@ async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run")
     return ServedRun(served, steps=None, num_forwards=None)
 
 
-async def _stream(
+async def stream(
     client: httpx.AsyncClient, request_id: str, body: dict[str, Any], into: ServedRequest, start: float
 ) -> None:
-    """One request, from sending it to the end of its answer."""
+    """One request, from sending it to the end of its answer; ``start`` is the moment from which times count."""
     rest, ends = b"", 0
     headers = {"X-Request-Id": request_id, "Accept": "text/event-stream"}
     try:

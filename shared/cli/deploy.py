@@ -74,9 +74,17 @@ def start(
         int | None,
         _fleet("--target-ongoing-requests", text="Requests per replica to scale for; default: --max-batch-size."),
     ] = None,
+    upscale_delay: Annotated[
+        float, _fleet("--upscale-delay", text="Seconds of more load before replicas are added.")
+    ] = 10.0,
+    downscale_delay: Annotated[
+        float, _fleet("--downscale-delay", text="Seconds of less load before replicas are removed.")
+    ] = 300.0,
     router: Annotated[str, _fleet("--router", text="prefix, two-choices or round-robin.")] = "prefix",
-    gateways: Annotated[int, _fleet("--gateways", text="Processes that read requests and choose replicas.")] = 1,
-    cpus: Annotated[float, _fleet("--cpus", text="Processors that Ray reserves for each replica.")] = 1.0,
+    cpus: Annotated[
+        float | None,
+        _fleet("--cpus", text="Processors that Ray reserves for a replica; default: one for each rank."),
+    ] = None,
     gpus: Annotated[
         float | None,
         _fleet(
@@ -129,14 +137,17 @@ def start(
     engine_config.check(lesson.load("engine").SUPPORTED)
     is_gpu = device.startswith("cuda")
     most = engine_config.max_batch_size
+    ranks = engine_config.tensor_parallel_size
     fleet = application.Fleet(
         replicas=replicas,
         max_replicas=max_replicas or replicas,
         target_ongoing_requests=target_ongoing_requests or most,
+        upscale_delay=upscale_delay,
+        downscale_delay=downscale_delay,
         max_ongoing_requests=most + engine_config.max_waiting_requests,
-        gateways=gateways,
-        cpus=cpus,
-        gpus=float(is_gpu * engine_config.tensor_parallel_size) if gpus is None else gpus,
+        ranks=ranks,
+        cpus=float(ranks) if cpus is None else cpus,
+        gpus=float(is_gpu * ranks) if gpus is None else gpus,
         router=router,
     )
     is_ours = not application.join(address)
@@ -151,7 +162,10 @@ def start(
     try:
         if is_ours:
             with working("starting Ray"):
-                application.start(host, port)
+                application.start()
+        else:
+            application.check_proxies()
+        application.listen(host, port)
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has a handler of its own, which prints a stack
         with working(f"deploying {model} on {replicas} replicas"):
             application.deploy(load, config, fleet, is_process=is_gpu)

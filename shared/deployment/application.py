@@ -1,4 +1,4 @@
-"""Starts or joins Ray, and deploys the application: gateways and replicas. Follows phase 11.
+"""Starts or joins Ray, and deploys the application: replicas behind a gateway. Follows phase 11.
 
 Invariant: only the process that started Ray ends it, so a command that joins a cluster leaves it running.
 """
@@ -9,34 +9,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shared.deployment.ingress import MIDDLEWARE, VARIABLE
+
 # Read when Ray is imported; its processes inherit them.
+os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported home
 os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # one event loop a process
 os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
 os.environ.setdefault("RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "1000")
 os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+os.environ.setdefault(VARIABLE, MIDDLEWARE)
 
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.schema import ServeStatus
 
-from shared.deployment.gateway import APPLICATION, REPLICAS, Gateway
+from shared.deployment.exchange import APPLICATION, REPLICAS
 from shared.deployment.replica import Replica
-from shared.deployment.router import PrefixRouter
+from shared.deployment.router import PrefixRouter, TurnsRouter, TwoChoicesRouter
 from shared.errors import ConfigError
 from shared.server.settings import ServerConfig
 
 ROUTERS = {
     "prefix": PrefixRouter,
-    "two-choices": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "round-robin": "ray.serve.experimental.round_robin_router:RoundRobinRouter",
+    "two-choices": TwoChoicesRouter,
+    "round-robin": TurnsRouter,
 }
+LOOK_BACK = 12.0
+"""Seconds over which ongoing requests are averaged to scale."""
 HEALTH_PERIOD = 2.0
 """Seconds between two health checks of a replica; a killed one is replaced after at most this time."""
 HEALTH_TIMEOUT = 60.0
-GATEWAY_GRACE = 10.0
-"""Seconds for which a gateway outlives the replicas that are replaced with it, to end their streams with an error."""
 
 _INIT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "infer"}
 
@@ -45,24 +49,32 @@ _INIT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
 class Fleet:
     """How many replicas run, on what, and how requests reach them.
 
-    ``max_replicas`` above ``replicas`` scales between the two, so that each has ``target_ongoing_requests``.
+    ``max_replicas`` above ``replicas`` scales between the two, so that each has ``target_ongoing_requests``, when that
+    was so for the seconds of ``upscale_delay`` or ``downscale_delay``. Of more
+    than ``max_ongoing_requests`` a replica, as many wait in each gateway, and the rest is refused. The ``ranks`` of a
+    replica run on one machine, which has its ``cpus`` and ``gpus``.
     """
 
     replicas: int
     max_replicas: int
     target_ongoing_requests: int
+    upscale_delay: float
+    downscale_delay: float
     max_ongoing_requests: int
-    gateways: int
+    ranks: int
     cpus: float
     gpus: float
     router: str
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "gateways", "target_ongoing_requests", "max_ongoing_requests"):
+        for name in ("replicas", "ranks", "target_ongoing_requests", "max_ongoing_requests"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
         if self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas is {self.max_replicas}; it must be at least replicas, {self.replicas}.")
+        if min(self.upscale_delay, self.downscale_delay) < 0:
+            delays = f"{self.upscale_delay:g} s and {self.downscale_delay:g} s"
+            raise ConfigError(f"upscale_delay and downscale_delay are {delays}; neither can be negative.")
         if self.cpus < 0 or self.gpus < 0:
             raise ConfigError(f"A replica has {self.cpus:g} CPUs and {self.gpus:g} GPUs; neither can be negative.")
         if self.router not in ROUTERS:
@@ -84,10 +96,27 @@ def join(address: str | None) -> bool:
     return True
 
 
-def start(host: str, port: int) -> None:
-    """Start Ray on this machine, and the HTTP proxy; both end with this process."""
+def start() -> None:
+    """Start Ray on this machine; it ends with this process."""
     ray.init(address="local", include_dashboard=False, **_INIT)
-    serve.start(http_options=HTTPOptions(host=host, port=port))
+
+
+def check_proxies() -> None:
+    """Raise ConfigError if the cluster's Ray was started such that its proxies do not have the gateway."""
+
+    def read() -> str | None:
+        return os.environ.get(VARIABLE)
+
+    found = ray.get(ray.remote(num_cpus=0)(read).remote())
+    if found != MIDDLEWARE:
+        raise ConfigError(
+            f"In this cluster {VARIABLE} is {found!r}; where Ray is started on a node, it must be {MIDDLEWARE!r}."
+        )
+
+
+def listen(host: str, port: int) -> None:
+    """Start the HTTP proxies, one on each node with replicas, unless they run."""
+    serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=host, port=port))
 
 
 def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_process: bool) -> None:
@@ -103,29 +132,29 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
                 min_replicas=fleet.replicas,
                 max_replicas=fleet.max_replicas,
                 target_ongoing_requests=fleet.target_ongoing_requests,
+                look_back_period_s=LOOK_BACK,
+                upscale_delay_s=fleet.upscale_delay,
+                downscale_delay_s=fleet.downscale_delay,
             )
         }
-    drain = {"graceful_shutdown_timeout_s": config.grace, "graceful_shutdown_wait_loop_s": 0.5}
+    if fleet.ranks > 1:  # the processes of the ranks are the replica's own: one bundle, which is on one machine
+        bundle = {"CPU": fleet.cpus, "GPU": fleet.gpus} if fleet.gpus else {"CPU": fleet.cpus}
+        scaling |= {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
     replicas = serve.deployment(
         Replica,
         name=REPLICAS,
         ray_actor_options={"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
         max_ongoing_requests=fleet.max_ongoing_requests,
+        max_queued_requests=fleet.max_ongoing_requests * fleet.max_replicas,
+        graceful_shutdown_timeout_s=config.grace,
+        graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=HEALTH_TIMEOUT,
         request_router_config=RequestRouterConfig(request_router_class=ROUTERS[fleet.router]),
-        **drain,
         **scaling,
     )
-    gateway = serve.deployment(
-        Gateway,
-        num_replicas=fleet.gateways,
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=config.max_connections,
-        **drain | {"graceful_shutdown_timeout_s": config.grace + GATEWAY_GRACE},
-    )
     try:
-        serve.run(gateway.bind(replicas.bind(load, config, is_process), config), name=APPLICATION)
+        serve.run(replicas.bind(load, config, is_process), name=APPLICATION)
     except RuntimeError as error:
         raise ConfigError(f"Ray Serve could not deploy the application: {error}") from None
 

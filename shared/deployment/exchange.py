@@ -5,6 +5,10 @@ Invariant: the response comes back as ASGI messages, so the replica's applicatio
 
 from dataclasses import dataclass
 
+APPLICATION = "infer"
+REPLICAS = "Replica"
+"""The deployment of :class:`shared.deployment.replica.Replica`, which is all that the application consists of."""
+
 
 @dataclass(frozen=True)
 class Exchange:

@@ -1,53 +1,70 @@
 """The gateway: reads a request whole, sends it to a replica, and relays the response. Follows phase 11.
 
-Ray Serve's proxy streams a body to the replica that it has chosen, so its router cannot see the prompt; and when a
-replica dies it closes the connection. The gateway reads the body first, and ends a broken stream with an error event.
+It runs inside Ray Serve's HTTP proxy (:mod:`shared.deployment.ingress`). The proxy itself would stream a body to the
+replica that it has chosen, so its router could not see the prompt; and when a replica dies it closes the connection.
+The gateway reads the body first, and ends a broken stream with an error event.
 Invariants: the key, the hosts and the limits of the body are checked before a replica is chosen; a client that
 disconnects ends its request in the engine; `/health` speaks for all replicas.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 
 from fastapi import FastAPI, Request
+from grpc.aio import AioRpcError
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from shared.deployment.affinity import prefix_keys
-from shared.deployment.exchange import Exchange
+from shared.deployment.exchange import APPLICATION, REPLICAS, Exchange
 from shared.server.errors import ApiError, install, overloaded
 from shared.server.metrics import ServerMetrics
 from shared.server.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
 from shared.server.settings import ServerConfig
 from shared.server.sse import DONE, frame
 
-APPLICATION = "infer"
-REPLICAS = "Replica"
 SESSION_HEADER = "x-session-id"
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 STATUS_SECONDS = 0.5
 """How long an answer of Ray Serve's controller about its replicas is used again."""
+SETTINGS_SECONDS = 2.0
+"""How long the settings that a replica told are used before one is asked again: an update may change them."""
+_FAILURES = (RayError, RayServeException, AioRpcError)
+_log = logging.getLogger("infer.server")
 
 
-@serve.ingress()
 class Gateway:
-    """Ray Serve's ingress; ``replicas`` is the handle of the :class:`shared.deployment.replica.Replica` deployment."""
+    """An ASGI application before all replicas. It has the settings of the server from a replica."""
 
-    def __init__(self, replicas: DeploymentHandle, config: ServerConfig) -> None:
-        self._replicas = replicas.options(stream=True).exchange
-        self._config = config
+    def __init__(self) -> None:
+        handle = serve.get_deployment_handle(REPLICAS, APPLICATION, _check_exists=False)
+        handle._init(_run_router_in_separate_loop=False)
+        # Over gRPC, a message takes less than half the time that it takes as an object of Ray's.
+        handle = handle.options(_by_reference=False, request_serialization="pickle", response_serialization="pickle")
+        self._exchange = handle.options(stream=True).exchange
+        self._settings = handle.settings
         self._states: dict[str, int] = {}
-        self._asked = -STATUS_SECONDS
+        self._config: ServerConfig | None = None
+        self._app = self._application(ServerConfig("infer"))
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_states = self._asked_settings = float("-inf")
 
-    def __serve_build_asgi_app__(self) -> FastAPI:  # Ray Serve's name
-        config = self._config
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._config is None or time.monotonic() - self._asked_settings > SETTINGS_SECONDS:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask_settings())
+            if self._config is None:
+                await asyncio.shield(self._asking)
+        await self._app(scope, receive, send)
+
+    def _application(self, config: ServerConfig) -> FastAPI:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         install(app)
         app.add_api_route("/health", self.health)
@@ -63,11 +80,12 @@ class Gateway:
         if config.allowed_hosts:
             app.add_middleware(AllowedHosts, hosts=config.allowed_hosts)
         app.add_middleware(RequestLog, metrics=ServerMetrics(config.model_name))
-        app.add_middleware(ProxyNamesRequests)
         return app
 
     async def forward(self, request: Request) -> Response:
         """The response of a replica."""
+        if self._config is None:
+            raise overloaded("No replica runs.", ServerConfig.retry_after, code="no_replica")
         body = await request.body()
         session = request.headers.get(SESSION_HEADER)
         return Relay(self._stream(_exchange(request, body, prefix_keys(body, session))), self._config.retry_after)
@@ -102,40 +120,44 @@ class Gateway:
         return name, text.decode()
 
     async def _stream(self, exchange: Exchange) -> AsyncIterator[Message]:
-        """The messages of a replica; raises ApiError if it is lost."""
-        messages = self._replicas.remote(exchange)
+        """The messages of a replica; raises ApiError if it is lost, or every one is full."""
+        retry_after = (self._config or ServerConfig("infer")).retry_after
+        messages = self._exchange.remote(exchange)
         try:
             async for message in messages:
                 yield message
-        except (RayError, RayServeException) as error:
+        except BackPressureError as error:
+            raise overloaded(
+                "Every replica is full; send the request later.", retry_after, code="queue_full"
+            ) from error
+        except _FAILURES as error:
             said = "The replica that served this request was lost; send it again."
-            raise overloaded(said, self._config.retry_after, code="replica_lost") from error
+            raise overloaded(said, retry_after, code="replica_lost") from error
         finally:
             messages.cancel()
 
+    async def _ask_settings(self) -> None:
+        """Ask a replica for the settings, if there is one."""
+        try:
+            if (await self._replica_states()).get("RUNNING", 0):
+                config = await self._settings.remote()
+                if config != self._config:
+                    self._config, self._app = config, self._application(config)
+            elif not self._states:  # the application was removed
+                self._config = None
+        except _FAILURES:
+            _log.exception("the settings are not known")
+        self._asked_settings = time.monotonic()
+
     async def _replica_states(self) -> dict[str, int]:
-        """How many replicas are in which state, such as RUNNING."""
-        if time.monotonic() - self._asked > STATUS_SECONDS:
-            found = await asyncio.to_thread(serve.status)
-            replicas = found.applications[APPLICATION].deployments[REPLICAS]
-            self._states = {str(state): count for state, count in replicas.replica_states.items() if count}
-            self._asked = time.monotonic()
+        """How many replicas are in which state, such as RUNNING; empty if the application is not deployed."""
+        if time.monotonic() - self._asked_states > STATUS_SECONDS:
+            found = (await asyncio.to_thread(serve.status)).applications.get(APPLICATION)
+            replicas = found.deployments.get(REPLICAS) if found is not None else None
+            states = replicas.replica_states if replicas is not None else {}
+            self._states = {str(state): count for state, count in states.items() if count}
+            self._asked_states = time.monotonic()
         return self._states
-
-
-class ProxyNamesRequests:
-    """Leaves the header `X-Request-Id` of a response to Ray Serve's proxy, which adds the same one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_unnamed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
-            await send(message)
-
-        await self.app(scope, receive, send_unnamed)
 
 
 class Relay(Response):

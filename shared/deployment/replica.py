@@ -5,6 +5,7 @@ gateway is gone or has cancelled it is aborted in the engine.
 """
 
 import asyncio
+import gc
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -35,6 +36,7 @@ class Replica:
 
     def __init__(self, load: Callable[[], Any], config: ServerConfig, is_process: bool) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
+        self._config = config
         self._app = make_app(EngineProcess(load) if is_process else EngineThread(load()), config)
         self._lifespan = self._app.router.lifespan_context(self._app)
         self._is_started = False
@@ -57,7 +59,8 @@ class Replica:
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (REPLICA_HEADER, self._name)]
+                kept = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]  # the gateway adds it
+                message["headers"] = [*kept, (REPLICA_HEADER, self._name)]
             messages.put_nowait(message)
 
         async def run() -> None:
@@ -75,6 +78,10 @@ class Replica:
         finally:
             connection.abort()
             await asyncio.shield(task)
+
+    async def settings(self) -> ServerConfig:
+        """By which a gateway checks requests before it chooses a replica."""
+        return self._config
 
     async def check_health(self) -> None:
         """Called by Ray Serve, which replaces the replica if this raises."""
@@ -94,6 +101,8 @@ class Replica:
             if not self._is_started:
                 await self._lifespan.__aenter__()
                 self._is_started = True
+                gc.collect()
+                gc.freeze()  # as `infer serve` does: a collection then visits what requests allocated
 
 
 class _Connection:

@@ -8,6 +8,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.experimental.round_robin_router import RoundRobinRouter
 from ray.serve.request_router import (
     FIFOMixin,
     MultiplexMixin,
@@ -22,7 +24,29 @@ from shared.deployment.affinity import PrefixTable, ranked
 from shared.deployment.exchange import Exchange
 
 
-class PrefixRouter(FIFOMixin, MultiplexMixin, RequestRouter):
+class ByIndex(RequestRouter):
+    """Sends a request whose ``index`` is set to that replica, and leaves others to the next class."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Sequence[list[RunningReplica]]:
+        exchange = _exchange(pending_request)
+        if not candidate_replicas or exchange is None or exchange.index is None:
+            chosen: Sequence[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
+            return chosen
+        in_order = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
+        return [[in_order[exchange.index % len(in_order)]]]
+
+
+class TwoChoicesRouter(ByIndex, PowerOfTwoChoicesRequestRouter):
+    """Ray Serve's own: the less busy of two replicas that are drawn."""
+
+
+class TurnsRouter(ByIndex, RoundRobinRouter):
+    """Ray Serve's own: one replica after the other."""
+
+
+class PrefixChoice(FIFOMixin, MultiplexMixin, RequestRouter):
     """Chooses by prefix, else by power of two choices. Ray Serve takes the least busy replica of the first group."""
 
     def initialize_state(self, **settings: Any) -> None:
@@ -39,9 +63,6 @@ class PrefixRouter(FIFOMixin, MultiplexMixin, RequestRouter):
             pending_request.routing_context.should_backoff = True  # between two tries while every replica is full
         if not candidate_replicas or exchange is None:
             return [candidate_replicas]
-        if exchange.index is not None:
-            in_order = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
-            return [[in_order[exchange.index % len(in_order)]]]
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         loads = {replica_id: self.replica_queue_len_cache.get(replica_id) or 0 for replica_id in replicas}
         matches = self._table.matches(exchange.prefix)
@@ -56,6 +77,10 @@ class PrefixRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._table.keep({replica.replica_id for replica in replicas})
+
+
+class PrefixRouter(ByIndex, PrefixChoice):
+    """The course's own."""
 
 
 def _exchange(pending: PendingRequest | None) -> Exchange | None:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,8 @@ KEY = {"Authorization": "Bearer secret"}
 OPTIONS = ("--api-key", "secret", "--served-model-name", MODEL, "--max-num-batched-tokens", "256")
 FLEET = ("--replicas", "2", "--cpus", "0.5", "--port", "0", *OPTIONS)
 START_SECONDS = 180
-LONG = 600
+LONG = 2000
+"""Tokens of a stream that takes seconds."""
 
 
 class Deployed:
@@ -60,6 +60,12 @@ class Deployed:
     def health(self) -> dict[str, Any]:
         with self.client() as client:
             return client.get("/health").json()
+
+    def num_running(self) -> list[float]:
+        """The requests that each replica runs."""
+        with self.client() as client:
+            text = client.get("/metrics").text
+        return [float(count) for count in re.findall(r"infer:num_requests_running\{.*\} (\S+)", text)]
 
     def stream(self, prompt: str, num_tokens: int) -> tuple[str, list[dict[str, Any]]]:
         """The replica's name, and the events of a long stream, `[DONE]` left out."""
@@ -200,23 +206,21 @@ def test_requests_with_one_beginning_go_to_one_replica(deployed: Deployed) -> No
 
 def test_a_client_that_leaves_ends_its_request_in_the_engine(deployed: Deployed) -> None:
     body = {**completion("leaving", LONG), "stream": True, "ignore_eos": True}
-    with deployed.client() as client:
-        with client.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
+    with deployed.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
 
-        def num_running() -> list[float]:
-            text = client.get("/metrics").text
-            return [float(count) for count in re.findall(r"infer:num_requests_running\{.*\} (\S+)", text)]
-
-        wait_until(lambda: num_running() == [0, 0], 3)  # the whole stream takes longer
+    wait_until(lambda: deployed.num_running() == [0, 0], 1)  # the whole stream takes longer
 
 
 def test_a_killed_replica_loses_its_own_streams_alone(deployed: Deployed) -> None:
+    victim = psutil.Process(deployed.replica_pids()[0])
     with ThreadPoolExecutor(8) as threads:
         streams = [threads.submit(deployed.stream, f"{index} kill", LONG) for index in range(8)]
-        time.sleep(2)
-        os.kill(deployed.replica_pids()[0], signal.SIGKILL)
+        wait_until(lambda: len(busy := deployed.num_running()) == 2 and min(busy) > 0)
+        victim.kill()
         wait_until(lambda: deployed.health()["status"] == "degraded", 20)
+        with deployed.client() as client:  # the other replica serves meanwhile
+            assert client.post("/v1/completions", json=completion("after")).status_code == 200
         ended = [stream.result() for stream in streams]
     lost = {replica for replica, events in ended if "error" in events[-1]}
     assert len(lost) == 1
@@ -225,9 +229,8 @@ def test_a_killed_replica_loses_its_own_streams_alone(deployed: Deployed) -> Non
             assert events[-1]["error"]["code"] == "replica_lost"
         else:
             assert events[-1]["choices"][0]["finish_reason"] == "length"
-    with deployed.client() as client:  # the other replica serves meanwhile
-        assert client.post("/v1/completions", json=completion("after")).status_code == 200
     wait_until(lambda: deployed.health()["status"] == "ok", START_SECONDS)
+    assert victim.pid not in deployed.replica_pids()
 
 
 def test_an_update_under_load_loses_nothing(deployed: Deployed, folder: Path) -> None:

@@ -1,0 +1,146 @@
+"""What is lost while replicas are replaced, added and removed under load: it should be nothing. Follows phase 11.
+
+First ``infer deploy`` runs again and again, each time a rolling update of all replicas. Then, in another deployment,
+the load rises and falls, and replicas follow. Invariant: a stream counts as lost unless it had every token that it
+asked for, and one end.
+
+    python -m benchmarks.deployment_changes --model ./tiny-llama --updates 100 --out benchmarks/reports
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.report import Report, rounded, write_report
+from benchmarks.serving.deployed import Streams, deployed, keep_busy, samples, update
+from benchmarks.setup import Setup
+from benchmarks.view import Column, Table, View, count, text
+
+PROMPT_TOKENS, NEW_TOKENS = 16, 100
+FEWEST, MOST, TARGET = 1, 4, 4
+"""Replicas of the deployment that scales, and the ongoing requests that each should have."""
+LOADS = ((2, 20.0), (16, 60.0), (2, 90.0))
+"""Streams open at a time, and for how many seconds."""
+SAMPLE_SECONDS = 0.5
+
+
+def measure_changes(setup: Setup, num_updates: int, num_open: int, loads: tuple[tuple[int, float], ...]) -> Report:
+    """Updates, then scaling; with no updates or no loads, the other alone."""
+    options = ["--device", setup.device, "--max-batch-size", "16", "--max-seq-len", "256", "--cpus", "0.5"]
+    options += ["--dtype", setup.dtype] if setup.dtype else []
+    results: dict[str, Any] = {}
+    with setup.running(1):
+        if num_updates:
+            fixed = [*options, "--replicas", "2"]
+            with deployed(setup.folder, fixed) as url:
+                results["updates"] = asyncio.run(updated(setup, url, fixed, num_updates, num_open))
+        if loads:
+            scaling = ["--replicas", str(FEWEST), "--max-replicas", str(MOST), "--target-ongoing-requests", str(TARGET)]
+            delays = ["--upscale-delay", "4", "--downscale-delay", "20"]
+            with deployed(setup.folder, [*options, *scaling, *delays]) as url:
+                results["scaling"] = asyncio.run(scaled(setup, url, loads))
+        flags = {"updates": num_updates, "open": num_open, "loads": loads, "new_tokens": NEW_TOKENS}
+        engine = setup.config(max_batch_size=16, max_seq_len=256)
+        return setup.report("deployment-changes", {"deploy": engine}, flags, results)
+
+
+async def updated(setup: Setup, url: str, options: list[str], num_updates: int, num_open: int) -> dict[str, Any]:
+    """The streams that ran while ``num_updates`` updates were made one after the other."""
+    seconds: list[float] = []
+    replicas = set(samples(url, "infer:generation_tokens_total"))
+
+    async def update_often() -> None:
+        for _ in range(num_updates):
+            start = time.perf_counter()
+            await update(setup.folder, options)
+            seconds.append(time.perf_counter() - start)
+            replicas.update(await asyncio.to_thread(samples, url, "infer:generation_tokens_total"))
+
+    streams = await keep_busy(url, num_open, _prompt(setup), NEW_TOKENS, update_often())
+    return ended(streams) | {
+        "updates": len(seconds),
+        "replicas": len(replicas),
+        "update_seconds": rounded(statistics.median(seconds)),
+        "open": num_open,
+    }
+
+
+async def scaled(setup: Setup, url: str, loads: tuple[tuple[int, float], ...]) -> dict[str, Any]:
+    """The streams, and how many replicas ran, while one load followed the other."""
+    running: list[tuple[float, int]] = []  # since which second how many
+    nums: list[int] = []
+    found: list[dict[str, Any]] = []
+    start = time.perf_counter()
+
+    async def watch(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            while time.perf_counter() < end:
+                num = (await client.get("/health")).json()["replicas"].get("RUNNING", 0)
+                nums.append(num)
+                if not running or running[-1][1] != num:
+                    running.append((rounded(time.perf_counter() - start), num))
+                await asyncio.sleep(SAMPLE_SECONDS)
+
+    for num_open, seconds in loads:
+        nums.clear()
+        streams = await keep_busy(url, num_open, _prompt(setup), NEW_TOKENS, watch(seconds))
+        found.append(ended(streams) | {"open": num_open, "fewest": min(nums), "most": max(nums), "last": nums[-1]})
+    return {"loads": found, "lost": sum(each["lost"] for each in found), "running": running}
+
+
+def ended(streams: Streams) -> dict[str, Any]:
+    return {"streams": len(streams.requests), "lost": len(streams.errors), "errors": sorted(set(streams.errors))[:10]}
+
+
+def view(report: Report) -> View:
+    results, rows = report.results, list[dict[str, Any]]()
+    if "updates" in results:
+        found = results["updates"]
+        rows.append(
+            {**found, "what": f"{found['updates']} updates of 2 replicas", "replicas": f"{found['replicas']} in all"}
+        )
+    for each in results["scaling"]["loads"] if "scaling" in results else ():
+        rows.append(
+            {**each, "what": "scaling", "replicas": f"{each['fewest']} to {each['most']}, at last {each['last']}"}
+        )
+    columns = [
+        text("what", "what"),
+        Column("streams open", "open", count),
+        text("replicas", "replicas"),
+        Column("streams", "streams", count),
+        Column("lost", "lost", count),
+        Column("seconds of an update", "update_seconds"),
+    ]
+    about = [f"Each stream has {NEW_TOKENS} tokens; {report.machine_title}; {report.date[:10]}"]
+    return View(f"Replicas that change under load: {report.model['name']}", about, [Table("", columns, rows)], [])
+
+
+def _prompt(setup: Setup) -> list[int]:
+    return [index % setup.shape.vocab_size for index in range(PROMPT_TOKENS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype")
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--open", type=int, default=6, help="streams at a time while updates are made")
+    parser.add_argument("--no-scaling", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    setup = Setup(asked.model, asked.device, asked.dtype, 1)
+    report = measure_changes(setup, asked.updates, asked.open, () if asked.no_scaling else LOADS)
+    for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
+        print(f"wrote {path}")
+    print(report.line())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""``infer deploy`` as a process of its own, for the benchmarks of replicas. Follows phase 11.
+
+Invariant: Ray and all that it started are gone when the block ends.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from benchmarks.serving.http_load import MODEL, ROOT, START_SECONDS, stream
+from benchmarks.serving.results import ServedRequest
+from shared.errors import ConfigError
+
+INFER = (sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')")
+
+
+@dataclass
+class Streams:
+    """What became of a continuing load; ``errors``: of those without a whole answer."""
+
+    requests: list[ServedRequest] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def deployed(folder: Path, options: Sequence[str]) -> Iterator[str]:
+    """The URL of a model on replicas of the newest phase; ``options`` are those of ``infer deploy``.
+
+    Raises ConfigError if it does not become ready.
+    """
+    command = [*INFER, "deploy", str(folder), "--served-model-name", MODEL, "--port", "0", *options]
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        with log.open("wb") as stderr:  # in its own session: Ctrl-C is for the benchmark, which then ends Ray
+            null = subprocess.DEVNULL
+            process = subprocess.Popen(
+                command, env=environment(), stdout=null, stderr=stderr, cwd=ROOT, start_new_session=True
+            )
+        try:
+            yield _url(process, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(START_SECONDS)
+
+
+async def update(folder: Path, options: Sequence[str]) -> None:
+    """Run ``infer deploy`` again, beside :func:`deployed`; raises ConfigError if it fails."""
+    command = [*INFER, "deploy", str(folder), "--served-model-name", MODEL, *options]
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    said = (await process.communicate())[1].decode(errors="replace").strip()
+    if process.returncode != 0:
+        raise ConfigError(f"infer deploy failed: {said[-500:]}")
+
+
+async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any]) -> Streams:
+    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends.
+
+    Each prompt has one token more than ``prompt``, of its own.
+    """
+    work, streams, start = asyncio.ensure_future(until), Streams(), time.perf_counter()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    options = {"model": MODEL, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+
+    async def one_after_another(client: httpx.AsyncClient) -> None:
+        while not work.done():
+            request = ServedRequest(time.perf_counter() - start, len(prompt) + 1)
+            streams.requests.append(request)
+            body = options | {"prompt": [*prompt, len(streams.requests) % 256]}
+            await stream(client, f"busy-{len(streams.requests)}", body, request, start)
+            streams.errors += [request.error] if request.error else []
+            await asyncio.sleep(0.1 if request.error else 0)
+
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=START_SECONDS, trust_env=False) as client:
+        await asyncio.gather(work, *(one_after_another(client) for _ in range(num_open)))
+    return streams
+
+
+def environment() -> dict[str, str]:
+    """Of a process that computes with as many threads as this one."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
+
+
+def samples(url: str, name: str) -> dict[str, float]:
+    """The values of a metric, by replica."""
+    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=START_SECONDS).text
+    found = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (\S+)$', text, re.MULTILINE)
+    return {replica: float(value) for replica, value in found}
+
+
+def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := re.search(r"is served at (\S+)", log.read_text()):
+            return found[1]
+        time.sleep(0.1)
+    said = log.read_text().strip().splitlines()
+    raise ConfigError(f"infer deploy did not become ready: {said[-1] if said else 'it said nothing'}")
