@@ -59,7 +59,7 @@ class CondensedView(PagedView):
         self.key_cells, self.value_cells = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
         rows = sizes.max_sequences + self.num_padding_rows
         shape = (config.num_layers, rows, num_queries, config.num_heads, config.head_dim)
-        self.ring = torch.empty(shape, dtype=dtype, device=device)
+        self.ring = torch.zeros(shape, dtype=dtype, device=device)
         self.masks: dict[int, torch.Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
 
     def load(self, batch: Batch) -> StepInputs:

@@ -248,4 +248,4 @@ def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints: dict[str
     got, _ = serve(engine, requests[:2])
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in expected]] * 2
     assert engine.load().num_prefix_hits > 0
-    assert engine.num_compressions >= 4
+    assert engine.num_compressions >= 2
