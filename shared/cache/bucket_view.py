@@ -50,10 +50,14 @@ class BucketView(PrefixView):
 
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``; the tokens are padded to the step's bucket, if there is one."""
-        self.bucket = None
-        if self.planner is not None:
-            self.bucket = cast(BucketPlanner, self.planner).buckets.smallest(len(batch), batch.num_tokens)
+        self.bucket = self._bucket_of(batch)
         return super().load(batch)
+
+    def _bucket_of(self, batch: Batch) -> Bucket | None:
+        """The bucket to which a step is padded."""
+        if self.planner is None:
+            return None
+        return cast(BucketPlanner, self.planner).buckets.smallest(len(batch), batch.num_tokens)
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         arrays = super()._arrays(batch, layout)

@@ -18,5 +18,9 @@ class PlannedKVCachePool(PagedKVCachePool):
 
     def layout(self, schedule: Schedule) -> PagedLayout:
         """See ``CachePoolProtocol``."""
-        layout = super().layout(schedule)
-        return layout if self.planner is None else PlannedLayout.planned(layout, self.planner)
+        layout, planner = super().layout(schedule), self._planner()
+        return layout if planner is None else PlannedLayout.planned(layout, planner)
+
+    def _planner(self) -> AttentionPlanner | None:
+        """The planner of the step that is laid out; None: it needs no plans."""
+        return self.planner

@@ -12,7 +12,10 @@ from typing import NamedTuple, Self
 
 from shared.cache.blocks import Blocks
 from shared.cache.paged_layout import PagedLayout
+from shared.cache.planned_layout import StepPlans
 from shared.chunks.registry import Chunk
+
+NO_PLANS = StepPlans({}, {})
 
 
 class Range(NamedTuple):
@@ -24,6 +27,16 @@ class Range(NamedTuple):
     blocks: Blocks
 
 
+def ranges_of(contexts: Iterable[tuple[Chunk, ...]]) -> tuple[Range, ...]:
+    """The ranges of sequences that begin with these chunks, all of which are resident."""
+    return tuple(
+        Range(sequence, offset, len(chunk), chunk.blocks)
+        for sequence, chunks in enumerate(contexts)
+        for offset, chunk in zip(offsets_of(map(len, chunks)), chunks, strict=True)
+        if chunk.blocks is not None
+    )
+
+
 def offsets_of(lengths: Iterable[int]) -> list[int]:
     """Where each of consecutive pieces of these lengths begins."""
     return list(accumulate(lengths, initial=0))[:-1]
@@ -31,20 +44,15 @@ def offsets_of(lengths: Iterable[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ChunkLayout(PagedLayout):
-    """A :class:`PagedLayout` with the ranges of its sequences."""
+    """A :class:`PagedLayout` with the ranges of its sequences. Their attention is planned by the view."""
 
     ranges: tuple[Range, ...] = ()
+    plans: StepPlans = NO_PLANS
 
     @classmethod
-    def ranged(cls, layout: PagedLayout, contexts: Iterable[tuple[Chunk, ...]]) -> Self:
-        """``layout`` with the chunks of each of its sequences, all of which are resident."""
-        ranges = [
-            Range(sequence, offset, len(chunk), chunk.blocks)
-            for sequence, chunks in enumerate(contexts)
-            for offset, chunk in zip(offsets_of(map(len, chunks)), chunks, strict=True)
-            if chunk.blocks is not None
-        ]
-        return cls(**{one.name: getattr(layout, one.name) for one in fields(layout)}, ranges=tuple(ranges))
+    def ranged(cls, layout: PagedLayout, ranges: tuple[Range, ...]) -> Self:
+        """``layout`` with the ranges of its sequences."""
+        return cls(**{one.name: getattr(layout, one.name) for one in fields(PagedLayout)}, ranges=ranges)
 
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`."""

@@ -10,12 +10,14 @@ Invariants: those of :class:`shared.cache.prefix.PrefixKVCachePool` for all othe
 the tree, the registry and requests hold, are all blocks.
 """
 
+from typing import Any
+
 from shared.cache.blocks import Blocks
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.planned import PlannedKVCachePool
 from shared.cache.planned_layout import AttentionPlanner
 from shared.cache.prefix import PrefixKVCachePool
-from shared.chunks.layout import ChunkLayout
+from shared.chunks.layout import ChunkLayout, Range, ranges_of
 from shared.chunks.registry import ChunkRegistry
 from shared.engine.request import Request
 from shared.scheduling.schedule import Schedule
@@ -32,6 +34,9 @@ class ChunkKVCachePool(PrefixKVCachePool):
         registry.join(self.allocator.free, sizes.num_blocks, sizes.block_size)
         self.is_sharing = is_sharing
         self.users: dict[Request, None] = {}  # admitted requests that are made of chunks
+        self.is_ranged = False  # whether the step that is laid out has chunks
+        self.known: Any = None  # what the ranges were made of
+        self.ranges: tuple[Range, ...] = ()
 
     def _has_prefix(self, request: Request) -> bool:
         """Whether the prefix tree is for this request."""
@@ -110,9 +115,19 @@ class ChunkKVCachePool(PrefixKVCachePool):
 
     def layout(self, schedule: Schedule) -> PagedLayout:
         """See ``CachePoolProtocol``."""
+        contexts = tuple([self.registry.contexts.get(request, ()) for request in schedule.requests])
+        self.is_ranged = any(contexts)
         layout = super().layout(schedule)
-        contexts = [self.registry.contexts.get(request, ()) for request in schedule.requests]
-        return ChunkLayout.ranged(layout, contexts) if any(contexts) else layout
+        if not self.is_ranged:
+            return layout
+        known = contexts, self.registry.num_evictions
+        if known != self.known:  # the same ranges are the same object, so that views need not plan again
+            self.known, self.ranges = known, ranges_of(contexts)
+        return ChunkLayout.ranged(layout, self.ranges)
+
+    def _planner(self) -> AttentionPlanner | None:
+        """See ``PlannedKVCachePool``; attention over ranges is planned by the view."""
+        return None if self.is_ranged else super()._planner()
 
     def cached_blocks(self) -> list[int]:
         """See ``CachePoolProtocol``."""

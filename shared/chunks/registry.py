@@ -71,6 +71,7 @@ class ChunkRegistry:
     def __init__(self, max_bytes: int = REMEMBERED_BYTES) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0  # of the remembered ids and tokens
+        self.num_evictions = 0
         self.free: Callable[[Blocks], None] | None = None
         self.num_blocks = self.block_size = 0  # of the pool
         self.wanted: dict[Chunk, None] = {}  # to be computed, though no request waits for them
@@ -231,6 +232,7 @@ class ChunkRegistry:
         if blocks is None or self.free is None:
             return 0
         self.free(blocks)
+        self.num_evictions += 1
         del self.resident[chunk.chunk_id]
         chunk.blocks = None
         return len(blocks)

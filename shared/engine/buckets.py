@@ -18,6 +18,7 @@ class Bucket(NamedTuple):
     num_tokens: int
     num_sequences: int  # maximum; of a mixed step also the maximum of its decoding sequences
     is_decode: bool
+    is_ranged: bool = False  # sequences have ranges of keys besides their own (phase 9.1)
 
 
 @dataclass(frozen=True)

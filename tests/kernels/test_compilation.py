@@ -55,6 +55,7 @@ def test_every_variant_compiles(tmp_path):
         "paged_prefill_kernel",
         "planned_decode_kernel",
         "planned_prefill_kernel",
+        "range_attention_kernel",
         "peak_kernel",
         "bracket_kernel",
         "collect_kernel",
@@ -92,7 +93,7 @@ def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stag
             attributes[(i,)] = [["tt.divisibility", 16]]
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     compiled = compile(ASTSource(kernel, signature, constexprs, attributes), target=target, options=options)
-    assert compiled.metadata.shared <= gpu.shared_bytes
+    assert compiled.metadata.shared <= gpu.shared_bytes, (kernel.__name__, compiled.metadata.shared, capability)
     assert compiled.metadata.launch_pdl == constants.get("PDL", False), "what Triton's launcher reads"
     ptx = compiled.asm["ptx"]
     for instruction in ("griddepcontrol.launch_dependents", "griddepcontrol.wait"):
@@ -273,6 +274,26 @@ def compile_fp8_kv_cache():
                 planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
 
 
+def compile_ranges():
+    from shared.attention.range_plan import RangePlan
+    from shared.kernels import merge_states, planned_tiling, range_attention
+
+    planned_tiling.num_multiprocessors = lambda device: 132
+    one = torch.ones(1, dtype=torch.int32)
+    plan = RangePlan(*[one] * 13, torch.zeros(2, dtype=torch.int32))
+    merge_states.launches = lambda tensor: True
+    merge_states.launch = lambda *about, **options: None
+    for capability in ((8, 6), (9, 0)):
+        range_attention.launch = functools.partial(compile_launch, capability=capability)
+        for dtype, Hq, Hkv, D in [(torch.bfloat16, 32, 8, 64), (torch.bfloat16, 8, 4, 128), (torch.float32, 4, 1, 256)]:
+            q, memory = torch.zeros(1, Hq, D, dtype=dtype), torch.zeros(2, 16, Hkv, D, dtype=dtype)
+            about = {"tiling": range_attention.range_tiling(D, dtype.itemsize), "out": torch.empty_like(q)}
+            about |= {"workspace": range_attention.RangeWorkspace.of(1, Hq, D, one.device), "scale": 0.1}
+            where = (one.long(), one, one, one, torch.ones(D // 2, dtype=torch.float64))
+            about["softcap"] = 50.0 if D == 256 else None
+            range_attention.range_attention(q, memory, memory, *where, plan, **about)
+
+
 def compile_sampler():
     from shared.kernels import sampler as module
     from shared.sampling.params import SamplingParams
@@ -318,6 +339,7 @@ if __name__ == "__main__":
     compile_paged_attention()
     compile_compression()
     compile_fp8_kv_cache()
+    compile_ranges()
     compile_sampler()
     compile_grammar()
     compile_next_token()

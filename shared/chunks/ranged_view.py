@@ -1,0 +1,186 @@
+"""The model's view on a GPU of a paged KV cache in which requests are made of chunks. Introduced in phase 9.1.
+
+A step with chunks has plans and a kernel of its own (:mod:`shared.attention.range_plan`,
+:mod:`shared.kernels.range_attention`), whether it decodes or has prompts. It is captured in buckets of its own, since
+its launches differ. The plan and the chunks' block tables are uploaded when they change, which in decode steps is
+seldom: when a request comes or goes, or a position leaves its interval of ``SLACK``.
+
+Invariants: those of :class:`shared.cache.bucket_view.BucketView`, whose steps are those without chunks; a step never
+changes a chunk's keys; a plan that does not fit the captured arrays is uploaded to arrays of its own, and run eagerly.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from shared.attention.descriptor import Int32s
+from shared.attention.range_plan import SLACK, RangeLimits, RangePlan, Ranges, plan_ranges
+from shared.cache.bucket_planner import BucketPlanner
+from shared.cache.bucket_view import BucketView
+from shared.cache.paged_layout import PagedLayout, PagedSizes
+from shared.cache.view import StepInputs
+from shared.chunks.layout import ChunkLayout, Range
+from shared.engine.batch import Batch
+from shared.engine.buckets import Bucket, Buckets
+from shared.engine.staging import Staging
+from shared.kernels.range_attention import RangeWorkspace, range_attention, range_tiling, tokens_per_tile
+from shared.models.config import ModelConfig
+from shared.ops.rope import inverse_frequencies
+
+MOST_CAPTURED_TOKENS = 256
+"""Of a mixed step with chunks that is captured: a question is short, as what is long stands in chunks."""
+HostPlans = dict[int | None, RangePlan[Int32s]]
+
+
+class RangedView(BucketView):
+    """Keys and values in blocks, of sequences and of chunks; see ``BatchView``."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PagedSizes,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        backend: str | None,
+        buckets: Buckets,
+    ) -> None:
+        super().__init__(config, sizes, dtype, device, backend, buckets)
+        device, Hq, Hkv = self.keys.device, config.num_heads, config.num_kv_heads
+        self.ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
+        self.frequencies = {rope: inverse_frequencies(rope, config.head_dim).to(device) for rope in set(self.ropes)}
+        circles = {rope: angles.double() / (2 * math.pi) for rope, angles in self.frequencies.items()}
+        self.circles = [circles[rope] for rope in self.ropes]  # of each layer, turns of a circle per position
+        self.range_tiling = range_tiling(config.head_dim, dtype.itemsize)
+        self.range_grid = self.range_tiling.grid(Hkv, device)
+        self.tokens_per_tile = tokens_per_tile(Hq, Hkv, config.head_dim)
+        captured = [one for one in buckets.decode + buckets.mixed if one.is_decode or self._is_small(one)]
+        rows = max([sizes.max_sequences, *(one.num_tokens for one in captured)])
+        self.limits = RangeLimits.of(rows, self.range_grid, self.tokens_per_tile)
+        self.range_staging = Staging(device, self._range_places())
+        self.range_workspace = RangeWorkspace.of(self.limits.states, Hq, config.head_dim, device)
+        self.range_plans: dict[int | None, RangePlan[torch.Tensor]] = {}
+        self.planned_for: Any = None  # what the uploaded plans were made for
+        self.planned_ranges: tuple[Range, ...] = ()
+        self.paddings = [*self.paddings, *map(self._ranged_padding, reversed(captured))]
+
+    @staticmethod
+    def _is_small(bucket: Bucket) -> bool:
+        return bucket.num_tokens <= MOST_CAPTURED_TOKENS
+
+    def _range_places(self) -> dict[str, tuple[int, DTypeLike]]:
+        """Lengths and dtypes of the staged plans, and of the chunks' tables."""
+        limits = self.limits
+        sizes = {"num_items": 1, "item_pieces": limits.items + 1, "output_indptr": limits.rows + 1}
+        sizes |= {name: getattr(limits, f"{name.split('_')[0]}s") for name in _NAMES if name not in sizes}
+        windows = dict.fromkeys(self.config.windows)
+        places: dict[str, tuple[int, DTypeLike]] = {
+            f"{name} of window {window}": (sizes[name], np.int32) for window in windows for name in _NAMES
+        }
+        return places | {"chunk_tables": (self.sizes.num_blocks, np.int32)}
+
+    def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+        return {"all_table_starts": (self.sizes.max_sequences, np.int32)} | super()._places(is_decode, max_tokens)
+
+    def load(self, batch: Batch) -> StepInputs:
+        """See ``BatchView``."""
+        self.is_ranged = isinstance(batch.layout, ChunkLayout)
+        return super().load(batch)
+
+    def _bucket_of(self, batch: Batch) -> Bucket | None:
+        if not self.is_ranged:
+            return super()._bucket_of(batch)
+        bucket = cast(BucketPlanner, self.planner).buckets.smallest(len(batch), batch.num_tokens)
+        if bucket is not None:
+            bucket = bucket._replace(is_ranged=True) if bucket.is_decode or self._is_small(bucket) else None
+        return bucket if self._plan(batch, cast(ChunkLayout, batch.layout), bucket) else None
+
+    def _plan(self, batch: Batch, layout: ChunkLayout, bucket: Bucket | None) -> bool:
+        """Have the plans of a step on the device; returns whether they are where a captured step reads them."""
+        if layout.ranges is not self.planned_ranges:
+            self.planned_ranges, self.ranges, self.planned_for = layout.ranges, Ranges.of(layout.ranges), None
+        first, last = batch.positions, batch.positions + layout.num_ahead
+        if batch.is_decode:
+            own = layout.num_cached  # of the sequence's own tokens, from the end of its chunks
+            first, last = first - own % SLACK, last + SLACK - 1 - own % SLACK
+        key = (first.tobytes(), last.tobytes(), batch.num_new_tokens.tobytes(), bucket)
+        if key != self.planned_for:
+            num_rows = bucket.num_tokens if bucket is not None else batch.num_tokens
+            about: dict[str, Any] = {"tokens_per_tile": self.tokens_per_tile, "num_rows": num_rows}
+            about["most_shared_slots"] = self.limits.slots - self.limits.rows
+            plans = {
+                window: plan_ranges(
+                    self.ranges, batch.num_new_tokens, first, last, self.range_grid, window=window, **about
+                )
+                for window in dict.fromkeys(self.config.windows)
+            }
+            self.planned_for, self.fits = key, all(map(self.limits.hold, plans.values()))
+            if not self.fits:
+                end = batch.num_tokens + 1
+                plans = {window: replace(one, output_indptr=one.output_indptr[:end]) for window, one in plans.items()}
+            self._send(plans)
+        return self.fits and bucket is not None
+
+    def _send(self, plans: HostPlans) -> None:
+        arrays: dict[str, NDArray[Any]] = {
+            f"{name} of window {window}": array
+            for window, plan in plans.items()
+            for name, array in plan.arrays().items()
+        }
+        arrays["chunk_tables"] = self.ranges.tables
+        staging, workspace = self.range_staging, self.range_workspace
+        if not self.fits:
+            config, most = self.config, max(plan.num_states for plan in plans.values())
+            staging = Staging.for_arrays(self.keys.device, arrays)
+            workspace = RangeWorkspace.of(max(1, most), config.num_heads, config.head_dim, self.keys.device)
+        sent = staging.send(arrays)
+        self.range_plans = {
+            window: RangePlan(*(sent[f"{name} of window {window}"] for name in _NAMES)) for window in plans
+        }
+        self.chunk_tables, self.step_workspace = sent["chunk_tables"], workspace
+
+    def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
+        arrays = super()._arrays(batch, layout)
+        return arrays | {"all_table_starts": layout.table_starts[:-1]} if self.is_ranged else arrays
+
+    def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        super()._receive(layout, sent)
+        if self.is_ranged:
+            self.of_sequences = sent["positions"], sent["tables"], sent["all_table_starts"]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        if not self.is_ranged:
+            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
+        return range_attention(
+            q,
+            self.layer_keys[layer],
+            self.layer_values[layer],
+            *self.of_sequences,
+            self.chunk_tables,
+            self.circles[layer],
+            self.range_plans[window],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            tiling=self.range_tiling,
+            workspace=self.step_workspace,
+            out=self.step_attended if self.is_decode else torch.empty_like(q, memory_format=torch.contiguous_format),
+        )
+
+    def _ranged_padding(self, bucket: Bucket) -> Batch:
+        """A batch for the capture of a bucket with chunks: as without, its first sequence behind a chunk of a token."""
+        batch = cast(BucketPlanner, self.planner).padding(bucket, self.block_size)
+        chunk = Range(0, 0, 1, np.zeros(1, np.int32))
+        layout = ChunkLayout.ranged(cast(PagedLayout, batch.layout), (chunk,))
+        positions = np.arange(batch.num_tokens) < batch.num_new_tokens[0]
+        return replace(batch, layout=layout, positions=positions.astype(np.int64))
+
+
+_NAMES = [one.name for one in fields(RangePlan)]

@@ -1,0 +1,239 @@
+"""Attention over several ranges of keys: chunks, anywhere in a sequence, and its own tokens. Introduced in phase 9.1.
+
+A program computes an item of the plan (:mod:`shared.attention.range_plan`) for one KV head: up to ``ROWS`` rows, which
+are (query, head of the group) pairs, over a split of the ranges that they share. Keys lie as they were written, rotated
+for positions that count from the range's first token. So the queries are moved: before a range's keys are read, each
+query is turned back by the range's offset in the query's sequence (:mod:`shared.chunks.relocation`). That costs a few
+sines for each row and range, in place of a rotation of every key. The sequences that share a chunk may have it at
+different offsets.
+
+A launch has as many programs as run at once, and each takes every so many-th item; so a captured launch serves plans of
+any number of items.
+
+Invariants: only keys that some query of the item sees are read; a query that is turned by nothing is not changed; a
+turned query is rounded once, to its dtype; angles are reduced in fp64, so a distant chunk's are as exact as a near
+one's; a state without keys is empty (logarithm -inf); the plan is uploaded before the step's first kernel.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.attention.range_plan import RangePlan
+from shared.kernels.launch import launch, launch_dependents, next_power_of_two, tl, triton, wait_for_previous
+from shared.kernels.merge_states import merge_states
+from shared.kernels.online_softmax import add_tile, in_base_2
+from shared.kernels.paged_attention import NO_WINDOW, token_rows
+from shared.kernels.planned_tiling import DecodeTiling, fitted
+
+MOST_ROWS, FEW_ROWS = 64, 32  # (query, head) pairs of a tile; few for large heads
+TILINGS = {  # by head size
+    16: DecodeTiling(64),
+    32: DecodeTiling(64),
+    64: DecodeTiling(64),
+    128: DecodeTiling(64, num_stages=2),
+    256: DecodeTiling(32, num_stages=2),
+}
+
+
+def range_tiling(head_dim: int, itemsize: int) -> DecodeTiling:
+    """The tiling for keys of ``itemsize`` bytes per element."""
+    return fitted(TILINGS[head_dim], head_dim, itemsize)
+
+
+def num_rows(head_dim: int, group: int) -> int:
+    """The rows of a tile, for ``group`` query heads that share a KV head."""
+    return max(MOST_ROWS if head_dim <= 128 else FEW_ROWS, next_power_of_two(group))
+
+
+def tokens_per_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Queries of a tile."""
+    group = num_heads // num_kv_heads
+    return num_rows(head_dim, group) // group
+
+
+@triton.jit
+def range_attention_kernel(
+    q,
+    keys,
+    values,
+    positions,
+    sequence_tables,
+    sequence_table_starts,
+    chunk_tables,
+    frequencies,
+    num_items,
+    item_slots,
+    item_counts,
+    item_splits,
+    item_pieces,
+    piece_tables,
+    piece_turns,
+    piece_bases,
+    piece_begins,
+    piece_ends,
+    slot_rows,
+    slot_offsets,
+    slot_states,
+    out,
+    partial,
+    partial_log,
+    scale,
+    softcap,
+    window,
+    q_row_stride,
+    q_head_stride,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs)."""
+    launch_dependents(PDL)
+    kv_head = tl.program_id(0)
+    count_of_items = tl.load(num_items)
+    r, d = tl.arange(0, ROWS), tl.arange(0, D)
+    head = kv_head * GROUP + r % GROUP
+    swapped = (d + D // 2) % D  # RoPE rotates element i with element i + D/2
+    sign = tl.where(d < D // 2, 1.0, -1.0)
+    frequency = tl.load(frequencies + d % (D // 2))  # fp64, turns of a circle per position
+    wait_for_previous(PDL)
+    for item in tl.range(tl.program_id(1), count_of_items, tl.num_programs(1)):
+        slot = tl.load(item_slots + item) + r // GROUP
+        is_row = r < tl.load(item_counts + item) * GROUP
+        row = tl.load(slot_rows + slot, mask=is_row, other=0).to(tl.int64)
+        offset = tl.load(slot_offsets + slot, mask=is_row, other=0)
+        position = tl.load(positions + row, mask=is_row, other=0).to(tl.int32)
+        at = q + row * q_row_stride + head * q_head_stride
+        query = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)  # [ROWS, D]
+        other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
+        other *= sign[None, :]
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, D], tl.float32)
+        for piece in tl.range(tl.load(item_pieces + item), tl.load(item_pieces + item + 1)):
+            turns = (offset + tl.load(piece_turns + piece)).to(tl.float64)[:, None] * frequency[None, :]
+            angle = ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
+            queries = (query * tl.cos(angle) + other * tl.sin(angle)).to(q.dtype.element_ty)
+            place = position - offset - tl.load(piece_bases + piece)  # of the row, on the range's scale
+            end = tl.minimum(tl.load(piece_ends + piece), tl.max(tl.where(is_row, place, -1)) + 1)
+            least = tl.min(tl.where(is_row, place, 2147483647)) - window + 1
+            start = tl.maximum(tl.load(piece_begins + piece), least)
+            table = tl.load(piece_tables + piece)
+            if table < 0:  # noqa: SIM108 - an expression would load an offset that does not exist
+                tables = sequence_tables + tl.load(sequence_table_starts - 1 - table)
+            else:
+                tables = chunk_tables + table
+            rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
+            for tile in tl.range(start, end, TILE):
+                number = tile + tl.arange(0, TILE)
+                is_key = number < end
+                tokens = rows[:, None] + d[None, :]  # [TILE, D]
+                rows = token_rows(tables, number + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
+                k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)
+                v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
+                is_visible = (number[None, :] <= place[:, None]) & (number[None, :] > place[:, None] - window)
+                maximum, total, weighted = add_tile(
+                    queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+                )
+        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+        first_state = tl.load(slot_states + slot, mask=is_row, other=0)
+        is_whole = is_row & (first_state < 0)
+        at_out = row * (HKV * GROUP) + head
+        tl.store(out + at_out[:, None] * D + d[None, :], result, mask=is_whole[:, None])
+        is_part = is_row & (first_state >= 0)
+        state = (first_state + tl.load(item_splits + item)).to(tl.int64) * (HKV * GROUP) + head
+        tl.store(partial + state[:, None] * D + d[None, :], result, mask=is_part[:, None])
+        tl.store(partial_log + state, maximum + tl.log2(total), mask=is_part)
+
+
+@dataclass(frozen=True)
+class RangeWorkspace:
+    """The states of a step's items, which all layers share."""
+
+    partial: torch.Tensor  # fp32 [states, Hq, D]
+    partial_log: torch.Tensor  # fp32 [states, Hq], base 2
+
+    @classmethod
+    def of(cls, num_states: int, num_heads: int, head_dim: int, device: torch.device) -> "RangeWorkspace":
+        """A workspace for plans of up to this many states."""
+        about: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        return cls(torch.empty(num_states, num_heads, head_dim, **about), torch.empty(num_states, num_heads, **about))
+
+
+def range_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    sequence_tables: torch.Tensor,
+    sequence_table_starts: torch.Tensor,
+    chunk_tables: torch.Tensor,
+    frequencies: torch.Tensor,
+    plan: RangePlan[torch.Tensor],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    tiling: DecodeTiling,
+    workspace: RangeWorkspace,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of T new tokens over the ranges of their sequences. Kernels alone; on a CPU see ``ChunkView``.
+
+    Args:
+        q: ``[T, Hq, D]``, rotated for their positions; rows and heads may be strided.
+        keys, values: a layer's ``[blocks, block_size, Hkv, D]``, rotated for positions within their ranges; a
+            sequence's own tokens for their positions in the sequence.
+        positions: int64 ``[T]``, in the sequences.
+        sequence_tables, sequence_table_starts: int32, the block tables of the sequences' own tokens and their offsets.
+        chunk_tables: int32, the tables of ``Ranges.tables``.
+        frequencies: fp64 ``[D/2]``, of the layer's RoPE: angle per position, divided by 2π.
+        plan: from :func:`shared.attention.range_plan.plan_ranges`, on the device.
+        window: attend only to the last ``window`` positions, the token's own included.
+        softcap: scores become ``c · tanh(scores / c)``.
+        tiling: from :func:`range_tiling`.
+        out: ``[T, Hq, D]``, contiguous; rows that the plan has no slots for are left unchanged.
+
+    Returns:
+        ``out``. Raises ValueError for a plan of another number of rows.
+    """
+    T, Hq, D = q.shape
+    _, block_size, Hkv, _ = keys.shape
+    if len(plan.output_indptr) != T + 1:
+        raise ValueError(f"the plan has {len(plan.output_indptr) - 1} rows and the step has {T}")
+    launch(
+        range_attention_kernel,
+        (Hkv, tiling.grid(Hkv, q.device).resident),
+        q,
+        keys,
+        values,
+        positions,
+        sequence_tables,
+        sequence_table_starts,
+        chunk_tables,
+        frequencies,
+        *list(plan.arrays().values())[:-1],
+        out,
+        workspace.partial,
+        workspace.partial_log,
+        *in_base_2(scale, softcap),
+        NO_WINDOW if window is None else window,
+        q.stride(0),
+        q.stride(1),
+        HAS_SOFTCAP=softcap is not None,
+        BLOCK_SIZE=block_size,
+        HKV=Hkv,
+        GROUP=Hq // Hkv,
+        D=D,
+        ROWS=num_rows(D, Hq // Hkv),
+        TILE=tiling.tile,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)

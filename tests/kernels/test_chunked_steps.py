@@ -1,0 +1,186 @@
+"""On a GPU requests made of chunks get what an explicit mask gives, in captured steps too."""
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phases.phase_09_1.engine import Engine
+from shared.attention.descriptor import Grid
+from shared.attention.range_plan import RangePlan, Ranges, plan_ranges
+from shared.attention.states import merge
+from shared.chunks.attention import range_state
+from shared.chunks.relocation import relocate
+from shared.kernels.launch import LAUNCHES
+from shared.kernels.range_attention import RangeWorkspace, range_attention, range_tiling, tokens_per_tile
+from shared.models.config import RopeConfig
+from shared.ops.rope import inverse_frequencies
+from shared.sampling.params import SamplingParams
+from tests.block_diagonal import reference_logits
+from tests.kernels.test_captured_steps import (
+    DEVICE,
+    INTERPRETED,
+    make_engine,
+    only_the_cache_s_kernels,  # noqa: F401 - used by every test
+)
+from tests.mixed_requests import GREEDY
+
+ROOM: dict[str, Any] = {"max_seq_len": 160, "num_gpu_blocks": 90, "prefill_chunk_size": 24, "max_batch_size": 3}
+CHUNKS = [[(7 * n) % 250 for n in range(37)], [(5 * n + 3) % 250 for n in range(16)], [9], [3, 1, 4, 1, 5] * 9]
+
+
+@pytest.mark.parametrize(("D", "Hq", "Hkv"), [(16, 6, 2), (64, 8, 2), (128, 8, 1), (256, 4, 1)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 5.0)])
+def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, window, softcap) -> None:
+    """Four sequences with one to six new tokens; a chunk of 300 tokens in two of them, twice in one; unread is NaN."""
+    if INTERPRETED and (D > 64 or dtype != torch.float32) and (window or softcap):
+        pytest.skip("the interpreter is slow, and has seen the other combinations")
+    size, block_size = [300, 20, 1], 4
+    contexts, own, num_new = [[1, 0], [0, 2, 0], [], [2, 0]], np.array([6, 9, 30, 1]), np.array([1, 6, 2, 1])
+    tables = np.random.default_rng(0).permutation(160).astype(np.int32)
+    cuts = np.cumsum([0] + [-(-n // block_size) for n in [*size, *own]])
+    blocks = [tables[a:b] for a, b in itertools.pairwise(cuts)]
+    keys, values = (torch.full((160, block_size, Hkv, D), float("nan"), device=DEVICE, dtype=dtype) for _ in "kv")
+    for table, count in zip(blocks, [*size, *own], strict=True):
+        for memory in (keys, values):
+            slots = torch.from_numpy(table.astype(np.int64).repeat(block_size) * block_size)[:count]
+            slots = (slots + torch.arange(count) % block_size).to(DEVICE)
+            memory.flatten(0, 1)[slots] = randn(count, Hkv, D).to(dtype)
+    found, lengths = [], []
+    for sequence, chunks in enumerate(contexts):
+        lengths.append(0)
+        for chunk in chunks:
+            about = {"sequence": sequence, "offset": lengths[-1], "length": size[chunk], "blocks": blocks[chunk]}
+            found.append(SimpleNamespace(**about))
+            lengths[-1] += size[chunk]
+    ranges, T = Ranges.of(found), int(num_new.sum())
+    sequences = np.arange(4).repeat(num_new)
+    before = np.concatenate([np.arange(n - new, n) for n, new in zip(own, num_new, strict=True)])
+    positions = np.array(lengths)[sequences] + before
+    tiling = range_tiling(D, dtype.itemsize)
+    grid = tiling.grid(Hkv, DEVICE)
+    grid = Grid(grid.resident, grid.unit, grid.unit)
+    sizes: dict[str, Any] = {"tokens_per_tile": tokens_per_tile(Hq, Hkv, D), "most_shared_slots": 99, "num_rows": T + 2}
+    plan = plan_ranges(ranges, num_new, positions - before % 5, positions + 7, grid, window=window, **sizes)
+    assert plan.num_states > T
+    assert (plan.item_counts > num_new.max()).any(), "one tile is shared"
+    on_device = RangePlan(*(torch.from_numpy(array).to(DEVICE) for array in plan.arrays().values()))
+    frequencies = inverse_frequencies(RopeConfig(theta=10_000.0), D).to(DEVICE)
+    q, out = randn(T + 2, Hq, D).to(dtype), torch.full((T + 2, Hq, D), 7.0, device=DEVICE, dtype=dtype)
+    starts = np.append(0, np.cumsum([len(table) for table in blocks[3:]]))[:-1]
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
+    about = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    range_attention(
+        q,
+        keys,
+        values,
+        torch.from_numpy(np.append(positions, [0, 0])).to(DEVICE),
+        torch.tensor(np.concatenate(blocks[3:]), **int32),
+        torch.tensor(starts, **int32),
+        torch.tensor(ranges.tables, **int32),
+        frequencies.double() / (2 * np.pi),
+        on_device,
+        **about,
+        tiling=tiling,
+        workspace=RangeWorkspace.of(plan.num_states, Hq, D, DEVICE),
+        out=out,
+    )
+    expected = torch.empty(T, Hq, D, device=DEVICE)
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        state, query = None, q[row : row + 1]
+        pieces = [(one.blocks, one.length, one.offset, one.offset) for one in found if one.sequence == sequence]
+        pieces.append((blocks[3 + sequence], int(own[sequence]), lengths[sequence], 0))
+        for table, count, base, turn in pieces:
+            at = torch.from_numpy(table.astype(np.int64)).to(DEVICE)
+            k, v = (memory[at].flatten(0, 1)[:count].transpose(0, 1) for memory in (keys, values))
+            moved = relocate(query, torch.tensor([-turn], device=DEVICE), frequencies)
+            new = range_state(moved, k, v, torch.tensor([position - base], device=DEVICE), **about)
+            state = new if state is None else merge(state, new)
+        assert state is not None
+        expected[row] = state[0][0]
+    # A turned query is rounded to its dtype, so a score is off by that, and weights by as much.
+    error = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(out[:T].float(), expected, atol=error, rtol=error)
+    assert (out[T:] == 7).all(), "padding is not written"
+
+
+def answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """The greedy tokens of requests that are made of these chunks, behind a token that tells them apart."""
+    names = [engine.register(chunk) for chunk in CHUNKS]
+    while engine.has_work():
+        engine.step()
+    params = SamplingParams(**GREEDY, max_new_tokens=num_tokens)
+    requests = [
+        engine.add_request([11, 12, n], params, chunk_ids=[names[chunk] for chunk in chunks])
+        for n, chunks in enumerate(contexts)
+    ]
+    found: dict[str, list[int]] = {name: [] for name in requests}
+    while engine.has_work():
+        for output in engine.step():
+            found[output.request_id].append(output.token_id)
+    assert engine.pool.audit() == []
+    return [found[name] for name in requests]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_replayed_steps_give_what_an_explicit_mask_gives(
+    tiny_checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with shared and with own chunks beside one without; a plan that fits no captured arrays runs eagerly."""
+    monkeypatch.setattr("shared.attention.range_plan.LEAST_SAVED", 30)
+    contexts = [[0, 1], [3, 0], [], [0, 2, 0]]
+    for captures in (True, False) if family == "llama" or not INTERPRETED else (True,):
+        engine = make_engine(tiny_checkpoints[family], Engine, **ROOM, overlap_scheduling=True)
+        if not captures:
+            engine.view.limits = type(engine.view.limits)(0, 0, 0, 0, 0)
+        buckets, compute = set(), engine.runner._compute
+
+        def watched(*about: Any, compute: Any = compute, view: Any = engine.view, found: Any = buckets) -> Any:
+            found.add(view.bucket is not None and view.bucket.is_ranged)
+            return compute(*about)
+
+        engine.runner._compute = watched
+        LAUNCHES.clear()
+        got = answers(engine, contexts, 4 if INTERPRETED else 12)
+        assert LAUNCHES["range_attention_kernel"] > 0
+        model = engine.model
+        for chunks, ids in zip(contexts, got, strict=True):
+            own = [11, 12, contexts.index(chunks)]
+            logits = reference_logits(model, [CHUNKS[n] for n in chunks], own + ids[:-1])[2:]
+            assert ids == logits.argmax(-1).tolist(), f"{family}, chunks {chunks}"
+        assert buckets == ({True, False} if captures else {False}), "steps with chunks have buckets of their own"
+
+
+def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints: dict[str, Path]) -> None:
+    """An answer that crosses intervals of SLACK positions; plans are uploaded a few times only."""
+    room = ROOM | {"max_seq_len": 640, "num_gpu_blocks": 200}
+    engine = make_engine(tiny_checkpoints["llama"], Engine, **room, overlap_scheduling=True)
+    sent: list[int] = []
+    send = engine.view._send
+    engine.view._send = lambda plans: (sent.append(1), send(plans))
+    num_tokens = 12 if INTERPRETED else 300
+    engine.view.planned_for = None
+    (got,) = answers(engine, [[1, 2]], num_tokens)
+    ids = [11, 12, 0, *got]
+    logits = reference_logits(engine.model, [CHUNKS[1], CHUNKS[2]], ids[:-1])[2:]
+    assert got == logits.argmax(-1).tolist()
+    assert len(sent) <= 4, "once for the question, once for each interval"
+
+
+def test_all_recomputed_is_the_whole_prompt(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make_engine(tiny_checkpoints["qwen3"], Engine, **ROOM)
+    names = [engine.register(chunk) for chunk in CHUNKS[:2]]
+    while engine.has_work():
+        engine.step()
+    whole = engine.blend(names, 1.0)
+    params = SamplingParams(**GREEDY, max_new_tokens=6)
+    name = engine.add_request([11, 12], params, chunk_ids=[whole])
+    ids = []
+    while engine.has_work():
+        ids += [output.token_id for output in engine.step() if output.request_id == name]
+    prompt = [*CHUNKS[0], *CHUNKS[1], 11, 12]
+    assert ids == reference_logits(engine.model, [], prompt + ids[:-1])[-6:].argmax(-1).tolist()

@@ -1,0 +1,99 @@
+"""A plan over ranges shows every query each of its visible keys once, and stays within its limits."""
+
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.attention.descriptor import Grid
+from shared.attention.range_plan import LEAST_SAVED, RangeLimits, RangePlan, Ranges, plan_ranges
+
+
+def ranges_of(contexts: list[list[int]], sizes: list[int]) -> tuple[Ranges, list[int]]:
+    """Sequences made of chunks of these sizes, 4 tokens a block; and how long each sequence's chunks are."""
+    first_blocks = np.cumsum([0, *sizes])
+    found, lengths = [], []
+    for sequence, chunks in enumerate(contexts):
+        offset = 0
+        for chunk in chunks:
+            blocks = first_blocks[chunk] + np.arange(-(-sizes[chunk] // 4), dtype=np.int32)
+            found.append(SimpleNamespace(sequence=sequence, offset=offset, length=sizes[chunk], blocks=blocks))
+            offset += sizes[chunk]
+        lengths.append(offset)
+    return Ranges.of(found), lengths
+
+
+def keys_of(plan: RangePlan, positions: np.ndarray, ranges: Ranges, window: int) -> dict[int, list[tuple[int, int]]]:
+    """What the kernel would show each row: (table, key) in the order of items; a sequence's own table is negative."""
+    shown: dict[int, list[tuple[int, int]]] = {}
+    states: set[int] = set()
+    for item in range(int(plan.num_items[0])):
+        for slot in range(plan.item_slots[item], plan.item_slots[item] + plan.item_counts[item]):
+            row = int(plan.slot_rows[slot])
+            if plan.slot_states[slot] >= 0:
+                state = int(plan.slot_states[slot] + plan.item_splits[item])
+                assert plan.output_indptr[row] <= state < plan.output_indptr[row + 1], "the state is the row's"
+                assert state not in states, "two items store the same state"
+                states.add(state)
+            else:
+                assert plan.output_indptr[row] == plan.output_indptr[row + 1], "a whole row has no states"
+            for piece in range(plan.item_pieces[item], plan.item_pieces[item + 1]):
+                place = positions[row] - plan.piece_bases[piece] - plan.slot_offsets[slot]
+                for key in range(plan.piece_begins[piece], min(plan.piece_ends[piece], place + 1)):
+                    if key > place - window:
+                        table = int(plan.piece_tables[piece])
+                        turn = int(plan.piece_turns[piece] + plan.slot_offsets[slot])
+                        assert turn == (0 if table < 0 else positions[row] - place), "the turn is the range's offset"
+                        shown.setdefault(row, []).append((table, int(key)))
+    assert len(states) == plan.num_states
+    return shown
+
+
+@given(st.data())
+def test_each_visible_key_is_in_one_item(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.sampled_from([1, 5, 64, 130, 300]), min_size=1, max_size=4), "sizes")
+    some = st.lists(st.integers(0, len(sizes) - 1), max_size=4)
+    contexts = data.draw(st.lists(some, min_size=1, max_size=5).filter(any), "contexts")
+    ranges, lengths = ranges_of(contexts, sizes)
+    B = len(contexts)
+    num_new = np.array(data.draw(st.lists(st.integers(1, 9), min_size=B, max_size=B), "new"))
+    before = np.array(data.draw(st.lists(st.integers(0, 200), min_size=B, max_size=B), "own tokens before"))
+    slack = data.draw(st.integers(0, 40), "slack")
+    window = data.draw(st.sampled_from([None, 1, 70, 400]), "window")
+    tokens = data.draw(st.integers(1, 6), "tokens per tile")
+    most = data.draw(st.sampled_from([0, 8, 1000]), "shared slots")
+    grid = Grid(data.draw(st.integers(1, 9), "resident"), 32, 64)
+    sequences = np.arange(B).repeat(num_new)
+    begins = (num_new.cumsum() - num_new)[sequences]
+    positions = np.array(lengths)[sequences] + before[sequences] + np.arange(len(sequences)) - begins
+    least = positions - np.minimum(slack, before[sequences])
+    about = {"tokens_per_tile": tokens, "most_shared_slots": most, "num_rows": len(positions) + 3, "window": window}
+    plan = plan_ranges(ranges, num_new, least, positions + slack, grid, **about)
+    shown = keys_of(plan, positions, ranges, window or 10**9)
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        first = 0 if window is None else max(0, position - window + 1)
+        expected = []
+        for n in np.flatnonzero(ranges.sequences == sequence):
+            table, offset = int(ranges.table_starts[ranges.chunks[n]]), ranges.offsets[n]
+            expected += [(table, j) for j in range(ranges.lengths[n]) if offset + j >= first]
+        own = lengths[sequence]
+        expected += [(-1 - int(sequence), j - own) for j in range(max(own, first), position + 1)]
+        assert sorted(shown[row]) == sorted(expected)
+    limits = RangeLimits.of(len(positions) + 3, grid, tokens)
+    assert len(plan.slot_rows) <= len(positions) + most
+    if most <= 8:
+        assert plan.num_states <= limits.states
+    assert limits.hold(plan) or len(plan.piece_tables) > limits.pieces or most > 8
+
+
+def test_a_shared_chunk_is_read_once_for_all_and_a_short_one_for_each() -> None:
+    grid = Grid(1, 64, 64)
+    about = {"tokens_per_tile": 16, "most_shared_slots": 100, "num_rows": 8}
+    places = np.full(8, 1000)
+    for size, num_items in ((1000, 9), (LEAST_SAVED // 8, 8)):
+        ranges, lengths = ranges_of([[0]] * 8, [size])
+        plan = plan_ranges(ranges, np.ones(8, np.int64), places + lengths, places + lengths, grid, **about)
+        read = (plan.piece_ends - plan.piece_begins)[plan.piece_tables >= 0].sum()
+        assert read == (size if num_items == 9 else 8 * size)
+        assert len(set(plan.item_slots.tolist())) == num_items
