@@ -11,7 +11,7 @@ when it is read. Invariant: the engines that are compared have the same number o
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from shared.lessons import find_lesson
 from shared.ops.rope import inverse_frequencies
 from shared.sampling.params import SamplingParams
 
-BLOCK, QUESTION, STEPS, WARM_UP = 16, 32, 48, 6
+BLOCK, QUESTION, STEPS, WARM_UP = 16, 32, 40, 4
 Context = tuple[list[int], list[str]]  # the ids of a prompt, and the chunks before it
 
 
@@ -44,34 +44,53 @@ def engines(about: dict[str, Any], *phases: tuple[str, dict[str, Any]]) -> Itera
     free_memory()
 
 
-def step_ms(engine: Any, contexts: list[Context]) -> float:
-    """Milliseconds a step while all requests decode."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=WARM_UP + STEPS + 8, ignore_eos=True)
-    names = [
-        engine.add_request(prompt, params, **({"chunk_ids": chunks} if chunks else {})) for prompt, chunks in contexts
-    ]
-    while engine.last_step is None or len(engine.last_step.decoded) < len(names) or engine.last_step.prefilled:
+class Decoding:
+    """Requests that decode together, from when the last of them has its first token."""
+
+    def __init__(self, engine: Any, contexts: list[Context], trials: int) -> None:
+        self.engine = engine
+        num_new = (WARM_UP + STEPS) * trials + 4 * len(contexts) + 64  # the first request decodes beside all prompts
+        params = SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True)
+        self.names = [
+            engine.add_request(prompt, params, **({"chunk_ids": chunks} if chunks else {}))
+            for prompt, chunks in contexts
+        ]
         engine.step()
-    for _ in range(WARM_UP):
-        engine.step()
-    started = time.perf_counter()
-    for _ in range(STEPS):
-        engine.step()
-    seconds = time.perf_counter() - started
-    for name in names:
-        engine.abort(name)
-    while engine.has_work():
-        engine.step()
-    return 1e3 * seconds / STEPS
+        while len(engine.last_step.decoded) < len(contexts):
+            engine.step()
+
+    def step_ms(self) -> float:
+        """Milliseconds a step."""
+        for _ in range(WARM_UP):
+            self.engine.step()
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            self.engine.step()
+        return 1e3 * (time.perf_counter() - started) / STEPS
+
+    def end(self) -> None:
+        for name in self.names:
+            self.engine.abort(name)
+        while self.engine.has_work():
+            self.engine.step()
 
 
-def turns(trials: int, *calls: Any) -> list[float]:
+def turns(trials: int, calls: Sequence[Callable[[], float]]) -> list[float]:
     """The median result of each call; they take turns."""
     found: list[list[float]] = [[] for _ in calls]
     for trial in range(trials):
         for n in range(len(calls)) if trial % 2 else reversed(range(len(calls))):
             found[n].append(calls[n]())
     return [statistics.median(one) for one in found]
+
+
+def step_times(trials: int, *parties: tuple[Any, list[Context]]) -> list[float]:
+    """Milliseconds a decode step of each engine with its requests."""
+    decoding = [Decoding(engine, contexts, trials) for engine, contexts in parties]
+    found = turns(trials, [one.step_ms for one in decoding])
+    for one in decoding:
+        one.end()
+    return found
 
 
 def rotating_ms(config: Any, num_tokens: int, device: str) -> float:
@@ -90,10 +109,10 @@ def rotating_ms(config: Any, num_tokens: int, device: str) -> float:
 def measure(model: str, trials: int, device: str, documents: int, length: int, shared: int, requests: int) -> Report:
     """First token behind ``documents`` of ``length`` tokens; decode steps of many ``requests``, behind one document of
     ``shared`` tokens, behind one of ``length`` each, and behind none."""
-    plain, results = {"use_prefix_caching": False}, {}
+    plain, results, began = {"use_prefix_caching": False}, {}, time.perf_counter()
     about: dict[str, Any] = {"model": model, "device": device, "seed": 0, "max_batch_size": requests}
     about |= {"prefill_chunk_size": 2048, "max_num_batched_tokens": 2048 + requests}
-    room = QUESTION + WARM_UP + STEPS + 16
+    room = QUESTION + (WARM_UP + STEPS) * trials + 4 * requests + 80
     context = documents * length
     sizes = {"max_seq_len": context + room, "num_gpu_blocks": (2 * context + 8 * room) // BLOCK}
     with engines(about | sizes, ("09", plain), ("09.1", plain)) as (full, chunked):
@@ -103,12 +122,9 @@ def measure(model: str, trials: int, device: str, documents: int, length: int, s
         for engine in (full, chunked):  # compiles what is left to compile
             first_token(engine, question)
         first_token(chunked, question, names)
-        seconds = turns(
-            trials, lambda: first_token(full, whole + question), lambda: first_token(chunked, question, names)
-        )
-        steps = turns(
-            trials, lambda: step_ms(full, [(whole + question, [])]), lambda: step_ms(chunked, [(question, names)])
-        )
+        calls = (lambda: first_token(full, whole + question), lambda: first_token(chunked, question, names))
+        seconds = turns(trials, calls)
+        steps = step_times(trials, (full, [(whole + question, [])]), (chunked, [(question, names)]))
         results["first"] = {"plain_ms": 1e3 * seconds[0], "chunked_ms": 1e3 * seconds[1]}
         results["one"] = {"plain_ms": steps[0], "chunked_ms": steps[1]}
         results["one"]["rotating_ms"] = rotating_ms(config, context, device)
@@ -122,24 +138,22 @@ def measure(model: str, trials: int, device: str, documents: int, length: int, s
         name = register(chunked, [document])
         first_token(prefixed, document + question)
         all_of: list[Context] = [(document + one, []) for one in questions]
-        found = turns(
-            trials,
-            lambda: step_ms(full, all_of),
-            lambda: step_ms(prefixed, all_of),
-            lambda: step_ms(chunked, [(one, name) for one in questions]),
-        )
+        found = step_times(trials, (full, all_of), (prefixed, all_of), (chunked, [(one, name) for one in questions]))
         results["shared"] = dict(zip(("plain_ms", "prefix_ms", "chunked_ms"), found, strict=True))
+        print("shared", results["shared"], round(time.perf_counter() - began), flush=True)
     sizes = {"max_seq_len": length + room, "num_gpu_blocks": requests * (length + room + BLOCK) // BLOCK}
     with engines(about | sizes, ("09", plain), ("09.1", plain)) as (full, chunked):
         pieces = [draw.draw(length) for _ in range(requests)]
         names = register(chunked, pieces)
         own: list[Context] = [(one, [name]) for one, name in zip(questions, names, strict=True)]
         long: list[Context] = [(piece + one, []) for piece, one in zip(pieces, questions, strict=True)]
-        found = turns(trials, lambda: step_ms(full, long), lambda: step_ms(chunked, own))
+        found = step_times(trials, (full, long), (chunked, own))
         results["each"] = {"plain_ms": found[0], "chunked_ms": found[1]}
+        print("each", results["each"], round(time.perf_counter() - began), flush=True)
         chunked.chunks.evict(10**9)
-        found = turns(trials, lambda: step_ms(full, long), lambda: step_ms(chunked, long))
+        found = step_times(trials, (full, long), (chunked, long))
         results["none"] = {"plain_ms": found[0], "chunked_ms": found[1]}
+        print("none", results["none"], round(time.perf_counter() - began), flush=True)
     for row in results.values():
         row["times"] = row["plain_ms"] / row["chunked_ms"]
     flags = {"trials": trials, "documents": documents, "length": length, "shared": shared, "requests": requests}

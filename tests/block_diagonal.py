@@ -35,7 +35,7 @@ class Masked:
         scores = torch.einsum("thd,shd->hts", q, k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        place = torch.arange(T)
+        place = torch.arange(T, device=q.device)
         sees = self.mask if window is None else self.mask & (place[None, :] > place[:, None] - window)
         return torch.einsum("hts,shd->thd", scores.masked_fill(~sees, -torch.inf).softmax(-1), v)
 
@@ -53,6 +53,7 @@ def block_diagonal(lengths: list[int], num_own: int) -> torch.Tensor:
 def reference_logits(model: CausalLM, chunks: list[list[int]], own: list[int]) -> torch.Tensor:
     """Logits ``[len(own), V]`` of the tokens behind the chunks."""
     ids = [token_id for chunk in chunks for token_id in chunk] + own
-    view = Masked(block_diagonal([*map(len, chunks)], len(own)))
-    hidden = model(Tokens(torch.tensor(ids), torch.arange(len(ids))), view)
+    device = model.norm.weight.device
+    view = Masked(block_diagonal([*map(len, chunks)], len(own)).to(device))
+    hidden = model(Tokens(torch.tensor(ids, device=device), torch.arange(len(ids), device=device)), view)
     return model.logits(hidden[-len(own) :])

@@ -15,7 +15,6 @@ from shared.attention.range_plan import RangePlan, Ranges, plan_ranges
 from shared.attention.states import merge
 from shared.chunks.attention import range_state
 from shared.chunks.relocation import relocate
-from shared.kernels.launch import LAUNCHES
 from shared.kernels.range_attention import RangeWorkspace, range_attention, range_tiling, tokens_per_tile
 from shared.models.config import RopeConfig
 from shared.ops.rope import inverse_frequencies
@@ -144,9 +143,7 @@ def test_replayed_steps_give_what_an_explicit_mask_gives(
             return compute(*about)
 
         engine.runner._compute = watched
-        LAUNCHES.clear()
         got = answers(engine, contexts, 4 if INTERPRETED else 12)
-        assert LAUNCHES["range_attention_kernel"] > 0
         model = engine.model
         for chunks, ids in zip(contexts, got, strict=True):
             own = [11, 12, contexts.index(chunks)]
