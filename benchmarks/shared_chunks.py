@@ -128,6 +128,7 @@ def measure(model: str, trials: int, device: str, documents: int, length: int, s
         results["first"] = {"plain_ms": 1e3 * seconds[0], "chunked_ms": 1e3 * seconds[1]}
         results["one"] = {"plain_ms": steps[0], "chunked_ms": steps[1]}
         results["one"]["rotating_ms"] = rotating_ms(config, context, device)
+        print(results, round(time.perf_counter() - began), flush=True)
         name = describe_model(model)["name"]
         shown = {phase: engine_settings(one.config, name) for phase, one in (("09", full), ("09.1", chunked))}
     questions = [draw.draw(QUESTION) for _ in range(requests)]
