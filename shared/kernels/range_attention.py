@@ -11,8 +11,9 @@ A launch has as many programs as run at once, and each takes every so many-th it
 any number of items.
 
 Invariants: only keys that some query of the item sees are read; a query that is turned by nothing is not changed; a
-turned query is rounded once, to its dtype; angles are reduced in fp64, so a distant chunk's are as exact as a near
-one's; a state without keys is empty (logarithm -inf); the plan is uploaded before the step's first kernel.
+turned query is rounded once, to its dtype, as it is turned either by its slot's offset or by the piece's; angles are
+reduced in fp64, so a distant chunk's are as exact as a near one's; a state without keys is empty (logarithm -inf); the
+plan is uploaded before the step's first kernel.
 """
 
 from dataclasses import dataclass
@@ -51,6 +52,13 @@ def tokens_per_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """Queries of a tile."""
     group = num_heads // num_kv_heads
     return num_rows(head_dim, group) // group
+
+
+@triton.jit
+def angles(distance, frequency):
+    """Radians of a turn by ``distance`` positions, fp32, for a ``frequency`` in turns of a circle per position, fp64."""
+    turns = distance.to(tl.float64) * frequency
+    return ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
 
 
 @triton.jit
@@ -100,7 +108,7 @@ def range_attention_kernel(
     r, d = tl.arange(0, ROWS), tl.arange(0, D)
     head = kv_head * GROUP + r % GROUP
     swapped = (d + D // 2) % D  # RoPE rotates element i with element i + D/2
-    sign = tl.where(d < D // 2, 1.0, -1.0)
+    sign = tl.where(d < D // 2, 1.0, -1.0)[None, :]
     frequency = tl.load(frequencies + d % (D // 2))  # fp64, turns of a circle per position
     wait_for_previous(PDL)
     for item in tl.range(tl.program_id(1), count_of_items, tl.num_programs(1)):
@@ -110,16 +118,19 @@ def range_attention_kernel(
         offset = tl.load(slot_offsets + slot, mask=is_row, other=0)
         position = tl.load(positions + row, mask=is_row, other=0).to(tl.int32)
         at = q + row * q_row_stride + head * q_head_stride
-        query = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)  # [ROWS, D]
-        other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
-        other *= sign[None, :]
+        query = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
+        other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
+        if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
+            angle = angles(offset[:, None], frequency[None, :])
+            query = (query.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(query.dtype)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
         for piece in tl.range(tl.load(item_pieces + item), tl.load(item_pieces + item + 1)):
-            turns = (offset + tl.load(piece_turns + piece)).to(tl.float64)[:, None] * frequency[None, :]
-            angle = ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
-            queries = (query * tl.cos(angle) + other * tl.sin(angle)).to(q.dtype.element_ty)
+            turn, queries = tl.load(piece_turns + piece), query
+            if turn > 0:
+                angle = angles(turn, frequency)[None, :]
+                queries = (query.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(query.dtype)
             place = position - offset - tl.load(piece_bases + piece)  # of the row, on the range's scale
             end = tl.minimum(tl.load(piece_ends + piece), tl.max(tl.where(is_row, place, -1)) + 1)
             least = tl.min(tl.where(is_row, place, 2147483647)) - window + 1
