@@ -15,8 +15,9 @@ interval of ``SLACK`` positions, so most steps upload none.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from dataclasses import astuple, dataclass, fields
+from functools import cached_property
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class Ranges:
     table_starts: Int64s  # [chunks], in ``tables``
 
     @classmethod
-    def of(cls, ranges: Sequence[Any]) -> "Ranges":
+    def of(cls, ranges: Sequence[Any]) -> Self:
         """From the fields ``sequence``, ``offset``, ``length`` and ``blocks`` of each range; equal first blocks are
         the same chunk."""
         blocks = {int(one.blocks[0]): one.blocks for one in ranges}
@@ -53,6 +54,19 @@ class Ranges:
         sequences, offsets, lengths, chunks = np.array(numbers, np.int64).reshape(-1, 4).T
         tables = np.concatenate([*blocks.values()])
         return cls(sequences, offsets, lengths, chunks, tables, sizes.cumsum() - sizes)
+
+    @property
+    def saved(self) -> Int64s:
+        """Keys ``[chunks]`` that are not read if each chunk is read once."""
+        places = np.bincount(self.chunks, minlength=len(self.table_starts))
+        lengths = np.zeros(len(places), np.int64)
+        lengths[self.chunks] = self.lengths
+        return (places - 1) * lengths
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether a chunk is worth reading once for several sequences."""
+        return bool((self.saved >= LEAST_SAVED).any())
 
 
 @dataclass(frozen=True)
@@ -99,18 +113,21 @@ class RangeLimits:
     states: int
 
     @classmethod
-    def of(cls, rows: int, grid: Grid, tokens_per_tile: int) -> "RangeLimits":
+    def of(cls, rows: int, grid: Grid, tokens_per_tile: int) -> Self:
         """For steps of ``rows`` new tokens: three shared chunks for each, on average, and eight pieces a tile."""
         slots = 4 * rows + 64
         return cls(
             rows, slots, grid.resident + slots, 8 * (grid.resident + slots), max_states(slots, grid, tokens_per_tile)
         )
 
+    def __or__(self, other: Self) -> Self:
+        """The limits for plans of either kind."""
+        return type(self)(*map(max, astuple(self), astuple(other)))
+
     def hold(self, plan: RangePlan[Int32s]) -> bool:
         """Whether a plan fits."""
         sizes = (len(plan.output_indptr) - 1, len(plan.slot_rows), len(plan.item_slots), len(plan.piece_tables))
-        limits = (self.rows, self.slots, self.items, self.pieces, self.states)
-        return all(size <= most for size, most in zip((*sizes, plan.num_states), limits, strict=True))
+        return all(size <= most for size, most in zip((*sizes, plan.num_states), astuple(self), strict=True))
 
 
 def max_states(slots: int, grid: Grid, tokens_per_tile: int) -> int:
@@ -193,7 +210,7 @@ class _Tiles:
     is_shared: NDArray[np.bool_]  # [R], the ranges that are read in tiles of shared chunks
 
     @classmethod
-    def of(cls, ranges: Ranges, num_new: Int64s, first: Int64s, last: Int64s, size: int, most: int) -> "_Tiles":
+    def of(cls, ranges: Ranges, num_new: Int64s, first: Int64s, last: Int64s, size: int, most: int) -> Self:
         is_shared = _shared(ranges, num_new, most)
         begins = num_new.cumsum() - num_new
         mine = np.flatnonzero(is_shared)[ranges.chunks[is_shared].argsort(kind="stable")]  # ranges by chunk
@@ -214,13 +231,10 @@ class _Tiles:
 
 def _shared(ranges: Ranges, num_new: Int64s, most: int) -> NDArray[np.bool_]:
     """Which ranges are read once for several sequences, with at most ``most`` queries."""
-    sizes, places = np.zeros((2, len(ranges.table_starts)), np.int64)
-    sizes[ranges.chunks] = ranges.lengths
-    np.add.at(places, ranges.chunks, 1)
-    saved = (places - 1) * sizes
-    queries = np.bincount(ranges.chunks, num_new[ranges.sequences], len(sizes)).astype(np.int64)
+    saved = ranges.saved
+    queries = np.bincount(ranges.chunks, num_new[ranges.sequences], len(saved)).astype(np.int64)
     order = (-saved).argsort(kind="stable")
-    fits = np.zeros(len(sizes), bool)
+    fits = np.zeros(len(saved), bool)
     fits[order] = (queries * (saved >= LEAST_SAVED))[order].cumsum() <= most
     return (fits & (saved >= LEAST_SAVED))[ranges.chunks]
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from shared.attention.descriptor import Int32s
-from shared.attention.range_plan import SLACK, RangeLimits, RangePlan, Ranges, plan_ranges
+from shared.attention.range_plan import LEAST_SAVED, SLACK, RangeLimits, RangePlan, Ranges, plan_ranges
 from shared.cache.bucket_planner import BucketPlanner
 from shared.cache.bucket_view import BucketView
 from shared.cache.paged_layout import PagedLayout, PagedSizes
@@ -28,7 +28,7 @@ from shared.chunks.layout import ChunkLayout, Range
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.engine.staging import Staging
-from shared.kernels.range_attention import RangeWorkspace, range_attention, range_tiling, tokens_per_tile
+from shared.kernels.range_attention import RangeTiling, RangeWorkspace, range_attention, range_tiling
 from shared.models.config import ModelConfig
 from shared.ops.rope import inverse_frequencies
 
@@ -55,12 +55,17 @@ class RangedView(BucketView):
         self.frequencies = {rope: inverse_frequencies(rope, config.head_dim).to(device) for rope in set(self.ropes)}
         circles = {rope: angles.double() / (2 * math.pi) for rope, angles in self.frequencies.items()}
         self.circles = [circles[rope] for rope in self.ropes]  # of each layer, turns of a circle per position
-        self.range_tiling = range_tiling(config.head_dim, dtype.itemsize)
-        self.range_grid = self.range_tiling.grid(Hkv, device)
-        self.tokens_per_tile = tokens_per_tile(Hq, Hkv, config.head_dim)
-        captured = [one for one in buckets.decode + buckets.mixed if one.is_decode or self._is_small(one)]
+        self.group = Hq // Hkv
+        self.tilings = [
+            range_tiling(is_shared, self.group, config.head_dim, dtype.itemsize) for is_shared in (False, True)
+        ]
+        captured = [self._ranged(one, tiling) for tiling in self.tilings for one in buckets.decode]
+        captured += [self._ranged(one, self.tilings[1]) for one in buckets.mixed if self._is_small(one)]
         rows = max([sizes.max_sequences, *(one.num_tokens for one in captured)])
-        self.limits = RangeLimits.of(rows, self.range_grid, self.tokens_per_tile)
+        alone, shared = (
+            RangeLimits.of(rows, tiling.grid(Hkv, device), tiling.tokens(self.group)) for tiling in self.tilings
+        )
+        self.limits = alone | shared
         self.range_staging = Staging(device, self._range_places())
         self.range_workspace = RangeWorkspace.of(self.limits.states, Hq, config.head_dim, device)
         self.range_plans: dict[int | None, RangePlan[torch.Tensor]] = {}
@@ -71,6 +76,10 @@ class RangedView(BucketView):
     @staticmethod
     def _is_small(bucket: Bucket) -> bool:
         return bucket.num_tokens <= MOST_CAPTURED_TOKENS
+
+    @staticmethod
+    def _ranged(bucket: Bucket, tiling: RangeTiling) -> Bucket:
+        return bucket._replace(tile_rows=tiling.rows)
 
     def _range_places(self) -> dict[str, tuple[int, DTypeLike]]:
         """Lengths and dtypes of the staged plans, and of the chunks' tables."""
@@ -95,12 +104,13 @@ class RangedView(BucketView):
         if not self.is_ranged:
             return super()._bucket_of(batch)
         bucket = cast(BucketPlanner, self.planner).buckets.smallest(len(batch), batch.num_tokens)
-        if bucket is not None:
-            bucket = bucket._replace(is_ranged=True) if bucket.is_decode or self._is_small(bucket) else None
-        return bucket if self._plan(batch, cast(ChunkLayout, batch.layout), bucket) else None
+        if bucket is not None and not bucket.is_decode and not self._is_small(bucket):
+            bucket = None
+        is_held = self._plan(batch, cast(ChunkLayout, batch.layout), bucket)
+        return self._ranged(bucket, self.range_tiling) if bucket is not None and is_held else None
 
     def _plan(self, batch: Batch, layout: ChunkLayout, bucket: Bucket | None) -> bool:
-        """Have the plans of a step on the device; returns whether they are where a captured step reads them."""
+        """Have the plans of a step on the device; returns whether they are where captured steps read them."""
         if layout.ranges is not self.planned_ranges:
             self.planned_ranges, self.ranges, self.planned_for = layout.ranges, Ranges.of(layout.ranges), None
         first, last = batch.positions, batch.positions + layout.num_ahead
@@ -109,13 +119,16 @@ class RangedView(BucketView):
             first, last = first - own % SLACK, last + SLACK - 1 - own % SLACK
         key = (first.tobytes(), last.tobytes(), batch.num_new_tokens.tobytes(), bucket)
         if key != self.planned_for:
-            num_rows = bucket.num_tokens if bucket is not None else batch.num_tokens
-            about: dict[str, Any] = {"tokens_per_tile": self.tokens_per_tile, "num_rows": num_rows}
-            about["most_shared_slots"] = self.limits.slots - self.limits.rows
+            self.range_tiling = self.tilings[self.ranges.is_shared or not batch.is_decode]
+            about: dict[str, Any] = {
+                "tokens_per_tile": self.range_tiling.tokens(self.group),
+                "most_shared_slots": self.limits.slots - self.limits.rows,
+                "num_rows": bucket.num_tokens if bucket is not None else batch.num_tokens,
+            }
+            of_step = (self.ranges, batch.num_new_tokens, first, last)
+            grid = self.range_tiling.grid(self.num_kv_heads, self.keys.device)
             plans = {
-                window: plan_ranges(
-                    self.ranges, batch.num_new_tokens, first, last, self.range_grid, window=window, **about
-                )
+                window: plan_ranges(*of_step, grid, window=window, **about)
                 for window in dict.fromkeys(self.config.windows)
             }
             self.planned_for, self.fits = key, all(map(self.limits.hold, plans.values()))
@@ -123,7 +136,7 @@ class RangedView(BucketView):
                 end = batch.num_tokens + 1
                 plans = {window: replace(one, output_indptr=one.output_indptr[:end]) for window, one in plans.items()}
             self._send(plans)
-        return self.fits and bucket is not None
+        return self.fits
 
     def _send(self, plans: HostPlans) -> None:
         arrays: dict[str, NDArray[Any]] = {
@@ -175,12 +188,13 @@ class RangedView(BucketView):
         )
 
     def _ranged_padding(self, bucket: Bucket) -> Batch:
-        """A batch for the capture of a bucket with chunks: as without, its first sequence behind a chunk of a token."""
+        """A batch for the capture of a bucket with chunks: as without, its first sequence behind a chunk, twice."""
         batch = cast(BucketPlanner, self.planner).padding(bucket, self.block_size)
-        chunk = Range(0, 0, 1, np.zeros(1, np.int32))
-        layout = ChunkLayout.ranged(cast(PagedLayout, batch.layout), (chunk,))
+        length = LEAST_SAVED if bucket.tile_rows == self.tilings[1].rows else 1
+        chunk = Range(0, 0, length, np.zeros(-(-length // self.block_size), np.int32))
+        layout = ChunkLayout.ranged(cast(PagedLayout, batch.layout), (chunk, chunk))
         positions = np.arange(batch.num_tokens) < batch.num_new_tokens[0]
-        return replace(batch, layout=layout, positions=positions.astype(np.int64))
+        return replace(batch, layout=layout, positions=2 * length * positions.astype(np.int64))
 
 
 _NAMES = [one.name for one in fields(RangePlan)]

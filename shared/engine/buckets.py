@@ -18,7 +18,7 @@ class Bucket(NamedTuple):
     num_tokens: int
     num_sequences: int  # maximum; of a mixed step also the maximum of its decoding sequences
     is_decode: bool
-    is_ranged: bool = False  # sequences have ranges of keys besides their own (phase 9.1)
+    tile_rows: int = 0  # of attention over ranges of keys (phase 9.1); 0: each sequence has its own keys only
 
 
 @dataclass(frozen=True)

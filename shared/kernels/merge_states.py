@@ -15,7 +15,7 @@ import torch
 from shared.attention.states import merge_rows
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
-MERGED_NUMBERS = 4096  # fp32 numbers of states that a program of one head holds at a time
+MERGED_NUMBERS = 4096  # fp32 numbers of states that a program holds at a time
 MOST_ROWS = 16  # that have a program for each head; of more rows, most of which have few states, each has one program
 NUM_WARPS = 4
 
@@ -125,7 +125,7 @@ def merge_states(
             HQ=Hq,
             D=D,
             ROWS=rows,
-            MERGED=1 if is_row else max(1, MERGED_NUMBERS // D),
+            MERGED=max(1, MERGED_NUMBERS // (rows * D)),
             num_warps=NUM_WARPS,
             num_stages=1,
         )

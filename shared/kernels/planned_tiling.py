@@ -8,6 +8,7 @@ fit in ``PIPELINE_BYTES``; if the table's entry exceeds that, the pipeline is sh
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 import torch
 
@@ -57,6 +58,7 @@ class PrefillTiling:
         return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
 
 
+AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)
 FEW_PAIRS = 64
 """Maximum (sequence, KV head) pairs of a batch for the first of two tilings: its splits are short, down to
 ``least_split``, and a split of a single tile prefetches nothing."""
@@ -77,7 +79,7 @@ def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize
 
 
 @cache  # asked for in every step
-def fitted(tiling: DecodeTiling, head_dim: int, itemsize: int) -> DecodeTiling:
+def fitted(tiling: AnyTiling, head_dim: int, itemsize: int) -> AnyTiling:
     """The tiling with its pipeline, and then its tile, reduced to fit in ``PIPELINE_BYTES``."""
     tile, stages = tiling.tile, tiling.num_stages
     token_bytes = 2 * head_dim * itemsize

@@ -16,7 +16,7 @@ reduced in fp64, so a distant chunk's are as exact as a near one's; a state with
 plan is uploaded before the step's first kernel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,35 +28,37 @@ from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.kernels.paged_attention import NO_WINDOW, token_rows
 from shared.kernels.planned_tiling import DecodeTiling, fitted
 
-MOST_ROWS, FEW_ROWS = 64, 32  # (query, head) pairs of a tile; few for large heads
-TILINGS = {  # by head size
-    16: DecodeTiling(64),
-    32: DecodeTiling(64),
-    64: DecodeTiling(64),
-    128: DecodeTiling(64, num_stages=2),
-    256: DecodeTiling(32, num_stages=2),
+
+@dataclass(frozen=True)
+class RangeTiling(DecodeTiling):
+    """The tiling of attention over ranges; there are two, for steps in which a chunk is shared, and for others."""
+
+    rows: int = 16  # (query, head) pairs of a tile
+
+    def tokens(self, group: int) -> int:
+        """Queries of a tile, for ``group`` query heads that share a KV head."""
+        return self.rows // group
+
+
+ALONE, SHARED = RangeTiling(64, 2, 3, 4), RangeTiling(64, 4, 3, 2, rows=64)
+TILINGS = {  # by head size: alone, shared
+    16: (ALONE, SHARED),
+    32: (ALONE, SHARED),
+    64: (ALONE, SHARED),
+    128: (RangeTiling(64, 4, 2, 2), RangeTiling(64, 4, 2, 2, rows=64)),
+    256: (RangeTiling(32, 4, 2, 2), RangeTiling(32, 4, 2, 2, rows=32)),
 }
 
 
-def range_tiling(head_dim: int, itemsize: int) -> DecodeTiling:
-    """The tiling for keys of ``itemsize`` bytes per element."""
-    return fitted(TILINGS[head_dim], head_dim, itemsize)
-
-
-def num_rows(head_dim: int, group: int) -> int:
-    """The rows of a tile, for ``group`` query heads that share a KV head."""
-    return max(MOST_ROWS if head_dim <= 128 else FEW_ROWS, next_power_of_two(group))
-
-
-def tokens_per_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """Queries of a tile."""
-    group = num_heads // num_kv_heads
-    return num_rows(head_dim, group) // group
+def range_tiling(is_shared: bool, group: int, head_dim: int, itemsize: int) -> RangeTiling:
+    """The tiling for ``group`` query heads that share a KV head, and keys of ``itemsize`` bytes per element."""
+    tiling = fitted(TILINGS[head_dim][is_shared], head_dim, itemsize)
+    return replace(tiling, rows=max(tiling.rows, next_power_of_two(group)))
 
 
 @triton.jit
 def angles(distance, frequency):
-    """Radians of a turn by ``distance`` positions, fp32, for a ``frequency`` in turns of a circle per position, fp64."""
+    """Radians of a move by ``distance`` positions, fp32; a ``frequency`` is turns of a circle per position, fp64."""
     turns = distance.to(tl.float64) * frequency
     return ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
 
@@ -191,7 +193,7 @@ def range_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    tiling: DecodeTiling,
+    tiling: RangeTiling,
     workspace: RangeWorkspace,
     out: torch.Tensor,
 ) -> torch.Tensor:
@@ -242,7 +244,7 @@ def range_attention(
         HKV=Hkv,
         GROUP=Hq // Hkv,
         D=D,
-        ROWS=num_rows(D, Hq // Hkv),
+        ROWS=tiling.rows,
         TILE=tiling.tile,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

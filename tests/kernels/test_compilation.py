@@ -287,11 +287,12 @@ def compile_ranges():
         range_attention.launch = functools.partial(compile_launch, capability=capability)
         for dtype, Hq, Hkv, D in [(torch.bfloat16, 32, 8, 64), (torch.bfloat16, 8, 4, 128), (torch.float32, 4, 1, 256)]:
             q, memory = torch.zeros(1, Hq, D, dtype=dtype), torch.zeros(2, 16, Hkv, D, dtype=dtype)
-            about = {"tiling": range_attention.range_tiling(D, dtype.itemsize), "out": torch.empty_like(q)}
-            about |= {"workspace": range_attention.RangeWorkspace.of(1, Hq, D, one.device), "scale": 0.1}
+            about = {"workspace": range_attention.RangeWorkspace.of(1, Hq, D, one.device), "out": torch.empty_like(q)}
+            about |= {"scale": 0.1, "softcap": 50.0 if D == 256 else None}
             where = (one.long(), one, one, one, torch.ones(D // 2, dtype=torch.float64))
-            about["softcap"] = 50.0 if D == 256 else None
-            range_attention.range_attention(q, memory, memory, *where, plan, **about)
+            for is_shared in (False, True):
+                about["tiling"] = range_attention.range_tiling(is_shared, Hq // Hkv, D, dtype.itemsize)
+                range_attention.range_attention(q, memory, memory, *where, plan, **about)
 
 
 def compile_sampler():
