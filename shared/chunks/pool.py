@@ -18,7 +18,7 @@ from shared.cache.planned import PlannedKVCachePool
 from shared.cache.planned_layout import AttentionPlanner
 from shared.cache.prefix import PrefixKVCachePool
 from shared.chunks.layout import ChunkLayout, Range, ranges_of
-from shared.chunks.registry import ChunkRegistry
+from shared.chunks.registry import Chunk, ChunkRegistry
 from shared.engine.request import Request
 from shared.scheduling.schedule import Schedule
 
@@ -33,7 +33,7 @@ class ChunkKVCachePool(PrefixKVCachePool):
         self.registry = registry
         registry.join(self.allocator.free, sizes.num_blocks, sizes.block_size)
         self.is_sharing = is_sharing
-        self.users: dict[Request, None] = {}  # admitted requests that are made of chunks
+        self.users: dict[Request, int] = {}  # admitted requests that are made of chunks: the tokens of these
         self.is_ranged = False  # whether the step that is laid out has chunks
         self.known: Any = None  # what the ranges were made of
         self.ranges: tuple[Range, ...] = ()
@@ -41,7 +41,7 @@ class ChunkKVCachePool(PrefixKVCachePool):
     def _has_prefix(self, request: Request) -> bool:
         """Whether the prefix tree is for this request."""
         registry = self.registry
-        return self.is_sharing and request not in registry.contexts and request not in registry.computing
+        return self.is_sharing and request not in registry.computing and request not in registry.contexts
 
     def admit(self, request: Request) -> int:
         """See ``CachePoolProtocol``; a request made of chunks becomes their user."""
@@ -50,8 +50,8 @@ class ChunkKVCachePool(PrefixKVCachePool):
         chunks = self.registry.contexts.get(request, ())
         if chunks:
             self.registry.acquire(chunks)
-            self.users[request] = None
-        return self.registry.context_length(request)
+            self.users[request] = self.registry.context_length(request)
+        return self.users.get(request, 0)
 
     def must_wait(self, request: Request) -> bool:
         """See ``CachePoolProtocol``; a request waits for the chunks that it is made of."""
@@ -59,7 +59,7 @@ class ChunkKVCachePool(PrefixKVCachePool):
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """See ``CachePoolProtocol``; chunks need no reservation."""
-        return super().reserve(request, max(0, num_tokens - self.registry.context_length(request)))
+        return super().reserve(request, max(0, num_tokens - self.users.get(request, 0)))
 
     def _allocate(self, count: int) -> Blocks | None:
         """See :class:`shared.cache.paged.PagedKVCachePool`; evicts chunks if the tree cannot give enough."""
@@ -74,11 +74,11 @@ class ChunkKVCachePool(PrefixKVCachePool):
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; the blocks of a chunk that is complete are the registry's too."""
-        if self._has_prefix(request):
+        chunk = self.registry.computing.get(request)
+        if self.is_sharing and chunk is None and request not in self.users:
             super().commit(request, num_tokens)
             return
         PlannedKVCachePool.commit(self, request, num_tokens)
-        chunk = self.registry.computing.get(request)
         if chunk is not None and self.length(request) == len(chunk):
             blocks = self.table(request)
             self.allocator.share(blocks)
@@ -86,11 +86,11 @@ class ChunkKVCachePool(PrefixKVCachePool):
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""
-        super().truncate(request, num_tokens - self.registry.context_length(request))
+        super().truncate(request, num_tokens - self.users.get(request, 0))
 
     def shrink(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""
-        super().shrink(request, num_tokens - self.registry.context_length(request))
+        super().shrink(request, num_tokens - self.users.get(request, 0))
 
     def release(self, request: Request) -> None:
         """See ``CachePoolProtocol``; the chunks stay."""
@@ -101,7 +101,7 @@ class ChunkKVCachePool(PrefixKVCachePool):
 
     def length(self, request: Request) -> int:
         """See ``CachePoolProtocol``; the chunks of an admitted request count."""
-        return super().length(request) + (self.registry.context_length(request) if request in self.users else 0)
+        return super().length(request) + self.users.get(request, 0)
 
     @property
     def free_tokens(self) -> int:
@@ -115,7 +115,9 @@ class ChunkKVCachePool(PrefixKVCachePool):
 
     def layout(self, schedule: Schedule) -> PagedLayout:
         """See ``CachePoolProtocol``."""
-        contexts = tuple([self.registry.contexts.get(request, ()) for request in schedule.requests])
+        contexts: tuple[tuple[Chunk, ...], ...] = ()
+        if self.users:
+            contexts = tuple([self.registry.contexts.get(request, ()) for request in schedule.requests])
         self.is_ranged = any(contexts)
         layout = super().layout(schedule)
         if not self.is_ranged:

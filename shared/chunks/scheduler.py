@@ -43,9 +43,8 @@ class ChunkScheduler(OverlappedScheduler):
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """See :class:`shared.scheduling.scheduler.Scheduler`; requests that computed a chunk retire."""
         super().commit(schedule, sampled)
-        for request in schedule.requests:
-            chunk = self.registry.computing.get(request)
-            if chunk is not None and chunk.is_resident:
+        for request, chunk in list(self.registry.computing.items()):
+            if chunk.is_resident:
                 self._retire(request, RequestStatus.FINISHED)
 
     def has_work(self) -> bool:
