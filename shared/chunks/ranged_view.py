@@ -19,9 +19,11 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from shared.attention.descriptor import Int32s
-from shared.attention.range_plan import LEAST_SAVED, SLACK, RangeLimits, RangePlan, Ranges, plan_ranges
+from shared.attention.range_plan import SLACK, RangeLimits, RangePlan, plan_ranges
+from shared.attention.range_tiles import LEAST_SAVED, Ranges, Tiles
 from shared.cache.bucket_planner import BucketPlanner
 from shared.cache.bucket_view import BucketView
+from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.view import StepInputs
 from shared.chunks.layout import ChunkLayout, Range
@@ -70,6 +72,7 @@ class RangedView(BucketView):
         self.range_workspace = RangeWorkspace.of(self.limits.states, Hq, config.head_dim, device)
         self.range_plans: dict[int | None, RangePlan[torch.Tensor]] = {}
         self.planned_for: Any = None  # what the uploaded plans were made for
+        self.tiled_for: Any = None  # what the tiles were made for, besides the ranges
         self.planned_ranges: tuple[Range, ...] = ()
         self.paddings = [*self.paddings, *map(self._ranged_padding, reversed(captured))]
 
@@ -112,7 +115,8 @@ class RangedView(BucketView):
     def _plan(self, batch: Batch, layout: ChunkLayout, bucket: Bucket | None) -> bool:
         """Have the plans of a step on the device; returns whether they are where captured steps read them."""
         if layout.ranges is not self.planned_ranges:
-            self.planned_ranges, self.ranges, self.planned_for = layout.ranges, Ranges.of(layout.ranges), None
+            self.planned_ranges, self.ranges = layout.ranges, Ranges.of(layout.ranges)
+            self.planned_for = self.tiled_for = None
         first, last = batch.positions, batch.positions + layout.num_ahead
         if batch.is_decode:
             own = layout.num_cached  # of the sequence's own tokens, from the end of its chunks
@@ -120,15 +124,11 @@ class RangedView(BucketView):
         key = (first.tobytes(), last.tobytes(), batch.num_new_tokens.tobytes(), bucket)
         if key != self.planned_for:
             self.range_tiling = self.tilings[self.ranges.is_shared or not batch.is_decode]
-            about: dict[str, Any] = {
-                "tokens_per_tile": self.range_tiling.tokens(self.group),
-                "most_shared_slots": self.limits.slots - self.limits.rows,
-                "num_rows": bucket.num_tokens if bucket is not None else batch.num_tokens,
-            }
-            of_step = (self.ranges, batch.num_new_tokens, first, last)
+            num_rows = bucket.num_tokens if bucket is not None else batch.num_tokens
+            of_step = (self._tiles(batch.num_new_tokens), first, last)
             grid = self.range_tiling.grid(self.num_kv_heads, self.keys.device)
             plans = {
-                window: plan_ranges(*of_step, grid, window=window, **about)
+                window: plan_ranges(*of_step, grid, num_rows=num_rows, window=window)
                 for window in dict.fromkeys(self.config.windows)
             }
             self.planned_for, self.fits = key, all(map(self.limits.hold, plans.values()))
@@ -137,6 +137,14 @@ class RangedView(BucketView):
                 plans = {window: replace(one, output_indptr=one.output_indptr[:end]) for window, one in plans.items()}
             self._send(plans)
         return self.fits
+
+    def _tiles(self, num_new: Integers) -> Tiles:
+        """The tiles of the loaded ranges; the last ones, if only positions have changed."""
+        tokens, most = self.range_tiling.tokens(self.group), self.limits.slots - self.limits.rows
+        key = (num_new.tobytes(), tokens)
+        if self.tiled_for != key:
+            self.tiled_for, self.tiles = key, Tiles.of(self.ranges, num_new, tokens, most)
+        return self.tiles
 
     def _send(self, plans: HostPlans) -> None:
         arrays: dict[str, NDArray[Any]] = {

@@ -11,7 +11,8 @@ import torch
 
 from phases.phase_09_1.engine import Engine
 from shared.attention.descriptor import Grid
-from shared.attention.range_plan import RangePlan, Ranges, plan_ranges
+from shared.attention.range_plan import RangePlan, plan_ranges
+from shared.attention.range_tiles import Ranges, Tiles
 from shared.attention.states import merge
 from shared.chunks.attention import range_state
 from shared.chunks.relocation import relocate
@@ -63,8 +64,8 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
     tiling = range_tiling(True, Hq // Hkv, D, dtype.itemsize)
     grid = tiling.grid(Hkv, DEVICE)
     grid = Grid(grid.resident, grid.unit, grid.unit)
-    sizes: dict[str, Any] = {"tokens_per_tile": tiling.tokens(Hq // Hkv), "most_shared_slots": 99, "num_rows": T + 2}
-    plan = plan_ranges(ranges, num_new, positions - before % 5, positions + 7, grid, window=window, **sizes)
+    tiles = Tiles.of(ranges, num_new, tiling.tokens(Hq // Hkv), 99)
+    plan = plan_ranges(tiles, positions - before % 5, positions + 7, grid, num_rows=T + 2, window=window)
     assert plan.num_states > T
     assert (plan.item_counts > num_new.max()).any(), "one tile is shared"
     on_device = RangePlan(*(torch.from_numpy(array).to(DEVICE) for array in plan.arrays().values()))
@@ -130,7 +131,7 @@ def test_replayed_steps_give_what_an_explicit_mask_gives(
     tiny_checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with shared and with own chunks beside one without; a plan that fits no captured arrays runs eagerly."""
-    monkeypatch.setattr("shared.attention.range_plan.LEAST_SAVED", 30)
+    monkeypatch.setattr("shared.attention.range_tiles.LEAST_SAVED", 30)
     contexts = [[0, 1], [3, 0], [], [0, 2, 0]]
     for captures in (True,) if INTERPRETED else (True, False):
         engine = make_engine(tiny_checkpoints[family], Engine, **ROOM, overlap_scheduling=True)
