@@ -126,5 +126,5 @@ def move_kept(
     sizes = width, chosen.shape[-1], num_blocks
     launch(gather_kept_kernel, (L * Hkv, -(-most // ROWS)), *where, chosen, counts, *buffers, i, *sizes, **about)
     to, start = (numbers, i * width + TABLE_START) if table is None else (table, 0)
-    sizes = width, start, total, num_blocks
-    launch(scatter_kept_kernel, (-(-total // ROWS),), *where, counts, to, *buffers, i, *sizes, **about)
+    at = width, start, total, num_blocks
+    launch(scatter_kept_kernel, (-(-total // ROWS),), *where, counts, to, *buffers, i, *at, **about)
