@@ -162,8 +162,7 @@ class Engine:
             scheduler.compressed(request, kept, num_freed)
             self.num_compressions += kept is not None
             self.num_freed_blocks += num_freed
-        for request in scheduler.arriving():
-            select(self.pool, self.view, request)
+        select(self.pool, self.view, scheduler.arriving())
 
     def make_room(self, request: Request) -> bool:
         """Preempt a request for the compression of one; False if it is that one."""

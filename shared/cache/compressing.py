@@ -4,7 +4,7 @@ The view alone sees keys and queries, so it decides what is kept. Then the pool 
 others, and the view moves it. Invariant: no step is in flight that reads or writes the request.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from shared.cache.blocks import Blocks
@@ -32,8 +32,8 @@ class CompressingPool(CachePoolProtocol, Protocol):
 class CompressingView(BatchView, Protocol):
     """A view that keeps a part of a sequence."""
 
-    def select(self, sequence: Holding) -> None:
-        """Begin to choose what :meth:`compress` will keep of a sequence whose last tokens are in flight, if that can go
+    def select(self, sequences: Sequence[Holding]) -> None:
+        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if that can go
         on while other sequences' steps are launched.
         """
         ...
@@ -68,7 +68,9 @@ def compress(
     return None if packed is None else tuple(map(tuple, packed.counts.tolist())), num_freed
 
 
-def select(pool: CachePoolProtocol, view: BatchView, request: Request) -> None:
-    """Begin the compression of a request that reaches its length in the step in flight."""
-    num_in_flight = request.num_scheduled_tokens - request.num_computed_tokens
-    cast(CompressingView, view).select(cast(CompressingPool, pool).holding(request, num_in_flight))
+def select(pool: CachePoolProtocol, view: BatchView, requests: Sequence[Request]) -> None:
+    """Begin the compressions of requests that reach their lengths in the step in flight."""
+    own = cast(CompressingPool, pool)
+    holdings = [own.holding(one, one.num_scheduled_tokens - one.num_computed_tokens) for one in requests]
+    if holdings:
+        cast(CompressingView, view).select(holdings)

@@ -1,6 +1,6 @@
 """The model's view on a GPU of a KV cache of which parts were dropped, in captured steps. Introduced in phase 9.2.
 
-What a compression kept is sent to the device once, to the request's row of the pool. From there the kernel of decode
+What a compression kept is written once on the device, in the request's row of the pool. From there the kernel of decode
 steps (:mod:`shared.kernels.condensed_attention`) reads which tokens a head has, so a step uploads no more than in phase
 6, and is captured in phase 9's buckets. Compressed or not, all decoding sequences are one launch. A prompt that was
 compressed, because a preempted request is computed again, is attended with PyTorch's operations.
@@ -9,7 +9,8 @@ Invariants: those of :class:`shared.cache.condensed_view.CondensedView`; padding
 which keeps nothing.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from shared.cache.bucket_view import OF_TOKENS, padded
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
 from shared.cache.condensed_view import CondensedView
-from shared.cache.head_selection import CachedKeys, Selected, sent
+from shared.cache.head_selection import CachedKeys, Selected, beside, longest, sent
 from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_view import PagedView
@@ -30,6 +31,7 @@ from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.kernels.kept_moves import move_kept
+from shared.kernels.window_mass import TABLE_START
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 
@@ -66,6 +68,7 @@ class CondensedBucketView(CondensedView):
         self.windows = torch.tensor([window or 0 for window in config.windows], dtype=torch.int32, device=device)
         self.p = torch.tensor([self.budget.p], dtype=torch.float64, device=device)
         self.selected: dict[int, Selected] = {}  # by row, of sequences whose last step is in flight
+        self.selecting = torch.cuda.Stream(self.keys.device) if self.keys.is_cuda else None
         self.sent_rows: dict[int, Packed] = {}  # what each row of `kept` says; none: nothing is kept
 
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
@@ -77,7 +80,8 @@ class CondensedBucketView(CondensedView):
         self.bucket = self.buckets.smallest(len(batch), batch.num_tokens) if batch.is_decode else None
         layout = cast(CondensedLayout, batch.layout)
         for row, packed in zip(layout.rows.tolist(), layout.packed, strict=True):
-            self.selected.pop(row, None)  # what is loaded changes
+            if (selected := self.selected.pop(row, None)) is not None:  # what is loaded changes
+                selected.precede()
             self._send_kept(row, packed)
         self.sequences, self.num_new = layout.holdings() if not batch.is_decode else [], batch.num_new_tokens.tolist()
         return PagedView.load(self, batch)
@@ -167,37 +171,46 @@ class CondensedBucketView(CondensedView):
             self.kept.masks[sequence.row, ..., : mask.shape[-1]] = mask
         return packed
 
-    def select(self, sequence: Holding) -> None:
-        """See :class:`shared.cache.compressing.CompressingView`."""
-        if self.is_batched:
-            self.selected[sequence.row] = self._select(sequence)
+    def select(self, sequences: Sequence[Holding]) -> None:
+        """See :class:`shared.cache.compressing.CompressingView`; those of about one length are one set of launches."""
+        alike: defaultdict[tuple[int, int], list[Holding]] = defaultdict(list)
+        for one in sequences if self.is_batched else ():
+            alike[min(self.num_queries, one.num_tail), longest(one).bit_length()].append(one)
+        for together in alike.values():
+            self.selected |= dict.fromkeys((one.row for one in together), self._select(together))
 
-    def _select(self, sequence: Holding) -> Selected:
-        """Choose for all layers and heads at once, behind what the device does now."""
-        self._send_kept(sequence.row, sequence.packed)
-        located = CachedKeys.located(sequence, self.kept.ends)
-        w = min(self.num_queries, sequence.num_tail)
-        keys = CachedKeys(self.ring, self.keys, located, w, self.config.attention_scale)
-        compressor = cast(BatchedCompressor, self.compressor)
-        return Selected(sequence, keys, compressor, self.windows, self.budget, self.p)
+    def _select(self, sequences: Sequence[Holding]) -> Selected:
+        """Choose for all layers and heads at once, behind what the device does now; tails are as long as a window, or
+        equally long.
+        """
+        for one in sequences:
+            self._send_kept(one.row, one.packed)
+        w, compressor = min(self.num_queries, sequences[0].num_tail), cast(BatchedCompressor, self.compressor)
+        with beside(self.selecting):
+            located = CachedKeys.located(sequences, self.kept.ends)
+            keys = CachedKeys(self.ring, self.keys, located, w, self.config.attention_scale)
+            return Selected(sequences, keys, compressor, self.windows, self.budget, self.p)
 
     def _compress_all(self, sequence: Holding, place: Place) -> Packed | None:
         """``compress`` for all layers and heads at once."""
         selected, before = self.selected.pop(sequence.row, None), sequence.packed
-        if selected is None or not selected.is_of(sequence):
-            selected = self._select(sequence)
-        counts = selected.wait()
+        if selected is None or (i := selected.index(sequence)) is None:
+            selected, i = self._select([sequence]), 0
+        counts = selected.wait()[i]
         num_before = counts.size * sequence.num_tail + (0 if before is None else int(before.counts.sum()))
         if num_before - (total := int(counts.sum())) < self.cells.per_block:
             return None
         table = place(packed := Packed(counts, sequence.num_tokens, self.cells.slots_for(counts)))
         if table is None:
             return None
-        located = selected.sequence
-        if not np.array_equal(sequence.table, selected.holding.table):  # the prefix tree had the same blocks
-            located = CachedKeys.located(sequence, self.kept.ends)
-        kept, target = (selected.chosen, selected.counts), sent(table, self.keys.device)
-        move_kept(self.keys, self.values, located, *kept, int(counts.max()), total, target)
+        known, source = selected.holdings[i].table, sequence.table
+        if not np.array_equal(source, known):  # the prefix tree had the same blocks
+            where = slice(TABLE_START, TABLE_START + len(source))
+            selected.sequences.numbers[i, where] = sent(source, self.keys.device)
+        target = None if np.array_equal(table, source[: len(table)]) else sent(table, self.keys.device)
+        kept = selected.sequences, i, selected.chosen, selected.counts
+        move_kept(self.keys, self.values, *kept, int(counts.max()), total, target)
+        self.sent_rows[sequence.row] = packed
         return packed
 
     def _padding(self, bucket: Bucket) -> Batch:

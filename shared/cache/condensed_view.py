@@ -11,6 +11,7 @@ Invariants: those of :class:`shared.cache.paged_view.PagedView`; a head's tokens
 masks only lose bits; the queries of a token have one place in the ring, so a step can be run again.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -127,7 +128,7 @@ class CondensedView(PagedView):
         is_kept = torch.from_numpy(back <= counts).to(device)
         return torch.from_numpy(both).to(device), torch.cat([is_kept, kept], 1)
 
-    def select(self, sequence: Holding) -> None:
+    def select(self, sequences: Sequence[Holding]) -> None:
         """See :class:`shared.cache.compressing.CompressingView`; here ``compress`` does everything."""
 
     def compress(self, sequence: Holding, place: Place) -> Packed | None:

@@ -24,7 +24,7 @@ class Compressor(Protocol):
 
 
 class KeyMeasures(Protocol):
-    """What a compressor may ask about the keys of all layers and heads of a sequence, n being the most of a head."""
+    """What a compressor may ask about the keys of all layers and heads of S sequences, n being the most of a head."""
 
     @property
     def num_queries(self) -> int:
@@ -32,11 +32,11 @@ class KeyMeasures(Protocol):
         ...
 
     def mass(self, num_queries: int) -> Tensor:
-        """Attention summed over the last queries, [L, Hkv, Hq / Hkv, n]; 0 behind a head's keys."""
+        """Attention summed over the last queries, [S, L, Hkv, Hq / Hkv, n]; 0 behind a head's keys."""
         ...
 
     def redundancy(self, threshold: float) -> Tensor:
-        """R-KV's mean cosines, [L, Hkv, n]; -inf behind a head's keys."""
+        """R-KV's mean cosines, [S, L, Hkv, n]; -inf behind a head's keys."""
         ...
 
 
@@ -45,7 +45,7 @@ class BatchedCompressor(Compressor, Protocol):
     """A compressor that can score the keys of all layers and heads at once."""
 
     def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
-        """``mass`` of the whole window -> scores [L, Hkv, n], up to a factor."""
+        """``mass`` of the whole window -> scores [S, L, Hkv, n], up to a factor."""
         ...
 
 
@@ -85,8 +85,8 @@ class SnapKV:
 
     def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
         """See :class:`BatchedCompressor`."""
-        rows = F.max_pool1d(mass.flatten(0, -3), self.kernel, stride=1, padding=self.kernel // 2)
-        return rows.view_as(mass).amax(-2)
+        rows = mass.amax(-2)  # the order of two maxima is free: this one first leaves less to the other
+        return F.max_pool1d(rows.flatten(0, -2), self.kernel, stride=1, padding=self.kernel // 2).view_as(rows)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which keys each head keeps, for all layers and heads in one launch. Introduced in phase 9.2.
+"""Which keys each head keeps, for all layers and heads of several sequences in one launch. Introduced in phase 9.2.
 
 :func:`shared.compression.selection.select` sorts. A program here has a head, and finds the same cuts by bisection. The
 bits of a float sort like an integer (those of a negative one when all but the sign are inverted), so 32 passes over a
@@ -12,7 +12,7 @@ import torch
 
 from shared.compression.selection import Budget
 from shared.kernels.launch import launch, tl, triton
-from shared.kernels.window_mass import CachedSequence, head_tokens
+from shared.kernels.window_mass import CachedSequences, head_tokens
 
 TILE, NUM_WARPS = 4096, 8
 
@@ -83,7 +83,7 @@ def num_needed(attention, size, p, TILE: tl.constexpr):
     return tl.minimum(above + tl.maximum(whole + (whole.to(tl.float64) < more).to(tl.int32), 1), size)
 
 
-@triton.jit(do_not_specialize=["longest"])
+@triton.jit(do_not_specialize=["width", "longest"])
 def key_selection_kernel(
     scores,
     attention,
@@ -93,6 +93,7 @@ def key_selection_kernel(
     chosen,
     counts,
     p,
+    width,
     longest,
     least,
     most,
@@ -102,10 +103,11 @@ def key_selection_kernel(
     HKV: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program i has KV head i % Hkv of layer i // Hkv."""
+    """Program (i, s) has KV head i % Hkv of layer i // Hkv of sequence s."""
     head = tl.program_id(0)
-    _, _, size = head_tokens(numbers, ends, head, HEADS)
-    row = head.to(tl.int64) * longest
+    _, _, size = head_tokens(numbers + tl.program_id(1) * width, ends, head, HEADS)
+    of_all = tl.program_id(1) * HEADS + head
+    row = of_all.to(tl.int64) * longest
     scores, attention, chosen = scores + row, attention + row, chosen + row
     window = tl.load(windows + head // HKV)
     first = tl.minimum(num_sinks, size)  # of those that may go
@@ -136,13 +138,13 @@ def key_selection_kernel(
         tl.store(chosen + number, place, mask=is_kept)
         seen += tl.sum(is_tie, 0)
         num_kept += tl.sum(is_kept.to(tl.int32), 0)
-    tl.store(counts + head, num_kept)
+    tl.store(counts + of_all, num_kept)
 
 
 def select_keys(
     scores: torch.Tensor,
     attention: torch.Tensor,
-    sequence: CachedSequence,
+    sequences: CachedSequences,
     windows: torch.Tensor,
     budget: Budget,
     p: torch.Tensor,
@@ -150,18 +152,19 @@ def select_keys(
     """The keys that each head keeps.
 
     Args:
-        scores: fp32 ``[L, Hkv, longest]``, finite, of each head's keys in time order; contiguous.
+        scores: fp32 ``[n, L, Hkv, longest]``, finite, of each head's keys in time order; contiguous.
         attention: likewise, not negative, with the sum 1.
         windows: int32 ``[L]``, the window of a layer, all of which is kept and nothing else; 0: none.
         p: fp64 ``[1]``, the budget's, on the device.
 
     Returns:
-        int32 ``[L, Hkv, longest]``, the places of the kept keys in time order, and int32 ``[L, Hkv]``, their number.
+        int32 ``[n, L, Hkv, longest]``, the places of the kept keys in time order, and int32 ``[n, L, Hkv]``, their
+        number.
     """
-    L, Hkv, longest = scores.shape
-    chosen, counts = torch.empty_like(scores, dtype=torch.int32), windows.new_empty(L, Hkv)
-    bounds = longest, budget.least, budget.most, budget.num_sinks, budget.num_recent
-    where = sequence.numbers, sequence.ends, windows
+    n, L, Hkv, longest = scores.shape
+    chosen, counts = torch.empty_like(scores, dtype=torch.int32), windows.new_empty(n, L, Hkv)
+    bounds = sequences.width, longest, budget.least, budget.most, budget.num_sinks, budget.num_recent
+    where = sequences.numbers, sequences.ends, windows
     about = {"HEADS": L * Hkv, "HKV": Hkv, "TILE": TILE, "num_warps": NUM_WARPS, "num_stages": 1}
-    launch(key_selection_kernel, (L * Hkv,), scores, attention, *where, chosen, counts, p, *bounds, **about)
+    launch(key_selection_kernel, (L * Hkv, n), scores, attention, *where, chosen, counts, p, *bounds, **about)
     return chosen, counts

@@ -2,7 +2,8 @@
 
 The attention of w queries to n keys is w · n numbers a head, of which compressors need the sums over the queries. Two
 launches compute them for all layers and heads without storing the rest: the first finds the logarithm of the sum of
-each query's softmax, the second adds up the columns. Keys are read where they are, packed or in the tail.
+each query's softmax, the second adds up the columns. Keys are read where they are, packed or in the tail. Several
+sequences are one set of launches.
 
 Invariant: a sum depends neither on timing nor on other requests, so a request that is computed again is compressed to
 the same cache.
@@ -18,22 +19,30 @@ from shared.kernels.online_softmax import LOG2_E
 
 TILE, TILES, NUM_WARPS = 128, 2, 4  # keys at a time; tiles of a program of the second launch
 
-TABLE_START = 4  # of the block table in ``CachedSequence.numbers``
+TABLE_START = 4  # of the block table in ``CachedSequences.numbers``
 TABLE = tl.constexpr(TABLE_START)
 
 
 @dataclass(frozen=True)
-class CachedSequence:
-    """The cached tokens of one sequence, for kernels that take all of its layers and heads.
+class CachedSequences:
+    """The cached tokens of n sequences, for kernels that take all of their layers and heads.
 
-    ``numbers``: int32, on the device: its row of the pool, its tokens, those of its tail, and the slots of its packed
-    part; from ``TABLE_START`` on its block table. ``ends``: as in ``KeptTokens``.
-    ``longest``: the most tokens that a head has.
+    ``numbers``: int32 ``[n, width]``, on the device: of each its row of the pool, its tokens, those of its tail, and
+    the slots of its packed part; from ``TABLE_START`` on its block table. ``ends``: as in ``KeptTokens``.
+    ``longest``: the most tokens that a head of any has.
     """
 
     numbers: torch.Tensor
     ends: torch.Tensor
     longest: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a sequence."""
+        return self.numbers.shape[1]
 
 
 @triton.jit
@@ -101,7 +110,7 @@ def load_keys(
     return tl.load(keys + at[:, None] + tl.arange(0, D)[None, :], mask=(place < size)[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["w"])
+@triton.jit(do_not_specialize=["w", "width"])
 def window_sums_kernel(
     ring,
     keys,
@@ -110,6 +119,7 @@ def window_sums_kernel(
     sums,
     scale,
     w,
+    width,
     num_blocks,
     RING_ROWS,
     LENGTH: tl.constexpr,
@@ -121,10 +131,12 @@ def window_sums_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program i has query head i % Hq of layer i // Hq; stores the logarithms (base 2) of its queries' sums."""
+    """Program (i, s) has query head i % Hq of layer i // Hq of sequence s; stores the logarithms (base 2) of its
+    queries' sums."""
     HQ: tl.constexpr = HKV * GROUP
     program = tl.program_id(0)
     layer, head = program // HQ, program % HQ
+    numbers += tl.program_id(1) * width
     kv_head = head // GROUP
     first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
     q = load_window(ring, numbers, layer, head, w, RING_ROWS, LENGTH, HQ, ROWS, D)
@@ -141,10 +153,11 @@ def window_sums_kernel(
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         total = total * tl.exp2(maximum - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
         maximum = new_maximum
+    program += tl.program_id(1) * (LAYERS * HQ)
     tl.store(sums + program * LENGTH + r, maximum + tl.log2(total), mask=r < w)
 
 
-@triton.jit(do_not_specialize=["w", "longest"])
+@triton.jit(do_not_specialize=["w", "width", "longest"])
 def window_mass_kernel(
     ring,
     keys,
@@ -154,6 +167,7 @@ def window_mass_kernel(
     mass,
     scale,
     w,
+    width,
     longest,
     num_blocks,
     RING_ROWS,
@@ -167,10 +181,12 @@ def window_mass_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Program (i, j) adds up the columns of TILES tiles for query head i % Hq of layer i // Hq."""
+    """Program (i, j, s) adds up the columns of TILES tiles for query head i % Hq of layer i // Hq of sequence s."""
     HQ: tl.constexpr = HKV * GROUP
     program = tl.program_id(0)
     layer, head = program // HQ, program % HQ
+    numbers += tl.program_id(2) * width
+    program += tl.program_id(2) * (LAYERS * HQ)
     kv_head = head // GROUP
     first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
     q = load_window(ring, numbers, layer, head, w, RING_ROWS, LENGTH, HQ, ROWS, D)
@@ -188,7 +204,9 @@ def window_mass_kernel(
         tl.store(mass + program.to(tl.int64) * longest + place, tl.sum(shares, 1), mask=place < longest)
 
 
-def window_mass(ring: torch.Tensor, keys: torch.Tensor, sequence: CachedSequence, w: int, scale: float) -> torch.Tensor:
+def window_mass(
+    ring: torch.Tensor, keys: torch.Tensor, sequences: CachedSequences, w: int, scale: float
+) -> torch.Tensor:
     """The attention of the last w queries, summed; see ``shared.compression.compressors.window_attention``.
 
     Args:
@@ -197,17 +215,18 @@ def window_mass(ring: torch.Tensor, keys: torch.Tensor, sequence: CachedSequence
         w: at most as many as every head has tokens.
 
     Returns:
-        fp32 ``[L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 behind them.
+        fp32 ``[n, L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 behind them.
     """
     L, ring_rows, length, Hq, D = ring.shape
     _, num_blocks, block_size, Hkv, _ = keys.shape
-    sums = torch.empty(L * Hq, length, dtype=torch.float32, device=ring.device)
-    mass = torch.empty(L, Hkv, Hq // Hkv, sequence.longest, dtype=torch.float32, device=ring.device)
+    n, longest = len(sequences), sequences.longest
+    sums = torch.empty(n, L * Hq, length, dtype=torch.float32, device=ring.device)
+    mass = torch.empty(n, L, Hkv, Hq // Hkv, longest, dtype=torch.float32, device=ring.device)
     about = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
     about |= {"ROWS": max(16, next_power_of_two(length)), "TILE": TILE}
-    where = ring, keys, sequence.numbers, sequence.ends, sums
+    where, window = (ring, keys, sequences.numbers, sequences.ends, sums), (scale * LOG2_E, w, sequences.width)
     options = {"num_warps": NUM_WARPS, "num_stages": 3 if keys.element_size() == 2 else 2}
-    launch(window_sums_kernel, (L * Hq,), *where, scale * LOG2_E, w, num_blocks, ring_rows, **about, **options)
-    grid, numbers = (L * Hq, -(-sequence.longest // (TILE * TILES))), (sequence.longest, num_blocks, ring_rows)
-    launch(window_mass_kernel, grid, *where, mass, scale * LOG2_E, w, *numbers, **about, TILES=TILES, **options)
+    launch(window_sums_kernel, (L * Hq, n), *where, *window, num_blocks, ring_rows, **about, **options)
+    grid, sizes = (L * Hq, -(-longest // (TILE * TILES)), n), (longest, num_blocks, ring_rows)
+    launch(window_mass_kernel, grid, *where, mass, *window, *sizes, **about, TILES=TILES, **options)
     return mass

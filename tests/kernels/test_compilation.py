@@ -230,14 +230,14 @@ def compile_compression():
     for module in (kept_moves, key_redundancy, key_selection, window_mass):
         module.launch = compile_launch
     for dtype, Hq, Hkv, D, length in [(torch.bfloat16, 32, 8, 64, 128), (torch.float32, 4, 1, 256, 32)]:
-        numbers = torch.zeros(64, dtype=torch.int32)
-        sequence = window_mass.CachedSequence(numbers, numbers, 2176)
+        numbers = torch.zeros(2, 64, dtype=torch.int32)
+        sequences = window_mass.CachedSequences(numbers, numbers, 2176)
         memory, ring = torch.zeros(2, 3, 16, Hkv, D, dtype=dtype), torch.zeros(2, 3, length, Hq, D, dtype=dtype)
-        mass = window_mass.window_mass(ring, memory, sequence, length, 0.125)[:, :, 0]
-        key_redundancy.key_redundancy(memory, sequence, 0.5)
+        mass = window_mass.window_mass(ring, memory, sequences, length, 0.125)[:, :, :, 0]
+        key_redundancy.key_redundancy(memory, sequences, 0.5)
         p = torch.ones(1, dtype=torch.float64)
-        kept = key_selection.select_keys(mass, mass, sequence, numbers[:2], Budget(1024, 2048), p)
-        kept_moves.move_kept(memory, memory, sequence, *kept, 2048, 2049, numbers)
+        kept = key_selection.select_keys(mass, mass, sequences, numbers[0, :2], Budget(1024, 2048), p)
+        kept_moves.move_kept(memory, memory, sequences, 1, *kept, 2048, 2049)
 
 
 def compile_fp8_kv_cache():

@@ -1,6 +1,7 @@
 """On a GPU a compressed KV cache gives the attention that PyTorch's operations give, in captured steps too."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shared.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.kernels.decode_attention import DecodeWorkspace
 from shared.kernels.kept_moves import move_kept
 from shared.kernels.key_selection import select_keys
-from shared.kernels.window_mass import CachedSequence, window_mass
+from shared.kernels.window_mass import CachedSequences, window_mass
 from shared.sampling.params import SamplingParams
 from tests.kernels.test_captured_steps import (
     DEVICE,
@@ -52,60 +53,68 @@ REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("method", "window"), [("snapkv", None), ("topp", 20), ("rkv", None)])
 def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> None:
-    """Heads with packed parts of other lengths, a common tail, and more queries before the window's in the ring."""
-    counts, tail, w, D, num_blocks = np.array([[7, 130], [64, 300]]), 21, 12, 16, 120
+    """Two sequences in one set of launches, with heads that have packed parts of other lengths, a common tail, and more
+    queries before the window's in the ring.
+    """
+    w, D, num_blocks = 12, 16, 300
     cells, random = Cells(LAYERS, num_blocks, BLOCK_SIZE, HKV), np.random.default_rng(0)
-    packed_slots, num_tokens = cells.slots_for(counts), 777
-    table = random.permutation(num_blocks).astype(np.int32)[: -(-(packed_slots + tail) // BLOCK_SIZE)]
     memory = torch.full((2, LAYERS, num_blocks, BLOCK_SIZE, HKV, D), float("nan"), device=DEVICE)
-    ring, of_head, ends = randn(LAYERS, 3, 16, 2 * HKV, D), [], np.append(0, counts.cumsum())
-    for layer, head in itertools.product(range(LAYERS), range(HKV)):
-        one = layer * HKV + head
-        first = cells.packed(np.arange(ends[one], ends[one + 1]), table)
-        last = cells.plain(layer, np.arange(packed_slots, packed_slots + tail), table)[head]
-        of_head.append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
-        memory.view(2, -1, D)[:, of_head[-1]] = randn(2, len(of_head[-1]), D)
+    ring, free = randn(LAYERS, 3, 16, 2 * HKV, D), random.permutation(num_blocks).astype(np.int32)
+    ends = torch.zeros(3, LAYERS * HKV + 2, dtype=torch.int32, device=DEVICE)
+    holdings, of_heads = list[Holding](), list[list[torch.Tensor]]()
+    for row, counts, tail, num_tokens in ((1, [[7, 130], [64, 300]], 21, 777), (0, [[40, 101], [90, 222]], 33, 400)):
+        packed = Packed(np.array(counts), num_tokens - tail, cells.slots_for(np.array(counts)))
+        table, free = np.split(free, [-(-(packed.num_slots + tail) // BLOCK_SIZE)])
+        behind = np.append(0, packed.counts.cumsum())
+        ends[row] = torch.tensor([*behind, packed.num_slots])
+        holdings.append(Holding(row, table, packed.num_slots + tail, packed))
+        of_heads.append([])
+        for layer, head in itertools.product(range(LAYERS), range(HKV)):
+            one = layer * HKV + head
+            first = cells.packed(np.arange(behind[one], behind[one + 1]), table)
+            last = cells.plain(layer, np.arange(packed.num_slots, packed.num_slots + tail), table)[head]
+            of_heads[-1].append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
+            memory.view(2, -1, D)[:, of_heads[-1][-1]] = randn(2, len(of_heads[-1][-1]), D)
     before = memory.clone().view(2, -1, D)
-    numbers = np.concatenate([[1, num_tokens, tail, packed_slots], table])
-    int32 = {"dtype": torch.int32, "device": DEVICE}
-    rows = torch.tensor(np.stack([ends * 0, ends, ends * 0]), **int32)
-    slots = torch.full((3, 1), packed_slots, **int32)
-    longest = int(counts.max()) + tail
-    cached = CachedSequence(torch.tensor(numbers, **int32), torch.cat([rows, slots], 1), longest)
+    cached = CachedKeys.located(holdings, ends)
     mass = window_mass(ring, memory[0], cached, w, 0.25)
     attention, compressor = mass.mean(-2), COMPRESSORS[method](0.25)
     measures = CachedKeys(ring, memory[0], cached, w, 0.25)
     assert isinstance(compressor, BatchedCompressor)
     attention /= attention.sum(-1, keepdim=True)
     budget, p = Budget(40, 90, 0.6, num_recent=4), torch.tensor([0.6], dtype=torch.float64, device=DEVICE)
-    windows = torch.tensor([0, window or 0], **int32)
+    windows = torch.tensor([0, window or 0], dtype=torch.int32, device=DEVICE)
     chosen, found = select_keys(compressor.of_all(measures, mass), attention, cached, windows, budget, p)
-    queries = ring[:, 1, torch.arange(num_tokens - w, num_tokens, device=DEVICE) % 16]
-    kept = []
-    for one, mine in enumerate(of_head):
-        layer, head = divmod(one, HKV)
-        of_queries, keys = queries[layer, :, 2 * head : 2 * head + 2], before[0, mine][:, None]
-        expected = window_attention(of_queries, keys, 0.25).sum(2)[0]
-        torch.testing.assert_close(mass[layer, head, :, : len(mine)], expected, atol=1e-5, rtol=1e-4)
-        assert (mass[layer, head, :, len(mine) :] == 0).all()
-        alone = select(of_queries, keys, compressor, budget, 0.25)[0].nonzero().flatten()
-        if window and layer == 1:
-            alone = torch.arange(len(mine) - window, len(mine), device=DEVICE)
-        assert chosen[layer, head, : found[layer, head]].tolist() == alone.tolist()
-        kept.append(mine[alone])
-    total, target = int(found.sum()), table[::-1].copy()
-    assert len({int(count) for count in found.flatten()}) > 2, "heads differ"
-    move_kept(*memory, cached, chosen, found, int(found.max()), total, torch.from_numpy(target).to(DEVICE))
-    at = torch.from_numpy(cells.packed(np.arange(total), target)).to(DEVICE)
-    assert torch.equal(memory.view(2, -1, D)[:, at], before[:, torch.cat(kept)])
+    for i, (holding, of_head) in enumerate(zip(holdings, of_heads, strict=True)):
+        newest = torch.arange(holding.num_tokens - w, holding.num_tokens, device=DEVICE) % 16
+        queries, kept = ring[:, holding.row, newest], []
+        for one, mine in enumerate(of_head):
+            layer, head = divmod(one, HKV)
+            of_queries, keys = queries[layer, :, 2 * head : 2 * head + 2], before[0, mine][:, None]
+            expected = window_attention(of_queries, keys, 0.25).sum(2)[0]
+            torch.testing.assert_close(mass[i, layer, head, :, : len(mine)], expected, atol=1e-5, rtol=1e-4)
+            assert (mass[i, layer, head, :, len(mine) :] == 0).all()
+            alone = select(of_queries, keys, compressor, budget, 0.25)[0].nonzero().flatten()
+            if window and layer == 1:
+                alone = torch.arange(len(mine) - window, len(mine), device=DEVICE)
+            assert chosen[i, layer, head, : found[i, layer, head]].tolist() == alone.tolist()
+            kept.append(mine[alone])
+        total, most, elsewhere = int(found[i].sum()), int(found[i].max()), holding.table[::-1].copy()
+        assert len({int(count) for count in found[i].flatten()}) > 2, "heads differ"
+        target = torch.from_numpy(elsewhere).to(DEVICE) if i else None
+        move_kept(*memory, cached, i, chosen, found, most, total, target)
+        at = torch.from_numpy(cells.packed(np.arange(total), elsewhere if i else holding.table)).to(DEVICE)
+        assert torch.equal(memory.view(2, -1, D)[:, at], before[:, torch.cat(kept)])
+        now = [0, *found[i].flatten().cumsum(0).tolist(), cells.slots_for(found[i].cpu().numpy())]
+        assert ends[holding.row].tolist() == now, "the next step reads what was kept"
 
 
 @pytest.mark.parametrize("size", [3, 36, 37, 5000])
 def test_a_selection_that_can_be_counted_by_hand(size) -> None:
     """Equal scores: the older are kept. A head with less than sinks and recent tokens keeps all."""
-    numbers = torch.tensor([0, size, size, 0, 0], dtype=torch.int32, device=DEVICE)
-    cached = CachedSequence(numbers, torch.zeros(1, 3, dtype=torch.int32, device=DEVICE), size)
-    scores = torch.zeros(1, 1, size, device=DEVICE)
+    numbers = torch.tensor([[0, size, size, 0, 0]], dtype=torch.int32, device=DEVICE)
+    cached = CachedSequences(numbers, torch.zeros(1, 3, dtype=torch.int32, device=DEVICE), size)
+    scores = torch.zeros(1, 1, 1, size, device=DEVICE)
     scores[..., 6::2] = 1.0
     attention = (scores + 1e-20) / (scores + 1e-20).sum()
     p, windows = (
@@ -117,10 +126,10 @@ def test_a_selection_that_can_be_counted_by_hand(size) -> None:
         chosen, counts = select_keys(scores, attention, cached, windows, budget, p)
         place = torch.arange(size, device=DEVICE)
         always = (place < 4) | (place >= size - 32)
-        needed = top_n(scores[0], top_p_count(attention[0], 0.5))
+        needed = top_n(scores[0, 0], top_p_count(attention[0, 0], 0.5))
         count = (needed | always).sum(-1).clamp(least, most).maximum(always.sum())
-        expected = top_n(scores[0].masked_fill(always, torch.inf), count)[0].nonzero().flatten()
-        assert chosen[0, 0, : counts[0, 0]].tolist() == expected.tolist()
+        expected = top_n(scores[0, 0].masked_fill(always, torch.inf), count)[0].nonzero().flatten()
+        assert chosen[0, 0, 0, : counts[0, 0, 0]].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -236,9 +245,9 @@ def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints: dict[str
     )
     select, chosen = engine.view.select, list[int]()
 
-    def noted(sequence: Holding) -> None:
-        select(sequence)
-        chosen.append(sequence.row)
+    def noted(sequences: Sequence[Holding]) -> None:
+        select(sequences)
+        chosen.extend(one.row for one in sequences)
 
     engine.view.select = noted
     engine.add_request(requests[2][0], SamplingParams(**requests[2][1]), "aborted")
