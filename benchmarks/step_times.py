@@ -56,7 +56,7 @@ POINTS: tuple[tuple[str, str, str | None, list[float]], ...] = (
     ),
 )
 """Of steps on an H100: a report, the milliseconds at a key, those to subtract, and the counts in the order of
-``COUNTS``: decoding alone, a prompt of 256 tokens, one of 8,192, and a chunk of 512 tokens beside 32 decoding requests."""
+``COUNTS``: decoding alone, a prompt of 256 tokens, one of 8,192, and a chunk of 512 beside 32 decoding requests."""
 
 
 def measure_step_times(setup: Setup, trials: int) -> Report:

@@ -1,8 +1,9 @@
 """The requests that come, and when: drawn from conversations, or read from a recorded trace. Follows phase 11.
 
 A request's text is known by its blocks: each whole block of its tokens has an id, and equal ids mean that all tokens up
-to the block's end are equal, as in the traces that Mooncake published (Qin et al., FAST 2025). Invariants: requests come
-in the order of their arrivals; a trace depends on its arguments and the seed alone, so each router gets the same one.
+to the block's end are equal, as in the traces that Mooncake published (Qin et al., FAST 2025).
+Invariants: requests are in the order of their arrivals; a trace depends on its arguments and the seed alone, so each
+router gets the same one.
 """
 
 import heapq

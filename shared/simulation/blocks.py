@@ -1,4 +1,4 @@
-"""The KV cache of a simulated replica: blocks in use, and cached ones that nobody uses. Follows phase 11.
+"""The KV cache of a simulated replica: blocks in use, and cached ones that no request uses. Follows phase 11.
 
 Invariant: own, used and cached blocks together are at most ``num_blocks``; a block in use is never evicted.
 """
