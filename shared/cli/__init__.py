@@ -26,6 +26,8 @@ from shared.cli.ladder import ladder
 from shared.cli.roofline import ROOFLINE_EPILOG, roofline
 from shared.cli.serve import EPILOG as SERVE_EPILOG
 from shared.cli.serve import serve
+from shared.cli.simulate import EPILOG as SIMULATE_EPILOG
+from shared.cli.simulate import simulate
 from shared.cli.terminal import GuardedGroup, examples
 from shared.cli.trace import EPILOG as TRACE_EPILOG
 from shared.cli.trace import trace
@@ -41,6 +43,7 @@ app = typer.Typer(
         "infer chat",
         "infer serve smollm2-135m --port 8000",
         "infer deploy smollm2-135m --replicas 2",
+        "infer simulate --replicas 10,100,1000",
         "infer trace --compare contiguous,paged",
         "infer phases",
         "infer diff 01b 02",
@@ -54,6 +57,7 @@ app.command("generate", epilog=GENERATE_EPILOG)(generate)
 app.command("chat", epilog=CHAT_EPILOG)(chat)
 app.command("serve", epilog=SERVE_EPILOG)(serve)
 app.add_typer(deploy.app, name="deploy")
+app.command("simulate", epilog=SIMULATE_EPILOG)(simulate)
 app.add_typer(chunks.app, name="chunks")
 app.add_typer(phases.app, name="phases")
 app.command("diff", epilog=DIFF_EPILOG)(diff)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 CHUNK = 64
@@ -21,7 +21,12 @@ MIN_SHARE = 0.5
 then no reason to send every request to one replica."""
 SLACK = 4
 """Ongoing requests that the replica with the prefix may have above the less busy of two others."""
+MAX_KEYS = 2**18
+"""Of a gateway's table: some thousand conversations. A large fleet needs more, see `infer simulate --table-keys`."""
+MOST_REPLICAS = 32
+"""Replicas that are known for a key: enough to find one among them that is not busy."""
 
+Key = TypeVar("Key", bound=Hashable)
 Replica = TypeVar("Replica")
 
 
@@ -79,33 +84,36 @@ def ranked(
     return [two]
 
 
-class PrefixTable(Generic[Replica]):
+class PrefixTable(Generic[Key, Replica]):
     """Which replicas were sent which keys; the keys that were not used for longest are forgotten.
 
-    It says where a prefix was computed, not whether the replica still has it: a replica never reports evictions.
+    It says where a prefix was computed, not whether the replica still has it: a replica never reports evictions. Of a
+    key the last ``MOST_REPLICAS`` replicas are known, so a system prompt that all replicas have costs no more than
+    another one.
     """
 
-    def __init__(self, max_keys: int = 2**18) -> None:
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
-        self._replicas: OrderedDict[bytes, set[Replica]] = OrderedDict()
+        self._replicas: OrderedDict[Key, dict[Replica, None]] = OrderedDict()  # of each key the last one is the latest
 
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def matches(self, keys: Sequence[bytes]) -> dict[Replica, int]:
-        """How many keys, from the first on without a gap, each replica was sent."""
-        found: dict[Replica, int] = {}
-        for num, key in enumerate(keys):
-            have = [replica for replica in self._replicas.get(key, ()) if found.get(replica, 0) == num]
-            if not have:
-                break
-            found |= dict.fromkeys(have, num + 1)
-        return found
+    def matches(self, keys: Sequence[Key]) -> dict[Replica, int]:
+        """The replicas that were sent the longest known prefix, with the number of its keys."""
+        for num in range(len(keys), 0, -1):
+            if found := self._replicas.get(keys[num - 1]):
+                return dict.fromkeys(found, num)
+        return {}
 
-    def record(self, keys: Sequence[bytes], replica: Replica) -> None:
+    def record(self, keys: Sequence[Key], replica: Replica) -> None:
         """A request with these keys was sent to ``replica``."""
         for key in reversed(keys):  # the first key is the last to be forgotten
-            self._replicas.setdefault(key, set()).add(replica)
+            known = self._replicas.setdefault(key, {})
+            known.pop(replica, None)
+            known[replica] = None
+            if len(known) > MOST_REPLICAS:
+                del known[next(iter(known))]
             self._replicas.move_to_end(key)
         while len(self._replicas) > self._max_keys:
             self._replicas.popitem(last=False)
@@ -113,7 +121,7 @@ class PrefixTable(Generic[Replica]):
     def keep(self, replicas: Collection[Replica]) -> None:
         """Forget every replica that is not among ``replicas``."""
         for key in list(self._replicas):
-            self._replicas[key].intersection_update(replicas)
+            self._replicas[key] = {replica: None for replica in self._replicas[key] if replica in replicas}
             if not self._replicas[key]:
                 del self._replicas[key]
 

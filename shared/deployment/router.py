@@ -52,7 +52,7 @@ class PrefixChoice(FIFOMixin, MultiplexMixin, RequestRouter):
     def initialize_state(self, **settings: Any) -> None:
         """``settings`` are the keyword arguments of :func:`shared.deployment.affinity.ranked`."""
         self._settings = settings
-        self._table: PrefixTable[ReplicaID] = PrefixTable()
+        self._table: PrefixTable[bytes, ReplicaID] = PrefixTable()
         self._draw = random.Random()
 
     async def choose_replicas(

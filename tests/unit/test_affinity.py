@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.deployment.affinity import CHUNK, PrefixTable, prefix_keys, ranked
+from shared.deployment.affinity import CHUNK, MOST_REPLICAS, PrefixTable, prefix_keys, ranked
 
 LOADS = st.dictionaries(st.integers(0, 20), st.integers(0, 50), min_size=1)
 
@@ -72,11 +72,13 @@ def test_what_is_no_prompt_has_no_keys(content: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), max_size=6)), max_size=20))
-def test_the_table_finds_the_longest_prefix_that_each_replica_was_sent(sent: list[tuple[int, list[int]]]) -> None:
+def test_the_table_finds_the_replicas_that_were_sent_the_longest_known_prefix(
+    sent: list[tuple[int, list[int]]],
+) -> None:
     def keys(path: list[int]) -> list[bytes]:
         return [bytes(path[: end + 1]) for end in range(len(path))]
 
-    table = PrefixTable[int]()
+    table = PrefixTable[bytes, int]()
     for replica, path in sent:
         table.record(keys(path), replica)
     for _, asked in sent:
@@ -86,11 +88,22 @@ def test_the_table_finds_the_longest_prefix_that_each_replica_was_sent(sent: lis
             num = [*is_same, False].index(False)
             if num > expected.get(replica, 0):
                 expected[replica] = num
-        assert table.matches(keys(asked)) == expected
+        longest = max(expected.values(), default=0)
+        assert table.matches(keys(asked)) == {name: num for name, num in expected.items() if num == longest}
+
+
+def test_a_key_that_all_replicas_were_sent_names_the_latest_of_them() -> None:
+    table = PrefixTable[bytes, int]()
+    for replica in range(3 * MOST_REPLICAS):
+        table.record([b"system"], replica)
+    table.record([b"system", b"question"], 0)
+    latest = {0, *range(2 * MOST_REPLICAS + 1, 3 * MOST_REPLICAS)}
+    assert table.matches([b"system"]) == dict.fromkeys(latest, 1)
+    assert table.matches([b"system", b"question", b"more"]) == {0: 2}
 
 
 def test_the_table_is_bounded_and_forgets_replicas_that_are_gone() -> None:
-    table = PrefixTable[str](max_keys=3)
+    table = PrefixTable[bytes, str](max_keys=3)
     table.record([b"a", b"b"], "one")
     table.record([b"c", b"d"], "two")
     assert len(table) == 3

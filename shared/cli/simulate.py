@@ -1,0 +1,152 @@
+"""``infer simulate``: a fleet of replicas on paper. Follows phase 11.
+
+The command reads its options and prints; :mod:`shared.simulation` simulates. Invariant: each router and each number of
+replicas gets the same requests for a seed, so many a replica and second.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.cli.terminal import examples, stdout_console, working
+from shared.deployment.affinity import MAX_KEYS
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shared.simulation.arrivals import Request
+    from shared.simulation.step_times import StepTimes
+
+EPILOG = examples(
+    "infer simulate --replicas 10,100,1000",
+    "infer simulate --replicas 100 --trace day --seconds 600 --rate 20",
+    "infer simulate --replicas 100 --router least-busy,two-choices --report-seconds 0.5",
+    "infer simulate --replicas 100 --update-at 30 --update-together 10",
+    "infer simulate --replicas 32 --trace trace.jsonl --block-tokens 512",
+)
+WARM_UP = 0.25
+"""The share of the time after which requests count; before, caches and conversations fill."""
+
+
+def simulate(
+    replicas: Annotated[
+        str, typer.Option("--replicas", "-r", help="Numbers of replicas, with commas.")
+    ] = "10,100,1000",
+    router: Annotated[
+        str, typer.Option("--router", help="prefix, two-choices, least-busy and round-robin, with commas.")
+    ] = "prefix,two-choices,least-busy,round-robin",
+    trace: Annotated[
+        str,
+        typer.Option(
+            "--trace", help="How requests come: steady, poisson, bursts, day, or a file of recorded ones (JSON lines)."
+        ),
+    ] = "poisson",
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Requests a second of each replica; default: 10, and a recorded trace as it is."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="How long requests come; not of a recorded trace.")
+    ] = 60.0,
+    turns: Annotated[float, typer.Option("--turns", help="Mean turns of a conversation.")] = 4.0,
+    pause: Annotated[float, typer.Option("--pause", help="Mean seconds from a turn to the next one.")] = 15.0,
+    systems: Annotated[int, typer.Option("--systems", help="System prompts, with which conversations begin.")] = 64,
+    system_tokens: Annotated[int, typer.Option("--system-tokens", help="Tokens of a system prompt.")] = 384,
+    turn_tokens: Annotated[
+        int, typer.Option("--turn-tokens", help="Mean tokens that a turn adds to the prompt.")
+    ] = 128,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Mean tokens of an answer.")] = 192,
+    gateways: Annotated[int, typer.Option("--gateways", help="Routers; each knows only what it sent itself.")] = 1,
+    table_keys: Annotated[
+        int, typer.Option("--table-keys", help="Keys of prefixes that a router knows; default: as infer deploy.")
+    ] = MAX_KEYS,
+    report_seconds: Annotated[
+        float, typer.Option("--report-seconds", help="Routers learn the loads so often; 0: they always know them.")
+    ] = 0.0,
+    update_at: Annotated[
+        float | None, typer.Option("--update-at", help="From this second on every replica drains and is replaced.")
+    ] = None,
+    update_together: Annotated[
+        int, typer.Option("--update-together", help="Replicas that are replaced at a time.")
+    ] = 1,
+    step_times: Annotated[
+        Path | None,
+        typer.Option(
+            "--step-times",
+            help="A report of `python -m benchmarks.step_times`; default: Llama 3.2 1B on an H100, from our reports.",
+        ),
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option("--max-batch-size", help="Running requests of a replica.")] = 64,
+    kv_tokens: Annotated[int, typer.Option("--kv-tokens", help="Tokens that a replica's KV cache holds.")] = 2**18,
+    block_tokens: Annotated[
+        int, typer.Option("--block-tokens", help="Tokens of a block; of a file those it names.")
+    ] = 16,
+    price: Annotated[float, typer.Option("--price", help="Of a replica for an hour.")] = 2.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the requests and of the routers.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Simulate many replicas behind a router: waits, first tokens, cache hits, balance and cost, from step times that
+    were measured.
+    """
+    from benchmarks.simulation import table
+    from benchmarks.view import View, show
+    from shared.simulation.arrivals import SHAPES, Conversations, arrival_times, conversations, recorded
+    from shared.simulation.fleet import Fleet, FleetPlan
+    from shared.simulation.replica import EngineLimits
+    from shared.simulation.results import serve
+
+    times, source = _times(step_times)
+    limits = EngineLimits(max_batch_size=max_batch_size, block_size=block_tokens, kv_tokens=kv_tokens)
+    about = Conversations(systems, system_tokens, turn_tokens, new_tokens, turns, pause, block_tokens=block_tokens)
+    if price < 0:
+        raise ConfigError(f"--price is {price:g}; it cannot be negative.")
+    is_file = trace not in SHAPES
+    if is_file and not Path(trace).is_file():
+        raise ConfigError(f"--trace is {trace!r}; it must be one of {', '.join(SHAPES)}, or a file.")
+
+    def requests(num_replicas: int) -> "Iterator[Request]":
+        if is_file:
+            return recorded(Path(trace), block_tokens, None if rate is None else rate * num_replicas)
+        return conversations(arrival_times(trace, (rate or 10.0) * num_replicas, seconds, seed), about, seed)
+
+    extra: dict[str, Any] = {"gateways": gateways, "table_keys": table_keys, "report_seconds": report_seconds}
+    extra |= {"update_at": update_at, "update_together": update_together}
+    plans = [FleetPlan(num, name, **extra) for num in _numbers(replicas) for name in _names(router)]
+    since = 0.0 if is_file else WARM_UP * seconds
+    found = []
+    for plan in plans:
+        with working(f"simulating {plan.replicas:,} replicas, {plan.router}"):
+            found.append(serve(Fleet(plan, times, limits, seed), requests(plan.replicas), since, price))
+    if as_json:
+        typer.echo(json.dumps({"step_times": asdict(times), "source": source, "results": found}))
+    else:
+        line = f"{trace if is_file else f'{trace}, {rate or 10:g} requests a second of each replica'}; {source}"
+        show(View("Simulated fleet", [line], [table(found)]), stdout_console())
+
+
+def _times(path: Path | None) -> "tuple[StepTimes, str]":
+    """The step times, and where they are from."""
+    from benchmarks.report import read_value
+    from benchmarks.step_times import COUNTS, times_of_reports
+    from shared.simulation.step_times import StepTimes
+
+    if path is None:
+        found = dict(zip(COUNTS, times_of_reports()[0], strict=True))
+        return StepTimes.of(found), "step times of Llama 3.2 1B on an H100"
+    model, machine = read_value(path, "model.name"), read_value(path, "machine_title")
+    return StepTimes.of(read_value(path, "results.step_times")), f"step times of {model} on {machine}"
+
+
+def _numbers(text: str) -> list[int]:
+    parts = _names(text)
+    if not all(part.isdecimal() and 1 <= int(part) <= 10**5 for part in parts):
+        raise ConfigError(f"--replicas is {text!r}; write whole numbers from 1 to 100000 with commas, such as 10,1000.")
+    return [int(part) for part in parts]
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

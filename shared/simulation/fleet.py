@@ -1,0 +1,166 @@
+"""The fleet: requests, routers, replicas and a clock that jumps from event to event. Follows phase 11.
+
+An event is an arrival, the end of a run of steps, a report of all loads, or a replica that has started. The next one is
+the first of a heap. Invariants: time never goes back; each request that came ends, once, whatever is updated meanwhile;
+a replica that drains gets no request.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from shared.deployment.affinity import MAX_KEYS
+from shared.errors import ConfigError
+from shared.simulation.arrivals import Request
+from shared.simulation.replica import EngineLimits, Replica
+from shared.simulation.routing import ROUTERS
+from shared.simulation.step_times import StepTimes
+
+_RUN_ENDS, _STARTED, _REPORT, _UPDATE = range(4)
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """How many replicas there are, and what happens to them.
+
+    Of the ``gateways`` each has a router with a memory of its own, of ``table_keys`` keys of prefixes; a request comes
+    to any. Routers learn the loads every ``report_seconds``; with 0 they know them at any time. From ``update_at`` on,
+    replicas are replaced, ``update_together`` at a time: each drains, and another starts within ``start_seconds``.
+    """
+
+    replicas: int
+    router: str = "prefix"
+    gateways: int = 1
+    table_keys: int = MAX_KEYS
+    report_seconds: float = 0.0
+    update_at: float | None = None
+    update_together: int = 1
+    start_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "gateways", "table_keys", "update_together"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.router not in ROUTERS:
+            raise ConfigError(f"router is {self.router!r}; it must be one of {', '.join(ROUTERS)}.")
+        for name in ("report_seconds", "start_seconds", "update_at"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ConfigError(f"{name} is {value:g}; it cannot be negative.")
+        if self.update_at is not None and self.update_together >= self.replicas:
+            raise ConfigError(
+                f"update_together is {self.update_together}; of {self.replicas} replicas some must go on serving."
+            )
+
+
+class Fleet:
+    """Serves one trace."""
+
+    def __init__(self, plan: FleetPlan, times: StepTimes, limits: EngineLimits, seed: int = 0) -> None:
+        self.plan, self.times, self.limits = plan, times, limits
+        self.draw = random.Random(f"{seed} gateways")
+        make = ROUTERS[plan.router]
+        self.routers = [
+            make(random.Random(f"{seed} {n}"), limits.block_size, plan.table_keys) for n in range(plan.gateways)
+        ]
+        self.replicas: dict[int, Replica] = {}  # by name; a name is never given again
+        self.loads: dict[int, int] = {}  # ongoing requests of each replica that gets new ones
+        self.seen = self.loads  # what the routers know of them
+        self.old: list[int] = []  # replicas that are still to be replaced
+        self.events: list[tuple[float, int, int, int]] = []  # a heap: moment, kind, number, replica
+        self.num_events = 0
+        self.has_arrivals = True
+        for _ in range(plan.replicas):
+            self._start()
+        if plan.report_seconds:
+            self._report(0.0)
+        if plan.update_at is not None:
+            self._push(plan.update_at, _UPDATE)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Yield each request when its answer is complete; ends when all are. Raises CapacityError for a request that no
+        replica could hold.
+        """
+        for request in requests:
+            yield from self._until(request.arrival)
+            self._arrive(request)
+        self.has_arrivals = False
+        yield from self._until(math.inf)
+
+    def _until(self, moment: float) -> Iterator[Request]:
+        """Let happen what happens up to a moment."""
+        while self.events and self.events[0][0] <= moment:
+            now, kind, _, name = heapq.heappop(self.events)
+            if kind == _RUN_ENDS:
+                if self.replicas[name].ends == now:  # else the run was cut, and ended before
+                    yield from self._end_run(name, now)
+            elif kind == _STARTED:
+                self._start()
+                self._drain_next(now)
+            elif kind == _REPORT:
+                self._report(now)
+            else:
+                self.old = list(self.replicas)[::-1]
+                for _ in range(self.plan.update_together):
+                    self._drain_next(now)
+
+    def _arrive(self, request: Request) -> None:
+        router = self.routers[self.draw.randrange(len(self.routers)) if len(self.routers) > 1 else 0]
+        request.replica = router.choose(request, self.seen)
+        replica = self.replicas[request.replica]
+        replica.add(request)
+        self._set_load(request.replica, replica.num_ongoing)
+        now = request.arrival
+        ends = replica.cut(now) if replica.is_busy else replica.plan(now)
+        if ends is not None:
+            self._push(ends, _RUN_ENDS, request.replica)
+
+    def _end_run(self, name: int, now: float) -> Iterator[Request]:
+        replica = self.replicas[name]
+        done = replica.finish(now)
+        if done and name in self.loads:
+            self._set_load(name, replica.num_ongoing)
+        ends = replica.plan(now)
+        if ends is not None:
+            self._push(ends, _RUN_ENDS, name)
+        elif name not in self.loads:
+            self._push(now + self.plan.start_seconds, _STARTED)
+        yield from done
+
+    def _drain_next(self, now: float) -> None:
+        """Let the next old replica end: it gets no more requests, and another starts when it has answered the last."""
+        if self.old:
+            name = self.old.pop()
+            del self.loads[name]
+            self.seen.pop(name, None)
+            if not self.replicas[name].num_ongoing:
+                self._push(now + self.plan.start_seconds, _STARTED)
+
+    def _start(self) -> None:
+        """A replica more; the routers know at once which replicas there are."""
+        name = len(self.replicas)
+        self.replicas[name] = Replica(self.times, self.limits)
+        self.loads[name] = self.seen[name] = 0
+        self._tell(name, 0)
+
+    def _set_load(self, name: int, load: int) -> None:
+        self.loads[name] = load
+        if self.seen is self.loads:
+            self._tell(name, load)
+
+    def _tell(self, name: int, load: int) -> None:
+        for router in self.routers:
+            router.report(name, load)
+
+    def _report(self, now: float) -> None:
+        """The routers learn the loads, and know no more until the next report."""
+        self.seen = dict(self.loads)
+        for name, load in self.seen.items():
+            self._tell(name, load)
+        if self.has_arrivals:
+            self._push(now + self.plan.report_seconds, _REPORT)
+
+    def _push(self, moment: float, kind: int, name: int = -1) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (moment, kind, self.num_events, name))

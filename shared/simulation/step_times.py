@@ -1,0 +1,66 @@
+"""What a step of the engine takes, as a formula whose coefficients were measured. Follows phase 11.
+
+A step reads the weights once, computes its tokens, and each token attends to the keys before it. Invariant: the time is
+linear in each of these counts, so many steps of the same requests have a sum in closed form.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step, and of each thing that it computes."""
+
+    step: float
+    prefill_step: float
+    """More, of a step with prompts: a GPU replays no graph then."""
+    prefill_token: float
+    prefill_key: float
+    """Of each pair of a prompt's token and a key that the token attends to."""
+    decode_row: float
+    decode_key: float
+    """Of each key that a decoding request attends to."""
+    request: float = 0.0
+    """Of a request outside the engine, before its first token: HTTP, the router, the text."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ConfigError(f"The step time {name} is {value}; it must be a number of seconds from 0 on.")
+        if self.step == 0:
+            raise ConfigError("The step time step is 0; a step that computes nothing else must take some time.")
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Self:
+        """From the table ``results.step_times`` of a report; raises ConfigError if a coefficient is missing."""
+        names = [field.name for field in fields(cls)]
+        if missing := [name for name in names[:-1] if name not in found]:
+            raise ConfigError(f"The step times lack {', '.join(missing)}; they need {', '.join(names)}.")
+        return cls(**{name: found[name] for name in names if name in found})
+
+    def prefill(self, num_tokens: int, start: int) -> float:
+        """Seconds that a chunk of a prompt adds to a step; ``start`` tokens of the prompt are in the KV cache."""
+        return num_tokens * self.prefill_token + self.prefill_key * num_tokens * (start + (num_tokens + 1) / 2)
+
+    def decode(self, num_rows: int, num_keys: int, num_steps: int = 1) -> float:
+        """Seconds of steps that only decode the same requests; the first attends to ``num_keys`` keys, and each further
+        one to a key more for each request.
+        """
+        first = self.step + num_rows * self.decode_row + num_keys * self.decode_key
+        return num_steps * (first + num_rows * self.decode_key * (num_steps - 1) / 2)
+
+    def steps_within(self, seconds: float, num_rows: int, num_keys: int, most: int) -> int:
+        """The fewest of those steps that take at least ``seconds``, from 1 to ``most``."""
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            if self.decode(num_rows, num_keys, middle) >= seconds:
+                high = middle
+            else:
+                low = middle + 1
+        return low
