@@ -109,7 +109,7 @@ def rotating_ms(config: Any, num_tokens: int, device: str) -> float:
 def measure(model: str, trials: int, device: str, documents: int, length: int, shared: int, requests: int) -> Report:
     """First token behind ``documents`` of ``length`` tokens; decode steps of many ``requests``, behind one document of
     ``shared`` tokens, behind one of ``length`` each, and behind none."""
-    plain, results, began = {"use_prefix_caching": False}, {}, time.perf_counter()
+    plain, results = {"use_prefix_caching": False}, {}
     about: dict[str, Any] = {"model": model, "device": device, "seed": 0, "max_batch_size": requests}
     about |= {"prefill_chunk_size": 2048, "max_num_batched_tokens": 2048 + requests}
     room = QUESTION + (WARM_UP + STEPS) * trials + 4 * requests + 80
@@ -128,7 +128,6 @@ def measure(model: str, trials: int, device: str, documents: int, length: int, s
         results["first"] = {"plain_ms": 1e3 * seconds[0], "chunked_ms": 1e3 * seconds[1]}
         results["one"] = {"plain_ms": steps[0], "chunked_ms": steps[1]}
         results["one"]["rotating_ms"] = rotating_ms(config, context, device)
-        print(results, round(time.perf_counter() - began), flush=True)
         name = describe_model(model)["name"]
         shown = {phase: engine_settings(one.config, name) for phase, one in (("09", full), ("09.1", chunked))}
     questions = [draw.draw(QUESTION) for _ in range(requests)]
@@ -141,7 +140,6 @@ def measure(model: str, trials: int, device: str, documents: int, length: int, s
         all_of: list[Context] = [(document + one, []) for one in questions]
         found = step_times(trials, (full, all_of), (prefixed, all_of), (chunked, [(one, name) for one in questions]))
         results["shared"] = dict(zip(("plain_ms", "prefix_ms", "chunked_ms"), found, strict=True))
-        print("shared", results["shared"], round(time.perf_counter() - began), flush=True)
     sizes = {"max_seq_len": length + room, "num_gpu_blocks": requests * (length + room + BLOCK) // BLOCK}
     with engines(about | sizes, ("09", plain), ("09.1", plain)) as (full, chunked):
         pieces = [draw.draw(length) for _ in range(requests)]
@@ -150,11 +148,9 @@ def measure(model: str, trials: int, device: str, documents: int, length: int, s
         long: list[Context] = [(piece + one, []) for piece, one in zip(pieces, questions, strict=True)]
         found = step_times(trials, (full, long), (chunked, own))
         results["each"] = {"plain_ms": found[0], "chunked_ms": found[1]}
-        print("each", results["each"], round(time.perf_counter() - began), flush=True)
         chunked.chunks.evict(10**9)
         found = step_times(trials, (full, long), (chunked, long))
         results["none"] = {"plain_ms": found[0], "chunked_ms": found[1]}
-        print("none", results["none"], round(time.perf_counter() - began), flush=True)
     for row in results.values():
         row["times"] = row["plain_ms"] / row["chunked_ms"]
     flags = {"trials": trials, "documents": documents, "length": length, "shared": shared, "requests": requests}

@@ -78,6 +78,20 @@ def test_chunks_are_a_block_diagonal_prefill_and_full_attention_behind_it(model_
     assert len(engine.chunks.resident) == 4, "each is computed once"
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_with_key_norms_near_one_hundred_too(tiny_checkpoints: dict[str, Path], family: str) -> None:
+    """As Qwen 3 has them: a key that was normed or rotated once too often or in another order would be far off.
+    Scores are a hundred times as large, and so are their errors.
+    """
+    engine, model = make(tiny_checkpoints[family]), load_model(tiny_checkpoints[family])
+    for name, module in (*engine.model.named_modules(), *model.named_modules()):
+        if name.endswith("k_norm"):
+            module.weight.add_(99)
+    ids, logits = answer(engine, CHUNKS, QUESTION)
+    expected = reference_logits(model, CHUNKS, QUESTION + ids[:-1])[len(QUESTION) - 1 :]
+    assert_close(logits, expected, "logits", ("token", "id"), rtol=1e-2, atol=1e-2)
+
+
 def test_one_chunk_is_the_beginning_of_a_plain_prompt(model_folder: Path) -> None:
     ids, logits = answer(make(model_folder), [CHUNKS[0]], QUESTION)
     plain = make(model_folder, Plain)

@@ -15,6 +15,7 @@ from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED
 from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
+from shared.models.fused import fuse
 from shared.models.tokens import Tokens
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -74,6 +75,24 @@ def test_a_model_behind_either_view(models, num_launches, family, backend):
     assert num_launches(kv_write_kernel) == len(STEPS) * len(layers)
     decode_steps = STEPS.count(1) if backend == "flash" else 0
     assert num_launches(decode_attention_kernel) == decode_steps * len(layers)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_key_norms_near_one_hundred_lose_no_more_than_the_plain_model_does(tiny_checkpoints, family):
+    """Qwen 3 has such weights: what is rounded before them is a hundred times as large behind them."""
+
+    def logits(dtype, is_fused):
+        model = load(tiny_checkpoints[family], family, torch.float16)
+        for block in model.blocks:
+            block.attention.qk.k_norm.weight.add_(99)
+        model = (fuse(model) if is_fused else model).to(dtype)
+        cache = make_cache(model.config, dtype)
+        view = FusedContiguousView(cache, model.config.num_heads) if is_fused else ContiguousView(cache, "naive")
+        return model.logits(run(model, cache, view)).float()
+
+    truth, plain, fused = logits(torch.float32, False), logits(torch.float16, False), logits(torch.float16, True)
+    assert (fused - truth).norm() <= 1.2 * (plain - truth).norm()
+    assert (fused - truth).norm() <= 0.05 * truth.norm()
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
