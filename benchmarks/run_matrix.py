@@ -48,7 +48,8 @@ def run_matrix(
     setup: Setup, *, phases: Sequence[str] | None = None, size: ServingSize | None = None, max_seconds: float = 20.0
 ) -> Report:
     """Measure the configurations of phases, by default of the main line, one engine after another; a cell breaks off
-    after ``max_seconds``. Raises ConfigError, RequestError or ModelFolderError before anything is computed.
+    after ``max_seconds``. The report of chosen phases bears their names. Raises ConfigError, RequestError or
+    ModelFolderError before anything is computed.
     """
     check_positive(max_seconds=max_seconds)
     size = size or default_size(setup.device)
@@ -77,7 +78,7 @@ def run_matrix(
             "max_seconds": max_seconds,
             "workloads": {name: asdict(each) | {"about": each.describe()} for name, each in workloads.items()},
         }
-        return setup.report("matrix", servers.configs, flags, results)
+        return setup.report("-".join(["matrix", *(phases or ())]), servers.configs, flags, results)
 
 
 def add_gains(results: dict[str, Any]) -> None:
