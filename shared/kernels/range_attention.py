@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from shared.attention.range_plan import RangePlan
+from shared.kernels.arrival import is_last_arrival
 from shared.kernels.launch import launch, launch_dependents, next_power_of_two, tl, triton, wait_for_previous
-from shared.kernels.merge_states import merge_states
+from shared.kernels.merge_states import merge_states, merged_state
 from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.kernels.paged_attention import NO_WINDOW, token_rows
 from shared.kernels.planned_tiling import DecodeTiling, fitted
@@ -31,7 +32,10 @@ from shared.kernels.planned_tiling import DecodeTiling, fitted
 
 @dataclass(frozen=True)
 class RangeTiling(DecodeTiling):
-    """The tiling of attention over ranges; there are two, for steps in which a chunk is shared, and for others."""
+    """The tiling of attention over ranges; there are two, for decode steps in which no chunk is shared, and for others.
+
+    In the first a tile has one query, whose states the last program to arrive merges.
+    """
 
     rows: int = 16  # (query, head) pairs of a tile
 
@@ -40,13 +44,13 @@ class RangeTiling(DecodeTiling):
         return self.rows // group
 
 
-ALONE, SHARED = RangeTiling(64, 2, 3, 4), RangeTiling(64, 4, 3, 2, rows=64)
+ALONE, SHARED = RangeTiling(64, 2, 3, 4), RangeTiling(64, 4, 3, 2, is_arrival=False, rows=64)
 TILINGS = {  # by head size: alone, shared
     16: (ALONE, SHARED),
     32: (ALONE, SHARED),
     64: (ALONE, SHARED),
-    128: (RangeTiling(64, 4, 2, 2), RangeTiling(64, 4, 2, 2, rows=64)),
-    256: (RangeTiling(32, 4, 2, 2), RangeTiling(32, 4, 2, 2, rows=32)),
+    128: (RangeTiling(64, 4, 2, 2), RangeTiling(64, 4, 2, 2, is_arrival=False, rows=64)),
+    256: (RangeTiling(32, 4, 2, 2), RangeTiling(32, 4, 2, 2, is_arrival=False, rows=32)),
 }
 
 
@@ -86,9 +90,11 @@ def range_attention_kernel(
     slot_rows,
     slot_offsets,
     slot_states,
+    output_indptr,
     out,
     partial,
     partial_log,
+    counters,
     scale,
     softcap,
     window,
@@ -101,6 +107,9 @@ def range_attention_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    ALONE: tl.constexpr,
+    MERGED: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs)."""
@@ -112,37 +121,45 @@ def range_attention_kernel(
     swapped = (d + D // 2) % D  # RoPE rotates element i with element i + D/2
     sign = tl.where(d < D // 2, 1.0, -1.0)[None, :]
     frequency = tl.load(frequencies + d % (D // 2))  # fp64, turns of a circle per position
-    wait_for_previous(PDL)
     for item in tl.range(tl.program_id(1), count_of_items, tl.num_programs(1)):
-        slot = tl.load(item_slots + item) + r // GROUP
+        first_slot = tl.load(item_slots + item)
+        slot = first_slot + r // GROUP
         is_row = r < tl.load(item_counts + item) * GROUP
         row = tl.load(slot_rows + slot, mask=is_row, other=0).to(tl.int64)
-        offset = tl.load(slot_offsets + slot, mask=is_row, other=0)
-        position = tl.load(positions + row, mask=is_row, other=0).to(tl.int32)
+        first_state = tl.load(slot_states + slot, mask=is_row, other=0)
+        if ALONE:
+            place_of = tl.load(positions + tl.load(slot_rows + first_slot)).to(tl.int32)  # of the only query
+            lowest, highest = place_of, place_of
+        else:
+            offset = tl.load(slot_offsets + slot, mask=is_row, other=0)
+            place_of = tl.load(positions + row, mask=is_row, other=0).to(tl.int32) - offset  # [ROWS]
+            lowest = tl.min(tl.where(is_row, place_of, 2147483647))
+            highest = tl.max(tl.where(is_row, place_of, -1))
         at = q + row * q_row_stride + head * q_head_stride
-        query = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
-        other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
-        if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
-            angle = angles(offset[:, None], frequency[None, :])
-            query = (query.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(query.dtype)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
         for piece in tl.range(tl.load(item_pieces + item), tl.load(item_pieces + item + 1)):
-            turn, queries = tl.load(piece_turns + piece), query
-            if turn > 0:
-                angle = angles(turn, frequency)[None, :]
-                queries = (query.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(query.dtype)
-            place = position - offset - tl.load(piece_bases + piece)  # of the row, on the range's scale
-            end = tl.minimum(tl.load(piece_ends + piece), tl.max(tl.where(is_row, place, -1)) + 1)
-            least = tl.min(tl.where(is_row, place, 2147483647)) - window + 1
-            start = tl.maximum(tl.load(piece_begins + piece), least)
-            table = tl.load(piece_tables + piece)
+            base = tl.load(piece_bases + piece)
+            end = tl.minimum(tl.load(piece_ends + piece), highest - base + 1)
+            start = tl.maximum(tl.load(piece_begins + piece), lowest - base - window + 1)
+            turn, table = tl.load(piece_turns + piece), tl.load(piece_tables + piece)
             if table < 0:  # noqa: SIM108 - an expression would load an offset that does not exist
                 tables = sequence_tables + tl.load(sequence_table_starts - 1 - table)
             else:
                 tables = chunk_tables + table
             rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
+            wait_for_previous(PDL)  # all before is the step's; a second wait is over at once
+            queries = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
+            other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
+            if turn > 0:
+                angle = angles(turn, frequency)[None, :]
+                queries = (queries.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(queries.dtype)
+            if not ALONE:  # noqa: SIM102 - decided when compiling
+                if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
+                    angle = angles(offset[:, None], frequency[None, :])
+                    queries = (queries.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(queries.dtype)
+            place = place_of - base  # of the row, on the range's scale
             for tile in tl.range(start, end, TILE):
                 number = tile + tl.arange(0, TILE)
                 is_key = number < end
@@ -150,12 +167,15 @@ def range_attention_kernel(
                 rows = token_rows(tables, number + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
                 k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)
                 v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
-                is_visible = (number[None, :] <= place[:, None]) & (number[None, :] > place[:, None] - window)
+                if ALONE:
+                    is_visible = is_key[None, :]  # start and end are those of the only query
+                else:
+                    is_visible = (number[None, :] <= place[:, None]) & (number[None, :] > place[:, None] - window)
+                    is_visible &= is_key[None, :]
                 maximum, total, weighted = add_tile(
-                    queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+                    queries, k, v, is_visible, maximum, total, weighted, scale, softcap, HAS_SOFTCAP
                 )
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
-        first_state = tl.load(slot_states + slot, mask=is_row, other=0)
         is_whole = is_row & (first_state < 0)
         at_out = row * (HKV * GROUP) + head
         tl.store(out + at_out[:, None] * D + d[None, :], result, mask=is_whole[:, None])
@@ -163,6 +183,20 @@ def range_attention_kernel(
         state = (first_state + tl.load(item_splits + item)).to(tl.int64) * (HKV * GROUP) + head
         tl.store(partial + state[:, None] * D + d[None, :], result, mask=is_part[:, None])
         tl.store(partial_log + state, maximum + tl.log2(total), mask=is_part)
+        if ALONE:
+            begin = tl.load(slot_states + first_slot)
+            if begin >= 0:
+                query = tl.load(slot_rows + first_slot).to(tl.int64)
+                states_end = tl.load(output_indptr + query + 1)
+                if is_last_arrival(counters + begin * HKV + kv_head, states_end - begin):
+                    m = tl.arange(0, MERGED_ROWS)
+                    heads, is_head = kv_head * GROUP + m, m < GROUP
+                    merged = merged_state(
+                        partial, partial_log, begin, states_end, heads, is_head, HKV * GROUP, D, MERGED_ROWS, MERGED
+                    )
+                    at_merged = (query * (HKV * GROUP) + heads)[:, None] * D + d[None, :]
+                    tl.store(out + at_merged, merged, mask=is_head[:, None])
+    wait_for_previous(PDL)  # a program without items too
 
 
 @dataclass(frozen=True)
@@ -171,12 +205,14 @@ class RangeWorkspace:
 
     partial: torch.Tensor  # fp32 [states, Hq, D]
     partial_log: torch.Tensor  # fp32 [states, Hq], base 2
+    counters: torch.Tensor  # int32 [states, Hq], zeros between launches
 
     @classmethod
     def of(cls, num_states: int, num_heads: int, head_dim: int, device: torch.device) -> "RangeWorkspace":
         """A workspace for plans of up to this many states."""
-        about: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        return cls(torch.empty(num_states, num_heads, head_dim, **about), torch.empty(num_states, num_heads, **about))
+        shape, about = (num_states, num_heads), {"dtype": torch.float32, "device": device}
+        counters = torch.zeros(shape, dtype=torch.int32, device=device)
+        return cls(torch.empty(*shape, head_dim, **about), torch.empty(shape, **about), counters)
 
 
 def range_attention(
@@ -220,6 +256,7 @@ def range_attention(
     _, block_size, Hkv, _ = keys.shape
     if len(plan.output_indptr) != T + 1:
         raise ValueError(f"the plan has {len(plan.output_indptr) - 1} rows and the step has {T}")
+    rows = next_power_of_two(Hq // Hkv)
     launch(
         range_attention_kernel,
         (Hkv, tiling.grid(Hkv, q.device).resident),
@@ -231,10 +268,11 @@ def range_attention(
         sequence_table_starts,
         chunk_tables,
         frequencies,
-        *list(plan.arrays().values())[:-1],
+        *plan.arrays().values(),
         out,
         workspace.partial,
         workspace.partial_log,
+        workspace.counters,
         *in_base_2(scale, softcap),
         NO_WINDOW if window is None else window,
         q.stride(0),
@@ -246,7 +284,12 @@ def range_attention(
         D=D,
         ROWS=tiling.rows,
         TILE=tiling.tile,
+        ALONE=tiling.is_arrival,
+        MERGED=max(1, tiling.merged_numbers // (rows * D)),
+        MERGED_ROWS=rows,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
+    if tiling.is_arrival:
+        return out
     return merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)

@@ -35,12 +35,17 @@ CHUNKS = [[(7 * n) % 250 for n in range(37)], [(5 * n + 3) % 250 for n in range(
 
 @pytest.mark.parametrize(("D", "Hq", "Hkv"), [(16, 6, 2), (64, 8, 2), (128, 8, 1), (256, 4, 1)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 5.0)])
-def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, window, softcap) -> None:
-    """Four sequences with one to six new tokens; a chunk of 300 tokens in two of them, twice in one; unread is NaN."""
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, window, softcap, is_shared) -> None:
+    """Four sequences with one to six new tokens; a chunk of 300 tokens in two of them, twice in one; unread is NaN.
+
+    Or each with one new token, and each reads its chunks by itself.
+    """
     if INTERPRETED and (D > 64 or dtype != torch.float32) and (window or softcap):
         pytest.skip("the interpreter is slow, and has seen the other combinations")
     size, block_size = [300, 20, 1], 4
     contexts, own, num_new = [[1, 0], [0, 2, 0], [], [2, 0]], np.array([6, 9, 30, 1]), np.array([1, 6, 2, 1])
+    num_new = num_new if is_shared else np.ones_like(num_new)
     tables = np.random.default_rng(0).permutation(160).astype(np.int32)
     cuts = np.cumsum([0] + [-(-n // block_size) for n in [*size, *own]])
     blocks = [tables[a:b] for a, b in itertools.pairwise(cuts)]
@@ -61,19 +66,20 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
     sequences = np.arange(4).repeat(num_new)
     before = np.concatenate([np.arange(n - new, n) for n, new in zip(own, num_new, strict=True)])
     positions = np.array(lengths)[sequences] + before
-    tiling = range_tiling(True, Hq // Hkv, D, dtype.itemsize)
+    tiling = range_tiling(is_shared, Hq // Hkv, D, dtype.itemsize)
     grid = tiling.grid(Hkv, DEVICE)
     grid = Grid(grid.resident, grid.unit, grid.unit)
-    tiles = Tiles.of(ranges, num_new, tiling.tokens(Hq // Hkv), 99)
+    tiles = Tiles.of(ranges, num_new, tiling.tokens(Hq // Hkv), 99 if is_shared else 0)
     plan = plan_ranges(tiles, positions - before % 5, positions + 7, grid, num_rows=T + 2, window=window)
     assert plan.num_states > T
-    assert (plan.item_counts > num_new.max()).any(), "one tile is shared"
+    assert (plan.item_counts > num_new.max()).any() == is_shared, "one tile is shared"
     on_device = RangePlan(*(torch.from_numpy(array).to(DEVICE) for array in plan.arrays().values()))
     frequencies = inverse_frequencies(RopeConfig(theta=10_000.0), D).to(DEVICE)
     q, out = randn(T + 2, Hq, D).to(dtype), torch.full((T + 2, Hq, D), 7.0, device=DEVICE, dtype=dtype)
     starts = np.append(0, np.cumsum([len(table) for table in blocks[3:]]))[:-1]
     int32: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
     about = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    workspace = RangeWorkspace.of(plan.num_states, Hq, D, DEVICE)
     range_attention(
         q,
         keys,
@@ -86,7 +92,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
         on_device,
         **about,
         tiling=tiling,
-        workspace=RangeWorkspace.of(plan.num_states, Hq, D, DEVICE),
+        workspace=workspace,
         out=out,
     )
     expected = torch.empty(T, Hq, D, device=DEVICE)
@@ -106,6 +112,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
     error = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out[:T].float(), expected, atol=error, rtol=error)
     assert (out[T:] == 7).all(), "padding is not written"
+    assert not workspace.counters.any()
 
 
 def answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[list[int]]:
