@@ -52,7 +52,7 @@ def find_mass_cut(values, size, limit, TILE: tl.constexpr):
 
 @triton.jit
 def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
-    """The largest cut from which on at least ``wanted`` values are, and how many of those at the cut are needed."""
+    """A cut that at most ``wanted`` values exceed, and how many of those at the cut make up for the rest."""
     low, high = tl.full([], LOWEST, tl.int32), tl.full([], HIGHEST, tl.int32)
     above = tl.full([], 0, tl.int32)
     while high > low + 1:
@@ -61,10 +61,11 @@ def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
         for start in range(0, size, TILE):
             bits, _ = load_order(values, start, size, first, last, TILE)
             count += tl.sum((bits >= middle).to(tl.int32), 0)
-        is_reached = count >= wanted
+        is_reached = count > wanted
         above = tl.where(is_reached, above, count)  # from `high` on
         low = tl.where(is_reached, middle, low)
         high = tl.where(is_reached, high, middle)
+        low = tl.where(count == wanted, high - 1, low)  # exactly those from `high` on
     return low, wanted - above
 
 

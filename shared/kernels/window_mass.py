@@ -148,7 +148,8 @@ def window_sums_kernel(
             keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
         )
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(place[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
+        if tile + TILE > size - w:  # all queries see the tiles before
+            scores = tl.where(place[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         total = total * tl.exp2(maximum - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
@@ -199,8 +200,10 @@ def window_mass_kernel(
             keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
         )
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - of_query[None, :]  # [TILE, ROWS]
-        is_seen = (place[:, None] <= (size - w + r)[None, :]) & (place < size)[:, None]
-        shares = tl.where(is_seen, tl.exp2(scores), 0.0)
+        if tile + TILE > size - w:
+            is_seen = (place[:, None] <= (size - w + r)[None, :]) & (place < size)[:, None]
+            scores = tl.where(is_seen, scores, float("-inf"))
+        shares = tl.exp2(scores)
         tl.store(mass + program.to(tl.int64) * longest + place, tl.sum(shares, 1), mask=place < longest)
 
 
