@@ -78,6 +78,19 @@ def test_chunks_are_a_block_diagonal_prefill_and_full_attention_behind_it(model_
     assert len(engine.chunks.resident) == 4, "each is computed once"
 
 
+@pytest.mark.parametrize("rotation", ["keys", "unrotated keys"])
+def test_keys_that_are_rotated_when_they_are_read_give_the_same(model_folder: Path, rotation: str) -> None:
+    """At several offsets of one chunk, in a step with a request without chunks."""
+    engine, model = make(model_folder), load_model(model_folder)
+    engine.view.rotation = rotation
+    engine.add_request([5, 6, 7], SamplingParams(**GREEDY, max_new_tokens=60))
+    for chosen in ([0, 3], [3, 1, 0, 1]):
+        chunks = [CHUNKS[n] for n in chosen]
+        ids, logits = answer(engine, chunks, QUESTION, 4)
+        expected = reference_logits(model, chunks, QUESTION + ids[:-1])[len(QUESTION) - 1 :]
+        assert_close(logits, expected, f"logits behind chunks {chosen}", ("token", "id"), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_with_key_norms_near_one_hundred_too(tiny_checkpoints: dict[str, Path], family: str) -> None:
     """As Qwen 3 has them: a key that was normed or rotated once too often or in another order would be far off.

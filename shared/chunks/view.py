@@ -4,6 +4,10 @@ A chunk's keys stay as they were written, rotated for positions that count from 
 that reads a chunk at ``offset`` is moved back by ``offset`` positions (:mod:`shared.chunks.relocation`); then both
 count from the chunk's first token, and so do windows. Each layer's RoPE has its own frequencies (Gemma 3 has two).
 
+Two other ways to place a chunk are here to be compared with this one (``rotation``): its keys are rotated once more when
+they are read, by the offset, and rounded again, which is the *differential* rotation of Braidinfer; or all keys of the
+cache are kept unrotated, and rotated when they are read.
+
 A *group* is a chunk with all queries of the step that read it: its keys are gathered once, however many sequences stand
 behind the queries. Steps without chunks are those of :class:`shared.cache.bucket_view.BucketView`.
 
@@ -11,7 +15,7 @@ Invariants: those of ``BucketView``; a step never changes a chunk's keys.
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,10 +27,11 @@ from shared.cache.paged_view import Piece
 from shared.cache.view import StepInputs
 from shared.chunks.attention import range_state
 from shared.chunks.layout import ChunkLayout, Range
-from shared.chunks.relocation import turns
+from shared.chunks.relocation import relocate, turns
 from shared.engine.batch import Batch
 from shared.engine.buckets import Buckets
 from shared.models.config import ModelConfig, RopeConfig
+from shared.models.tokens import QueryKeyTransform
 from shared.ops.rope import inverse_frequencies, rotate
 
 
@@ -38,10 +43,14 @@ class Group:
     rows: torch.Tensor  # int64 [n], of the step's tokens; each at most once
     places: torch.Tensor  # int64 [n], their positions on the chunk's scale
     turns: dict[RopeConfig, torch.Tensor]  # fp32 [n, 2, 1, D], which move the queries back by the chunk's offset
+    offset: int  # of the first query's sequence, and of all if keys are rotated
 
 
 class ChunkView(BucketView):
     """Keys and values in blocks, of sequences and of chunks; see ``BatchView``."""
+
+    rotation: Literal["queries", "keys", "unrotated keys"] = "queries"
+    """What is rotated when a chunk is read; set it before the first step."""
 
     def __init__(
         self,
@@ -61,17 +70,18 @@ class ChunkView(BucketView):
         """See ``BatchView``."""
         layout = cast(PagedLayout, batch.layout)
         self.groups = self._groups(batch, layout.ranges) if isinstance(layout, ChunkLayout) else []
+        self.positions = batch.positions.tolist()
         return super().load(batch)
 
     def _groups(self, batch: Batch, ranges: tuple[Range, ...]) -> list[Group]:
         """The ranges of a step by chunk. A second place of a chunk in one sequence makes a group of its own."""
         ends = np.append(0, batch.num_new_tokens.cumsum())
-        members: dict[tuple[int, int], list[Range]] = {}
+        members: dict[tuple[int, int, int], list[Range]] = {}
         for one in ranges:
-            times = 0
-            while any(other.sequence == one.sequence for other in members.get((int(one.blocks[0]), times), ())):
+            first, offset, times = int(one.blocks[0]), 0 if self.rotation == "queries" else one.offset, 0
+            while any(other.sequence == one.sequence for other in members.get((first, offset, times), ())):
                 times += 1
-            members.setdefault((int(one.blocks[0]), times), []).append(one)
+            members.setdefault((first, offset, times), []).append(one)
         groups = []
         for same in members.values():
             rows = np.concatenate([np.arange(ends[one.sequence], ends[one.sequence + 1]) for one in same])
@@ -83,14 +93,39 @@ class ChunkView(BucketView):
                     torch.from_numpy(rows),
                     torch.from_numpy(batch.positions[rows] - offsets),
                     {rope: turns(back, frequencies) for rope, frequencies in self.frequencies.items()},
+                    same[0].offset,
                 )
             )
         return groups
 
+    def write(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        qk: QueryKeyTransform,
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        if self.rotation != "unrotated keys":
+            return super().write(layer, q, k, v, positions, qk)
+        both = qk(q, k, positions)[0], qk(q, k, torch.zeros_like(positions))[1]  # position 0 is no rotation
+        return super().write(layer, q, k, v, positions, lambda *_: both)
+
+    def _read(self, layer: int, piece: Piece, start: int, is_own: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a range, [Hkv, S, D]; ``start`` is the position of the first, ``is_own`` no chunk's."""
+        (k, v), frequencies = self._gathered(layer, piece), self.frequencies[self.ropes[layer]]
+        if self.rotation == "unrotated keys":
+            k = relocate(k.float(), start + torch.arange(len(k)), frequencies)
+        elif self.rotation == "keys" and not is_own:
+            k = relocate(k, torch.full((len(k),), start), frequencies)
+        return k.transpose(0, 1), v.transpose(0, 1)
+
     def _attend_gathered(
         self, layer: int, q: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
-        if not self.groups:
+        if not self.groups and self.rotation != "unrotated keys":
             return super()._attend_gathered(layer, q, scale, window, softcap)
         if window not in self.pieces:
             self.pieces[window] = self._cut(window)
@@ -99,12 +134,15 @@ class ChunkView(BucketView):
         for queries, rows, piece in zip(
             q.split(self.num_new), torch.arange(len(q)).split(self.num_new), self.pieces[window], strict=True
         ):
-            k, v = (x.transpose(0, 1) for x in self._gathered(layer, piece))  # [Hkv, S, D]
-            places = torch.arange(k.shape[1] - len(rows), k.shape[1])
+            size = piece.end - piece.start
+            k, v = self._read(layer, piece, self.positions[int(rows[-1])] - size + 1, True)
+            places = torch.arange(size - len(rows), size)
             values[rows], logs[rows] = range_state(queries, k, v, places, **about)
         for group in self.groups:
-            k, v = (x.transpose(0, 1) for x in self._gathered(layer, group.piece))
-            queries = rotate(q[group.rows].float(), group.turns[self.ropes[layer]])
+            k, v = self._read(layer, group.piece, group.offset, False)
+            queries = q[group.rows]
+            if self.rotation == "queries":
+                queries = rotate(queries.float(), group.turns[self.ropes[layer]])
             state = range_state(queries, k, v, group.places, **about)
             rows = group.rows
             values[rows], logs[rows] = merge((values[rows], logs[rows]), state)
