@@ -110,8 +110,8 @@ class Cells:
         return (layers * self.num_blocks + table[entries].astype(np.int64)) * places + place
         # end exercise
 
-    def plain(self, layer: int, slots: Integers, table: Blocks) -> Integers:
-        """Cells [Hkv, n] of one token to a slot, for n slots of a request."""
+    def plain(self, layer: int | Integers, slots: Integers, table: Blocks) -> Integers:
+        """Cells [Hkv, n] of one token to a slot, for n slots of a request; of layers [L, 1, 1] all, [L, Hkv, n]."""
         blocks = table[slots // self.block_size].astype(np.int64)
         rows = (layer * self.num_blocks + blocks) * self.block_size + slots % self.block_size
         return rows * self.num_kv_heads + np.arange(self.num_kv_heads)[:, None]

@@ -5,7 +5,8 @@ runs between two steps: for each layer and head it scores the keys that are left
 keeps into the first blocks (*condensed*), or marks them in a mask and moves nothing (*masked*, ``if_fake_compress``).
 
 A layer with a sliding window keeps exactly its window, which loses nothing. The other layers keep what the compressor
-selects. Compressed sequences are attended one at a time with PyTorch's operations.
+selects. Compressed sequences are attended with PyTorch's operations: in a decode step of such sequences together, else
+one at a time.
 
 Invariants: those of :class:`shared.cache.paged_view.PagedView`; a head's tokens are in time order, its tail included;
 masks only lose bits; the queries of a token have one place in the ring, so a step can be run again.
@@ -17,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from shared.cache.blocks import Blocks
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
 from shared.cache.layout import ranges
@@ -61,6 +63,7 @@ class CondensedView(PagedView):
         rows = sizes.max_sequences + self.num_padding_rows
         shape = (config.num_layers, rows, num_queries, config.num_heads, config.head_dim)
         self.ring = torch.zeros(shape, dtype=dtype, device=device)
+        self.packed_cells: dict[int, tuple[Packed, np.ndarray, np.ndarray]] = {}  # by row
         self.masks: dict[int, torch.Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
 
     def load(self, batch: Batch) -> StepInputs:
@@ -73,6 +76,8 @@ class CondensedView(PagedView):
         self.ring_tokens, self.ring_places = (torch.from_numpy(x).to(self.keys.device) for x in (tokens, places))
         self.sequences = layout.holdings()
         self.is_compressed = any(one.packed is not None for one in self.sequences)
+        is_alike = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
+        self.together = self._cells_together() if is_alike else None
         return inputs
 
     def write(
@@ -96,6 +101,10 @@ class CondensedView(PagedView):
         if not self.is_compressed:
             return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        if self.together is not None:  # (sequence, KV head) are heads of one token
+            cells, kept = (of_all[layer].flatten(0, 1) for of_all in self.together)
+            k, v = (x.index_select(0, cells.flatten()).view(*cells.shape, -1) for x in (self.key_cells, self.value_cells))
+            return masked_attention(q.reshape(1, -1, q.shape[-1]), k, v, kept, **about).view_as(q)
         each = zip(q.split(self.num_new), self.sequences, strict=True)
         return torch.cat([self.attend_by_cells(layer, queries, sequence, about) for queries, sequence in each])
 
@@ -120,13 +129,37 @@ class CondensedView(PagedView):
         if not packed.num_slots:
             kept[:, : packed.num_tokens] = unpack(self.masks[sequence.row][layer], packed.num_tokens)
             return torch.from_numpy(cells).to(device), kept
-        ends = packed.counts.cumsum().reshape(packed.counts.shape)[layer][:, None]  # behind the last of each head
-        counts = packed.counts[layer][:, None]
-        back = np.arange(counts.max(), 0, -1)  # how far from the end
-        first = self.cells.packed(np.maximum(ends - back, 0), sequence.table)
+        first, is_kept = (of_all[layer] for of_all in self._packed_cells(sequence.row, sequence.table, packed))
         both = np.concatenate([first, cells], 1)
-        is_kept = torch.from_numpy(back <= counts).to(device)
-        return torch.from_numpy(both).to(device), torch.cat([is_kept, kept], 1)
+        return torch.from_numpy(both).to(device), torch.cat([torch.from_numpy(is_kept).to(device), kept], 1)
+
+    def _packed_cells(self, row: int, table: Blocks, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+        """As :meth:`cells_of` for the condensed part, of all layers; it is the same until the next compression."""
+        known = self.packed_cells.get(row)
+        if known is None or known[0] is not packed:
+            counts = packed.counts[:, :, None]
+            ends = packed.counts.cumsum().reshape(counts.shape)  # behind the last of each head
+            back = np.arange(counts.max(), 0, -1)  # how far from the end
+            known = packed, self.cells.packed(np.maximum(ends - back, 0), table), back <= counts
+            self.packed_cells[row] = known
+        return known[1:]
+
+    def _cells_together(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`cells_of`, [layers, B, Hkv, S], for the compressed sequences of a decode step."""
+        layers, parts = np.arange(self.cells.num_layers)[:, None, None], []
+        for one in self.sequences:
+            assert one.packed is not None
+            tail = self.cells.plain(layers, np.arange(one.num_packed_slots, one.length), one.table)
+            parts.append((*self._packed_cells(one.row, one.table, one.packed), tail))
+        S = max(first.shape[-1] + tail.shape[-1] for first, _, tail in parts)
+        cells = np.zeros((len(layers), len(parts), self.num_kv_heads, S), np.int64)
+        kept = np.zeros(cells.shape, np.bool_)
+        for b, (first, is_kept, tail) in enumerate(parts):
+            end = S - tail.shape[-1]
+            packed = slice(end - first.shape[-1], end)
+            cells[:, b, :, packed], kept[:, b, :, packed] = first, is_kept
+            cells[:, b, :, end:], kept[:, b, :, end:] = tail, True
+        return torch.from_numpy(cells), torch.from_numpy(kept)
 
     def select(self, sequences: Sequence[Holding]) -> None:
         """See :class:`shared.cache.compressing.CompressingView`; here ``compress`` does everything."""

@@ -17,7 +17,7 @@ plan is uploaded before the step's first kernel.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+
 
 import torch
 
