@@ -103,7 +103,9 @@ class CondensedView(PagedView):
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if self.together is not None:  # (sequence, KV head) are heads of one token
             cells, kept = (of_all[layer].flatten(0, 1) for of_all in self.together)
-            k, v = (x.index_select(0, cells.flatten()).view(*cells.shape, -1) for x in (self.key_cells, self.value_cells))
+            k, v = (
+                x.index_select(0, cells.flatten()).view(*cells.shape, -1) for x in (self.key_cells, self.value_cells)
+            )
             return masked_attention(q.reshape(1, -1, q.shape[-1]), k, v, kept, **about).view_as(q)
         each = zip(q.split(self.num_new), self.sequences, strict=True)
         return torch.cat([self.attend_by_cells(layer, queries, sequence, about) for queries, sequence in each])

@@ -65,6 +65,26 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Blend:
+    """These chunks, put together with a fraction of their tokens recomputed; other requests wait meanwhile."""
+
+    chunk_ids: tuple[str, ...]
+    fraction: float
+
+    def answer(self, engine: Any) -> ChunkInfo | None:
+        """See :class:`Inquiry`; None while one of them is computed. Raises RequestError as ``blend`` does."""
+        registry = engine.chunks
+        chunks = [registry.find(name) for name in self.chunk_ids]
+        registry.check(chunks, sum(map(len, chunks)))
+        registry.touch(chunks)
+        for chunk in chunks:
+            registry.want(chunk)
+        if not all(chunk.is_resident for chunk in chunks):
+            return None
+        return described(engine, [registry.find(engine.blend(self.chunk_ids, self.fraction))])[0]
+
+
+@dataclass(frozen=True)
 class Page:
     """Up to ``limit`` chunks, the least recently used first, behind the one with the id ``after``."""
 

@@ -54,7 +54,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     params = await intake.with_grammar(params, body)
     watched = await intake.watched(params, body)
-    chunks = await context(request, body.chunks, "chunks")
+    chunks = await context(request, body.chunks, "chunks", body.recompute)
     answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl", chunks=chunks)
     frames = ChatFrames(
         answer,

@@ -3,17 +3,20 @@
 Invariant: an id follows from the content, so clients that register the same content have the same chunk.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
-from shared.chunks.inquiry import ChunkInfo, Content, Find, Forget, Page, Use
+from shared.chunks.inquiry import Blend, ChunkInfo, Content, Find, Forget, Page, Use
 from shared.server.chunk_fields import ChunkContent, RegisterRequest
 from shared.server.engine_client import EngineClient
 from shared.server.errors import ErrorBody, invalid
 from shared.server.intake import Intake
+
+POLL_SECONDS = 0.01  # from one question whether chunks are computed to the next
 
 router = APIRouter()
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": ErrorBody, "description": "no such chunk"}}
@@ -88,8 +91,13 @@ async def delete_chunk(request: Request, chunk_id: str) -> Deleted:
     return Deleted(id=chunk_id)
 
 
-async def context(request: Request, chunks: Sequence[str | ChunkContent], param: str) -> list[ChunkInfo]:
-    """The chunks that a body names, in its order; contents are registered. ``param`` is the field for errors."""
+async def context(
+    request: Request, chunks: Sequence[str | ChunkContent], param: str, recompute: float | None = None
+) -> list[ChunkInfo]:
+    """The chunks that a body names, in its order; contents are registered. ``param`` is the field for errors.
+
+    With a fraction to ``recompute`` the one chunk of them all, as soon as each of them is computed.
+    """
     if not chunks:
         return []
     client, intake = _client(request, param), cast(Intake, request.app.state.intake)
@@ -100,7 +108,13 @@ async def context(request: Request, chunks: Sequence[str | ChunkContent], param:
             named.append(Content(one.role, tuple(ids)))
         else:
             named.append(one)
-    return cast("list[ChunkInfo]", await client.inquire(Use(tuple(named)), param))
+    found = cast("list[ChunkInfo]", await client.inquire(Use(tuple(named)), param))
+    if recompute is None or len(found) == 1:
+        return found
+    blend = Blend(tuple(info.chunk_id for info in found), recompute)
+    while (blended := await client.inquire(blend, param)) is None:
+        await asyncio.sleep(POLL_SECONDS)
+    return [blended]
 
 
 def _client(request: Request, param: str) -> EngineClient:

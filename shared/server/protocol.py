@@ -216,6 +216,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: TemplateOptions | None = None
     prediction: Prediction | None = None
     chunks: FieldOfChunks = ()
+    recompute: Annotated[float | None, Field(ge=0, le=1), optional("number", minimum=0, maximum=1)] = None
 
     tools: Tools | None = None
     tool_choice: Annotated[Any, AfterValidator(chosen_tool), WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None

@@ -43,6 +43,7 @@ def register(client: httpx.Client, content: Any, **more: Any) -> dict[str, Any]:
 
 def chat(server: ServerProcess, chunks: list[Any], **more: Any) -> Any:
     extra = {"ignore_eos": more.pop("ignore_eos", True), "chunks": chunks}
+    extra |= {"recompute": more.pop("recompute")} if "recompute" in more else {}
     about = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 8, **more}
     return server.openai().with_options(api_key="secret").chat.completions.create(**about, extra_body=extra)
 
@@ -80,6 +81,24 @@ def test_a_chat_over_chunks_answers_as_the_engine_does(
     assert client.delete(f"/v1/chunks/{late}").status_code == 200, "no request uses it any more"
     state = client.get("/debug/engine").json()
     assert (state["audit"], state["stats"]["chunks in the cache"]) == ([], 2)
+
+
+def test_a_part_of_the_chunks_may_be_recomputed(server: ServerProcess, client: httpx.Client, folder: Path) -> None:
+    """The answer is that of the engine; the result is a chunk, so a second request finds it."""
+    llm = ChunkedLLM(str(folder), max_batch_size=2)
+    tokenizer, family = llm.engine.tokenizer, llm.engine.model.config.family
+    turns = [ChatMessage("user", QUESTION[0]["content"])]
+    prompt = encode_chat(tokenizer, turns, template=choose_template(family, tokenizer), thinking=None)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=8)
+    texts = ["The tide is low.", "The boats leave."]
+    for fraction in (0.0, 0.3, 1.0):
+        blended = llm.blend([llm.register(text) for text in texts], fraction)
+        expected = llm.generate_from_chunks([blended], prompt, params).text
+        for _ in range(2):
+            answer = chat(server, [{"content": text} for text in texts], recompute=fraction)
+            assert answer.choices[0].message.content == expected
+        assert client.get(f"/v1/chunks/{blended}").json()["num_bytes"] > 0
+    assert client.get("/debug/engine").json()["audit"] == []
 
 
 def test_registering_listing_and_deleting(client: httpx.Client) -> None:
@@ -131,6 +150,7 @@ def test_what_is_refused(server: ServerProcess, client: httpx.Client) -> None:
         ("/v1/chat/completions", {"chunks": [{"content": []}]}, (422, "invalid_value", "chunks")),
         ("/v1/chat/completions", {"chunks": [{"role": "user"}]}, (422, "invalid_value", "chunks")),
         ("/v1/chat/completions", {"chunks": ["a"] * 257}, (422, "invalid_value", "chunks")),
+        ("/v1/chat/completions", {"recompute": 1.5}, (422, "invalid_value", "recompute")),
     ):
         given = {"model": MODEL, **fields} if path == "/v1/chunks" else {**body, **fields}
         assert error_of(client.post(path, json=given)) == expected, fields
