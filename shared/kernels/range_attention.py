@@ -18,7 +18,6 @@ plan is uploaded before the step's first kernel.
 
 from dataclasses import dataclass, replace
 
-
 import torch
 
 from shared.attention.range_plan import RangePlan
