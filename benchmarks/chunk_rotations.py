@@ -24,7 +24,7 @@ from shared.models.config import RopeConfig
 from shared.ops.rope import rope_table, rotate
 
 HQ, HKV, D, ROPE = 32, 8, 64, RopeConfig(theta=500_000.0)
-WAYS = ("as one prompt", "unrotated keys", "keys, again", "queries")
+WAYS = {"prompt": "as one prompt", "unrotated": "unrotated keys", "keys": "keys, again", "queries": "queries"}
 QUESTION = 32
 
 
@@ -109,8 +109,8 @@ def measure(documents: int, length: int, device: torch.device) -> Report:
 def view(report: Report) -> View:
     """One table."""
     shown: Callable[[float], str] = lambda error: f"{error:.1e}"  # noqa: E731
-    columns = [text("what is rotated when it is read", "way"), Column("error of scores", "error", shown)]
-    rows = [{"way": name} | row for name, row in report.results.items()]
+    columns = [text("rotated when it is read", "way"), Column("error of scores", "error", shown)]
+    rows = [{"way": WAYS[name]} | row for name, row in report.results.items()]
     about = f"{report.flags['documents']} documents of {report.flags['length']} tokens, one query, one layer"
     table = Table("", [*columns, Column("µs", "us")], rows)
     return View("Ways to place a chunk", [about, report.machine_title], [table])

@@ -4,9 +4,9 @@ A chunk's keys stay as they were written, rotated for positions that count from 
 that reads a chunk at ``offset`` is moved back by ``offset`` positions (:mod:`shared.chunks.relocation`); then both
 count from the chunk's first token, and so do windows. Each layer's RoPE has its own frequencies (Gemma 3 has two).
 
-Two other ways to place a chunk are here to be compared with this one (``rotation``): its keys are rotated once more when
-they are read, by the offset, and rounded again, which is the *differential* rotation of Braidinfer; or all keys of the
-cache are kept unrotated, and rotated when they are read.
+Two other ways to place a chunk are here to be compared with this one (``rotation``): its keys are rotated once more
+when they are read, by the offset, and rounded again, which is the *differential* rotation of Braidinfer; or all keys of
+the cache are kept unrotated, and rotated when they are read.
 
 A *group* is a chunk with all queries of the step that read it: its keys are gathered once, however many sequences stand
 behind the queries. Steps without chunks are those of :class:`shared.cache.bucket_view.BucketView`.
