@@ -33,6 +33,15 @@ class Measured:
         self.engine = find_lesson(phase).engine(EngineConfig(**about))
         self.steps: list[tuple[float, int, int]] = []  # seconds, tokens decoded, requests compressed
         self.num_requests = self.most_blocks = self.most_decoded = 0
+        self.attending: list[float] = []  # seconds of attention, by step; of a CPU alone, which runs what is called
+        self.attend, self.engine.view.attend = self.engine.view.attend, self.timed_attend
+
+    def timed_attend(self, *given: Any, **about: Any) -> Any:
+        """The view's ``attend``."""
+        started = time.perf_counter()
+        attended = self.attend(*given, **about)
+        self.attending[-1] += time.perf_counter() - started
+        return attended
 
     def add(self, prompts: list[list[int]], num_new: int) -> None:
         self.num_requests = len(prompts)
@@ -41,6 +50,7 @@ class Measured:
 
     def step(self) -> None:
         """One step; blocks count while all requests decode, after the prompts' compressions."""
+        self.attending.append(0.0)
         before, started = getattr(self.engine, "num_compressions", 0), time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - started
@@ -52,9 +62,12 @@ class Measured:
             self.most_blocks = max([self.most_blocks, *map(len, tables.values())])
 
     @property
-    def seconds(self) -> list[float]:
-        """Of the steps in which all requests decode."""
-        return [seconds for seconds, decoded, _ in self.steps if decoded == self.num_requests]
+    def median_ms(self) -> dict[str, float]:
+        """Of the steps in which all requests decode, and on a CPU of the attention in them."""
+        pairs = zip(self.steps, self.attending, strict=True)
+        whole = [(seconds, attending) for (seconds, decoded, _), attending in pairs if decoded == self.num_requests]
+        step, attention = (rounded(1e3 * statistics.median(found)) for found in zip(*whole, strict=True))
+        return {"ms_per_step": step} | ({} if self.engine.model.device.type == "cuda" else {"attention_ms": attention})
 
     def share(self, every: int) -> float:
         """The share of the time that compressions take, if each request is compressed ``every`` steps: what the tokens
@@ -113,10 +126,7 @@ def measure(
     settings = {
         phase: engine_settings(one.engine.config, describe_model(model)["name"]) for phase, one in engines.items()
     }
-    results: dict[str, Any] = {
-        phase: {"blocks": one.most_blocks, "ms_per_step": rounded(1e3 * statistics.median(one.seconds))}
-        for phase, one in engines.items()
-    }
+    results: dict[str, Any] = {phase: {"blocks": one.most_blocks} | one.median_ms for phase, one in engines.items()}
     results[COMPRESSED]["share"] = rounded(engines[COMPRESSED].share(every))
     del engines, one
     free_memory()
@@ -135,6 +145,8 @@ def measure(
         "together": rounded(measured.most_decoded / HELD),
         "step": rounded(full["ms_per_step"] / ours["ms_per_step"]),
     }
+    if device == "cpu":
+        results["ratios"]["attention"] = rounded(full["attention_ms"] / ours["attention_ms"])
     flags = {
         "from": from_length,
         "length": length,

@@ -76,8 +76,8 @@ class CondensedView(PagedView):
         self.ring_tokens, self.ring_places = (torch.from_numpy(x).to(self.keys.device) for x in (tokens, places))
         self.sequences = layout.holdings()
         self.is_compressed = any(one.packed is not None for one in self.sequences)
-        is_alike = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
-        self.together = self._cells_together() if is_alike else None
+        self.is_together = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
+        self.together: tuple[torch.Tensor, torch.Tensor] | None = None
         return inputs
 
     def write(
@@ -101,7 +101,8 @@ class CondensedView(PagedView):
         if not self.is_compressed:
             return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        if self.together is not None:  # (sequence, KV head) are heads of one token
+        if self.is_together:  # (sequence, KV head) are heads of one token
+            self.together = self.together or self._cells_together()
             cells, kept = (of_all[layer].flatten(0, 1) for of_all in self.together)
             k, v = (
                 x.index_select(0, cells.flatten()).view(*cells.shape, -1) for x in (self.key_cells, self.value_cells)
