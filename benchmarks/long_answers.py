@@ -158,6 +158,30 @@ def measure(
     return Report("long-answers", describe_model(model), settings, 0, flags, results, device)
 
 
+def shares(model: str, budget: int, every: int, num_requests: int, device: str) -> dict[str, float]:
+    """The share of the time that compressions of each method take, of requests of about twice the budget."""
+    found, num_new = {}, 4 * every
+    for method in ("snapkv", "topp", "rkv"):
+        about: dict[str, Any] = {"model": model, "device": device, "max_seq_len": 2 * budget + num_new, "seed": 0}
+        about |= {"max_batch_size": num_requests, "num_gpu_blocks": num_requests * about["max_seq_len"] // BLOCK}
+        about |= {"compress_method": method, "layer_budget": budget // 2, "layer_upper_budget": budget}
+        about |= {"query_window_size": min(128, budget // 4), "steps_between_compressions": every}
+        one = Measured(COMPRESSED, about)
+        draw = SyntheticPrompts(one.engine.model.config.vocab_size, 0)
+        for _ in range(2):  # the first compiles
+            one.steps.clear(), one.attending.clear()
+            for _ in range(num_requests):  # their compressions are as far apart as they can be
+                one.add([draw.draw(budget + every)], num_new)
+                for _ in range(every // num_requests):
+                    one.step()
+            one.num_requests = num_requests
+            one.run()
+        found[method] = rounded(one.share(every))
+        del one
+        free_memory()
+    return found
+
+
 def view(report: Report) -> View:
     """One table, and a line of what ran together."""
     columns = [
@@ -176,7 +200,11 @@ def view(report: Report) -> View:
         f"In the memory of {ran['held']} requests without compression {ran['requests']} ran together, {lengths}, "
         f"with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
     )
-    return View(f"Long answers: {report.model['name']}", about, [Table("", columns, rows)], [note])
+    notes = [note]
+    if "shares" in report.results:
+        parts = ", ".join(f"{method} {share:.1%}" for method, share in report.results["shares"].items())
+        notes.append(f"Time in compressions of requests of {flags['budget'] + flags['every']} tokens or more: {parts}.")
+    return View(f"Long answers: {report.model['name']}", about, [Table("", columns, rows)], notes)
 
 
 if __name__ == "__main__":
@@ -190,9 +218,15 @@ if __name__ == "__main__":
     parser.add_argument("--from-length", type=int, default=SHORT, help="tokens of the prompts in the small pool")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--shares", action="store_true", help="the time in compressions of other methods too")
     given = parser.parse_args()
     sizes = given.length, given.budget, given.every, given.requests, given.new_tokens, given.from_length
     measured = measure(given.model, *sizes, given.device)
     print(measured.line())
     if given.out is not None:
         write_report(measured, given.out, view=view(measured))
+    if given.shares:
+        measured.results["shares"] = shares(given.model, given.budget, given.every, given.requests, given.device)
+        print(measured.line())
+        if given.out is not None:
+            write_report(measured, given.out, view=view(measured))

@@ -30,8 +30,8 @@ from shared.chunks.layout import ChunkLayout, Range
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.engine.staging import Staging
-from shared.kernels.range_attention import RangeTiling, RangeWorkspace, range_attention, range_tiling
-from shared.models.config import ModelConfig
+from shared.kernels.range_attention import RangeTiling, RangeWorkspace, range_attention, range_tiling, turn_rows
+from shared.models.config import ModelConfig, RopeConfig
 from shared.ops.rope import inverse_frequencies
 
 MOST_CAPTURED_TOKENS = 256
@@ -71,6 +71,10 @@ class RangedView(BucketView):
         self.range_staging = Staging(device, self._range_places())
         self.range_workspace = RangeWorkspace.of(self.limits.states, Hq, config.head_dim, device)
         self.range_plans: dict[int | None, RangePlan[torch.Tensor]] = {}
+        self.kinds = list(zip(config.windows, self.ropes, strict=True))  # of the layers: window and RoPE
+        shape = (self.limits.pieces, 2, config.head_dim // 2)
+        self.turn_rows = {kind: torch.empty(shape, dtype=torch.float32, device=device) for kind in self.kinds}
+        self.step_turns: dict[tuple[int | None, RopeConfig], torch.Tensor] = {}
         self.planned_for: Any = None  # what the uploaded plans were made for
         self.tiled_for: Any = None  # what the tiles were made for, besides the ranges
         self.planned_ranges: tuple[Range, ...] = ()
@@ -162,6 +166,9 @@ class RangedView(BucketView):
         self.range_plans = {
             window: RangePlan(*(sent[f"{name} of window {window}"] for name in _NAMES)) for window in plans
         }
+        for kind, rows in self.turn_rows.items():
+            found = turn_rows(self.range_plans[kind[0]].piece_turns, self.circles[self.kinds.index(kind)])
+            self.step_turns[kind] = rows[: len(found)].copy_(found) if self.fits else found
         self.chunk_tables, self.step_workspace = sent["chunk_tables"], workspace
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
@@ -186,6 +193,7 @@ class RangedView(BucketView):
             *self.of_sequences,
             self.chunk_tables,
             self.circles[layer],
+            self.step_turns[self.kinds[layer]],
             self.range_plans[window],
             scale=scale,
             window=window,

@@ -3,9 +3,9 @@
 A program computes an item of the plan (:mod:`shared.attention.range_plan`) for one KV head: up to ``ROWS`` rows, which
 are (query, head of the group) pairs, over a split of the ranges that they share. Keys lie as they were written, rotated
 for positions that count from the range's first token. So the queries are moved: before a range's keys are read, each
-query is turned back by the range's offset in the query's sequence (:mod:`shared.chunks.relocation`). That costs a few
-sines for each row and range, in place of a rotation of every key. The sequences that share a chunk may have it at
-different offsets.
+query is turned back by the range's offset in the query's sequence (:mod:`shared.chunks.relocation`), in place of a
+rotation of every key. A range that one sequence reads has one angle, whose sines are computed with the plan. The
+sequences that share a chunk may have it at different offsets, so there each row has its own.
 
 A launch has as many programs as run at once, and each takes every so many-th item; so a captured launch serves plans of
 any number of items.
@@ -16,6 +16,7 @@ reduced in fp64, so a distant chunk's are as exact as a near one's; a state with
 plan is uploaded before the step's first kernel.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,6 +77,7 @@ def range_attention_kernel(
     sequence_table_starts,
     chunk_tables,
     frequencies,
+    turn_rows,
     num_items,
     item_slots,
     item_counts,
@@ -152,8 +154,9 @@ def range_attention_kernel(
             queries = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
             other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
             if turn > 0:
-                angle = angles(turn, frequency)[None, :]
-                queries = (queries.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(queries.dtype)
+                at_turn = turn_rows + piece * D + d % (D // 2)
+                cos, sin = tl.load(at_turn)[None, :], tl.load(at_turn + D // 2)[None, :]
+                queries = (queries.to(tl.float32) * cos + other * sin).to(queries.dtype)
             if not ALONE:  # noqa: SIM102 - decided when compiling
                 if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
                     angle = angles(offset[:, None], frequency[None, :])
@@ -198,6 +201,12 @@ def range_attention_kernel(
     wait_for_previous(PDL)  # a program without items too
 
 
+def turn_rows(turns: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """The cosines and sines of a plan's ``piece_turns``, fp32 ``[pieces, 2, D/2]``, once for all steps of the plan."""
+    angles = (turns.double()[:, None] * frequencies).frac_() * (2 * math.pi)
+    return torch.stack((angles.cos(), angles.sin()), 1).float()
+
+
 @dataclass(frozen=True)
 class RangeWorkspace:
     """The states of a step's items, which all layers share."""
@@ -223,6 +232,7 @@ def range_attention(
     sequence_table_starts: torch.Tensor,
     chunk_tables: torch.Tensor,
     frequencies: torch.Tensor,
+    rows_of_turns: torch.Tensor,
     plan: RangePlan[torch.Tensor],
     *,
     scale: float,
@@ -242,6 +252,7 @@ def range_attention(
         sequence_tables, sequence_table_starts: int32, the block tables of the sequences' own tokens and their offsets.
         chunk_tables: int32, the tables of ``Ranges.tables``.
         frequencies: fp64 ``[D/2]``, of the layer's RoPE: angle per position, divided by 2π.
+        rows_of_turns: the plan's :func:`turn_rows`.
         plan: from :func:`shared.attention.range_plan.plan_ranges`, on the device.
         window: attend only to the last ``window`` positions, the token's own included.
         softcap: scores become ``c · tanh(scores / c)``.
@@ -267,6 +278,7 @@ def range_attention(
         sequence_table_starts,
         chunk_tables,
         frequencies,
+        rows_of_turns,
         *plan.arrays().values(),
         out,
         workspace.partial,

@@ -147,12 +147,12 @@ def window_sums_kernel(
         k = load_keys(
             keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
         )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if tile + TILE > size - w:  # all queries see the tiles before
             scores = tl.where(place[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)  # the scale is positive
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        total = total * tl.exp2(maximum - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
+        total = total * tl.exp2(maximum - base) + tl.sum(tl.exp2(scores * scale - base[:, None]), 1)
         maximum = new_maximum
     program += tl.program_id(1) * (LAYERS * HQ)
     tl.store(sums + program * LENGTH + r, maximum + tl.log2(total), mask=r < w)

@@ -16,7 +16,7 @@ from shared.attention.range_tiles import Ranges, Tiles
 from shared.attention.states import merge
 from shared.chunks.attention import range_state
 from shared.chunks.relocation import relocate
-from shared.kernels.range_attention import RangeWorkspace, range_attention, range_tiling
+from shared.kernels.range_attention import RangeWorkspace, range_attention, range_tiling, turn_rows
 from shared.models.config import RopeConfig
 from shared.ops.rope import inverse_frequencies
 from shared.sampling.params import SamplingParams
@@ -89,6 +89,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
         torch.tensor(starts, **int32),
         torch.tensor(ranges.tables, **int32),
         frequencies.double() / (2 * np.pi),
+        turn_rows(on_device.piece_turns, frequencies.double() / (2 * np.pi)),
         on_device,
         **about,
         tiling=tiling,

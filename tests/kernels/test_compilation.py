@@ -289,7 +289,7 @@ def compile_ranges():
             q, memory = torch.zeros(1, Hq, D, dtype=dtype), torch.zeros(2, 16, Hkv, D, dtype=dtype)
             about = {"workspace": range_attention.RangeWorkspace.of(1, Hq, D, one.device), "out": torch.empty_like(q)}
             about |= {"scale": 0.1, "softcap": 50.0 if D == 256 else None}
-            where = (one.long(), one, one, one, torch.ones(D // 2, dtype=torch.float64))
+            where = (one.long(), one, one, one, torch.ones(D // 2, dtype=torch.float64), torch.ones(1, 2, D // 2))
             for is_shared in (False, True):
                 about["tiling"] = range_attention.range_tiling(is_shared, Hq // Hkv, D, dtype.itemsize)
                 range_attention.range_attention(q, memory, memory, *where, plan, **about)
