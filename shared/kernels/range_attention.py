@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from shared.attention.range_plan import RangePlan
-from shared.kernels.arrival import is_last_arrival
 from shared.kernels.launch import launch, launch_dependents, next_power_of_two, tl, triton, wait_for_previous
-from shared.kernels.merge_states import merge_states, merged_state
+from shared.kernels.merge_states import merge_states
 from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.kernels.paged_attention import NO_WINDOW, token_rows
 from shared.kernels.planned_tiling import DecodeTiling, fitted
@@ -32,10 +31,7 @@ from shared.kernels.planned_tiling import DecodeTiling, fitted
 
 @dataclass(frozen=True)
 class RangeTiling(DecodeTiling):
-    """The tiling of attention over ranges; there are two, for decode steps in which no chunk is shared, and for others.
-
-    In the first a tile has one query, whose states the last program to arrive merges.
-    """
+    """The tiling of attention over ranges; there are two, for steps in which a chunk is shared, and for others."""
 
     rows: int = 16  # (query, head) pairs of a tile
 
@@ -44,13 +40,13 @@ class RangeTiling(DecodeTiling):
         return self.rows // group
 
 
-ALONE, SHARED = RangeTiling(64, 2, 3, 4), RangeTiling(64, 4, 3, 2, is_arrival=False, rows=64)
+ALONE, SHARED = RangeTiling(64, 2, 3, 4), RangeTiling(64, 4, 3, 2, rows=64)
 TILINGS = {  # by head size: alone, shared
     16: (ALONE, SHARED),
     32: (ALONE, SHARED),
     64: (ALONE, SHARED),
-    128: (RangeTiling(64, 4, 2, 2), RangeTiling(64, 4, 2, 2, is_arrival=False, rows=64)),
-    256: (RangeTiling(32, 4, 2, 2), RangeTiling(32, 4, 2, 2, is_arrival=False, rows=32)),
+    128: (RangeTiling(64, 4, 2, 2), RangeTiling(64, 4, 2, 2, rows=64)),
+    256: (RangeTiling(32, 4, 2, 2), RangeTiling(32, 4, 2, 2, rows=32)),
 }
 
 
@@ -91,11 +87,9 @@ def range_attention_kernel(
     slot_rows,
     slot_offsets,
     slot_states,
-    output_indptr,
     out,
     partial,
     partial_log,
-    counters,
     scale,
     softcap,
     window,
@@ -108,9 +102,6 @@ def range_attention_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    ALONE: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs)."""
@@ -123,19 +114,14 @@ def range_attention_kernel(
     sign = tl.where(d < D // 2, 1.0, -1.0)[None, :]
     frequency = tl.load(frequencies + d % (D // 2))  # fp64, turns of a circle per position
     for item in tl.range(tl.program_id(1), count_of_items, tl.num_programs(1)):
-        first_slot = tl.load(item_slots + item)
-        slot = first_slot + r // GROUP
+        slot = tl.load(item_slots + item) + r // GROUP
         is_row = r < tl.load(item_counts + item) * GROUP
         row = tl.load(slot_rows + slot, mask=is_row, other=0).to(tl.int64)
         first_state = tl.load(slot_states + slot, mask=is_row, other=0)
-        if ALONE:
-            place_of = tl.load(positions + tl.load(slot_rows + first_slot)).to(tl.int32)  # of the only query
-            lowest, highest = place_of, place_of
-        else:
-            offset = tl.load(slot_offsets + slot, mask=is_row, other=0)
-            place_of = tl.load(positions + row, mask=is_row, other=0).to(tl.int32) - offset  # [ROWS]
-            lowest = tl.min(tl.where(is_row, place_of, 2147483647))
-            highest = tl.max(tl.where(is_row, place_of, -1))
+        offset = tl.load(slot_offsets + slot, mask=is_row, other=0)
+        place_of = tl.load(positions + row, mask=is_row, other=0).to(tl.int32) - offset  # [ROWS]
+        lowest = tl.min(tl.where(is_row, place_of, 2147483647))
+        highest = tl.max(tl.where(is_row, place_of, -1))
         at = q + row * q_row_stride + head * q_head_stride
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -157,10 +143,9 @@ def range_attention_kernel(
                 at_turn = turn_rows + piece * D + d % (D // 2)
                 cos, sin = tl.load(at_turn)[None, :], tl.load(at_turn + D // 2)[None, :]
                 queries = (queries.to(tl.float32) * cos + other * sin).to(queries.dtype)
-            if not ALONE:  # noqa: SIM102 - decided when compiling
-                if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
-                    angle = angles(offset[:, None], frequency[None, :])
-                    queries = (queries.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(queries.dtype)
+            if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
+                angle = angles(offset[:, None], frequency[None, :])
+                queries = (queries.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(queries.dtype)
             place = place_of - base  # of the row, on the range's scale
             for tile in tl.range(start, end, TILE):
                 number = tile + tl.arange(0, TILE)
@@ -169,13 +154,9 @@ def range_attention_kernel(
                 rows = token_rows(tables, number + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
                 k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)
                 v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
-                if ALONE:
-                    is_visible = is_key[None, :]  # start and end are those of the only query
-                else:
-                    is_visible = (number[None, :] <= place[:, None]) & (number[None, :] > place[:, None] - window)
-                    is_visible &= is_key[None, :]
+                is_visible = (number[None, :] <= place[:, None]) & (number[None, :] > place[:, None] - window)
                 maximum, total, weighted = add_tile(
-                    queries, k, v, is_visible, maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+                    queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
                 )
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
         is_whole = is_row & (first_state < 0)
@@ -185,19 +166,6 @@ def range_attention_kernel(
         state = (first_state + tl.load(item_splits + item)).to(tl.int64) * (HKV * GROUP) + head
         tl.store(partial + state[:, None] * D + d[None, :], result, mask=is_part[:, None])
         tl.store(partial_log + state, maximum + tl.log2(total), mask=is_part)
-        if ALONE:
-            begin = tl.load(slot_states + first_slot)
-            if begin >= 0:
-                query = tl.load(slot_rows + first_slot).to(tl.int64)
-                states_end = tl.load(output_indptr + query + 1)
-                if is_last_arrival(counters + begin * HKV + kv_head, states_end - begin):
-                    m = tl.arange(0, MERGED_ROWS)
-                    heads, is_head = kv_head * GROUP + m, m < GROUP
-                    merged = merged_state(
-                        partial, partial_log, begin, states_end, heads, is_head, HKV * GROUP, D, MERGED_ROWS, MERGED
-                    )
-                    at_merged = (query * (HKV * GROUP) + heads)[:, None] * D + d[None, :]
-                    tl.store(out + at_merged, merged, mask=is_head[:, None])
     wait_for_previous(PDL)  # a program without items too
 
 
@@ -213,14 +181,12 @@ class RangeWorkspace:
 
     partial: torch.Tensor  # fp32 [states, Hq, D]
     partial_log: torch.Tensor  # fp32 [states, Hq], base 2
-    counters: torch.Tensor  # int32 [states, Hq], zeros between launches
 
     @classmethod
     def of(cls, num_states: int, num_heads: int, head_dim: int, device: torch.device) -> "RangeWorkspace":
         """A workspace for plans of up to this many states."""
         shape, about = (num_states, num_heads), {"dtype": torch.float32, "device": device}
-        counters = torch.zeros(shape, dtype=torch.int32, device=device)
-        return cls(torch.empty(*shape, head_dim, **about), torch.empty(shape, **about), counters)
+        return cls(torch.empty(*shape, head_dim, **about), torch.empty(shape, **about))
 
 
 def range_attention(
@@ -266,7 +232,6 @@ def range_attention(
     _, block_size, Hkv, _ = keys.shape
     if len(plan.output_indptr) != T + 1:
         raise ValueError(f"the plan has {len(plan.output_indptr) - 1} rows and the step has {T}")
-    rows = next_power_of_two(Hq // Hkv)
     launch(
         range_attention_kernel,
         (Hkv, tiling.grid(Hkv, q.device).resident),
@@ -279,11 +244,10 @@ def range_attention(
         chunk_tables,
         frequencies,
         rows_of_turns,
-        *plan.arrays().values(),
+        *list(plan.arrays().values())[:-1],
         out,
         workspace.partial,
         workspace.partial_log,
-        workspace.counters,
         *in_base_2(scale, softcap),
         NO_WINDOW if window is None else window,
         q.stride(0),
@@ -295,12 +259,7 @@ def range_attention(
         D=D,
         ROWS=tiling.rows,
         TILE=tiling.tile,
-        ALONE=tiling.is_arrival,
-        MERGED=max(1, tiling.merged_numbers // (rows * D)),
-        MERGED_ROWS=rows,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    if tiling.is_arrival:
-        return out
     return merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)
