@@ -140,8 +140,7 @@ class GrammarRows:
         Then find the masks there, unless some rows stand behind drafts: of these few go on.
         """
         numbers, _ = self.last[0]
-        own = ids if len(numbers) == len(ids) else ids[entered.numbers]
-        self._walk(entered.slots, entered.slots, own)
+        self._walk(entered.slots, entered.slots, ids, None if len(numbers) == len(ids) else entered.numbers)
         if self.moved is not None:
             self.moved.record()
         self.masked.clear()
@@ -228,6 +227,9 @@ class GrammarRows:
         grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, slots, self.words, self.grammars)
         self.masked.update(due)
 
-    def _walk(self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
+    def _walk(
+        self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> None:
         assert self.tokens is not None
-        grammar_advance(self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
+        about = (self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
+        grammar_advance(*about, chosen)
