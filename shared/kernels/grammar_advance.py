@@ -66,7 +66,10 @@ def grammar_advance_kernel(tables, rows, sources, targets, chosen, token_ids, te
                 (
                     is_allowed, state, fewest, most, blanks, seen, below, own,
                     frame0, frame1, frame2, frame3, seen0, seen1, seen2, seen3,
-                ) = walk(grammar, table, row, *load_configuration(grammar, row), text, start, length, length, length * 0)  # fmt: skip
+                ) = walk(
+                    grammar, table, row, *load_configuration(grammar, row),
+                    text, start, length, length, length * 0,
+                )  # fmt: skip
                 tl.debug_barrier()  # the row may be the same
                 tl.store(after + n, numbers, mask=n < ROW)
                 tl.debug_barrier()
