@@ -13,7 +13,7 @@ Invariant: what is recorded has run once before, so that kernels are compiled an
 
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -74,3 +74,28 @@ class _Address:
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as a tensor that does not keep it from being freed."""
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
+
+
+class RecordedDraw(NamedTuple):
+    """The recorded launches of a draw, and where they write the ids."""
+
+    graph: torch.cuda.CUDAGraph
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, launch: Callable[[], torch.Tensor], pool: Any) -> "RecordedDraw":
+        """Record the launches, all of which have run before, without running them; ``pool`` as of a CUDA graph."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                ids = launch()
+            finally:
+                graph.capture_end()
+        return cls(graph, ids)
+
+    def replay(self) -> torch.Tensor:
+        """Run the launches."""
+        self.graph.replay()
+        return self.ids

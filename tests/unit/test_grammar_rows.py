@@ -17,6 +17,7 @@ import shared.engine.grammar_rows as grammar_rows
 from phases.phase_12.engine import Engine
 from phases.phase_12.test_parity import DRAWN, GRAMMARS, NGRAM, Foresight, constrained
 from shared.engine.config import EngineConfig
+from shared.engine.graphs import RecordedDraw
 from shared.engine.warm_up import warm_up
 from shared.grammar.grammar import Grammar
 from shared.grammar.pool import GrammarPool
@@ -175,3 +176,5 @@ def test_tokens_on_the_gpu_are_those_of_the_cpu(tiny_checkpoints: dict[str, Path
         engine = Engine(EngineConfig(model=str(folder), device="cuda", **about | drafting))
         assert engine.constraints.pool is not None
         assert seen(serve(engine, REQUESTS, COME)[0]) == seen(expected)
+        recorded = engine.runner.sampler.graphs.values()
+        assert drafting or any(isinstance(draw, RecordedDraw) for draw in recorded)
