@@ -6,10 +6,10 @@ stands, and if these are not those of the request that samples next, the host wa
 configuration anew. So a new request, a preempted one, and a step that was interrupted and is repeated need no case of
 their own. Otherwise nothing is sent: the launch behind the draw moves the rows on.
 
-Masks do not depend on logits. So those of rows that were moved on are found right behind the draw that moved them,
-before anything is known of the next step; a graph may hold these launches. A row's mask stands in a place of its own,
-so the next step needs others only for the rows that are new in it; these are found on a stream of their own, while the
-forward runs.
+Masks do not depend on logits. So they are found on a stream of their own, while the forward computes these, whose
+programs go first where both wait for a multiprocessor: those of rows that were moved on right behind the draw that
+moved them, before anything is known of the next step. A row's mask stands in a place of its own, so the next step needs
+others only for the rows that are new in it.
 
 A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
 there, and the next step goes on from the one with the accepted drafts.
@@ -39,7 +39,6 @@ Keys = tuple[list[int], tuple[int, ...], list[int], list[bool]]
 """Of some rows: places, serials of their requests, numbers of outputs, and whether they have a grammar."""
 _KEY = attrgetter("serial", "index", "constraint")
 _NUM_DRAFTS = attrgetter("num_drafts")
-MASK_BESIDE = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ class GrammarRows:
         self.keys = self._keys(rows, places)
         places, expected, self.next = self.keys[0], self.next, None
         if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands behind its own token
-            if MASK_BESIDE:
-                self._meet()
+            self._meet()
             return self.last[1]
         for place, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
             if has_grammar:
@@ -141,28 +139,23 @@ class GrammarRows:
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
         """Move each row that was entered to behind the token drawn for it; ``ids`` is int64 ``[n]``, of all rows.
 
-        Then find the masks there, unless some rows stand behind drafts: of these few go on. Launches only, which a
-        graph may hold; call ``note_advance`` with each.
+        One launch, which a graph may hold; call ``note_advance`` behind it.
         """
         self._walk(entered.slots, entered.slots, ids, None if len(entered.slots) == len(ids) else entered.numbers)
-        if not self.has_drafts:
-            if MASK_BESIDE:
-                if self.moved is not None:
-                    self.moved.record()
-                self._aside(self._mask, entered.slots)
-            else:
-                self._mask(entered.slots)
 
-    def note_advance(self) -> None:
-        """The rows that were entered have been moved on."""
-        if self.moved is not None and not (MASK_BESIDE and not self.has_drafts):
-            self.moved.record()
+    def note_advance(self, entered: Entered) -> None:
+        """The rows have been moved on: find the masks there, unless some stand behind drafts; of these few go on."""
         (numbers, slots), _ = self.last
-        self.masked = set() if self.has_drafts else set(slots)
+        self.masked = set()
+        if self.moved is not None:
+            self.moved.record()
+        if not self.has_drafts:
+            self._aside(self._mask, entered.slots)
+            self.masked.update(slots)
         places, serials, indices, has_grammar = self.keys
         if len(numbers) < has_grammar.count(True):
-            entered = set(numbers)
-            has_grammar = [number in entered for number in range(len(places))]
+            chosen = set(numbers)
+            has_grammar = [number in chosen for number in range(len(places))]
         self.next = places, serials, [index + 1 for index in indices], has_grammar
 
     def forget(self) -> None:
@@ -188,8 +181,10 @@ class GrammarRows:
         if self.stream is None:
             do(*about)
             return
-        for event in filter(None, (self.moved, self.grammar_pool.arrived)):
-            self.stream.wait_event(event)
+        assert self.moved is not None
+        assert self.grammar_pool.arrived is not None
+        self.stream.wait_event(self.moved)
+        self.stream.wait_event(self.grammar_pool.arrived)
         with torch.cuda.stream(self.stream):
             do(*about)
             self.read.record()
@@ -197,7 +192,7 @@ class GrammarRows:
     def _meet(self) -> None:
         """What is launched next waits for the stream of its own."""
         if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.current_stream().wait_event(self.read)
 
     def _find(
         self,

@@ -76,7 +76,7 @@ class GrammarSampler(Sampler):
                 known += 1
                 ids = self._launch(logits, rows, places, batch, entered)
             self.graphs[key] = known
-        grammar_rows.note_advance()
+        grammar_rows.note_advance(entered)
         return ids
 
     def _launch(

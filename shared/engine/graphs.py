@@ -42,7 +42,7 @@ class CudaGraphCapture:
     """Records CUDA graphs on ``device``, all with one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=-1)  # what runs beside a step, such as masks, yields to it
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Computed]) -> CapturedStep:

@@ -40,7 +40,7 @@ class GrammarTokens:
     """The tokens of a vocabulary on a device, N places.
 
     Attributes:
-        text: uint8, the bytes of all tokens, each followed by a zero, and zeros as many as the longest token has bytes.
+        text: uint8, the bytes of all tokens, each followed by a zero, and more zeros for what walks read beyond the last.
         starts: int32 ``[N]``, where in it each token begins.
         about: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
         ranks: int32 ``[V]``, the place of an id's token; ``NEVER`` or ``AT_END``.
@@ -70,7 +70,7 @@ class GrammarTokens:
         tokens = sorted(distinct, key=lambda token: (token[:NUM_ALIKE], len(token), token))
         plain = plain_from(tokens, vocabulary.usable_bytes)
         lengths = np.array([len(token) for token in tokens], np.int32)
-        text = np.frombuffer(b"\0".join(tokens) + bytes(2 + vocabulary.longest), np.uint8)
+        text = np.frombuffer(b"\0".join(tokens) + bytes(4 + vocabulary.longest), np.uint8)
         starts = (np.cumsum(lengths + 1) - lengths - 1).astype(np.int32)
         begun = np.concatenate([[0], np.cumsum((text & 0xC0) != 0x80)])
         chars = begun[starts + lengths] - begun[starts]

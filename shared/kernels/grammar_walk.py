@@ -88,16 +88,20 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
     is_live = length > 0
     left = chars  # characters that begin from here on
     bytes_from = text + start
+    byte = tl.load(bytes_from).to(tl.int32)
+    following = tl.load(bytes_from + 1).to(tl.int32)  # a byte is loaded two steps ahead, its column one: neither waits
+    column = tl.load(grammar + COLUMNS + byte)
     d = tl.full([], 0, tl.int32)
     reached = tl.full([], 1, tl.int32)
     while reached > 0:
-        byte = tl.load(bytes_from + d).to(tl.int32)
+        later = tl.load(bytes_from + d + 2).to(tl.int32)
+        next_column = tl.load(grammar + COLUMNS + following)
         is_first = (byte & 0xC0) != 0x80  # of a character; also behind the token's end
         leaves = is_live & is_first & (tl.where(free > 0, plain_from, length) <= d)
         is_read = is_read | (leaves & ((free != 2) | (left <= most)))
         is_live = is_live & (leaves == 0)
         left -= is_first.to(tl.int32)
-        entry = tl.load(table + (state + tl.load(grammar + COLUMNS + byte)), mask=is_live, other=-1)
+        entry = tl.load(table + (state + column), mask=is_live, other=-1)
         is_live = is_live & (entry >= 0)
         action = (entry >> 2) & 7
         argument = entry >> 5
@@ -207,6 +211,9 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
                 state = tl.where(is_key | is_guard, following, state)
                 free = tl.where(is_key | is_guard, 0, free)
                 blanks = tl.where(is_key | is_guard, 0, blanks)
+        byte = following
+        following = later
+        column = next_column
         d += 1
     needed = tl.load(table + state, mask=is_read, other=0) >> 3
     is_allowed = is_read & (below + own + needed <= DEPTH)
