@@ -40,7 +40,7 @@ class GrammarTokens:
     """The tokens of a vocabulary on a device, N places.
 
     Attributes:
-        text: uint8, the bytes of all tokens, each followed by a zero, and more zeros for what walks read beyond the last.
+        text: uint8, the bytes of all tokens, each followed by a zero, and some zeros that walks read beyond the last.
         starts: int32 ``[N]``, where in it each token begins.
         about: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
         ranks: int32 ``[V]``, the place of an id's token; ``NEVER`` or ``AT_END``.
