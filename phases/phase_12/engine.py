@@ -118,7 +118,7 @@ class Engine:
             self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool, captures=is_capturing)
+        make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool)
         if self.drafter is not None and config.acceptance_method == "rejection":
             make_sampler = partial(GrammarRejectionSampler, pool=grammar_pool, distributions=self.drafter.distributions)
         sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": make_sampler}

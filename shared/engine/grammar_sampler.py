@@ -4,13 +4,13 @@ Log-probabilities stay those of the raw logits.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from shared.engine.grammar_rows import Entered, GrammarRows
-from shared.engine.graphs import RecordedDraw
 from shared.engine.rejection_sampler import RejectionSampler
 from shared.engine.sampler import Sampler
 from shared.grammar.pool import GrammarPool
@@ -19,8 +19,6 @@ from shared.sampling.sampler import SamplingBatch, SamplingRow
 
 _ALLOWED = attrgetter("allowed")
 _LOGPROBS = attrgetter("params.logprobs")
-NUM_BEFORE, MOST_GRAPHS = 3, 256
-"""How often a draw is launched before it is recorded, and how many are known; all are dropped when there are more."""
 
 
 class GrammarSampler(Sampler):
@@ -28,24 +26,16 @@ class GrammarSampler(Sampler):
 
     Args:
         pool: the tables of the grammars whose masks the device computes; None: all masks come with the rows.
-        captures: whether the launches of a draw that comes again are recorded and replayed; then the ids of a draw are
-            overwritten by the next one.
+
+    Attributes:
+        notes_draws: whether a draw changes more than memory of the device, so that it cannot be replayed.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        max_rows: int,
-        *,
-        pool: GrammarPool | None = None,
-        captures: bool = False,
-        **more: Any,
-    ) -> None:
+    notes_draws = False
+
+    def __init__(self, device: torch.device, max_rows: int, *, pool: GrammarPool | None = None, **more: Any) -> None:
         super().__init__(device, max_rows, **more)
         self.grammar_rows = None if pool is None else GrammarRows(max_rows, pool, self.upload)
-        self.captures = captures
-        self.memory = torch.cuda.graph_pool_handle() if captures else None
-        self.graphs: dict[tuple[Any, ...], RecordedDraw | int] = {}  # int: how often it was launched
 
     def _draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch
@@ -60,22 +50,11 @@ class GrammarSampler(Sampler):
         asks = list(map(_LOGPROBS, rows)).count(None) < len(rows)
         if asks:
             logits = logits.clone()
-        if not self.captures or asks or processor is not None or grammar_rows.has_drafts or not batch.is_simple:
-            ids = self._launch(logits, rows, places, batch, entered)
+        launch = partial(self._launch, logits, rows, places, batch, entered)
+        if self.recorder is None or asks or processor is not None or grammar_rows.has_drafts or self.notes_draws:
+            ids = launch()
         else:
-            kind = (batch.temperature is None, batch.log_min_p is None, batch.top_k is None, batch.top_p is None)
-            key = (logits.data_ptr(), *logits.shape, *logits.stride(), logits.dtype, len(entered.slots), *kind)
-            if len(self.graphs) == MOST_GRAPHS:
-                self.graphs.clear()
-            known = self.graphs.get(key, 0)
-            if known == NUM_BEFORE:
-                known = RecordedDraw.of(lambda: self._launch(logits, rows, places, batch, entered), self.memory)
-            if isinstance(known, RecordedDraw):
-                ids = known.replay()
-            else:
-                known += 1
-                ids = self._launch(logits, rows, places, batch, entered)
-            self.graphs[key] = known
+            ids = self.recorder(logits, batch, launch, len(entered.slots))
         grammar_rows.note_advance(entered)
         return ids
 

@@ -190,4 +190,4 @@ def test_a_draw_that_comes_again_is_recorded(tiny_checkpoints: dict[str, Path]) 
     folder = tiny_checkpoints["llama"]
     engine = Engine(EngineConfig(model=str(folder), device="cuda", **about))
     assert seen(serve(engine, requests)[0]) == seen(serve(make(folder, None, **about), requests)[0])
-    assert any(isinstance(draw, RecordedDraw) for draw in engine.runner.sampler.graphs.values())
+    assert any(isinstance(draw, RecordedDraw) for draw in engine.runner.sampler.recorder.known.values())
