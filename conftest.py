@@ -16,6 +16,7 @@ from tests.reference_tokens import ReferenceTokens
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
 FAMILIES = tuple(TINY_SHAPES)
 OWN_FOLDERS = tuple(folder for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder)
+TOKENIZER_FOLDERS = (*OWN_FOLDERS, *filter(None, os.environ.get("INFER_TEST_TOKENIZERS", "").split(",")))
 
 # Tiny tensors gain nothing from a second thread and lose much where other processes want the cores too. Tests that
 # measure time choose their own count.
@@ -147,6 +148,14 @@ def folder(tiny_checkpoints: dict[str, Path]) -> Path:
 def model_folder(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Path:
     """Each family's random checkpoint in turn, then the real folders that INFER_TEST_MODELS names."""
     return tiny_checkpoints.get(request.param) or Path(request.param)
+
+
+@pytest.fixture(params=TOKENIZER_FOLDERS or [None], ids=lambda folder: folder and Path(folder).name)
+def tokenizer_folder(request: pytest.FixtureRequest) -> Path:
+    """Each folder of INFER_TEST_MODELS, and of INFER_TEST_TOKENIZERS, whose folders may lack weights."""
+    if request.param is None:
+        pytest.skip("set INFER_TEST_TOKENIZERS=dir,... to folders with tokenizer files and config.json")
+    return Path(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,10 @@ stands, and if these are not those of the request that samples next, the host wa
 configuration anew. So a new request, a preempted one, and a step that was interrupted and is repeated need no case of
 their own. Otherwise nothing is sent: the launch behind the draw moves the rows on.
 
-Masks do not depend on logits. So they are found on a stream of their own, while the forward computes these: those of
-rows that were moved on right behind the draw that moved them, before anything is known of the next step. A row's mask
-stands in a place of its own, so the next step needs others only for the rows that are new in it.
+Masks do not depend on logits. So they are found on a stream of their own, while the forward computes these, whose
+programs go first where both wait for a multiprocessor: those of rows that were moved on right behind the draw that
+moved them, before anything is known of the next step. A row's mask stands in a place of its own, so the next step needs
+others only for the rows that are new in it.
 
 A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
 there, and the next step goes on from the one with the accepted drafts.
@@ -46,7 +47,7 @@ class Entered:
 
     Attributes:
         numbers: int32 ``[m]``, which rows of the batch.
-        slots: int32 ``[m]``, the table row of each.
+        slots: int32 ``[m]``, the table row of each; the addresses depend on m alone.
     """
 
     numbers: torch.Tensor
@@ -74,6 +75,7 @@ class GrammarRows:
         self.has_drafts = False
         self.words = torch.empty(0)  # int32 [num_rows, tokens.num_words], the bits of the tokens that each row allows
         self.masked: set[int] = set()
+        self.chosen = self.rows.new_zeros(2 * num_rows)  # of the rows that were entered: numbers, then slots
         nothing = torch.empty(0)
         self.last: tuple[tuple[list[int], list[int]], Entered] = ([], []), Entered(nothing, nothing)
         is_cuda = self.rows.is_cuda
@@ -137,19 +139,23 @@ class GrammarRows:
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
         """Move each row that was entered to behind the token drawn for it; ``ids`` is int64 ``[n]``, of all rows.
 
-        Then find the masks there, unless some rows stand behind drafts: of these few go on.
+        One launch, which a graph may hold; call ``note_advance`` behind it.
         """
-        numbers, _ = self.last[0]
-        own = ids if len(numbers) == len(ids) else ids[entered.numbers]
-        self._walk(entered.slots, entered.slots, own)
+        self._walk(entered.slots, entered.slots, ids, None if len(entered.slots) == len(ids) else entered.numbers)
+
+    def note_advance(self, entered: Entered) -> None:
+        """The rows have been moved on: find the masks there, unless some stand behind drafts; of these few go on."""
+        (numbers, slots), _ = self.last
+        self.masked = set()
         if self.moved is not None:
             self.moved.record()
-        self.masked.clear()
         if not self.has_drafts:
-            self._aside(self._mask, self.last[0][1], entered.slots)
+            self._aside(self._mask, entered.slots)
+            self.masked.update(slots)
         places, serials, indices, has_grammar = self.keys
         if len(numbers) < has_grammar.count(True):
-            has_grammar = [number in numbers for number in range(len(ids))]
+            chosen = set(numbers)
+            has_grammar = [number in chosen for number in range(len(places))]
         self.next = places, serials, [index + 1 for index in indices], has_grammar
 
     def forget(self) -> None:
@@ -175,8 +181,10 @@ class GrammarRows:
         if self.stream is None:
             do(*about)
             return
-        for event in filter(None, (self.moved, self.grammar_pool.arrived)):
-            self.stream.wait_event(event)
+        assert self.moved is not None
+        assert self.grammar_pool.arrived is not None
+        self.stream.wait_event(self.moved)
+        self.stream.wait_event(self.grammar_pool.arrived)
         with torch.cuda.stream(self.stream):
             do(*about)
             self.read.record()
@@ -184,7 +192,7 @@ class GrammarRows:
     def _meet(self) -> None:
         """What is launched next waits for the stream of its own."""
         if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.current_stream().wait_event(self.read)
 
     def _find(
         self,
@@ -215,19 +223,23 @@ class GrammarRows:
             first = self.upload(torch.tensor(list(chains), dtype=torch.int32))
             self._walk(first, first + 1, self.upload(ids))
         if self.last[0] != (numbers, slots):
-            on_device = self.upload(torch.tensor([numbers, slots], dtype=torch.int32))
-            self.last = (numbers, slots), Entered(on_device[0], on_device[1])
+            m = len(slots)
+            self.chosen[: 2 * m].copy_(self.upload(torch.tensor([*numbers, *slots], dtype=torch.int32)))
+            self.last = (numbers, slots), Entered(self.chosen[:m], self.chosen[m : 2 * m])
         due = [slot for slot in slots if slot not in self.masked]
         all_slots = self.last[1].slots
         if due:
-            self._mask(due, all_slots if due == slots else self.upload(torch.tensor(due, dtype=torch.int32)))
+            self._mask(all_slots if due == slots else self.upload(torch.tensor(due, dtype=torch.int32)))
+            self.masked.update(due)
 
-    def _mask(self, due: list[int], slots: torch.Tensor) -> None:
-        """Find the masks of the rows ``due``, which are those of ``slots``."""
+    def _mask(self, slots: torch.Tensor) -> None:
+        """Find the masks of rows."""
         assert self.tokens is not None
         grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, slots, self.words, self.grammars)
-        self.masked.update(due)
 
-    def _walk(self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> None:
+    def _walk(
+        self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> None:
         assert self.tokens is not None
-        grammar_advance(self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
+        about = (self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
+        grammar_advance(*about, chosen)

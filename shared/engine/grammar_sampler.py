@@ -4,12 +4,13 @@ Log-probabilities stay those of the raw logits.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from shared.engine.grammar_rows import GrammarRows
+from shared.engine.grammar_rows import Entered, GrammarRows
 from shared.engine.rejection_sampler import RejectionSampler
 from shared.engine.sampler import Sampler
 from shared.grammar.pool import GrammarPool
@@ -25,7 +26,12 @@ class GrammarSampler(Sampler):
 
     Args:
         pool: the tables of the grammars whose masks the device computes; None: all masks come with the rows.
+
+    Attributes:
+        notes_draws: whether a draw changes more than memory of the device, so that it cannot be replayed.
     """
+
+    notes_draws = False
 
     def __init__(self, device: torch.device, max_rows: int, *, pool: GrammarPool | None = None, **more: Any) -> None:
         super().__init__(device, max_rows, **more)
@@ -37,12 +43,31 @@ class GrammarSampler(Sampler):
         processor = LogitMaskProcessor.of(list(map(_ALLOWED, rows)))
         if processor is not None:
             logits = processor.sent(self.upload)(logits)
-        entered = None if self.grammar_rows is None else self.grammar_rows.enter(rows, places)
-        if entered is None:
+        grammar_rows = self.grammar_rows
+        entered = None if grammar_rows is None else grammar_rows.enter(rows, places)
+        if grammar_rows is None or entered is None:
             return super()._draw(logits, rows, places, batch)
-        assert self.grammar_rows is not None
-        if list(map(_LOGPROBS, rows)).count(None) < len(rows):
+        asks = list(map(_LOGPROBS, rows)).count(None) < len(rows)
+        if asks:
             logits = logits.clone()
+        launch = partial(self._launch, logits, rows, places, batch, entered)
+        if self.recorder is None or asks or processor is not None or grammar_rows.has_drafts or self.notes_draws:
+            ids = launch()
+        else:
+            ids = self.recorder(logits, batch, launch, len(entered.slots))
+        grammar_rows.note_advance(entered)
+        return ids
+
+    def _launch(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        places: Sequence[int],
+        batch: SamplingBatch,
+        entered: Entered,
+    ) -> torch.Tensor:
+        """Remove what the masks refuse, draw, and move the rows on."""
+        assert self.grammar_rows is not None
         self.grammar_rows.remove_refused(entered, logits)
         ids = super()._draw(logits, rows, places, batch)
         self.grammar_rows.advance(entered, ids)

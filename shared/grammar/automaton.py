@@ -37,18 +37,18 @@ class Action(IntEnum):
     """What a byte does, in the lowest bits of a table's entry; the other bits are its argument.
 
     GOTO    the argument is the next state
+    COUNT   begins a character of a string: the argument is the next state; refused where the string may not grow
     PUSH    opens a rule: the argument is a row of ``pushes``
     POP     closes a rule: the argument is a row of ``pops``
-    COUNT   begins a character of a string: the argument is the next state; refused where the string may not grow
     KEY     ends a key of an object: the argument is a row of ``keys``; refused for a key that was seen
     GUARD   the argument is a row of ``guards``; refused where the object may have no further key
     BLANK   whitespace between two parts of a document: the argument is the next state
     """
 
     GOTO = 0
-    PUSH = 1
-    POP = 2
-    COUNT = 3
+    COUNT = 1
+    PUSH = 2
+    POP = 3
     KEY = 4
     GUARD = 5
     BLANK = 6

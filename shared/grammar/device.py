@@ -18,6 +18,9 @@ from shared.grammar.plain import plain_from
 from shared.grammar.vocabulary import GrammarVocabulary
 
 GROUP = 32  # places whose bits share a word; plain tokens begin at a multiple of it
+NUM_ALIKE = (
+    2  # first bytes by which tokens are sorted; then by their length, since a group walks as long as its longest
+)
 NEVER, AT_END = -1, -2  # in place of a rank
 LENGTH_BITS = 10
 LONGEST = (1 << LENGTH_BITS) - 1
@@ -37,7 +40,7 @@ class GrammarTokens:
     """The tokens of a vocabulary on a device, N places.
 
     Attributes:
-        text: uint8, the bytes of all tokens end to end.
+        text: uint8, the bytes of all tokens, each followed by a zero, and some zeros that walks read beyond the last.
         starts: int32 ``[N]``, where in it each token begins.
         about: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
         ranks: int32 ``[V]``, the place of an id's token; ``NEVER`` or ``AT_END``.
@@ -63,11 +66,12 @@ class GrammarTokens:
             raise ConfigError(
                 f"A token of the vocabulary has {vocabulary.longest} bytes; grammars on a GPU take up to {LONGEST}."
             )
-        tokens = sorted({token for token in vocabulary.tokens if token})
+        distinct = {token for token in vocabulary.tokens if token}
+        tokens = sorted(distinct, key=lambda token: (token[:NUM_ALIKE], len(token), token))
         plain = plain_from(tokens, vocabulary.usable_bytes)
         lengths = np.array([len(token) for token in tokens], np.int32)
-        text = np.frombuffer(b"".join(tokens) + b"\0", np.uint8)
-        starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+        text = np.frombuffer(b"\0".join(tokens) + bytes(4 + vocabulary.longest), np.uint8)
+        starts = (np.cumsum(lengths + 1) - lengths - 1).astype(np.int32)
         begun = np.concatenate([[0], np.cumsum((text & 0xC0) != 0x80)])
         chars = begun[starts + lengths] - begun[starts]
         about = (chars << 2 * LENGTH_BITS | plain << LENGTH_BITS | lengths).astype(np.int32)

@@ -22,35 +22,49 @@ from shared.grammar.device import LONGEST
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.plain import ACTION_MASK, free_loops
 
-HEADER = 16  # numbers before the 256 columns: the number of columns, and where each table begins
+HEADER = 16  # numbers before the 256 columns: the length of a state's row, and where each table begins
 COLUMN_BYTES = 256
-ENTRY_BITS = ACTION_BITS + 2  # of a packed entry: action, and how free the state is to which it leads
+FREE_BITS = 2  # of a packed entry: how free the state is to which it leads
+ENTRY_BITS = FREE_BITS + ACTION_BITS
 
 
 def pack(automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> Integers:
     """All tables of an automaton as int32 numbers; 64-bit sets as two, the low half first.
 
+    A state is given by the place of its row in the table. A row is ``depth << 3 | free << 1 | is_final``, then entries.
     A state is free (:mod:`shared.grammar.plain`) by GOTO: 1, by COUNT: 2, or not: 0. Where a table leads to a state,
-    that stands beside it, which saves the walk a look-up: an entry is ``argument << 5 | free << 3 | action``, one of
-    ``returns`` is ``state << 2 | free``, and one of the states ``depth << 3 | free << 1 | is_final``.
+    that stands beside it, which saves the walk a look-up: an entry is ``argument << 5 | action << 2 | free``, and one
+    of ``returns`` is ``state << 2 | free``.
     """
     loops = free_loops(automaton, usable_bytes)
     free = np.where(loops == REFUSED, 0, np.where(loops & ACTION_MASK == Action.COUNT, 2, 1))
+    stride = 1 + automaton.table.shape[1]
     action, argument = automaton.table & ACTION_MASK, automaton.table >> ACTION_BITS
     leads = (automaton.table != REFUSED) & np.isin(action, (Action.GOTO, Action.COUNT))
-    entries = argument << ENTRY_BITS | np.where(leads, free[np.where(leads, argument, 0)], 0) << ACTION_BITS | action
-    pushes = np.column_stack([automaton.pushes, free[automaton.pushes[:, 0]]])
+    argument = np.where(leads | (action == Action.BLANK), argument * stride, argument)
+    leads_to_free = np.where(leads, free[np.where(leads, automaton.table >> ACTION_BITS, 0)], 0)
+    entries = argument << ENTRY_BITS | action << FREE_BITS | leads_to_free
+    first_states = automaton.pushes[:, :1]
+    keys, guards = (table.copy() for table in (automaton.keys, automaton.guards))
+    keys[:, 0] *= np.uint64(stride)
+    guards[:, 0] *= np.uint64(stride)
     tables = [
-        np.where(automaton.table == REFUSED, REFUSED, entries),
-        automaton.depths << 3 | free << 1 | automaton.is_final,
-        pushes,
-        np.where(automaton.returns == REFUSED, REFUSED, automaton.returns << 2 | free[automaton.returns]),
+        np.column_stack(
+            [
+                automaton.depths << 3 | free << 1 | automaton.is_final,
+                np.where(automaton.table == REFUSED, REFUSED, entries),
+            ]
+        ),
+        np.column_stack([first_states * stride, automaton.pushes[:, 1:], free[first_states]]),
+        np.where(
+            automaton.returns == REFUSED, REFUSED, automaton.returns * stride << FREE_BITS | free[automaton.returns]
+        ),
         automaton.pops,
-        *(table.reshape(-1).view("<i4") for table in (automaton.clauses, automaton.keys, automaton.guards)),
+        *(table.reshape(-1).view("<i4") for table in (automaton.clauses, keys, guards)),
     ]
-    parts = [np.zeros(HEADER, np.int32), automaton.columns.astype(np.int32)]
+    parts = [np.zeros(HEADER, np.int32), 1 + automaton.columns.astype(np.int32)]
     starts = np.cumsum([HEADER + COLUMN_BYTES, *(table.size for table in tables)])
-    parts[0][0] = automaton.table.shape[1]
+    parts[0][0] = stride
     parts[0][1 : 1 + len(tables)] = starts[:-1]
     return np.concatenate([*parts, *(table.astype(np.int32).reshape(-1) for table in tables)])
 

@@ -24,6 +24,7 @@ from shared.kernels.grammar_walk import (
     SEEN,
     SEENS,
     STATE,
+    load_configuration,
     walk,
 )
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
@@ -38,12 +39,15 @@ def store_set(pointers, sets, mask):
 
 
 @triton.jit
-def grammar_advance_kernel(tables, rows, sources, targets, token_ids, text, ids, num_steps):
+def grammar_advance_kernel(tables, rows, sources, targets, chosen, token_ids, text, ids, num_steps):
     """Program b walks the tokens of chain b, one after the other."""
     b = tl.program_id(0)
     source = tl.load(sources + b)
     if source >= 0:
         target = tl.load(targets + b)
+        number = b
+        if chosen is not None:
+            number = tl.load(chosen + b)
         lane = tl.arange(0, 1)
         n = tl.arange(0, COPIED)
         for step in range(num_steps):
@@ -51,22 +55,27 @@ def grammar_advance_kernel(tables, rows, sources, targets, token_ids, text, ids,
             after = rows + (target + step).to(tl.int64) * ROW
             numbers = tl.load(row + n, mask=n < ROW)
             base = tl.load(row + BASE)
-            token_id = tl.load(token_ids + b * num_steps + step)
+            token_id = tl.load(token_ids + number * num_steps + step)
             length = tl.load(ids + 2 * token_id + 1 + lane)
             start = tl.load(ids + 2 * token_id + lane)
             if base < 0:
                 tl.store(after + n, numbers, mask=n < ROW)
             else:
+                grammar = tables + base
+                table = grammar + tl.load(grammar + 1)
                 (
                     is_allowed, state, fewest, most, blanks, seen, below, own,
                     frame0, frame1, frame2, frame3, seen0, seen1, seen2, seen3,
-                ) = walk(tables + base, row, text, start, length, length + 1, length)  # fmt: skip
+                ) = walk(
+                    grammar, table, row, *load_configuration(grammar, row),
+                    text, start, length, length, length * 0,
+                )  # fmt: skip
                 tl.debug_barrier()  # the row may be the same
                 tl.store(after + n, numbers, mask=n < ROW)
                 tl.debug_barrier()
                 is_token = length > 0  # an id that ends the sequence leaves the row as it is
                 tl.store(after + BASE + lane, -1 + lane, mask=is_token & (is_allowed == 0))
-                tl.store(after + STATE + lane, state, mask=is_allowed)
+                tl.store(after + STATE + lane, state // tl.load(grammar), mask=is_allowed)
                 tl.store(after + FEWEST + lane, fewest, mask=is_allowed)
                 tl.store(after + MOST + lane, most, mask=is_allowed)
                 tl.store(after + BLANKS + lane, blanks, mask=is_allowed)
@@ -93,6 +102,7 @@ def grammar_advance(
     targets: torch.Tensor,
     token_ids: torch.Tensor,
     grammars: dict[int, TokenFSM],
+    chosen: torch.Tensor | None = None,
 ) -> None:
     """Walk ``token_ids[b]`` one after the other from ``rows[sources[b]]``, and write what is behind the j-th of them to
     ``rows[targets[b] + j]``.
@@ -103,6 +113,7 @@ def grammar_advance(
         targets: int32 ``[B]``; may equal ``sources``.
         token_ids: int64 ``[B]`` or ``[B, K]``, contiguous.
         grammars: by their base in the tables; read only where no kernel runs.
+        chosen: int32 ``[B]``: chain b walks ``token_ids[chosen[b]]``; None: ``token_ids[b]``.
     """
     num_steps = 1 if token_ids.ndim == 1 else token_ids.shape[1]
     if launches(rows):
@@ -113,6 +124,7 @@ def grammar_advance(
             rows,
             sources,
             targets,
+            chosen,
             token_ids,
             tokens.text,
             tokens.ids,
@@ -120,6 +132,8 @@ def grammar_advance(
             num_warps=1,
         )
         return
+    if chosen is not None:
+        token_ids = token_ids[chosen]
     chains = zip(sources.tolist(), targets.tolist(), token_ids.reshape(len(sources), num_steps).tolist(), strict=True)
     for source, target, ids in chains:
         for step, token_id in enumerate(ids if source >= 0 else []):

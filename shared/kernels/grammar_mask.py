@@ -14,10 +14,10 @@ import torch
 
 from shared.grammar.device import AT_END, GROUP, LENGTH_BITS, LONGEST, NEVER, GrammarTokens, unpack_row
 from shared.grammar.fsm import TokenFSM
-from shared.kernels.grammar_walk import BASE, COLUMNS, HEIGHT, MOST, ROW, STATE, walk
+from shared.kernels.grammar_walk import BASE, COLUMNS, ROW, load_configuration, walk
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 
-NUM_GROUPS = 8  # of tokens, whose first bytes a program looks up at once
+NUM_GROUPS = 8  # of tokens, whose first bytes a program looks up at once; at most 16
 NUM_PROGRAMS = 8192  # of a launch, at least: a few rows get programs with fewer groups
 APPLY_BLOCK, APPLY_WARPS = 8192, 8
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
@@ -58,38 +58,36 @@ def grammar_mask_kernel(
             tl.store(words + stride - 1, NO_GRAMMAR)
         else:
             grammar = tables + base
-            state = tl.load(row + STATE)
-            state_is = tl.load(grammar + tl.load(grammar + 2) + state)
-            entries = grammar + tl.load(grammar + 1) + state * tl.load(grammar)
+            table = grammar + tl.load(grammar + 1)
+            state, free, fewest, most, blanks, seen, height = load_configuration(grammar, row)
             if tl.program_id(0) == 0:
-                may_end = (state_is & 1) * (tl.load(row + HEIGHT) == 0).to(tl.int32)
+                may_end = (tl.load(table + state) & 1) * (height == 0).to(tl.int32)
                 tl.store(words + stride - 1, may_end)
-            free = (state_is >> 1) & 3
-            is_open = (free == 1) | ((free == 2) & (tl.load(row + MOST) >= longest))
+            is_open = (free == 1) | ((free == 2) & (most >= longest))
             lane = tl.arange(0, NUM_GROUPS)
             group = tl.program_id(0) + lane * tl.num_programs(0)
             is_group = group < num_groups
             byte = tl.load(firsts + group, mask=is_group, other=-1)
             column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
-            is_live = (byte < 0) | (tl.load(entries + column, mask=byte >= 0, other=0) >= 0)
+            is_live = (byte < 0) | (tl.load(table + state + column, mask=byte >= 0, other=0) >= 0)
             is_plain = is_open & (group * GROUPED >= first_plain)
             is_due = (is_group & is_live & (is_plain == 0)).to(tl.int32)
             tl.store(words + group, -is_plain.to(tl.int32), mask=is_group & (is_due == 0))
-            due = tl.min(tl.where(is_due > 0, lane, NUM_GROUPS), 0)
-            while due < NUM_GROUPS:
-                walked = tl.program_id(0) + due * tl.num_programs(0)
-                token = walked * GROUPED + tl.arange(0, GROUPED)
-                numbers = tl.load(about + token)
-                length = numbers & LOWEST
-                plain_from = (numbers >> BITS) & LOWEST
-                start = tl.load(starts + token)
-                is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
-                    grammar, row, text, start, length, plain_from, (numbers >> BITS) >> BITS
-                )
-                bits = is_allowed.to(tl.int32) << tl.arange(0, GROUPED)
-                tl.store(words + walked, tl.sum(bits, 0))
-                is_due = tl.where(lane == due, 0, is_due)
-                due = tl.min(tl.where(is_due > 0, lane, NUM_GROUPS), 0)
+            waiting = tl.sum(is_due << lane, 0)
+            walked = tl.program_id(0)
+            while waiting != 0:
+                if waiting & 1:
+                    token = walked * GROUPED + tl.arange(0, GROUPED)
+                    numbers = tl.load(about + token)
+                    is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
+                        grammar, table, row, state, free, fewest, most, blanks, seen, height,
+                        text, tl.load(starts + token), numbers & LOWEST, (numbers >> BITS) & LOWEST,
+                        (numbers >> BITS) >> BITS,
+                    )  # fmt: skip
+                    bits = is_allowed.to(tl.int32) << tl.arange(0, GROUPED)
+                    tl.store(words + walked, tl.sum(bits, 0))
+                waiting = waiting >> 1
+                walked += tl.num_programs(0)
 
 
 @triton.jit

@@ -46,12 +46,26 @@ def any_of(lanes):
 
 
 @triton.jit
-def walk(grammar, row, text, start, length, plain_from, chars):
+def load_configuration(grammar, row):
+    """What a walk begins with: where in the table the state's row begins, how free the state is, fewest, most, blanks,
+    seen, and the height of the stack.
+    """
+    state = tl.load(row + STATE) * tl.load(grammar)
+    free = (tl.load(grammar + tl.load(grammar + 1) + state) >> 1) & 3
+    low = tl.load(row + SEEN).to(tl.int64) & 0xFFFFFFFF
+    seen = (tl.load(row + SEEN + 1).to(tl.int64) << 32) | low
+    return state, free, tl.load(row + FEWEST), tl.load(row + MOST), tl.load(row + BLANKS), seen, tl.load(row + HEIGHT)
+
+
+@triton.jit
+def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, text, start, length, plain_from, chars):
     """Walk tokens ``[BLOCK]`` from the configuration of a row.
 
     Args:
         grammar: where the tables of the row's grammar begin.
-        text, start, length: the bytes of each token; a length of 0 is no token.
+        table: where the table of its states begins.
+        state, …, below: from :func:`load_configuration`.
+        text, start, length: the bytes of each token, and a zero behind them; a length of 0 is no token.
         plain_from: from which byte on each token is plain, so that a free state allows it.
         chars: the characters that begin in it.
 
@@ -59,56 +73,50 @@ def walk(grammar, row, text, start, length, plain_from, chars):
         Whether each token is allowed, and where the walk led: state, fewest, most, blanks, seen, how many frames of the
         row are left, how many the token pushed, and these with the keys below them.
     """
-    width = tl.load(grammar)
-    table = grammar + tl.load(grammar + 1)
-    states = grammar + tl.load(grammar + 2)
-    pushes = grammar + tl.load(grammar + 3)
-    returns = grammar + tl.load(grammar + 4)
-    pops = grammar + tl.load(grammar + 5)
-    clauses = grammar + tl.load(grammar + 6)
-    keys = grammar + tl.load(grammar + 7)
-    guards = grammar + tl.load(grammar + 8)
     zero = length * 0
-    state = zero + tl.load(row + STATE)
-    fewest = zero + tl.load(row + FEWEST)
-    most = zero + tl.load(row + MOST)
-    blanks = zero + tl.load(row + BLANKS)
-    below = zero + tl.load(row + HEIGHT)
-    low = tl.load(row + SEEN).to(tl.int64) & 0xFFFFFFFF
-    seen = zero.to(tl.int64) + ((tl.load(row + SEEN + 1).to(tl.int64) << 32) | low)
+    state = zero + state
+    free = zero + free
+    fewest = zero + fewest
+    most = zero + most
+    blanks = zero + blanks
+    below = zero + below
+    seen = zero.to(tl.int64) + seen
     own = zero
     frame0, frame1, frame2, frame3 = zero, zero, zero, zero
     seen0, seen1, seen2, seen3 = seen, seen, seen, seen
-    free = (tl.load(states + state) >> 1) & 3
-    num_chars = zero
-    is_allowed = length < 0
+    is_read = length < 0
     is_live = length > 0
+    left = chars  # characters that begin from here on
+    bytes_from = text + start
+    byte = tl.load(bytes_from).to(tl.int32)
+    following = tl.load(bytes_from + 1).to(tl.int32)  # a byte is loaded two steps ahead, its column one: neither waits
+    column = tl.load(grammar + COLUMNS + byte)
     d = tl.full([], 0, tl.int32)
-    while any_of(is_live):
-        byte = tl.load(text + start + d, mask=is_live & (d < length), other=0).to(tl.int32)
+    reached = tl.full([], 1, tl.int32)
+    while reached > 0:
+        later = tl.load(bytes_from + d + 2).to(tl.int32)
+        next_column = tl.load(grammar + COLUMNS + following)
         is_first = (byte & 0xC0) != 0x80  # of a character; also behind the token's end
-        is_end = d >= length
-        leaves = is_live & (is_end | ((free > 0) & (plain_from <= d) & is_first))
-        needed = tl.load(states + state, mask=leaves, other=0) >> 3
-        is_short = is_end | (free == 1) | (chars - num_chars <= most)
-        is_allowed = is_allowed | (leaves & is_short & (below + own + needed <= DEPTH))
+        leaves = is_live & is_first & (tl.where(free > 0, plain_from, length) <= d)
+        is_read = is_read | (leaves & ((free != 2) | (left <= most)))
         is_live = is_live & (leaves == 0)
-        num_chars += is_first.to(tl.int32)
-        column = tl.load(grammar + COLUMNS + byte, mask=is_live, other=0)
-        entry = tl.load(table + state * width + column, mask=is_live, other=-1)
+        left -= is_first.to(tl.int32)
+        entry = tl.load(table + (state + column), mask=is_live, other=-1)
         is_live = is_live & (entry >= 0)
-        action = entry & 7
+        action = (entry >> 2) & 7
         argument = entry >> 5
-        is_count = is_live & (action == 3)
-        is_live = is_live & ((is_count == 0) | (most > 0))
-        fewest = tl.where(is_count, tl.maximum(fewest - 1, 0), fewest)
-        most = tl.where(is_count & (most != ENDLESS), most - 1, most)
-        is_rare = is_live & (action != 0) & (action != 3)
-        moves = is_live & (is_rare == 0)
+        reached = tl.max(tl.where(is_live, action + 1, 0), 0)  # 0: no walk goes on, 1: each by GOTO, 2: some by COUNT
+        moves = is_live & (action == 0)
+        if reached > 1:
+            is_count = is_live & (action == 1)
+            is_live = is_live & ((is_count == 0) | (most > 0))
+            fewest = tl.where(is_count, tl.maximum(fewest - 1, 0), fewest)
+            most = tl.where(is_count & (most != ENDLESS), most - 1, most)
+            moves = is_live & (action <= 1)
         state = tl.where(moves, argument, state)
-        free = tl.where(moves, (entry >> 3) & 3, free)
+        free = tl.where(moves, entry & 3, free)
         blanks = tl.where(moves, 0, blanks)
-        if any_of(is_rare):
+        if reached > 2:
             # BLANK
             is_blank = is_live & (action == 6)
             starts_run = (blanks == 0) & ((byte == 32) | (byte == 10))
@@ -118,12 +126,12 @@ def walk(grammar, row, text, start, length, plain_from, chars):
             state = tl.where(is_blank, argument, state)
             free = tl.where(is_blank, 0, free)
             # PUSH
-            is_push = is_live & (action == 1)
+            is_push = is_live & (action == 2)
             if any_of(is_push):
-                push = pushes + 6 * argument
+                push = grammar + tl.load(grammar + 2) + 6 * argument
                 depth = tl.load(push + 4, mask=is_push, other=0)
                 is_push = is_push & (below + own + depth <= DEPTH) & (own < 4)
-                is_live = is_live & ((action != 1) | is_push)
+                is_live = is_live & ((action != 2) | is_push)
                 frame = tl.load(push + 1, mask=is_push, other=0)
                 frame0 = tl.where(is_push & (own == 0), frame, frame0)
                 frame1 = tl.where(is_push & (own == 1), frame, frame1)
@@ -141,11 +149,12 @@ def walk(grammar, row, text, start, length, plain_from, chars):
                 seen = tl.where(is_push, 0, seen)
                 blanks = tl.where(is_push, 0, blanks)
             # POP
-            is_pop = is_live & (action == 2)
+            is_pop = is_live & (action == 3)
             if any_of(is_pop):
                 is_pop = is_pop & (fewest == 0) & (below + own > 0)
-                is_live = is_live & ((action != 2) | is_pop)
-                pop = pops + 3 * argument
+                is_live = is_live & ((action != 3) | is_pop)
+                pop = grammar + tl.load(grammar + 4) + 3 * argument
+                clauses = grammar + tl.load(grammar + 5)
                 colour = tl.load(pop, mask=is_pop, other=0)
                 first = tl.load(pop + 1, mask=is_pop, other=0)
                 last = tl.load(pop + 2, mask=is_pop, other=0)
@@ -171,9 +180,10 @@ def walk(grammar, row, text, start, length, plain_from, chars):
                 restored = tl.where(own == 2, seen1, restored)
                 restored = tl.where(own == 3, seen2, restored)
                 restored = tl.where(own == 4, seen3, restored)
+                returns = grammar + tl.load(grammar + 3)
                 back = tl.load(returns + frame + colour, mask=is_pop, other=-1)
                 is_pop = is_pop & (back >= 0)
-                is_live = is_live & ((action != 2) | is_pop)
+                is_live = is_live & ((action != 3) | is_pop)
                 below = below - (is_pop & (is_own == 0)).to(tl.int32)
                 own = own - (is_pop & is_own).to(tl.int32)
                 state = tl.where(is_pop, back >> 2, state)
@@ -187,12 +197,12 @@ def walk(grammar, row, text, start, length, plain_from, chars):
             if any_of(is_key):
                 is_guard = is_live & (action == 5)
                 is_key = is_live & (action == 4)
-                key = keys + 6 * argument
+                key = grammar + tl.load(grammar + 6) + 6 * argument
                 missing = load_set(key + 2, is_key) & ~seen
                 is_bounded = tl.load(key + 4, mask=is_key, other=0) != 0
                 is_refused = is_key & is_bounded & (missing == 0)
                 seen = tl.where(is_key, seen | (missing & -missing), seen)
-                guard = guards + 8 * argument
+                guard = grammar + tl.load(grammar + 7) + 8 * argument
                 present = (seen | load_set(guard + 4, is_guard)) & load_set(guard + 2, is_guard)
                 limit = tl.load(guard + 6, mask=is_guard, other=1)
                 is_refused = is_refused | (is_guard & (count_bits(present) >= limit))
@@ -201,7 +211,12 @@ def walk(grammar, row, text, start, length, plain_from, chars):
                 state = tl.where(is_key | is_guard, following, state)
                 free = tl.where(is_key | is_guard, 0, free)
                 blanks = tl.where(is_key | is_guard, 0, blanks)
+        byte = following
+        following = later
+        column = next_column
         d += 1
+    needed = tl.load(table + state, mask=is_read, other=0) >> 3
+    is_allowed = is_read & (below + own + needed <= DEPTH)
     return (
         is_allowed, state, fewest, most, blanks, seen, below, own,
         frame0, frame1, frame2, frame3, seen0, seen1, seen2, seen3,

@@ -30,6 +30,8 @@ from shared.text.tokenizer import Tokenizer
 class GrammarDraftSampler(GrammarSampler, DraftSampler):
     """As :class:`DraftSampler`: a draft that the grammar does not allow has the probability 0."""
 
+    notes_draws = True
+
 
 class MaskedDraftModel(DraftModel):
     """As :class:`DraftModel`, of the tokens that each request's grammar allows.

@@ -321,7 +321,8 @@ def compile_grammar():
     for dtype in (torch.bfloat16, torch.float32):
         grammar_mask.remove_refused(words, slots, slots, tokens, torch.zeros(2, 3, dtype=dtype))
     for ids in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)):
-        grammar_advance.grammar_advance(tables, tokens, rows, slots, slots, ids, {})
+        for chosen in (None, slots):
+            grammar_advance.grammar_advance(tables, tokens, rows, slots, slots, ids, {}, chosen)
 
 
 def compile_next_token():

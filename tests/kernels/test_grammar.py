@@ -27,7 +27,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LETTERS = [bytes([byte]) for byte in range(256)]
 END = 256
 if INTERPRETED:
-    mask_module.NUM_GROUPS, mask_module.NUM_PROGRAMS = 128, 1  # the interpreter pays by the program
+    mask_module.NUM_GROUPS, mask_module.NUM_PROGRAMS = 16, 1  # the interpreter pays by the program
 
 
 class Machine:
@@ -151,11 +151,23 @@ def test_a_row_that_lost_its_grammar_is_free():
     assert (logits == 0).all()
 
 
-def test_the_demo_models_vocabulary(demo_folder):
-    tokenizer = Tokenizer.load(demo_folder)
+def check_vocabulary(folder, num_rows):
+    """Masks of rows along a document, of strings of up to 12 characters, so that the end is among them."""
+    tokenizer = Tokenizer.load(folder)
     machine = Machine(GrammarVocabulary.of(tokenizer, tokenizer.vocab_size + 64), [any_json(0, 12)])
     now, met = START, []
-    for token_id in tokenizer.encode('{"list": [1, {"é": "a – b"}], "ok": "\\n🙂"}'):
+    for token_id in tokenizer.encode('{"list": [1, {"é": "a – b"}], "ok": "\\n🙂"}', add_special_tokens=False):
         met.append((0, now))
         now = machine.fsms[0].next_state(now, token_id)
-    machine.check_masks([*met[::8], (0, now)])
+    assert machine.fsms[0].is_terminal(now)
+    step = -(-len(met) // num_rows)
+    machine.check_masks([*met[step // 2 :: step], (0, now)])
+    machine.check_advance([*met[::step]], random.Random(4), in_place=True)
+
+
+def test_the_demo_models_vocabulary(demo_folder):
+    check_vocabulary(demo_folder, 3)
+
+
+def test_real_vocabularies(tokenizer_folder):
+    check_vocabulary(tokenizer_folder, 2 if INTERPRETED else 8)

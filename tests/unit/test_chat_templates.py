@@ -2,8 +2,8 @@
 
 import datetime
 import json
-import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -375,10 +375,33 @@ def test_the_demo_models_chats_equal_its_own_template(demo_folder):
     _assert_equals_the_checkpoints_own(demo_folder, "llama")
 
 
-def test_real_folders_chats_equal_their_own_templates():
-    folders = [Path(folder) for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder]
-    with_template = [folder for folder in folders if Tokenizer.load(folder).chat_template is not None]
-    if not with_template:
-        pytest.skip("set INFER_TEST_MODELS=dir,... to real model folders that have a chat template")
-    for folder in with_template:
-        _assert_equals_the_checkpoints_own(folder, json.loads((folder / "config.json").read_text())["model_type"])
+def test_real_folders_chats_equal_their_own_templates(tokenizer_folder):
+    if Tokenizer.load(tokenizer_folder).chat_template is None:
+        pytest.skip("it has no template")
+    family = json.loads((tokenizer_folder / "config.json").read_text())["model_type"]
+    _assert_equals_the_checkpoints_own(tokenizer_folder, family)
+
+
+def test_real_folders_tools_equal_their_own_templates(tokenizer_folder):
+    ours, theirs = Tokenizer.load(tokenizer_folder), AutoTokenizer.from_pretrained(tokenizer_folder)
+    if "tools" not in (ours.chat_template or ""):
+        pytest.skip("its template has no tools")
+    template = choose_template(json.loads((tokenizer_folder / "config.json").read_text())["model_type"], ours)
+    one, said = replace(CALLS, tool_calls=CALLS.tool_calls[:1]), [] if template == "llama3" else [CALLS]
+    thought = replace(one, content="<think>\nhm\n</think>\n\n")
+    for calls in (*said, replace(one, content=""), *([one, thought] if said else [])):
+        for messages in (
+            [HI],
+            [SYSTEM, HI, calls],
+            [HI, calls, RESULTS[0]],
+            [SYSTEM, HI, calls, RESULTS[0], HELLO, MORE],
+        ):
+            plain = [
+                {"role": m.role, "content": m.content}
+                | ({"tool_calls": [{"function": vars(call)} for call in m.tool_calls]} if m.tool_calls else {})
+                for m in messages
+            ]
+            expected = theirs.apply_chat_template(
+                plain, tools=[TOOL], add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            assert expected == encode_chat(ours, messages, template=template, tools=[TOOL])

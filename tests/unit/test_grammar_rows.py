@@ -17,6 +17,7 @@ import shared.engine.grammar_rows as grammar_rows
 from phases.phase_12.engine import Engine
 from phases.phase_12.test_parity import DRAWN, GRAMMARS, NGRAM, Foresight, constrained
 from shared.engine.config import EngineConfig
+from shared.engine.graphs import RecordedDraw
 from shared.engine.warm_up import warm_up
 from shared.grammar.grammar import Grammar
 from shared.grammar.pool import GrammarPool
@@ -175,3 +176,18 @@ def test_tokens_on_the_gpu_are_those_of_the_cpu(tiny_checkpoints: dict[str, Path
         engine = Engine(EngineConfig(model=str(folder), device="cuda", **about | drafting))
         assert engine.constraints.pool is not None
         assert seen(serve(engine, REQUESTS, COME)[0]) == seen(expected)
+
+
+@pytest.mark.gpu
+def test_a_draw_that_comes_again_is_recorded(tiny_checkpoints: dict[str, Path]) -> None:
+    grammar, about = Grammar.regex(r"(\d{3}-[a-c]{4}; ){6}"), {"max_seq_len": 160, "dtype": "float32"}
+    params: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}]
+    requests = [
+        (f"{n}-{stem}", {"temperature": 0.0, "max_new_tokens": 70, "structured_output": grammar} | more)
+        for n, more in enumerate(params)
+        for stem in ("a", "bb")
+    ]
+    folder = tiny_checkpoints["llama"]
+    engine = Engine(EngineConfig(model=str(folder), device="cuda", **about))
+    assert seen(serve(engine, requests)[0]) == seen(serve(make(folder, None, **about), requests)[0])
+    assert any(isinstance(draw, RecordedDraw) for draw in engine.runner.sampler.recorder.known.values())
