@@ -36,7 +36,7 @@ from shared.speculation import step_times
 from shared.speculation.adapter import load_adapter
 from shared.speculation.captured_head import CapturedHead
 from shared.speculation.draft_sampler import DraftSampler
-from shared.speculation.drafter import Drafter
+from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
 ROUNDS = 3  # of a measurement; the fastest counts
@@ -55,6 +55,8 @@ class MultiTokenDrafter:
     """
 
     sampler: Sampler
+    pending: PendingDrafts | None = None
+    drawn: Sequence[tuple[list[Request], SamplerOutput]] = ()  # the drafts of the step, until they are collected
 
     def __init__(self, config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> None:
         assert config.adapter is not None
@@ -103,11 +105,11 @@ class MultiTokenDrafter:
         return (seconds := [self._pass_seconds(size) for size in sizes]), seconds
 
     def _draw(self, asking: Sequence[Asking]) -> None:
-        """Draw one draft after the other, all requests at a time; the host waits once."""
+        """Draw one draft after the other, all requests at a time."""
         self.sampler.penalties.forget()  # they count the drafts of the step before
         places = list(range(len(asking)))
         previous = self.sampler.upload(torch.tensor([request.last_token_id for request, _, _ in asking]))
-        drawn: list[tuple[list[int], SamplerOutput]] = []
+        drawn: list[tuple[list[Request], SamplerOutput]] = []
         for number in range(max(num_drafts for _, _, num_drafts in asking)):
             going_on = [place for place in places if asking[place][2] > number]
             if len(going_on) < len(places):
@@ -118,10 +120,28 @@ class MultiTokenDrafter:
             rows = [asking[place][0].sampling_row(number)._replace(num_drafts=0) for place in places]
             draws = self.sampler.sample(logits, rows, places)
             previous = draws.ids
-            drawn.append((places, SamplerOutput([draws])))
-        for places, sampled in drawn:
-            for place, token_id in zip(places, sampled.wait().token_ids, strict=True):
-                asking[place][0].draft_ids.append(token_id)
+            drawn.append(([asking[place][0] for place in places], SamplerOutput([draws])))
+        self.drawn = drawn
+        if self.pending is None or not drawn:
+            self.collect()
+            return
+        ids = self.pending.put([ids for _, sampled in drawn for ids in sampled.ids])
+        for requests, _ in drawn:
+            for request in requests:
+                request.draft_ids.append(next(ids))
+
+    def leave_drafts_in(self, pending: PendingDrafts) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.pending = pending
+
+    def collect(self) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        drawn, self.drawn = self.drawn, ()
+        for request in drawn[0][0] if drawn else ():
+            request.draft_ids = []
+        for requests, sampled in drawn:
+            for request, token_id in zip(requests, sampled.wait().token_ids, strict=True):
+                request.draft_ids.append(token_id)
 
     def _pass_seconds(self, size: int) -> float:
         ids = torch.zeros(size, dtype=torch.int64, device=self.model.device)
