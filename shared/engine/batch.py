@@ -80,8 +80,8 @@ class Batch:
             ids = np.array([request.last_token_id for request in requests], np.int64)
         else:
             ids = np.zeros(len(positions), np.int64)
-            token_ids = [request.ids(start, start + count) for request, start, count, *_ in schedule]
-            ids[positions < known.repeat(num_new)] = np.concatenate(token_ids)
+            is_known = positions < known.repeat(num_new)
+            ids[is_known] = [n for request, start, count, *_ in schedule for n in request.ids(start, start + count)]
         pending = end_rows[ends > known] - 1
         ids[pending] = 0
         # end exercise
