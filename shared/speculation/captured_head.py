@@ -11,9 +11,11 @@ as are the guesses.
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from shared.engine.graphs import Capture, CapturedStep, Computed
+from shared.engine.staging import Staging
 from shared.kernels.sampler import make_counters, sample
 from shared.models.causal_lm import CausalLM
 from shared.sampling.sampler import SamplingBatch
@@ -26,7 +28,8 @@ class CapturedHead:
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, model: CausalLM, most_rows: int, capture: Capture) -> None:
         self.sizes = [*(2**n for n in range((most_rows - 1).bit_length())), most_rows]
-        self.previous = torch.zeros(most_rows, dtype=torch.int64, device=model.device)
+        self.staging = Staging(model.device, {"previous": (most_rows, np.int64)})
+        self.previous = self.staging.tensors["previous"].zero_()
         shape = (adapter.config.num_masks, most_rows, model.config.hidden_size)
         self.hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)  # a single pass has that of the first
         self.counters = make_counters(most_rows, model.device)
@@ -54,14 +57,15 @@ class CapturedHead:
         self.hidden[0, :n].copy_(hidden)
         return self._replayed(self.passes, n)
 
-    def guess(self, previous: torch.Tensor, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The likeliest guesses ``[n, k]`` behind ``previous [n]``, from the states of the masks of each request.
+    def guess(self, previous: Sequence[int], states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The likeliest guesses ``[n, k]`` of n requests, from the states of the masks of each.
 
         Args:
+            previous: the last token of each.
             states: hidden states ``[masks, H]``, of at most k masks; guesses without a mask mean nothing.
         """
         n = len(previous)
-        self.previous[:n].copy_(previous)
+        self.staging.send({"previous": np.array(previous, np.int64)})
         if len({len(of_request) for of_request in states}) == 1:
             torch.stack(tuple(states), dim=1, out=self.hidden[: len(states[0]), :n])
         else:

@@ -111,7 +111,7 @@ class MultiTokenDrafter:
 
     def _guess(self, asking: Sequence[Asking], captured: CapturedHead) -> Drawn:
         """The likeliest drafts of all requests, in one replay."""
-        previous = self.sampler.upload(torch.tensor([request.last_token_id for request, _, _ in asking]))
+        previous = [request.last_token_id for request, _, _ in asking]
         places = range(max(num_drafts for _, _, num_drafts in asking))
         ids = captured.guess(previous, [states for _, states, _ in asking])[:, : len(places)]
         requests = [request if place < num_drafts else None for request, _, num_drafts in asking for place in places]

@@ -167,7 +167,9 @@ def test_a_captured_pass_of_the_head_is_the_pass(tiny_checkpoints: dict[str, Pat
         torch.testing.assert_close(head(ids, hidden), adapter.logits(model, ids, hidden))
         counts = [1 + (place + n) % adapter.config.num_masks for place in range(n)]
         states = [torch.randn(count, model.config.hidden_size) for count in counts]
-        for guesses, count, previous, of_request in zip(head.guess(ids, states), counts, ids, states, strict=True):
+        for guesses, count, previous, of_request in zip(
+            head.guess(ids.tolist(), states), counts, ids, states, strict=True
+        ):
             for guess, state in zip(guesses[:count], of_request, strict=False):
                 assert guess == adapter.logits(model, previous[None], state[None]).argmax()
                 previous = guess
