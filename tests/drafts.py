@@ -28,6 +28,9 @@ class Foresight:
                     drafts[self.chance.randrange(len(drafts))] ^= 1
                 request.draft_ids = drafts
 
+    def collect(self) -> None:
+        """The host knows them."""
+
 
 def states_of(engine: Any, requests: Requests) -> dict[int, tuple[list[int], torch.Tensor]]:
     """By the number of known tokens: what the pool counts after a step, and the keys and values of the last layer."""

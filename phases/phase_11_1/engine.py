@@ -38,7 +38,7 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.adapter import with_adapter
 from shared.speculation.draft_model import DraftModel
-from shared.speculation.drafter import Drafter
+from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.speculation.multi_token import MultiTokenDrafter, tune
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
@@ -129,6 +129,7 @@ class Engine:
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
         if self.drafter is not None:
             tune(self.scheduler, self.runner, self.drafter)
+            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
         self.limits_thinking = thinks(self.tokenizer)
@@ -166,6 +167,8 @@ class Engine:
             launched = self.runner.forward(Batch.of(schedule, self.pool)) if schedule else None
             self.finish()
             if launched is not None:
+                if self.drafter is not None:
+                    self.drafter.collect()
                 self.in_flight = schedule, self.runner.sample(launched, schedule.sampling_rows())
             if not self.overlaps or schedule.has_drafts:
                 self.finish()

@@ -38,7 +38,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.drafter import Drafter
+from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.speculation.forced import ForcedTextDrafter
 from shared.speculation.masked_draft_model import MaskedDraftModel
 from shared.speculation.ngram import NGramDrafter
@@ -125,6 +125,7 @@ class Engine:
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
         if self.drafter is not None:
             tune(self.scheduler, self.runner, self.drafter)
+            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
         self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
@@ -162,6 +163,8 @@ class Engine:
             launched = self.runner.forward(Batch.of(schedule, self.pool)) if schedule else None
             self.finish()
             if launched is not None:
+                if self.drafter is not None:
+                    self.drafter.collect()
                 rows = self.constraints.masked(schedule, schedule.sampling_rows())
                 self.in_flight = schedule, self.runner.sample(launched, rows)
             if not self.overlaps or schedule.has_drafts:

@@ -158,6 +158,9 @@ class Foresight:
                     drafts[self.chance.randrange(len(drafts))] ^= 1
                 request.draft_ids = drafts
 
+    def collect(self) -> None:
+        """The host knows them."""
+
 
 def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
     return phase(EngineConfig(model=str(folder), **config))

@@ -8,6 +8,9 @@ In a mixed step the number of decoding sequences varies too, and a captured laun
 So both launches get all rows. The decoding sequences are the first, so a decode item's sequence is its row; the rows of
 the prompts begin after them, as their plan says.
 
+A step that verifies drafts (phase 11) has the same new tokens as the one before, and keys that seldom need a tile more,
+so its plan is kept too.
+
 Invariant: a step that fits no bucket is planned as in phase 6.1.
 """
 
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shared.attention.descriptor import AttentionPlan
 from shared.attention.plan import plan_prefill
 from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout
@@ -29,6 +33,8 @@ class BucketPlanner(AttentionPlanner):
     """Plans the attention of captured steps."""
 
     buckets: Buckets = field(kw_only=True)
+    last_prefill: dict[tuple[object, ...], dict[int | None, AttentionPlan]] = field(default_factory=dict, compare=False)
+    """The plans of the last prompts, by all that they depend on."""
 
     def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
         """See :class:`AttentionPlanner`."""
@@ -38,13 +44,24 @@ class BucketPlanner(AttentionPlanner):
         decode = self._plan_decode(lengths[:num_decoding], bucket.num_sequences)
         if bucket.is_decode:
             return StepPlans(decode, {})
+        return StepPlans(decode, self._plan_mixed(num_new[num_decoding:], lengths[num_decoding:], num_decoding, bucket))
+
+    def _plan_mixed(
+        self, num_new: Integers, lengths: Integers, num_decoding: int, bucket: Bucket
+    ) -> dict[int | None, AttentionPlan]:
         tiling = self.bucket_prefill_tiling(bucket)
         grid = tiling.grid(self.config.num_kv_heads, self.device)
         tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
-        prefill = {
+        is_exact = self.windows != (None,) or bool((num_new > tokens).any())  # the plan depends on each key
+        seen = lengths if is_exact else -(-lengths // grid.unit)
+        key = bucket, num_decoding, num_new.tobytes(), seen.tobytes()
+        plans = self.last_prefill.get(key)
+        if plans is not None:
+            return plans
+        plans = {
             window: plan_prefill(
-                num_new[num_decoding:],
-                lengths[num_decoding:],
+                num_new,
+                lengths,
                 grid,
                 tokens_per_tile=tokens,
                 window=window,
@@ -57,7 +74,9 @@ class BucketPlanner(AttentionPlanner):
             )
             for window in self.windows
         }
-        return StepPlans(decode, prefill)
+        self.last_prefill.clear()
+        self.last_prefill[key] = plans
+        return plans
 
     def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
         """The tiling of the prompts of a mixed bucket: for one chunk that fills it."""

@@ -51,25 +51,24 @@ class MultiTokenView(BucketView):
             planner = self.planner = replace(cast(BucketPlanner, self.planner), has_masks=True)
             bucket_sizes = reversed(buckets.decode + buckets.mixed)
             self.paddings = [planner.padding(bucket, sizes.block_size) for bucket in bucket_sizes]
-        self.gate = torch.zeros(sizes.max_tokens, device=device)
 
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
-        return super()._places(is_decode, max_tokens) | {"num_masks": (self.sizes.max_sequences, np.int32)}
+        places = super()._places(is_decode, max_tokens)
+        tables = places.pop("tables")
+        own = {"num_masks": (self.sizes.max_sequences, np.int32), "gate": (max_tokens, np.float32)}
+        return places | own | {"tables": tables}
 
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``; mask tokens open the gate."""
         counts = batch.num_masks if isinstance(batch, MultiTokenBatch) else np.zeros(0, np.int64)
         self.num_masks = padded(counts, len(batch))  # of each sequence
         self.masks: dict[tuple[int | None, int], torch.Tensor] = {}  # by window and sequence
-        inputs = super().load(batch)
-        if not self.num_masks.any() and (self.bucket is None or self.bucket.is_decode):
-            return inputs
-        gate = self.gate[: len(inputs.tokens.ids)]  # at the address that a capture has recorded
-        gate.copy_(inputs.tokens.ids >= FIRST_MASK)
-        return inputs._replace(tokens=replace(inputs.tokens, gate=gate))
+        return super().load(batch)
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         arrays = super()._arrays(batch, layout)
+        if self.num_masks.any() or (self.bucket is not None and not self.bucket.is_decode):
+            arrays["gate"] = arrays["token_ids"] >= FIRST_MASK
         if not self.is_flash or self.is_decode:
             return arrays
         of_prompts = self.num_masks[self.num_decoding :]

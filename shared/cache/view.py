@@ -29,7 +29,9 @@ class StepInputs(NamedTuple):
     @classmethod
     def of(cls, sent: Mapping[str, torch.Tensor]) -> Self:
         """From the uploaded arrays of ``step_arrays``."""
-        return cls(Tokens(sent["token_ids"], sent["positions"]), sent["logit_rows"], sent["sequence_rows"])
+        return cls(
+            Tokens(sent["token_ids"], sent["positions"], sent.get("gate")), sent["logit_rows"], sent["sequence_rows"]
+        )
 
 
 class BatchView(KVView, Protocol):

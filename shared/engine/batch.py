@@ -54,7 +54,7 @@ class Batch:
     """T new tokens of B sequences."""
 
     request_ids: tuple[str, ...]  # [B]
-    token_ids: Integers  # [T], 0 for pending tokens
+    token_ids: Integers  # [T], 0 for pending tokens; below 0: a draft that is still on the device
     pending: Integers  # [p], tokens whose id is still on the device: the last token sampled for their sequence
     positions: Integers  # [T]
     num_new_tokens: Integers  # [B], at least 1 each; the sum is T
@@ -80,8 +80,8 @@ class Batch:
             ids = np.array([request.last_token_id for request in requests], np.int64)
         else:
             ids = np.zeros(len(positions), np.int64)
-            token_ids = [entry.request.token_ids[entry.start : entry.start + entry.num_tokens] for entry in schedule]
-            ids[positions < known.repeat(num_new)] = np.concatenate(token_ids)
+            is_known = positions < known.repeat(num_new)
+            ids[is_known] = [n for request, start, count, *_ in schedule for n in request.ids(start, start + count)]
         pending = end_rows[ends > known] - 1
         ids[pending] = 0
         # end exercise
@@ -108,6 +108,11 @@ class Batch:
     def num_tokens(self) -> int:
         """T."""
         return len(self.token_ids)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether an id is still on the device, of a token or of a draft (:mod:`shared.kernels.pending_ids`)."""
+        return len(self.pending) > 0 or bool((self.token_ids < 0).any())
 
     @property
     def pending_sequences(self) -> Integers:

@@ -8,6 +8,7 @@ Invariant: those of :class:`shared.engine.batch.Batch`, but for the positions of
 """
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Self, cast
 
 import numpy as np
@@ -43,10 +44,10 @@ class MultiTokenBatch(Batch):
         ids[real], places[real] = plain.token_ids, plain.positions
         starts = num_new.cumsum() - num_new
         for n in np.flatnonzero(num_masks):
-            about, own = (int(plain.num_new_tokens[n]), int(num_masks[n])), slice(starts[n], starts[n] + num_new[n])
-            ranks = groups_and_ranks(*about)[1]
-            ids[own] = np.where(ranks > 0, FIRST_MASK + ranks - 1, ids[own])
-            places[own] = positions(int(places[starts[n]]), *about)
+            start, num_real = int(starts[n]), int(plain.num_new_tokens[n])
+            masks, offsets = _masks(num_real, int(num_masks[n]))
+            own = slice(start + num_real, start + num_real + len(masks))
+            ids[own], places[own] = masks, places[start] + offsets
         prompt_rows = plain.prompt_rows
         if prompt_rows is not None:
             prompt_rows = replace(prompt_rows, rows=prompt_rows.rows + shifts[prompt_rows.sequences])
@@ -72,6 +73,13 @@ class MultiTokenBatch(Batch):
         """See :class:`Batch`."""
         part = super().part(sequences)
         return part if part is self else replace(part, num_masks=self.num_masks[sequences.start : sequences.stop])
+
+
+@lru_cache(maxsize=256)
+def _masks(num_real: int, num_masks: int) -> tuple[Integers, Integers]:
+    """The ids of the mask tokens behind ``num_real`` tokens, and their distances from the first of these."""
+    ranks = groups_and_ranks(num_real, num_masks)[1][num_real:]
+    return FIRST_MASK + ranks - 1, positions(0, num_real, num_masks)[num_real:]
 
 
 class _WithMasks:

@@ -3,6 +3,7 @@
 A step that is launched while the one before it runs begins with ids that the host does not know. So the runner keeps
 the last id sampled for each sequence on the device, by the sequence's row in the pool, and the next step takes its
 pending ids from there. The id is copied to the host too, for the text, but no step waits for that.
+Behind these ids lie the drafts that a model has drawn for the step (phase 11).
 
 Invariant: one stream runs everything in the order in which it was launched, so a step finds the ids of the one before.
 """
@@ -28,10 +29,11 @@ class OverlappedRunner(Runner):
     def __init__(self, model: CausalLM, view: BatchView, max_sequences: int, **sampling: Any) -> None:
         """``sampling``: the keyword arguments of :class:`Runner`."""
         super().__init__(model, view, max_sequences, **sampling)
-        self.last_ids = torch.zeros(max_sequences, dtype=torch.int64, device=model.device)  # by the pool's row
+        num_ids = max_sequences * self.most_logit_rows
+        self.last_ids = torch.zeros(num_ids, dtype=torch.int64, device=model.device)  # by the pool's row; then drafts
 
     def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(batch.pending):
+        if batch.has_pending:
             fill_pending(inputs.tokens.ids, self.last_ids)
         return super()._compute(batch, inputs)
 

@@ -97,6 +97,7 @@ class SamplerOutput:
         prompts: Sequence[PromptDraws] = (),
     ) -> None:
         self.errors = errors or {}
+        self.ids = [part.ids for part in draws]  # on the device
         self._draws = [_copied(part) for part in draws]  # pinned memory; not valid before the event
         self._prompts = [PromptDraws(part.sequences, _copied(part.draws)) for part in prompts]
         devices = [part.ids.get_device() for part in [*draws, *(part.draws for part in prompts)] if part.ids.is_cuda]

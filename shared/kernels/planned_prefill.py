@@ -14,7 +14,7 @@ import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.kernels.e4m3 import for_product, scale_of, widened
-from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.merge_states import merge_states
 from shared.kernels.online_softmax import add_tile, in_base_2
 from shared.kernels.paged_attention import NO_WINDOW, token_rows
@@ -58,8 +58,11 @@ def planned_prefill_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity)."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     item = tl.program_id(1)
     if item < tl.load(num_items):
         kv_head = tl.program_id(0)

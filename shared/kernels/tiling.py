@@ -56,7 +56,7 @@ def dot_tiling(x_rows: int, N: int, K: int, is_gated: bool, itemsize: int, share
     """
     if is_gated:
         block_n, block_bytes = (64, 256) if N >= 8192 else (32, 512)
-    elif N > K:
+    elif 8 * N > 9 * K:  # a square matrix with the rows of an addition (phase 11.1) stays one of few rows
         block_n, block_bytes = 64 if x_rows == DOT_ROWS else 32, 512
     else:
         block_n, block_bytes = 32 if K <= 4096 else 16, 1024

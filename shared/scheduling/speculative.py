@@ -62,11 +62,11 @@ class SpeculativeScheduler(OverlappedScheduler):
         if not schedule.has_drafts:
             super().commit(schedule, sampled)
             return
-        entries, kept, tokens = [], [], list(sampled)
+        entries, kept, tokens, first = [], [], list(sampled), 0
         self.verified = []
         for number, entry in enumerate(schedule):
-            drawn = tokens[: entry.num_logit_rows] if number not in sampled.errors else []
-            del tokens[: len(drawn)]
+            drawn = tokens[first : first + entry.num_logit_rows] if number not in sampled.errors else []
+            first += len(drawn)
             request = entry.request
             is_awaited = request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start
             if entry.num_drafts and drawn and is_awaited:
@@ -147,11 +147,8 @@ def _resized(entry: Scheduled, num_drafts: int) -> Scheduled:
         return entry
     entry.request.num_scheduled_tokens += change
     entry.request.num_pending_tokens += change
-    return entry._replace(
-        num_tokens=entry.num_tokens + change,
-        num_drafts=num_drafts,
-        num_logit_rows=entry.num_logit_rows + change,
-    )
+    request, start, num_tokens, _, num_rows, num_prompt_logprobs = entry
+    return Scheduled(request, start, num_tokens + change, num_drafts, num_rows + change, num_prompt_logprobs)
 
 
 def _ordered(schedule: Schedule, decoding: Iterable[Scheduled]) -> Schedule:

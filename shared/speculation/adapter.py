@@ -28,7 +28,7 @@ from shared.kernels import gemv
 from shared.kernels.rmsnorm import rms_norm
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
-from shared.models.lora import TARGETS, GatedLoRA, target_sizes
+from shared.models.lora import TARGETS, GatedLoRA, MaskEmbedding, target_sizes
 from shared.ops import rmsnorm as op
 
 CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"
@@ -108,16 +108,20 @@ class Adapter(nn.Module):
     def logits(self, model: CausalLM, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, V]`` behind the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
 
-        With ``num_candidates`` the logits behind them are -inf, and their rows of an unquantized head are not read.
+        With ``num_candidates`` the logits behind them are -inf.
         """
-        x, vocab_size = self.head(model.embedding(previous), model.norm(hidden)), self.shape.vocab_size
-        most, weight = self.config.num_candidates or vocab_size, getattr(model.head, "weight", None)
-        if most < vocab_size and isinstance(weight, torch.Tensor):
-            bias = None if model.head.bias is None else model.head.bias[:most]
-            logits = F.pad(gemv.linear(x, weight[:most], bias), (0, vocab_size - most), value=-torch.inf)
+        logits = self.candidate_logits(model, previous, hidden)
+        return F.pad(logits, (0, self.shape.vocab_size - logits.shape[1]), value=-torch.inf)
+
+    def candidate_logits(self, model: CausalLM, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The same of the first ``num_candidates`` ids alone; the other rows of an unquantized head are not read."""
+        embedding = model.embedding.base if isinstance(model.embedding, MaskEmbedding) else model.embedding
+        x, weight = self.head(embedding(previous), model.norm(hidden)), getattr(model.head, "weight", None)
+        most = self.config.num_candidates
+        if most is not None and isinstance(weight, torch.Tensor):
+            logits = gemv.linear(x, weight[:most], None if model.head.bias is None else model.head.bias[:most])
         else:
-            logits = model.head(x)
-            logits[:, most:] = -torch.inf
+            logits = model.head(x)[:, :most]
         cap = self.shape.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -26,7 +26,7 @@ from shared.engine.request import Request
 
 MEMORY = 0.9
 """What a step's evidence is worth a step later: the estimate is that of the last ten steps or so."""
-LONGEST_WAIT = 32
+LONGEST_WAIT = 64
 PATIENCE = 4
 """Steps in a row in which a drafter may find nothing before it is asked less often."""
 

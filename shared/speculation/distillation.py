@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from shared.models.causal_lm import CausalLM
 from shared.speculation.adapter import Adapter
 from shared.speculation.look_ahead import look_ahead, read
 from shared.speculation.own_texts import Texts
+from shared.speculation.training_step import Losses, TrainingStep
 
 CHECKPOINT = "training.pt"
 LEAST_RATE = 0.05
@@ -47,14 +49,6 @@ class TrainingConfig:
     learning_rate: float = 1e-3
     seed: int = 0
     measure_every: int = 500  # steps, and checkpoints
-
-
-class Losses(NamedTuple):
-    """The losses of a step, each a scalar."""
-
-    base: torch.Tensor
-    sampler: torch.Tensor
-    latent: torch.Tensor
 
 
 class Measured(NamedTuple):
@@ -122,7 +116,8 @@ def train(
             f"{MAX_ROWS} masks, since the kernels for fewer rows have no gradients."
         )
     texts, held_out = (Texts(t.ids.to(model.device), t.is_answer.to(model.device)) for t in (texts, held_out))
-    optimizer = torch.optim.AdamW(adapter.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    step = TrainingStep(partial(losses, model, adapter), adapter.parameters(), config.learning_rate)
+    optimizer = step.optimizer
     state = _Progress(0, 0.0, [])
     path = work / CHECKPOINT
     if path.exists():
@@ -154,19 +149,14 @@ def train(
             num_measured, last = state.step, time.monotonic()
         if is_done or is_paused:
             return state.curve if is_done else None
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * rate(share)
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + state.step)
         rows = torch.randint(len(texts.ids), (config.rows,), generator=generator).to(model.device)
         anchors = torch.randperm(length - 1 - k, generator=generator)[: config.anchors].sort().values.to(model.device)
-        found = losses(model, adapter, Texts(texts.ids[rows], texts.is_answer[rows]), anchors)
-        optimizer.zero_grad(set_to_none=True)
-        sum(found).backward()  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_norm_(adapter.parameters(), 1.0)
-        optimizer.step()
+        about = Texts(texts.ids[rows], texts.is_answer[rows]), anchors
+        found = step(*about, config.learning_rate * rate(share))
         state.step += 1
         if state.step % 20 == 0 or state.step == 1:  # it waits for the device
-            state.recent = {name: round(float(value.detach()), 4) for name, value in found._asdict().items()}
+            state.recent = {name: round(float(value), 4) for name, value in found._asdict().items()}
 
 
 def rate(share: float) -> float:

@@ -4,7 +4,7 @@ The draft model is served as any other: it has requests of its own (the *twins* 
 :class:`shared.cache.paired.PairedPool`), a KV cache, and a runner. Its first forward of a step computes what it lacks
 of each request, and draws the first draft; each further one computes the draft before, whose id never leaves the
 device, and draws the next. As long as all requests go on, the step is moved on there too, and the host only launches.
-It waits once, for all drafts.
+It waits once, for all drafts, and not before the step that verifies them is launched.
 
 A draft model draws with the seed, the index and the parameters of its request. With coupled acceptance it also draws
 with the same noise, which makes equal tokens likely. With rejection it draws from a stream of its own, and hands over
@@ -18,7 +18,7 @@ Invariants: the pool counts a twin's tokens as computed only if they are the req
 where they are, and are counted if the drafts are accepted. A failure of the draft model costs drafts, and nothing else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -33,7 +33,7 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.engine.runner import Launched, MakeRunner, Runner
-from shared.engine.sampler import SampledTokens, Sampler, SamplerOutput
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
@@ -44,6 +44,7 @@ from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.speculative import num_equal
 from shared.speculation.draft_sampler import DraftSampler
+from shared.speculation.drafter import PendingDrafts
 from shared.speculation.step_times import step_seconds
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
@@ -77,6 +78,8 @@ class DraftModel:
 
     pool: CachePoolProtocol
     runner: Runner
+    pending: PendingDrafts | None = None
+    drawn: Sequence[Drawn] = ()  # the drafts of the step, until they are collected
 
     def __init__(self, config: EngineConfig, target: CausalLM, tokenizer: Tokenizer) -> None:
         assert config.draft_model is not None
@@ -128,8 +131,25 @@ class DraftModel:
             if entries:
                 again = self.runner.repeat(launched) if all(goes_on) else None
                 launched = again or self._run(schedule, entries, max(ask[2] for ask in asking) - len(drawn) - 1)
+        self.drawn = drawn
+        if self.pending is None or not drawn:
+            self.collect()
+            return
+        ids = self.pending.put([ids for _, _, sampled in drawn for ids in sampled.ids])
         for asking, numbers, sampled in drawn:
-            _hand_out(asking, numbers, sampled.wait())
+            _hand_out(asking, numbers, sampled.errors, ids)
+
+    def leave_drafts_in(self, pending: PendingDrafts) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.pending = pending
+
+    def collect(self) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        drawn, self.drawn = self.drawn, ()
+        for request, _, _ in drawn[0][0] if drawn else ():
+            request.draft_ids = []
+        for asking, numbers, sampled in drawn:
+            _hand_out(asking, numbers, sampled.errors, iter(sampled.wait().token_ids))
 
     def num_certain(self, request: Request) -> int:
         """See :class:`shared.speculation.drafter.Drafter`."""
@@ -191,12 +211,13 @@ class DraftModel:
         return self.runner.forward(Batch.of(own, self.pool))
 
 
-def _hand_out(asking: Sequence[Asking], numbers: Sequence[int], sampled: SampledTokens) -> None:
+def _hand_out(
+    asking: Sequence[Asking], numbers: Sequence[int], errors: Container[int], token_ids: Iterator[int]
+) -> None:
     """Append a draft to each request, unless the draft model failed at it, or at the one before."""
-    token_ids = iter(sampled.token_ids)
     position = max(len(request.draft_ids) for request, _, _ in asking)
     for (request, twin, _), number in zip(asking, numbers, strict=True):
-        if number not in sampled.errors:
+        if number not in errors:
             token_id = next(token_ids)
             if len(request.draft_ids) == position:
                 request.draft_ids.append(token_id)

@@ -2,9 +2,12 @@
 
 The scheduler grants drafts as counts; a drafter fills them with token ids. Invariants: a request has at most as many
 drafts as its entry of the schedule grants; drafts follow the request's known tokens, so no token of it is in flight.
+
+A model draws its drafts on the device. There the step that verifies them can find them, so the host prepares and
+launches it meanwhile, and waits for the ids when it needs them: to sample, and to accept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +17,19 @@ from shared.cache.view import MakeMemory
 from shared.engine.request import Request
 from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
+
+
+class PendingDrafts:
+    """A runner's table of ids behind its first ``num_rows``; a draft in it has the id ``-1 - place``."""
+
+    def __init__(self, last_ids: torch.Tensor, num_rows: int) -> None:
+        self.drafts, self.num_rows = last_ids[num_rows:], num_rows
+
+    def put(self, drawn: Sequence[torch.Tensor]) -> Iterator[int]:
+        """Put the drafts of a step in the table, in place of the last step's; returns the id of each."""
+        count = sum(map(len, drawn))
+        torch.cat(tuple(drawn), out=self.drafts[:count])
+        return iter(range(-1 - self.num_rows, -1 - self.num_rows - count, -1))
 
 
 class Drafter(Protocol):
@@ -38,6 +54,14 @@ class Drafter(Protocol):
 
         It is called in every step. A schedule without drafts may have tokens in flight; its prompts are known.
         """
+        ...
+
+    def leave_drafts_in(self, pending: "PendingDrafts") -> None:
+        """From now on ``propose`` may leave drafts there, and does not wait for them."""
+        ...
+
+    def collect(self) -> None:
+        """Wait for the drafts that ``propose`` has left on the device, and set ``draft_ids`` anew."""
         ...
 
     def num_certain(self, request: Request) -> int:

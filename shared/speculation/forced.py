@@ -31,7 +31,7 @@ from shared.grammar.constraint import Constraint
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.vocabulary import SPECIAL_BYTE
 from shared.scheduling.schedule import Schedule
-from shared.speculation.drafter import Drafter
+from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
 MOST_BYTES = 256
@@ -106,6 +106,8 @@ class ForcedTextDrafter:
         self.drafter.propose(others)
         self.distributions.clear()
         self.distributions.update(self.drafter.distributions)
+        if any(num_drafts and request.constraint is not None for request, *_, num_drafts, _, _ in others):
+            self.drafter.collect()  # a grammar is asked about each draft
         for request, *_, num_drafts, _, _ in others:
             constraint = request.constraint
             if not num_drafts or not isinstance(constraint, Constraint) or request.status is not RequestStatus.RUNNING:
@@ -121,6 +123,14 @@ class ForcedTextDrafter:
                 self.distributions.pop((request.serial, len(request.output_ids) + index), None)
             request.draft_ids = [*request.draft_ids[:kept], *forced]
             request.num_forced_drafts = len(forced)
+
+    def leave_drafts_in(self, pending: PendingDrafts) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.drafter.leave_drafts_in(pending)
+
+    def collect(self) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.drafter.collect()
 
     def num_certain(self, request: Request) -> int:
         """See :class:`shared.speculation.drafter.Drafter`: forced tokens, behind those in flight."""

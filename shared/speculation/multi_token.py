@@ -11,7 +11,7 @@ Invariant: states are used in the step after the one that computed them, or neve
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +26,10 @@ from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.multi_token_runner import MaskStates
 from shared.engine.request import Request, RequestStatus
 from shared.engine.runner import MakeRunner, Runner
-from shared.engine.sampler import Sampler, SamplerOutput
+from shared.engine.sampler import Draws, Sampler, SamplerOutput
 from shared.models.causal_lm import CausalLM
 from shared.models.lora import adapt
+from shared.sampling.params import SamplingParams
 from shared.scheduling.multi_token import with_masks
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
@@ -36,12 +37,14 @@ from shared.speculation import step_times
 from shared.speculation.adapter import load_adapter
 from shared.speculation.captured_head import CapturedHead
 from shared.speculation.draft_sampler import DraftSampler
-from shared.speculation.drafter import Drafter
+from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
 ROUNDS = 3  # of a measurement; the fastest counts
 Asking = tuple[Request, torch.Tensor, int]
 """A request, the hidden states ``[k, H]`` of its masks, and the number of drafts it may have."""
+Drawn = tuple[Sequence[Request | None], SamplerOutput]
+"""Drafts in the order of their requests; None: the request may have no such draft."""
 
 
 class MultiTokenDrafter:
@@ -55,6 +58,9 @@ class MultiTokenDrafter:
     """
 
     sampler: Sampler
+    pending: PendingDrafts | None = None
+    drawn: Sequence[Drawn] = ()  # the drafts of the step, until they are collected
+    captured: CapturedHead | None = None
 
     def __init__(self, config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> None:
         assert config.adapter is not None
@@ -73,9 +79,8 @@ class MultiTokenDrafter:
         about = (self.model.device, pool.max_sequences)
         self.sampler = Sampler(*about) if self.is_coupled else DraftSampler(*about, distributions=self.distributions)
         if self.is_capturing:
-            self.logits = CapturedHead(
-                self.adapter, self.model, pool.max_sequences, CudaGraphCapture(self.model.device)
-            )
+            capture = CudaGraphCapture(self.model.device)
+            self.logits = self.captured = CapturedHead(self.adapter, self.model, pool.max_sequences, capture)
         return pool
 
     def propose(self, schedule: Schedule) -> None:
@@ -92,7 +97,9 @@ class MultiTokenDrafter:
                     asking.append((request, states.hidden[group], num_drafts))
         self.states.clear()
         if asking:
-            self._draw(asking)
+            captured = self.captured if all(_takes_likeliest(request.params) for request, _, _ in asking) else None
+            self.drawn = self._draw(asking) if captured is None else [self._guess(asking, captured)]
+            self._hand_out()
 
     def num_certain(self, request: Request) -> int:
         """See :class:`shared.speculation.drafter.Drafter`."""
@@ -102,12 +109,20 @@ class MultiTokenDrafter:
         """See :class:`shared.speculation.drafter.Drafter`: the time of one pass of the head, and the output head."""
         return (seconds := [self._pass_seconds(size) for size in sizes]), seconds
 
-    def _draw(self, asking: Sequence[Asking]) -> None:
-        """Draw one draft after the other, all requests at a time; the host waits once."""
+    def _guess(self, asking: Sequence[Asking], captured: CapturedHead) -> Drawn:
+        """The likeliest drafts of all requests, in one replay."""
+        previous = [request.last_token_id for request, _, _ in asking]
+        places = range(max(num_drafts for _, _, num_drafts in asking))
+        ids = captured.guess(previous, [states for _, states, _ in asking])[:, : len(places)]
+        requests = [request if place < num_drafts else None for request, _, num_drafts in asking for place in places]
+        return requests, SamplerOutput([Draws(ids.flatten())])
+
+    def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:
+        """Draw one draft after the other, all requests at a time."""
         self.sampler.penalties.forget()  # they count the drafts of the step before
         places = list(range(len(asking)))
         previous = self.sampler.upload(torch.tensor([request.last_token_id for request, _, _ in asking]))
-        drawn: list[tuple[list[int], SamplerOutput]] = []
+        drawn: list[Drawn] = []
         for number in range(max(num_drafts for _, _, num_drafts in asking)):
             going_on = [place for place in places if asking[place][2] > number]
             if len(going_on) < len(places):
@@ -118,10 +133,30 @@ class MultiTokenDrafter:
             rows = [asking[place][0].sampling_row(number)._replace(num_drafts=0) for place in places]
             draws = self.sampler.sample(logits, rows, places)
             previous = draws.ids
-            drawn.append((places, SamplerOutput([draws])))
-        for places, sampled in drawn:
-            for place, token_id in zip(places, sampled.wait().token_ids, strict=True):
-                asking[place][0].draft_ids.append(token_id)
+            drawn.append(([asking[place][0] for place in places], SamplerOutput([draws])))
+        return drawn
+
+    def _hand_out(self) -> None:
+        """Give each request its drafts: where they lie on the device, or their ids."""
+        if self.pending is None:
+            self.collect()
+            return
+        ids = self.pending.put([ids for _, sampled in self.drawn for ids in sampled.ids])
+        for requests, _ in self.drawn:
+            _append(requests, ids)
+
+    def leave_drafts_in(self, pending: PendingDrafts) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.pending = pending
+
+    def collect(self) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        drawn, self.drawn = self.drawn, ()
+        for request in drawn[0][0] if drawn else ():
+            if request is not None:
+                request.draft_ids = []
+        for requests, sampled in drawn:
+            _append(requests, sampled.wait().token_ids)
 
     def _pass_seconds(self, size: int) -> float:
         ids = torch.zeros(size, dtype=torch.int64, device=self.model.device)
@@ -133,6 +168,18 @@ class MultiTokenDrafter:
                 self.logits(ids, hidden).argmax(-1).tolist()  # waits for the device
                 seconds.append(time.perf_counter() - started)
         return min(seconds)
+
+
+def _takes_likeliest(params: SamplingParams) -> bool:
+    """Whether the draws are the likeliest of all tokens, by the logits as they are."""
+    return params.is_greedy and not params.adjusts_logits and params.min_tokens == 0
+
+
+def _append(requests: Sequence[Request | None], ids: Iterable[int]) -> None:
+    """Append one of the ids to the drafts of each request."""
+    for request, token_id in zip(requests, ids, strict=False):
+        if request is not None:
+            request.draft_ids.append(token_id)
 
 
 def tune(scheduler: Scheduler, runner: Runner, drafter: Drafter) -> None:

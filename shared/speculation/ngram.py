@@ -25,6 +25,7 @@ from shared.cache.view import MakeMemory
 from shared.engine.request import Request, RequestStatus
 from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
+from shared.speculation.drafter import PendingDrafts
 
 MOST_VISITED = 32
 """Places that a search compares, from the latest."""
@@ -102,6 +103,12 @@ class NGramDrafter:
             if num_drafts:
                 is_running = request.status is RequestStatus.RUNNING
                 request.draft_ids = self._index(request).following(num_drafts) if is_running else []
+
+    def leave_drafts_in(self, pending: PendingDrafts) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+
+    def collect(self) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
 
     def num_certain(self, request: Request) -> int:
         """See :class:`shared.speculation.drafter.Drafter`."""

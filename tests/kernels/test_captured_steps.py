@@ -24,6 +24,7 @@ from shared.kernels.pending_ids import fill_pending
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
+from shared.speculation.drafter import PendingDrafts
 from tests.adapters import random_adapter_of
 from tests.mixed_requests import seen, serve
 
@@ -79,9 +80,16 @@ def make_engine(folder: Path, phase: Any = Engine, **config: Any) -> Any:
         capture = Repeat() if INTERPRETED else None
         about = {"most_logit_rows": engine.config.most_logit_rows}
         engine.runner = CapturedRunner(engine.model, engine.view, engine.pool.max_sequences, capture, **about)
+        show_drafts(engine)
     for memory in (engine.view.keys, engine.view.values):  # type: ignore[attr-defined]
         memory.zero_()[chosen] = float("nan")
     return engine
+
+
+def show_drafts(engine: Any) -> None:
+    """A drafter leaves its drafts where the engine's new runner looks for them."""
+    if getattr(engine, "drafter", None) is not None:
+        engine.drafter.leave_drafts_in(PendingDrafts(engine.runner.last_ids, engine.pool.max_sequences))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -139,11 +147,13 @@ def test_replayed_steps_have_mask_tokens(tiny_checkpoints: dict[str, Path]) -> N
             sampling = {"most_logit_rows": engine.config.most_logit_rows, "states": engine.drafter.states}
             capture = Repeat() if INTERPRETED else None
             engine.runner = CapturedMultiTokenRunner(engine.model, engine.view, 1, capture, **sampling)
-        propose = engine.drafter.propose
+            show_drafts(engine)
+        propose, collect = engine.drafter.propose, engine.drafter.collect
         found: list[list[int]] = []
 
-        def noting(schedule: Schedule, propose: Any = propose, found: Any = found) -> None:
+        def noting(schedule: Schedule, propose: Any = propose, collect: Any = collect, found: Any = found) -> None:
             propose(schedule)
+            collect()
             found += [list(request.draft_ids) for request in schedule.requests if request.draft_ids]
 
         engine.drafter.propose = noting

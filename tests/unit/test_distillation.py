@@ -1,6 +1,7 @@
 """Training of an adapter: what is predicted, from what, and that a run that is cut goes on as if it had not been."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.lora import FIRST_MASK, adapt
 from shared.models.tokens import Tokens
+from shared.speculation import training_step
 from shared.speculation.adapter import Adapter, AdapterConfig, load_adapter
 from shared.speculation.distillation import TrainingConfig, losses, measure, rate, train
 from shared.speculation.look_ahead import look_ahead, read
@@ -77,6 +79,26 @@ def test_an_adapter_is_measured_by_its_first_wrong_guess(tiny_checkpoints: dict[
     texts.is_answer[0, :12] = False
     assert measure(model, adapter, texts, 100) == measure(model, adapter, texts, 21)
     assert measure(model, adapter, texts, 100).judged == 11
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_is_a_step(tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight steps of which five are replayed, against eight eager ones: their losses depend on all updates."""
+    texts = Texts(some_texts(8, 40).ids.cuda(), some_texts(8, 40).is_answer.cuda())
+    trained = []
+    for num_eager in (3, 8):
+        monkeypatch.setattr(training_step, "NUM_EAGER", num_eager)
+        model = fuse(load_model(tiny_checkpoints["qwen3"], device="cuda", dtype=torch.float32))
+        adapter = random_adapter(model, num_masks=2).cuda().requires_grad_(True)
+        adapt(model, adapter.additions(), adapter.masks)
+        step = training_step.TrainingStep(partial(losses, model, adapter), adapter.parameters(), 1e-3)
+        found = []
+        for n in range(8):
+            about = Texts(texts.ids.roll(n, 1), texts.is_answer), torch.arange(n, n + 20, device="cuda")
+            found.append([float(loss) for loss in step(*about, 1e-4 * (n + 1))])
+        trained.append(found)
+        assert (step.graph is not None) == (num_eager == 3)
+    torch.testing.assert_close(torch.tensor(trained[0]), torch.tensor(trained[1]), rtol=1e-3, atol=1e-4)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

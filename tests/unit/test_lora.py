@@ -161,8 +161,16 @@ def test_a_captured_pass_of_the_head_is_the_pass(tiny_checkpoints: dict[str, Pat
         return CapturedStep(replay, results)
 
     head = CapturedHead(adapter, model, 6, capture)
-    assert sizes == [6, 4, 2, 1]
+    assert sizes == [6, 6, 4, 4, 2, 2, 1, 1], "a pass, and all passes"
     for n in (1, 2, 3, 5, 6, 1):
         ids, hidden = torch.arange(n) * 7, torch.randn(n, model.config.hidden_size)
         torch.testing.assert_close(head(ids, hidden), adapter.logits(model, ids, hidden))
+        counts = [1 + (place + n) % adapter.config.num_masks for place in range(n)]
+        states = [torch.randn(count, model.config.hidden_size) for count in counts]
+        for guesses, count, previous, of_request in zip(
+            head.guess(ids.tolist(), states), counts, ids, states, strict=True
+        ):
+            for guess, state in zip(guesses[:count], of_request, strict=False):
+                assert guess == adapter.logits(model, previous[None], state[None]).argmax()
+                previous = guess
     assert CapturedHead(adapter, model, 1, capture).sizes == [1]

@@ -36,6 +36,7 @@ def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = T
 
     def noting(schedule: Schedule) -> None:
         propose(schedule)
+        inner.collect()
         for request, *_, num_drafts, _, _ in schedule:
             constraint = request.constraint
             if num_drafts and isinstance(constraint, Constraint):
