@@ -4,6 +4,7 @@ Invariant: Ray and all that it started are gone when the block ends.
 """
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ import torch
 
 from benchmarks.serving.http_load import MODEL, ROOT, START_SECONDS, stream
 from benchmarks.serving.results import ServedRequest
+from benchmarks.step_times import StepCounts
 from shared.errors import ConfigError
+from shared.lessons import newest_lesson
 
 INFER = (sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')")
 
@@ -88,6 +92,75 @@ async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: 
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=START_SECONDS, trust_env=False) as client:
         await asyncio.gather(work, *(one_after_another(client) for _ in range(num_open)))
     return streams
+
+
+@contextmanager
+def served_by(folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path) -> Iterator[str]:
+    """The URL of a model on replicas whose engines note their steps in ``notes``; Ray is this process's own."""
+    from shared.deployment import application
+    from shared.server.process import address_of, bind
+    from shared.server.settings import ServerConfig
+
+    bound = bind("127.0.0.1", 0)
+    url, port = address_of(bound), bound.getsockname()[1]
+    bound.close()
+    most = settings["max_batch_size"]
+    fleet = application.Fleet(
+        replicas=num_replicas,
+        max_replicas=num_replicas,
+        target_ongoing_requests=most,
+        upscale_delay=0.0,
+        downscale_delay=0.0,
+        max_ongoing_requests=64 * most,
+        ranks=1,
+        cpus=0.25,
+        gpus=0.0,
+        router="prefix",
+    )
+    application.start()
+    try:
+        application.listen("127.0.0.1", port)
+        load = partial(load_noting, notes, newest_lesson().number, str(folder), "json", False, **settings)
+        application.deploy(load, ServerConfig(MODEL, named_events=True), fleet, is_process=False)
+        yield url
+    finally:
+        application.end()
+
+
+def load_noting(notes: Path, *arguments: Any, **settings: Any) -> Any:
+    """As ``load_warm``; the engine writes the counts and the seconds of each step, up to the next one if there is one,
+    into a file of its process.
+    """
+    from shared.cli.serve import load_warm
+
+    engine = load_warm(*arguments, **settings)
+    file = (notes / f"{os.getpid()}.jsonl").open("a", buffering=1)
+    step, counts = engine.step, StepCounts()
+    begun, counted = 0.0, list[float]()
+
+    def noted() -> Any:
+        nonlocal begun, counted
+        now = time.perf_counter()
+        if counted:
+            file.write(f"{json.dumps([counted, now - begun])}\n")
+        begun, outputs = now, step()
+        counted = counts.of(engine.last_step)
+        if counted and not engine.has_work():
+            file.write(f"{json.dumps([counted, time.perf_counter() - begun])}\n")
+            counted = []
+        return outputs
+
+    engine.step = noted
+    return engine
+
+
+def take_steps(notes: Path) -> list[tuple[list[float], float]]:
+    """The counts and seconds of each step of all replicas since they were last taken."""
+    lines = list[str]()
+    for file in notes.glob("*.jsonl"):
+        lines += file.read_text().splitlines()
+        os.truncate(file, 0)
+    return [(counts, seconds) for counts, seconds in map(json.loads, lines)]
 
 
 def environment() -> dict[str, str]:
