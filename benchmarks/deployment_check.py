@@ -9,7 +9,6 @@ simulated with them. Invariant: nothing of the second trace takes part in the fi
 
 import argparse
 import asyncio
-import os
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Report, rounded, write_report
-from benchmarks.serving.deployed import environment, samples, served_by, take_steps
+from benchmarks.serving.deployed import samples, served_by, take_steps
 from benchmarks.serving.http_load import MODEL, generate_load
 from benchmarks.setup import Setup
 from benchmarks.step_times import COUNTS, fit
@@ -52,12 +51,13 @@ def measure_check(setup: Setup, cases: tuple[tuple[int, float], ...], seconds: f
     limits = EngineLimits(max_batch_size=BATCH, block_size=ABOUT.block_tokens, kv_tokens=BLOCKS * ABOUT.block_tokens)
     results: dict[str, Any] = {}
     with setup.running(1):
-        os.environ.update(environment())
         for num, rate in cases:
             first, second = ([*_trace(rate, seconds, seed)] for seed in (setup.seed + 1, setup.seed + 2))
-            with tempfile.TemporaryDirectory() as notes, served_by(setup.folder, num, settings, Path(notes)) as url:
-                fitted, steps = _served(setup, url, first, Path(notes))
-                found, _ = _served(setup, url, second, Path(notes))
+            with tempfile.TemporaryDirectory() as folder:
+                notes = Path(folder)
+                with served_by(setup.folder, num, settings, notes) as (url, _):
+                    fitted, steps = _served(setup, url, first, notes)
+                    found, _ = _served(setup, url, second, notes)
             times, error = _step_times(steps)
             more = fitted["first_token_ms"] - _simulated(first, num, times, limits)["first_token_ms"]
             times = replace(times, request=max(0.0, 1e-3 * more))

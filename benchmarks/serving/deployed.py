@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,19 +60,11 @@ def deployed(folder: Path, options: Sequence[str]) -> Iterator[str]:
             process.wait(START_SECONDS)
 
 
-async def update(folder: Path, options: Sequence[str]) -> None:
-    """Run ``infer deploy`` again, beside :func:`deployed`; raises ConfigError if it fails."""
-    command = [*INFER, "deploy", str(folder), "--served-model-name", MODEL, *options]
-    process = await asyncio.create_subprocess_exec(
-        *command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT
-    )
-    said = (await process.communicate())[1].decode(errors="replace").strip()
-    if process.returncode != 0:
-        raise ConfigError(f"infer deploy failed: {said[-500:]}")
-
-
-async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any]) -> Streams:
-    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends.
+async def keep_busy(
+    url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any], pause: float = 0.0
+) -> Streams:
+    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends; the next one
+    comes ``pause`` seconds after the one before.
 
     Each prompt has one token more than ``prompt``, of its own.
     """
@@ -87,7 +79,7 @@ async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: 
             body = options | {"prompt": [*prompt, len(streams.requests) % 256]}
             await stream(client, f"busy-{len(streams.requests)}", body, request, start)
             streams.errors += [request.error] if request.error else []
-            await asyncio.sleep(0.1 if request.error else 0)
+            await asyncio.sleep(0.1 if request.error else pause)
 
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=START_SECONDS, trust_env=False) as client:
         await asyncio.gather(work, *(one_after_another(client) for _ in range(num_open)))
@@ -95,12 +87,19 @@ async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: 
 
 
 @contextmanager
-def served_by(folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path) -> Iterator[str]:
-    """The URL of a model on replicas whose engines note their steps in ``notes``; Ray is this process's own."""
+def served_by(
+    folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path | None = None
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a model on replicas, and a function that updates them, as ``infer deploy`` does when it runs again.
+
+    Ray is this process's own. With ``notes``, engines note their steps in that folder.
+    """
+    from shared.cli.serve import load_warm
     from shared.deployment import application
     from shared.server.process import address_of, bind
     from shared.server.settings import ServerConfig
 
+    os.environ.update(environment())
     bound = bind("127.0.0.1", 0)
     url, port = address_of(bound), bound.getsockname()[1]
     bound.close()
@@ -117,12 +116,14 @@ def served_by(folder: Path, num_replicas: int, settings: dict[str, Any], notes: 
         gpus=0.0,
         router="prefix",
     )
+    arguments = (newest_lesson().number, str(folder), "json", False)
+    load = partial(load_noting, notes, *arguments, **settings) if notes else partial(load_warm, *arguments, **settings)
+    update = partial(application.deploy, load, ServerConfig(MODEL), fleet, is_process=False)
     application.start()
     try:
         application.listen("127.0.0.1", port)
-        load = partial(load_noting, notes, newest_lesson().number, str(folder), "json", False, **settings)
-        application.deploy(load, ServerConfig(MODEL, named_events=True), fleet, is_process=False)
-        yield url
+        update()
+        yield url, update
     finally:
         application.end()
 
