@@ -39,8 +39,6 @@ BATCHING = (
 """The fields that have no effect on one request at a time."""
 OPTIMIZATIONS = "Optimizations"  # a panel of its own: flags with a negative would make any other too wide
 _ENGINE, _SAMPLING, _SHOWN = "Engine", "Sampling", "Output"
-ALIASES = {"tensor_parallel_size": ("--tensor-parallel",)}
-"""Shorter options of fields."""
 
 
 def _sampling(*names: str, text: str, **more: Any) -> Any:
@@ -217,7 +215,6 @@ def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
     has_negative = is_flag and field.default is not False  # what is off by default is only turned on
     return typer.Option(
         f"--{name}/--no-{name}" if has_negative else f"--{name}",
-        *ALIASES.get(field.name, ()),
         help=field.metadata["help"],
         rich_help_panel=OPTIMIZATIONS if has_negative else _ENGINE,
         envvar="INFER_DEVICE" if field.name == "device" else None,
