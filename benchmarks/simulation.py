@@ -16,22 +16,30 @@ from typing import Any
 from benchmarks.report import Report, read_value, rounded, write_report
 from benchmarks.step_times import COUNTS, POINTS, times_of_reports
 from benchmarks.view import Column, Lines, Table, View, percent, text
+from shared.deployment.affinity import MAX_KEYS
 from shared.simulation.arrivals import Conversations, arrival_times, conversations
 from shared.simulation.fleet import Fleet, FleetPlan
 from shared.simulation.replica import EngineLimits
 from shared.simulation.results import serve
 from shared.simulation.step_times import StepTimes
 
-REPLICAS, ROUTERS = (10, 100, 1000, 10000), ("two-choices", "prefix")
+REPLICAS = (10, 100, 1000, 10000)
+KEYS = MAX_KEYS * 16 // 512
+"""Of a router's table: as many tokens of text as the gateway's, whose keys are of about 16 tokens each."""
+ROUTERS = {
+    "two-choices": ("two-choices", KEYS),
+    "prefix": ("prefix", KEYS),
+    "prefix, 32 times the table": ("prefix", 32 * KEYS),
+}
 RATES = [rounded(1.1**n, 3) for n in range(15, 40)]
 """Requests a second of each replica that are tried."""
 LIMIT_MS = 250.0
-SECONDS, WARM_UP = 3.0, 1.0
+SECONDS, WARM_UP = 2.5, 1.0
 ABOUT = Conversations(
-    system_tokens=4096, turn_tokens=1024, new_tokens=256, pause=0.5, max_tokens=16384, block_tokens=64
+    system_tokens=4096, turn_tokens=1024, new_tokens=256, pause=0.5, max_tokens=16384, block_tokens=512
 )
 """Agents: instructions, then what tools return."""
-LIMITS = EngineLimits(max_batch_size=8, block_size=64)
+LIMITS = EngineLimits(max_batch_size=8, block_size=512)
 
 
 def table(results: Sequence[dict[str, Any]]) -> Table:
@@ -62,7 +70,8 @@ def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[
 
     def at(place: int) -> dict[str, Any]:
         moments = arrival_times("poisson", RATES[place] * replicas, SECONDS, seed=0)
-        fleet = Fleet(FleetPlan(replicas, router), times, LIMITS)
+        name, keys = ROUTERS[router]
+        fleet = Fleet(FleetPlan(replicas, name, table_keys=keys), times, LIMITS)
         return serve(fleet, conversations(moments, ABOUT, seed=0), WARM_UP, price=0.0)
 
     def is_kept(found: dict[str, Any]) -> bool:
@@ -98,7 +107,7 @@ def measure_capacity(replicas: Sequence[int]) -> Report:
             } | {name: rounded(value) for name, value in kept.items()}
             print(json.dumps({"replicas": num, "router": router} | results[str(num)][router]), flush=True)
     flags = {"limit_ms": LIMIT_MS, "seconds": SECONDS, "warm_up": WARM_UP, "rates": RATES, "replicas": list(replicas)}
-    flags |= {"conversations": asdict(ABOUT), "limits": asdict(LIMITS), "step_times": asdict(times)}
+    flags |= {"routers": ROUTERS, "conversations": asdict(ABOUT), "limits": asdict(LIMITS), "step_times": asdict(times)}
     return Report("capacity", read_value(source, "model"), {}, 0, flags, results)
 
 
