@@ -88,11 +88,12 @@ async def keep_busy(
 
 @contextmanager
 def served_by(
-    folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path | None = None
+    folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path | None = None, pace: Sequence[float] = ()
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """The URL of a model on replicas, and a function that updates them, as ``infer deploy`` does when it runs again.
 
-    Ray is this process's own. With ``notes``, engines note their steps in that folder.
+    Ray is this process's own. With ``notes``, engines note their steps in that folder, and a step takes at least as
+    long as ``pace`` says, as if a device computed it that the processors need not wait for.
     """
     from shared.cli.serve import load_warm
     from shared.deployment import application
@@ -117,7 +118,11 @@ def served_by(
         router="prefix",
     )
     arguments = (newest_lesson().number, str(folder), "json", False)
-    load = partial(load_noting, notes, *arguments, **settings) if notes else partial(load_warm, *arguments, **settings)
+    load = (
+        partial(load_noting, notes, pace, *arguments, **settings)
+        if notes
+        else partial(load_warm, *arguments, **settings)
+    )
     update = partial(application.deploy, load, ServerConfig(MODEL), fleet, is_process=False)
     application.start()
     try:
@@ -128,9 +133,9 @@ def served_by(
         application.end()
 
 
-def load_noting(notes: Path, *arguments: Any, **settings: Any) -> Any:
-    """As ``load_warm``; the engine writes the counts and the seconds of each step, up to the next one if there is one,
-    into a file of its process.
+def load_noting(notes: Path, pace: Sequence[float], *arguments: Any, **settings: Any) -> Any:
+    """As ``load_warm``; the engine writes when each step began, its counts, and its seconds, up to the next step if
+    there is one, into a file of its process. ``pace``: the least seconds of a step, for each of its counts.
     """
     from shared.cli.serve import load_warm
 
@@ -143,11 +148,13 @@ def load_noting(notes: Path, *arguments: Any, **settings: Any) -> Any:
         nonlocal begun, counted
         now = time.perf_counter()
         if counted:
-            file.write(f"{json.dumps([counted, now - begun])}\n")
+            file.write(f"{json.dumps([begun, counted, now - begun])}\n")
         begun, outputs = now, step()
         counted = counts.of(engine.last_step)
+        least = sum(each * count for each, count in zip(pace, counted, strict=False))
+        time.sleep(max(0.0, least - (time.perf_counter() - begun)))
         if counted and not engine.has_work():
-            file.write(f"{json.dumps([counted, time.perf_counter() - begun])}\n")
+            file.write(f"{json.dumps([begun, counted, time.perf_counter() - begun])}\n")
             counted = []
         return outputs
 
@@ -155,13 +162,10 @@ def load_noting(notes: Path, *arguments: Any, **settings: Any) -> Any:
     return engine
 
 
-def take_steps(notes: Path) -> list[tuple[list[float], float]]:
-    """The counts and seconds of each step of all replicas since they were last taken."""
-    lines = list[str]()
-    for file in notes.glob("*.jsonl"):
-        lines += file.read_text().splitlines()
-        os.truncate(file, 0)
-    return [(counts, seconds) for counts, seconds in map(json.loads, lines)]
+def noted_steps(notes: Path) -> list[tuple[float, list[float], float]]:
+    """Of each step of all replicas when it began (the clock of ``time.perf_counter``), its counts and its seconds."""
+    lines = [line for file in notes.glob("*.jsonl") for line in file.read_text().splitlines()]
+    return [(begun, counts, seconds) for begun, counts, seconds in map(json.loads, lines)]
 
 
 def environment() -> dict[str, str]:
