@@ -64,7 +64,7 @@ def measure_check(setup: Setup, cases: tuple[tuple[int, float], ...], seconds: f
             with tempfile.TemporaryDirectory() as notes:
                 with served_by(setup.folder, num, settings, Path(notes), pace) as (url, _):
                     start, run, hit_rate = _served(setup, url, trace)
-                steps = [(begun - start, *rest) for begun, *rest in noted_steps(Path(notes))]
+                steps = [(begun - start, counts, took) for begun, counts, took in noted_steps(Path(notes))]
             fitted = [(counts, took) for begun, counts, took in steps if not _is_compared(begun)]
             others = [took for begun, _, took in steps if begun >= 0 and _is_compared(begun)]
             times, error = _step_times(fitted)
