@@ -8,6 +8,7 @@ follow. Invariant: a stream counts as lost unless it had every token that it ask
 
 import argparse
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +32,9 @@ PAUSE = 0.5
 """Seconds between the streams of an update, so that processors are left for the replicas that start."""
 
 
-def measure_changes(setup: Setup, num_updates: int, num_open: int, loads: tuple[tuple[int, float], ...]) -> Report:
+def measure_changes(
+    setup: Setup, num_updates: int, most_seconds: float, num_open: int, loads: tuple[tuple[int, float], ...]
+) -> Report:
     """Updates, then scaling; with no updates or no loads, the other alone."""
     options = ["--device", setup.device, "--max-batch-size", "16", "--max-seq-len", "256", "--cpus", "0.5"]
     options += ["--dtype", setup.dtype] if setup.dtype else []
@@ -41,7 +44,7 @@ def measure_changes(setup: Setup, num_updates: int, num_open: int, loads: tuple[
             with served_by(
                 setup.folder, 2, {"max_batch_size": 16, "max_seq_len": 256, "num_gpu_blocks": 256}
             ) as served:
-                results["updates"] = asyncio.run(updated(setup, *served, num_updates, num_open))
+                results["updates"] = asyncio.run(updated(setup, *served, num_updates, most_seconds, num_open))
         if loads:
             scaling = ["--replicas", str(FEWEST), "--max-replicas", str(MOST), "--target-ongoing-requests", str(TARGET)]
             delays = ["--upscale-delay", "4", "--downscale-delay", "20"]
@@ -53,14 +56,14 @@ def measure_changes(setup: Setup, num_updates: int, num_open: int, loads: tuple[
 
 
 async def updated(
-    setup: Setup, url: str, update: Callable[[], None], num_updates: int, num_open: int
+    setup: Setup, url: str, update: Callable[[], None], num_updates: int, most_seconds: float, num_open: int
 ) -> dict[str, Any]:
-    """The streams that ran while ``num_updates`` updates were made one after the other."""
+    """The streams that ran while updates were made one after the other, ``num_updates`` or as many as begin in time."""
     seconds: list[float] = []
     replicas = set(samples(url, "infer:generation_tokens_total"))
 
     async def update_often() -> None:
-        for _ in range(num_updates):
+        while len(seconds) < num_updates and sum(seconds) < most_seconds:
             start = time.perf_counter()
             await asyncio.to_thread(update)
             seconds.append(time.perf_counter() - start)
@@ -137,13 +140,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype")
     parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no update begins after so many of updates")
     parser.add_argument("--open", type=int, default=6, help="streams at a time while updates are made")
     parser.add_argument("--no-scaling", action="store_true")
     parser.add_argument("--after", type=Path, help="a report whose updates, streams and replicas count too")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     setup = Setup(asked.model, asked.device, asked.dtype, 1)
-    report = measure_changes(setup, asked.updates, asked.open, () if asked.no_scaling else LOADS)
+    report = measure_changes(setup, asked.updates, asked.seconds, asked.open, () if asked.no_scaling else LOADS)
     if asked.after:
         before, found = read_value(asked.after, "results.updates"), report.results["updates"]
         found |= {name: found[name] + before[name] for name in ("streams", "lost", "updates", "replicas", "errors")}
