@@ -1,23 +1,24 @@
 """What is lost while replicas are replaced, added and removed under load: it should be nothing. Follows phase 11.
 
-First ``infer deploy`` runs again and again, each time a rolling update of all replicas. Then, in another deployment,
-the load rises and falls, and replicas follow. Invariant: a stream counts as lost unless it had every token that it
-asked for, and one end.
+First all replicas are updated again and again. Then, in another deployment, the load rises and falls, and replicas
+follow. Invariant: a stream counts as lost unless it had every token that it asked for, and one end.
 
     python -m benchmarks.deployment_changes --model ./tiny-llama --updates 100 --out benchmarks/reports
 """
 
 import argparse
 import asyncio
+import math
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.report import Report, rounded, write_report
-from benchmarks.serving.deployed import Streams, deployed, keep_busy, samples, update
+from benchmarks.report import Report, read_value, rounded, write_report
+from benchmarks.serving.deployed import Streams, deployed, keep_busy, samples, served_by
 from benchmarks.setup import Setup
 from benchmarks.view import Column, Table, View, count, text
 
@@ -27,18 +28,23 @@ FEWEST, MOST, TARGET = 1, 4, 4
 LOADS = ((2, 20.0), (16, 60.0), (2, 90.0))
 """Streams open at a time, and for how many seconds."""
 SAMPLE_SECONDS = 0.5
+PAUSE = 0.5
+"""Seconds between the streams of an update, so that processors are left for the replicas that start."""
 
 
-def measure_changes(setup: Setup, num_updates: int, num_open: int, loads: tuple[tuple[int, float], ...]) -> Report:
+def measure_changes(
+    setup: Setup, num_updates: int, most_seconds: float, num_open: int, loads: tuple[tuple[int, float], ...]
+) -> Report:
     """Updates, then scaling; with no updates or no loads, the other alone."""
     options = ["--device", setup.device, "--max-batch-size", "16", "--max-seq-len", "256", "--cpus", "0.5"]
     options += ["--dtype", setup.dtype] if setup.dtype else []
     results: dict[str, Any] = {}
     with setup.running(1):
         if num_updates:
-            fixed = [*options, "--replicas", "2"]
-            with deployed(setup.folder, fixed) as url:
-                results["updates"] = asyncio.run(updated(setup, url, fixed, num_updates, num_open))
+            with served_by(
+                setup.folder, 2, {"max_batch_size": 16, "max_seq_len": 256, "num_gpu_blocks": 256}
+            ) as served:
+                results["updates"] = asyncio.run(updated(setup, *served, num_updates, most_seconds, num_open))
         if loads:
             scaling = ["--replicas", str(FEWEST), "--max-replicas", str(MOST), "--target-ongoing-requests", str(TARGET)]
             delays = ["--upscale-delay", "4", "--downscale-delay", "20"]
@@ -49,23 +55,26 @@ def measure_changes(setup: Setup, num_updates: int, num_open: int, loads: tuple[
         return setup.report("deployment-changes", {"deploy": engine}, flags, results)
 
 
-async def updated(setup: Setup, url: str, options: list[str], num_updates: int, num_open: int) -> dict[str, Any]:
-    """The streams that ran while ``num_updates`` updates were made one after the other."""
+async def updated(
+    setup: Setup, url: str, update: Callable[[], None], num_updates: int, most_seconds: float, num_open: int
+) -> dict[str, Any]:
+    """The streams that ran while updates were made one after the other, ``num_updates`` or as many as begin in time."""
     seconds: list[float] = []
     replicas = set(samples(url, "infer:generation_tokens_total"))
 
     async def update_often() -> None:
-        for _ in range(num_updates):
+        while len(seconds) < num_updates and sum(seconds) < most_seconds:
             start = time.perf_counter()
-            await update(setup.folder, options)
+            await asyncio.to_thread(update)
             seconds.append(time.perf_counter() - start)
             replicas.update(await asyncio.to_thread(samples, url, "infer:generation_tokens_total"))
 
-    streams = await keep_busy(url, num_open, _prompt(setup), NEW_TOKENS, update_often())
+    streams = await keep_busy(url, num_open, _prompt(setup), NEW_TOKENS, update_often(), PAUSE)
     return ended(streams) | {
         "updates": len(seconds),
         "replicas": len(replicas),
         "update_seconds": rounded(statistics.median(seconds)),
+        "longest_update_seconds": rounded(max(seconds)),
         "open": num_open,
     }
 
@@ -131,12 +140,18 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype")
     parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no update begins after so many of updates")
     parser.add_argument("--open", type=int, default=6, help="streams at a time while updates are made")
     parser.add_argument("--no-scaling", action="store_true")
+    parser.add_argument("--after", type=Path, help="a report whose updates, streams and replicas count too")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     setup = Setup(asked.model, asked.device, asked.dtype, 1)
-    report = measure_changes(setup, asked.updates, asked.open, () if asked.no_scaling else LOADS)
+    report = measure_changes(setup, asked.updates, asked.seconds, asked.open, () if asked.no_scaling else LOADS)
+    if asked.after:
+        before, found = read_value(asked.after, "results.updates"), report.results["updates"]
+        found |= {name: found[name] + before[name] for name in ("streams", "lost", "updates", "replicas", "errors")}
+        found["longest_update_seconds"] = max(each["longest_update_seconds"] for each in (before, found))
     for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
         print(f"wrote {path}")
     print(report.line())

@@ -40,7 +40,9 @@ def conversations(device: str, num_turns: int) -> tuple[Workload, Workload]:
     return many, replace(shared, name="shared", title="Conversations, one system prompt")
 
 
-def measure_routing(setup: Setup, workloads: tuple[Workload, ...], num_replicas: int) -> Report:
+def measure_routing(
+    setup: Setup, workloads: tuple[Workload, ...], num_replicas: int, routers: tuple[str, ...] = tuple(ROUTERS)
+) -> Report:
     """Each workload with each router."""
     batch, results = 8, dict[str, Any]()
     longest = max(workload.longest for workload in workloads)
@@ -52,7 +54,7 @@ def measure_routing(setup: Setup, workloads: tuple[Workload, ...], num_replicas:
     with setup.running(1):
         for workload in workloads:
             found = results[workload.name] = {"title": workload.title, "about": workload.describe(), "routers": {}}
-            for router in ROUTERS:
+            for router in routers:
                 trace = make_trace(workload, setup.shape.vocab_size, setup.seed)
                 with deployed(setup.folder, [*options, "--router", router]) as url:
                     run = asyncio.run(generate_load(url, MODEL, trace))
@@ -83,7 +85,7 @@ def view(report: Report) -> View:
     ]
     tables, groups = [], []
     for each in report.results.values():
-        rows = [{"router": title, **each["routers"][name]} for name, title in ROUTERS.items()]
+        rows = [{"router": ROUTERS[name], **found} for name, found in each["routers"].items()]
         tables.append(Table(f"{each['title']}: {each['about']}", columns, rows))
         bars = [Bar(row["router"], row["hit_rate"], percent(row["hit_rate"])) for row in rows]
         groups.append((each["title"], bars))
@@ -99,10 +101,15 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
+    parser.add_argument(
+        "--workloads", nargs="+", choices=("conversations", "shared"), default=["conversations", "shared"]
+    )
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     setup = Setup(asked.model, asked.device, asked.dtype, 1)
-    report = measure_routing(setup, conversations(asked.device, asked.turns), asked.replicas)
+    workloads = tuple(each for each in conversations(asked.device, asked.turns) if each.name in asked.workloads)
+    report = measure_routing(setup, workloads, asked.replicas, tuple(asked.routers))
     for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
         print(f"wrote {path}")
     print(report.line())

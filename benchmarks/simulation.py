@@ -1,9 +1,45 @@
-"""Simulated fleets as tables. Follows phase 11."""
+"""Simulated fleets: tables, and the capacity of a replica against the number of replicas. Follows phase 11.
 
+The capacity is the highest rate of requests, in steps of a tenth, at which 99 of 100 first tokens come within
+``LIMIT_MS``. Invariant: each number of replicas and router gets requests of the same kind, so many for each replica.
+
+    python -m benchmarks.simulation --out benchmarks/reports
+"""
+
+import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from benchmarks.view import Column, Table, percent, text
+from benchmarks.report import Report, read_value, rounded, write_report
+from benchmarks.step_times import COUNTS, POINTS, times_of_reports
+from benchmarks.view import Column, Lines, Table, View, percent, text
+from shared.deployment.affinity import MAX_KEYS
+from shared.simulation.arrivals import Conversations, arrival_times, conversations
+from shared.simulation.fleet import Fleet, FleetPlan
+from shared.simulation.replica import EngineLimits
+from shared.simulation.results import serve
+from shared.simulation.step_times import StepTimes
+
+REPLICAS = (10, 100, 1000, 10000)
+KEYS = MAX_KEYS * 16 // 512
+"""Of a router's table: as many tokens of text as the gateway's, whose keys are of about 16 tokens each."""
+ROUTERS = {
+    "two-choices": ("two-choices", KEYS),
+    "prefix": ("prefix", KEYS),
+    "prefix, 32 times the table": ("prefix", 32 * KEYS),
+}
+RATES = [rounded(1.1**n, 3) for n in range(15, 40)]
+"""Requests a second of each replica that are tried."""
+LIMIT_MS = 250.0
+SECONDS, WARM_UP = 2.5, 1.0
+ABOUT = Conversations(
+    system_tokens=4096, turn_tokens=1024, new_tokens=256, pause=0.5, max_tokens=16384, block_tokens=512
+)
+"""Agents: instructions, then what tools return."""
+LIMITS = EngineLimits(max_batch_size=8, block_size=512)
 
 
 def table(results: Sequence[dict[str, Any]]) -> Table:
@@ -25,3 +61,90 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
         Column("cost of 1,000", "cost_per_thousand"),
     ]
     return Table("", columns, results)
+
+
+def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[int, dict[str, Any]]:
+    """The place in ``RATES`` of the highest rate that so many replicas keep up with, and what is found at it; the
+    search begins at ``guess``.
+    """
+
+    def at(place: int) -> dict[str, Any]:
+        moments = arrival_times("poisson", RATES[place] * replicas, SECONDS, seed=0)
+        name, keys = ROUTERS[router]
+        fleet = Fleet(FleetPlan(replicas, name, table_keys=keys), times, LIMITS)
+        return serve(fleet, conversations(moments, ABOUT, seed=0), WARM_UP, price=0.0)
+
+    def is_kept(found: dict[str, Any]) -> bool:
+        return bool(found["first_token_ms"]["p99"] <= LIMIT_MS)
+
+    best = at(guess)
+    if is_kept(best):
+        while guess + 1 < len(RATES) and is_kept(found := at(guess + 1)):
+            guess, best = guess + 1, found
+    else:
+        while guess and not is_kept(best):
+            guess -= 1
+            best = at(guess)
+    return guess, best
+
+
+def measure_capacity(replicas: Sequence[int]) -> Report:
+    """Each number of replicas with each router, on step times of our reports."""
+    file, *_ = POINTS[0]
+    source = Path(__file__).parent / "reports" / f"{file}-llama-3.2-1b-nvidia-h100-80gb-hbm3.json"
+    times = StepTimes.of(dict(zip(COUNTS, times_of_reports()[0], strict=True)))
+    results: dict[str, Any] = {}
+    for router in ROUTERS:
+        place = len(RATES) // 2
+        for num in replicas:
+            place, found = capacity(num, router, times, place)
+            kept = {name: found[name] for name in ("hit_rate", "balance", "engine_ms")}
+            of_first = found["first_token_ms"]["p99"]
+            results.setdefault(str(num), {})[router] = {
+                "rate": RATES[place],
+                "requests_per_second": rounded(RATES[place] * num),
+                "first_token_p99_ms": rounded(of_first),
+            } | {name: rounded(value) for name, value in kept.items()}
+            print(json.dumps({"replicas": num, "router": router} | results[str(num)][router]), flush=True)
+    flags = {"limit_ms": LIMIT_MS, "seconds": SECONDS, "warm_up": WARM_UP, "rates": RATES, "replicas": list(replicas)}
+    flags |= {"routers": ROUTERS, "conversations": asdict(ABOUT), "limits": asdict(LIMITS), "step_times": asdict(times)}
+    return Report("capacity", read_value(source, "model"), {}, 0, flags, results)
+
+
+def view(report: Report) -> View:
+    rows = [
+        {"replicas": int(num), "router": router, **found[router]}
+        for num, found in report.results.items()
+        for router in ROUTERS
+    ]
+    columns = [
+        Column("replicas", "replicas", "{:,}".format),
+        text("router", "router"),
+        Column("requests/s of a replica", "rate"),
+        Column("of all", "requests_per_second"),
+        Column("first token, P99 ms", "first_token_p99_ms"),
+        Column("prompt tokens found", "hit_rate", percent),
+        Column("busiest / mean", "balance"),
+    ]
+    numbers = report.flags["replicas"]
+    lines = [
+        (router, [report.results[str(num)][router]["requests_per_second"] for num in numbers]) for router in ROUTERS
+    ]
+    about = [f"the highest rate at which 99 of 100 first tokens come within {LIMIT_MS:g} ms; step times of an H100"]
+    panels = [Lines("Requests a second, by replicas", numbers, lines)]
+    return View(f"Simulated capacity: {report.model['name']}", about, [Table("", columns, rows)], panels=panels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    report = measure_capacity(asked.replicas)
+    for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
+        print(f"wrote {path}")
+    print(report.line())
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ from benchmarks.report import Report, read_value, rounded, write_report
 from benchmarks.setup import Setup, freeze_memory
 from benchmarks.timing import SyntheticPrompts
 from benchmarks.view import Column, Table, View, percent, text
+from shared.engine.record import StepRecord
 from shared.lessons import newest_lesson
 from shared.sampling.params import SamplingParams
 
@@ -84,24 +85,40 @@ def run_batch(
     engine: Any, prompts: SyntheticPrompts, num_requests: int, length: int
 ) -> list[tuple[list[float], float]]:
     """The counts of each step, in the order of ``COUNTS``, and its seconds; answers end one after the other."""
-    lengths = {}
     for n in range(num_requests):
         params = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS - n % 4, ignore_eos=True)
-        lengths[engine.add_request(prompts.draw(length), params)] = length
-    found = []
+        engine.add_request(prompts.draw(length), params)
+    counts, found = StepCounts(), []
     while engine.has_work():
         start = time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - start
-        record = engine.last_step
-        chunks = list(zip((num for _, num in record.prefilled), record.prefill_starts, strict=True))
-        for name in record.decoded:
-            lengths[name] += 1
-        keys = sum(lengths[name] for name in record.decoded)
-        tokens, pairs = sum(num for num, _ in chunks), sum(num * (start + (num + 1) / 2) for num, start in chunks)
-        if tokens or record.decoded:
-            found.append(([1.0, float(tokens > 0), tokens, pairs, len(record.decoded), keys], seconds))
+        if counted := counts.of(engine.last_step):
+            found.append((counted, seconds))
     return found
+
+
+class StepCounts:
+    """What steps compute, in the order of ``COUNTS``, from their records, which must come one after the other."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}  # tokens of each request that decodes
+
+    def of(self, record: StepRecord) -> list[float]:
+        """The counts of the next step; none if it computed nothing."""
+        chunks = [
+            (name, num, start) for (name, num), start in zip(record.prefilled, record.prefill_starts, strict=True)
+        ]
+        for name in record.decoded:
+            self._lengths[name] += 1
+        keys = sum(self._lengths[name] for name in record.decoded)
+        tokens, pairs = sum(num for _, num, _ in chunks), sum(num * (start + (num + 1) / 2) for _, num, start in chunks)
+        self._lengths |= {name: start + num for name, num, start in chunks}
+        for name in record.finished:
+            self._lengths.pop(name, None)
+        if not (tokens or record.decoded):
+            return []
+        return [1.0, float(tokens > 0), float(tokens), pairs, float(len(record.decoded)), float(keys)]
 
 
 def fit(steps: Sequence[tuple[list[float], float]]) -> list[float]:

@@ -4,6 +4,7 @@ Invariant: Ray and all that it started are gone when the block ends.
 """
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ import torch
 
 from benchmarks.serving.http_load import MODEL, ROOT, START_SECONDS, stream
 from benchmarks.serving.results import ServedRequest
+from benchmarks.step_times import StepCounts
 from shared.errors import ConfigError
+from shared.lessons import newest_lesson
 
 INFER = (sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')")
 
@@ -56,19 +60,11 @@ def deployed(folder: Path, options: Sequence[str]) -> Iterator[str]:
             process.wait(START_SECONDS)
 
 
-async def update(folder: Path, options: Sequence[str]) -> None:
-    """Run ``infer deploy`` again, beside :func:`deployed`; raises ConfigError if it fails."""
-    command = [*INFER, "deploy", str(folder), "--served-model-name", MODEL, *options]
-    process = await asyncio.create_subprocess_exec(
-        *command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT
-    )
-    said = (await process.communicate())[1].decode(errors="replace").strip()
-    if process.returncode != 0:
-        raise ConfigError(f"infer deploy failed: {said[-500:]}")
-
-
-async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any]) -> Streams:
-    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends.
+async def keep_busy(
+    url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any], pause: float = 0.0
+) -> Streams:
+    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends; the next one
+    comes ``pause`` seconds after the one before.
 
     Each prompt has one token more than ``prompt``, of its own.
     """
@@ -83,11 +79,93 @@ async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: 
             body = options | {"prompt": [*prompt, len(streams.requests) % 256]}
             await stream(client, f"busy-{len(streams.requests)}", body, request, start)
             streams.errors += [request.error] if request.error else []
-            await asyncio.sleep(0.1 if request.error else 0)
+            await asyncio.sleep(0.1 if request.error else pause)
 
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=START_SECONDS, trust_env=False) as client:
         await asyncio.gather(work, *(one_after_another(client) for _ in range(num_open)))
     return streams
+
+
+@contextmanager
+def served_by(
+    folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path | None = None, pace: Sequence[float] = ()
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a model on replicas, and a function that updates them, as ``infer deploy`` does when it runs again.
+
+    Ray is this process's own. With ``notes``, engines note their steps in that folder, and a step takes at least as
+    long as ``pace`` says, as if a device computed it that the processors need not wait for.
+    """
+    from shared.cli.serve import load_warm
+    from shared.deployment import application
+    from shared.server.process import address_of, bind
+    from shared.server.settings import ServerConfig
+
+    os.environ.update(environment())
+    bound = bind("127.0.0.1", 0)
+    url, port = address_of(bound), bound.getsockname()[1]
+    bound.close()
+    most = settings["max_batch_size"]
+    fleet = application.Fleet(
+        replicas=num_replicas,
+        max_replicas=num_replicas,
+        target_ongoing_requests=most,
+        upscale_delay=0.0,
+        downscale_delay=0.0,
+        max_ongoing_requests=64 * most,
+        ranks=1,
+        cpus=0.25,
+        gpus=0.0,
+        router="prefix",
+    )
+    arguments = (newest_lesson().number, str(folder), "json", False)
+    load = (
+        partial(load_noting, notes, pace, *arguments, **settings)
+        if notes
+        else partial(load_warm, *arguments, **settings)
+    )
+    update = partial(application.deploy, load, ServerConfig(MODEL), fleet, is_process=False)
+    application.start()
+    try:
+        application.listen("127.0.0.1", port)
+        update()
+        yield url, update
+    finally:
+        application.end()
+
+
+def load_noting(notes: Path, pace: Sequence[float], *arguments: Any, **settings: Any) -> Any:
+    """As ``load_warm``; the engine writes when each step began, its counts, and its seconds, up to the next step if
+    there is one, into a file of its process. ``pace``: the least seconds of a step, for each of its counts.
+    """
+    from shared.cli.serve import load_warm
+
+    engine = load_warm(*arguments, **settings)
+    file = (notes / f"{os.getpid()}.jsonl").open("a", buffering=1)
+    step, counts = engine.step, StepCounts()
+    begun, counted = 0.0, list[float]()
+
+    def noted() -> Any:
+        nonlocal begun, counted
+        now = time.perf_counter()
+        if counted:
+            file.write(f"{json.dumps([begun, counted, now - begun])}\n")
+        begun, outputs = now, step()
+        counted = counts.of(engine.last_step)
+        least = sum(each * count for each, count in zip(pace, counted, strict=False))
+        time.sleep(max(0.0, least - (time.perf_counter() - begun)))
+        if counted and not engine.has_work():
+            file.write(f"{json.dumps([begun, counted, time.perf_counter() - begun])}\n")
+            counted = []
+        return outputs
+
+    engine.step = noted
+    return engine
+
+
+def noted_steps(notes: Path) -> list[tuple[float, list[float], float]]:
+    """Of each step of all replicas when it began (the clock of ``time.perf_counter``), its counts and its seconds."""
+    lines = [line for file in notes.glob("*.jsonl") for line in file.read_text().splitlines()]
+    return [(begun, counts, seconds) for begun, counts, seconds in map(json.loads, lines)]
 
 
 def environment() -> dict[str, str]:

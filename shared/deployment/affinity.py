@@ -76,12 +76,16 @@ def ranked(
     if not loads:
         return []
     two = draw.sample(list(loads), min(2, len(loads)))
+    # exercise 12.1x4: the replica that has the prefix comes first, unless it has too little of it or is much busier
+    # hint: a replica that is in `matches` and not in `loads` is gone
+    # hint: of several replicas with the same prefix, the less busy one
     known = [replica for replica in matches if replica in loads]
     if known:
         best = max(known, key=lambda replica: (matches[replica], -loads[replica]))
         if matches[best] >= min_share * num_keys and loads[best] <= min(loads[one] for one in two) + slack:
             return [[best], two]
     return [two]
+    # end exercise
 
 
 class PrefixTable(Generic[Key, Replica]):

@@ -11,8 +11,6 @@ from typing import Any
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.experimental.round_robin_router import RoundRobinRouter
 from ray.serve.request_router import (
-    FIFOMixin,
-    MultiplexMixin,
     PendingRequest,
     ReplicaID,
     ReplicaResult,
@@ -46,8 +44,11 @@ class TurnsRouter(ByIndex, RoundRobinRouter):
     """Ray Serve's own: one replica after the other."""
 
 
-class PrefixChoice(FIFOMixin, MultiplexMixin, RequestRouter):
-    """Chooses by prefix, else by power of two choices. Ray Serve takes the least busy replica of the first group."""
+class PrefixChoice(RequestRouter):
+    """Chooses by prefix, else by power of two choices. Ray Serve takes the least busy replica of the first group.
+
+    Ray's ``FIFOMixin`` is left out: with it, a replica that was chosen for one request goes to the oldest that waits.
+    """
 
     def initialize_state(self, **settings: Any) -> None:
         """``settings`` are the keyword arguments of :func:`shared.deployment.affinity.ranked`."""

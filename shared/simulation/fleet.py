@@ -131,11 +131,15 @@ class Fleet:
     def _drain_next(self, now: float) -> None:
         """Let the next old replica end: it gets no more requests, and another starts when it has answered the last."""
         if self.old:
+            # exercise 12.1x5: take the next old replica from the routers, and lose none of its requests
+            # hint: routers choose from `seen`, which is `loads` itself or what was last reported of it
+            # hint: `_end_run` sees to a busy replica when its last answer is complete; an idle one ends no run
             name = self.old.pop()
             del self.loads[name]
             self.seen.pop(name, None)
             if not self.replicas[name].num_ongoing:
                 self._push(now + self.plan.start_seconds, _STARTED)
+            # end exercise
 
     def _start(self) -> None:
         """A replica more; the routers know at once which replicas there are."""

@@ -35,6 +35,30 @@ def test_the_first_group_has_the_prefix_or_is_two_random_ones(loads: dict[int, i
         assert min(loads[replica] for replica in longest) > min(loads[one] for one in groups[0]) + slack
 
 
+def test_the_replica_with_the_longest_prefix_comes_first() -> None:
+    def groups(loads: dict[str, int], matches: dict[str, int]) -> list[list[str]]:
+        return [sorted(group) for group in ranked(loads, matches, 8, random.Random(0))]
+
+    two = [["a", "b"]]
+    assert groups({"a": 3, "b": 3}, {"a": 8}) == [["a"], *two], "a has all keys, and the two stand behind it"
+    assert groups({"a": 3, "b": 3}, {"a": 6, "b": 7}) == [["b"], *two], "b has the longer prefix"
+    assert groups({"a": 3, "b": 2}, {"a": 7, "b": 7}) == [["b"], *two], "both have the prefix, and b is less busy"
+    assert groups({"a": 3, "b": 2}, {"c": 8}) == two, "c is no replica any more"
+    assert groups({"a": 3, "b": 2}, {"c": 8, "a": 8}) == [["a"], *two], "c is no replica any more, and a is one"
+
+
+def test_a_much_busier_replica_is_left_out_whatever_it_has() -> None:
+    for load, is_first in ((5, True), (6, False)):
+        found = ranked({"a": load, "b": 1}, {"a": 8}, 8, random.Random(0), slack=4)
+        assert (found[0] == ["a"]) is is_first, f"a has {load} requests, the less busy of two 1, and slack is 4"
+
+
+def test_a_short_common_beginning_decides_nothing() -> None:
+    for num, is_first in ((4, True), (3, False)):
+        found = ranked({"a": 0, "b": 0}, {"a": num}, 8, random.Random(0), min_share=0.5)
+        assert (found[0] == ["a"]) is is_first, f"a has {num} of 8 keys, and half are wanted"
+
+
 @given(st.text(max_size=400), st.text(max_size=400), st.text(max_size=400))
 def test_prompts_share_as_many_keys_as_whole_chunks(common: str, one: str, other: str) -> None:
     first, second = prefix_keys(body(common + one)), prefix_keys(body(common + other))

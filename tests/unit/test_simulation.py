@@ -203,11 +203,23 @@ def test_routers_by_prefix_keep_a_conversation_at_its_replica_and_round_robin_do
     assert shares["prefix"] > 1.3 * shares["round-robin"], shares
 
 
-def test_an_update_replaces_every_replica_and_waits_for_its_answers() -> None:
-    trace = [Request(n / 10, 16, 20, ()) for n in range(200)]
+@pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["loads known", "loads reported"])
+def test_a_replica_that_drains_gets_no_request(seconds: float) -> None:
+    plan = FleetPlan(3, "round-robin", update_at=1.9, start_seconds=1.0, report_seconds=seconds)
+    trace = [Request(n / 100, 16, 20, ()) for n in range(400)]
+    num_done = len(list(Fleet(plan, TIMES, EngineLimits()).run(trace)))
+    assert num_done == 400, f"{400 - num_done} of 400 requests were lost in the update"
+    late = [request.arrival for request in trace if request.replica == 0 and request.arrival > 1.9]
+    assert not late, f"replica 0 drains from second 1.9 on and got {len(late)} requests, the first at {late[0]}"
+
+
+@pytest.mark.parametrize("every", [0.1, 5.0], ids=["busy", "idle"])
+def test_an_update_replaces_every_replica_and_waits_for_its_answers(every: float) -> None:
+    trace = [Request(n * every, 16, 20, ()) for n in range(200)]
     fleet = Fleet(FleetPlan(3, "two-choices", update_at=2.0, start_seconds=1.0), TIMES, EngineLimits())
-    assert len(list(fleet.run(trace))) == 200, "a request was lost in the update"
-    assert len(fleet.replicas) == 6
+    num_done = len(list(fleet.run(trace)))
+    assert num_done == 200, f"{200 - num_done} of 200 requests were lost in the update"
+    assert len(fleet.replicas) == 6, f"{len(fleet.replicas) - 3} replicas were started for 3"
     assert sorted(fleet.loads) == [3, 4, 5], "an old replica serves on, or a new one does not"
 
 

@@ -15,7 +15,7 @@ from shared.lessons import Lesson, lessons
 
 HOME, MEASURED = "README", "docs/PERFORMANCE"
 REFERENCE = ("adapters/README", "docs/API", "docs/DEPLOY", "docs/GLOSSARY", MEASURED)
-BEGINNING, TEACHING = "tutorial/start", "tutorial/teachers"
+BEGINNING, LAST, TEACHING = "tutorial/start", "tutorial/beyond_one_machine", "tutorial/teachers"
 CODE_ENDS = "\n## Run it\n"
 
 
@@ -39,7 +39,7 @@ def phase_page(lesson: Lesson, documents: Iterable[str]) -> str | None:
 def sections(documents: set[str]) -> dict[str, list[str]]:
     """The documents by section, each in order."""
     pages = [page for lesson in lessons() for page in (from_empty(lesson), phase_page(lesson, documents))]
-    course = [BEGINNING, *(page for page in pages if page in documents)]
+    course = [BEGINNING, *(page for page in pages if page in documents), LAST]
     others = sorted(name for name in documents if name.startswith("tutorial/") and name not in (*course, TEACHING))
     design = sorted(name for name in documents if name.startswith("docs/") and name not in (*course, *REFERENCE))
     found = {"The course": course, "Teaching": [TEACHING, *others], "The design": design, "Reference": list(REFERENCE)}
