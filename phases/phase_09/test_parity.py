@@ -364,9 +364,6 @@ def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, refere
 
 # On a GPU.
 
-OVERLAP = {"overlap_scheduling": True}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "settings",
