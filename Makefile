@@ -27,7 +27,7 @@ test: env ## run the tests of the engine, the server, the chapters and the kerne
 
 test-all: env ## run every test that this machine can run: also browsers, exercises, measured ratios, compilation
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not measured" $(PARALLEL)
-	$(PYTEST) -m measured
+	$(PYTEST) -m measured --ignore tests/kernels --ignore tutorial
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL)
 
 lint: env ## check style, format and types

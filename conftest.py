@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.reference_tokens import ReferenceTokens
 
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
+FEWER_LAYERS = {"gemma3_text": {"num_hidden_layers": 4, "sliding_window_pattern": 3}}  # still of both kinds
 FAMILIES = tuple(TINY_SHAPES)
 OWN_FOLDERS = tuple(folder for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder)
 TOKENIZER_FOLDERS = (*OWN_FOLDERS, *filter(None, os.environ.get("INFER_TEST_TOKENIZERS", "").split(",")))
@@ -110,7 +111,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def session_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run alone, which all of its worker processes share."""
+    """A folder of this run alone, which all of its worker processes share, and the checks of exercises that it runs."""
+    if (shared := os.environ.get("INFER_SESSION_FOLDER")) and not request.config.getoption("from_empty"):
+        return Path(shared)
     own = tmp_path_factory.getbasetemp()
     return own.parent if hasattr(request.config, "workerinput") else own
 
@@ -119,10 +122,13 @@ def session_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 def tiny_checkpoints(session_folder: Path, request: pytest.FixtureRequest) -> dict[str, Path]:
     """A random checkpoint of each family, by family; for a file from empty, Llama's without scaled RoPE."""
     from shared.checkpoints.make import make_checkpoint
+    from shared.checkpoints.shapes import SHAPES
 
     folders = {family: session_folder / "checkpoints" / shape for family, shape in TINY_SHAPES.items()}
-    with FileLock(session_folder / "checkpoints.lock"):
+    shapes = {TINY_SHAPES[family]: SHAPES[TINY_SHAPES[family]] | fewer for family, fewer in FEWER_LAYERS.items()}
+    with FileLock(session_folder / "checkpoints.lock"), pytest.MonkeyPatch.context() as patch:
         for shape in (folder for folder in folders.values() if not folder.exists()):
+            patch.setattr("shared.checkpoints.make.SHAPES", SHAPES | shapes)
             make_checkpoint(shape.name, shape, seed=1)
         if request.config.getoption("from_empty"):
             config = json.loads((folders["llama"] / "config.json").read_text())

@@ -53,7 +53,7 @@ class BlockAllocator:
 
     def share(self, blocks: Blocks) -> None:
         """Add a reference to each block; raises BlockError, and changes nothing, if one is free."""
-        self.ref_counts[blocks] = self._counts(blocks) + 1
+        self.ref_counts[self._held(blocks)] += 1
 
     def free(self, blocks: Blocks) -> None:
         """Drop a reference to each block; blocks without references become free.
@@ -61,9 +61,8 @@ class BlockAllocator:
         Blocks are pushed in reverse, so the next allocation of the same size gets them in the same order. Raises
         BlockError, and changes nothing, if a block is free already.
         """
-        counts = self._counts(blocks) - 1
-        self.ref_counts[blocks] = counts
-        freed = blocks[counts == 0][::-1]
+        self.ref_counts[self._held(blocks)] -= 1
+        freed = blocks[self.ref_counts[blocks] == 0][::-1]
         self.stack[self.num_free : self.num_free + len(freed)] = freed
         self.num_free += len(freed)
 
@@ -88,20 +87,18 @@ class BlockAllocator:
             )
         return found
 
-    def _counts(self, blocks: Blocks) -> Blocks:
-        """The reference counts of held blocks; raises BlockError for any other block, and for a duplicate."""
-        if not len(blocks):
-            return blocks
+    def _held(self, blocks: Blocks) -> Blocks | int:
+        """An index of held blocks in ``ref_counts``; raises BlockError for any other block, and for a duplicate."""
         if len(blocks) == 1 and 0 <= (block := blocks.item()) < self.num_blocks and self.ref_counts.item(block):
-            return self.ref_counts[blocks]  # a block that has just been filled, as in most steps
-        for block in (int(blocks.min()), int(blocks.max())):
-            if not 0 <= block < self.num_blocks:
-                raise BlockError(f"There is no block {block}; blocks are 0 to {self.num_blocks - 1}.")
-        counts: Blocks = self.ref_counts[blocks]
-        if counts.min() == 0:
-            raise BlockError(f"Block {blocks[counts == 0][0]} is free already; each holder frees a block once.")
-        if len(blocks) > 1:
+            return block  # a block that has just been filled, as in most steps
+        if len(blocks):
+            for block in (int(blocks.min()), int(blocks.max())):
+                if not 0 <= block < self.num_blocks:
+                    raise BlockError(f"There is no block {block}; blocks are 0 to {self.num_blocks - 1}.")
+            counts: Blocks = self.ref_counts[blocks]
+            if counts.min() == 0:
+                raise BlockError(f"Block {blocks[counts == 0][0]} is free already; each holder frees a block once.")
             in_order = np.sort(blocks)
             if (in_order[1:] == in_order[:-1]).any():
                 raise BlockError(f"Blocks {blocks.tolist()} contain a duplicate; a holder holds a block once.")
-        return counts
+        return blocks

@@ -106,17 +106,20 @@ class PrefixKVCachePool(PlannedKVCachePool):
         """See :class:`shared.cache.paged.PagedKVCachePool`; evicts cached blocks if too few are free."""
         missing = count - self.allocator.num_free
         if 0 < missing <= self.tree.num_unused_blocks:
-            self.allocator.free(self.tree.evict(missing))
+            evicted = self.tree.evict(missing)
+            if missing == count:
+                return evicted  # the tree's reference becomes the table's
+            self.allocator.free(evicted)
         return super()._allocate(count)
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; the blocks that are full now enter the tree."""
         super().commit(request, num_tokens)
-        row, prefix = self.rows[request], self.prefixes[request]
-        num_full = self.lengths[row] // self.block_size
-        if num_full == prefix.num_shared:
-            return
-        own = self.tables[row, prefix.num_shared : num_full].copy()
+        row = self.rows[request]
+        if self.lengths[row] % self.block_size >= num_tokens:
+            return  # no block was filled
+        prefix, num_full = self.prefixes[request], self.lengths[row] // self.block_size
+        own = self.tables[row, prefix.num_shared : num_full]
         num_copied = prefix.num_blocks - prefix.num_shared
         of_tree = prefix.node.blocks[len(prefix.node.blocks) - num_copied :]
         if num_full > prefix.num_blocks:

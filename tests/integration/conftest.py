@@ -37,9 +37,10 @@ def model(tiny_checkpoints: dict[str, Path]) -> str:
 
 
 @pytest.fixture(scope="session")
-def check_server() -> Iterator[CheckServer]:
-    """One server for all checks of a worker, which imports PyTorch once and forks for each."""
-    with CheckServer() as server:
+def check_server(session_folder: Path, tiny_checkpoints: dict[str, Path]) -> Iterator[CheckServer]:
+    """One server for all checks of a worker, which imports PyTorch once and forks for each; they find the checkpoints
+    and the reference tokens of this run."""
+    with CheckServer({"INFER_SESSION_FOLDER": str(session_folder)}) as server:
         yield server
 
 
@@ -49,7 +50,7 @@ def one_server(check_server: CheckServer, monkeypatch: pytest.MonkeyPatch) -> Ch
 
     class Borrowed(CheckServer):
         def __init__(self, environment: dict[str, str] | None = None, *, forks: bool = True) -> None:
-            super().__init__(environment)
+            super().__init__({**check_server.environment, **(environment or {})})
             self._servers = check_server._servers
 
         def close(self) -> None:

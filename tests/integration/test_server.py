@@ -44,7 +44,7 @@ from tests.integration.server_process import EVENTS, MODEL, PATIENCE, ServerProc
 ROOT = Path(__file__).parents[2]
 SERVING = [lesson.number for lesson in lessons() if hasattr(lesson.engine, "add_request")]
 FIRST, NEWEST = SERVING[0], SERVING[-1]
-EXAMPLES = 30
+EXAMPLES = 15
 OLD_CLIENT = "openai==1.97.1"
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 CHECKS = [

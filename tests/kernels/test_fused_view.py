@@ -23,7 +23,7 @@ STEPS = (13, 1, 2, 1, 1, 1)  # tokens of each step: a prompt, decoding, two at o
 IDS = torch.arange(19) * 113 % 512
 
 
-LAYERS = {"llama": (0, 2), "qwen3": (1, 2), "gemma3_text": (4, 5)}  # Gemma's: the last with a window, the first without
+LAYERS = {"llama": (0, 2), "qwen3": (1, 2), "gemma3_text": (1, 2)}  # Gemma's: the last with a window, the first without
 
 
 def load(folder, family, dtype=torch.float32):

@@ -32,7 +32,7 @@ from shared.models.tokens import Tokens
 from tests.steps import commit, make_request, step_of
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-LAYERS = {"llama": (2,), "qwen3": (1,), "gemma3_text": (4, 5)}  # Gemma's: the last with a window, the first without
+LAYERS = {"llama": (2,), "qwen3": (1,), "gemma3_text": (1, 2)}  # Gemma's: the last with a window, the first without
 CAPACITY = 40
 STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split of 16
     {"a": 20, "b": 2},

@@ -31,7 +31,7 @@ def test_a_traced_model_has_the_hidden_states_of_the_fused_one(model_folder: Pat
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs g++ on a CPU")
 def test_a_compiled_model_gives_the_tokens_of_the_fused_one(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = str(tiny_checkpoints["gemma3_text"])
+    folder = str(tiny_checkpoints["llama"])  # one kind of layer: what differs between families, the trace above covers
     engine = Engine(EngineConfig(folder, execution="compile", **ABOUT))
     assert engine.compile_seconds > 0
     counts = torch._dynamo.utils.counters["stats"]["unique_graphs"]

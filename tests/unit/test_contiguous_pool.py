@@ -4,26 +4,24 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant
 
-from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.contiguous_pool_view import ContiguousPoolView
-from shared.cache.layout import Layout
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.errors import CapacityError, ConfigError
 from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
-from shared.scheduling.schedule import Schedule, Scheduled
+from shared.scheduling.schedule import Schedule
 from tests.comparison import assert_equal
-from tests.steps import arrays_of, commit, make_request, put_in_flight, step_of
+from tests.steps import commit, make_request, put_in_flight, step_of
+from tests.unit.pool_machine import PoolMachine, check_beside_caches
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
@@ -42,77 +40,15 @@ def make_view(max_tokens: int = 20) -> ContiguousPoolView:
     return ContiguousPoolView(CONFIG, REGIONS, CAPACITY, max_tokens, torch.float32)
 
 
-class Pool(RuleBasedStateMachine):
-    """Grants and lengths in plain dicts, beside the pool."""
-
+class Pool(PoolMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.pool = make_pool()
-        self.requests = [make_request(name) for name in NAMES]
-        self.granted: dict[Request, int] = {}
-        self.lengths: dict[Request, int] = {}
-        self.layouts: list[tuple[Layout, list[list[int]]]] = []
+        self.set_up(make_pool(), CAPACITY)
 
-    @rule(number=NUMBERS, tokens=TOKENS)
-    def reserve(self, number: int, tokens: int) -> None:
-        request = self.requests[number]
-        if not 0 <= tokens <= CAPACITY:
-            message = f"Request {NAMES[number]} asks for {tokens} tokens and a region has 10"
-            with pytest.raises(CapacityError, match=message):
-                self.pool.reserve(request, tokens)
-            return
-        fits = request in self.granted or len(self.granted) < REGIONS
-        assert_equal(self.pool.admit(request), 0, "tokens that an admitted request already has")
-        assert_equal(self.pool.reserve(request, tokens), fits, f"reserve({request.request_id}, {tokens})")
-        if fits:
-            self.granted[request] = max(self.granted.get(request, 0), tokens)
-            self.lengths.setdefault(request, 0)
+    def fits(self, request: Request, tokens: int) -> bool:
+        return request in self.granted or len(self.granted) < REGIONS
 
-    @rule(number=NUMBERS, tokens=TOKENS)
-    def commit(self, number: int, tokens: int) -> None:
-        request = self.requests[number]
-        length = self.lengths.get(request)
-        if length is None or tokens < 0 or length + tokens > self.granted[request]:
-            with pytest.raises(CapacityError):
-                self.pool.commit(request, tokens)
-            return
-        self.pool.commit(request, tokens)
-        self.lengths[request] += tokens
-
-    @rule(number=NUMBERS, tokens=TOKENS)
-    def truncate(self, number: int, tokens: int) -> None:
-        request = self.requests[number]
-        if not 0 <= tokens <= self.lengths.get(request, -1):
-            with pytest.raises(CapacityError):
-                self.pool.truncate(request, tokens)
-            return
-        self.pool.truncate(request, tokens)
-        self.lengths[request] = tokens
-
-    @rule(number=NUMBERS)
-    def release(self, number: int) -> None:
-        request = self.requests[number]
-        self.pool.release(request)
-        self.granted.pop(request, None)
-        self.lengths.pop(request, None)
-
-    @precondition(lambda self: self.granted)
-    @rule(data=st.data())
-    def lay_out(self, data: st.DataObject) -> None:
-        """New tokens behind those that steps in flight compute; positions (``start``) say nothing of lengths."""
-        chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
-        entries, places = [], []
-        for request in chosen:
-            in_flight, new = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 4))
-            request.num_computed_tokens = data.draw(st.integers(0, 9))
-            entries.append(Scheduled(request, request.num_computed_tokens + in_flight, new))
-            first = self.lengths[request] + in_flight
-            places.append((first, first + new))
-        schedule = Schedule(1, tuple(entries))
-        if any(end > self.granted[request] for request, (_, end) in zip(chosen, places, strict=True)):
-            with pytest.raises(CapacityError, match="are reserved"):
-                self.pool.layout(schedule)
-            return
+    def expected_layout(self, chosen: list[Request], places: list[tuple[int, int]]) -> list[list[int]]:
         regions = [self.pool.regions[request] for request in chosen]
         first, ends = [first for first, _ in places], [end for _, end in places]
         slots = [
@@ -120,18 +56,14 @@ class Pool(RuleBasedStateMachine):
             for region, (first, end) in zip(regions, places, strict=True)
             for place in range(first, end)
         ]
-        self.layouts.append((self.pool.layout(schedule), [regions, first, ends, slots]))
+        return [regions, first, ends, slots]
 
     @invariant()
-    def the_pool_is_as_the_model(self) -> None:
+    def each_holds_a_region_of_its_own(self) -> None:
         pool = self.pool
-        lengths = [self.lengths.get(request, 0) for request in self.requests]
-        assert_equal([pool.length(request) for request in self.requests], lengths, "lengths", ("request",))
-        assert_equal(pool.used_tokens, sum(self.lengths.values()), "used tokens")
         assert_equal(pool.free_tokens, (REGIONS - len(self.granted)) * CAPACITY, "free tokens")
         block_tokens, holdings = pool.holdings()
         assert_equal(block_tokens, CAPACITY, "tokens of a region")
-        assert_equal(set(holdings), set(self.granted), "requests that hold a region")
         assert_equal(len({region for (region,) in holdings.values()}), len(self.granted), "different regions")
         audit = [
             f"Request {request.request_id} holds region {region} with {self.lengths[request]} tokens of "
@@ -139,11 +71,6 @@ class Pool(RuleBasedStateMachine):
             for request, (region,) in holdings.items()
         ]
         assert_equal(pool.audit(), audit, "audit: each that holds a region, and nothing else", ("line",))
-
-    @invariant()
-    def layouts_do_not_change_when_the_pool_goes_on(self) -> None:
-        for layout, expected in self.layouts:
-            assert_equal(arrays_of(layout), expected, "regions, cached, lengths, slots", ("array", "entry"))
 
 
 TestPool = Pool.TestCase
@@ -193,61 +120,12 @@ def test_an_id_that_is_used_again_has_memory_of_its_own() -> None:
     assert len(pool.audit()) == 1, "to release what is released changes nothing"
 
 
-STEPS = [  # prompts of different lengths; all decode; a part decodes; a prompt beside; several tokens at once
-    {"a": 5, "b": 1, "c": 20},
-    {"a": 1, "b": 1, "c": 1},
-    {"c": 1, "a": 1},
-    {"d": 17, "b": 1},
-    {"d": 2, "a": 3, "c": 1},
-    {"d": 1},
-    {"b": 1, "d": 1, "c": 1, "a": 1},
-]
-
-
 @pytest.mark.parametrize("backend", [None, "naive", "sdpa", "flash"])
 def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Path, backend: str | None) -> None:
     """Bitwise: on a CPU a sequence's attention does not depend on the other sequences of the step."""
-    model = load_model(model_folder)
-    shape, generator = model.config, torch.Generator().manual_seed(0)
-    pool = ContiguousKVCachePool(4, 32)
-    view = ContiguousPoolView(shape, 4, 32, 26, torch.float32, backend=backend)
-    view.keys.fill_(torch.nan)
-    view.values.fill_(torch.nan)
-    caches = {name: ContiguousCache(shape, 32, torch.float32) for name in "abcd"}
-    alone = {n: ContiguousView(cache, "naive" if backend == "naive" else "sdpa") for n, cache in caches.items()}
-    requests = {name: make_request(name) for name in "abcd"}
-    for step in STEPS:
-        for name in step:
-            assert pool.reserve(requests[name], 32), "a region of 32 tokens was refused"
-        schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
-        assert_equal(tokens.ids.tolist(), tokens.positions.tolist(), "positions", ("token",))
-        assert_equal(
-            logit_rows.tolist(),
-            (np.cumsum(list(step.values())) - 1).tolist(),
-            "logit rows: the last token of each sequence",
-            ("sequence",),
-        )
-        for name, new in step.items():
-            alone[name].prepare(new)
-        T = sum(step.values())
-        for layer, block in enumerate(model.blocks):
-            attention = block.attention
-            q = torch.randn(T, shape.num_heads, shape.head_dim, generator=generator)
-            k, v = torch.randn(2, T, shape.num_kv_heads, shape.head_dim, generator=generator)
-            options = {"scale": attention.scale, "window": attention.window, "softcap": attention.softcap}
-            ours = view.attend(layer, view.write(layer, q, k, v, tokens.positions, attention.qk), **options)
-            theirs, start = [], 0
-            for name, new in step.items():
-                part = slice(start, start := start + new)
-                one = alone[name]
-                rotated = one.write(layer, q[part], k[part], v[part], tokens.positions[part], attention.qk)
-                theirs.append(one.attend(layer, rotated, **options))
-            assert_equal(ours, torch.cat(theirs), f"attention in step {step}, layer {layer}", ("token", "head", "dim"))
-        commit(pool, schedule)
-        for name, new in step.items():
-            caches[name].advance(new)
-    assert_equal(pool.used_tokens, sum(cache.length for cache in caches.values()), "used tokens")
+    model, pool = load_model(model_folder), ContiguousKVCachePool(4, 32)
+    view = ContiguousPoolView(model.config, 4, 32, 26, torch.float32, backend=backend)
+    check_beside_caches(model, pool, view, backend, lambda num_tokens: 32)
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:

@@ -105,9 +105,15 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("more", [{}, {"adapt_spec_length": False}, {"overlap_scheduling": True}])
-def test_forced_drafts_change_no_token_and_save_steps(model_folder: Path, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("llama", {}), ("qwen3", {"adapt_spec_length": False}), ("gemma3_text", {"overlap_scheduling": True})],
+)
+def test_forced_drafts_change_no_token_and_save_steps(
+    tiny_checkpoints: dict[str, Path], family: str, more: dict[str, Any]
+) -> None:
     """These vocabularies spell letters one by one, so that all forced drafts are right."""
+    model_folder = tiny_checkpoints[family]
     about: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 4}
     plain = Engine(EngineConfig(str(model_folder), **about))
     answers = serve(plain, REQUESTS)[0]
@@ -129,8 +135,8 @@ def test_rejection_accepts_what_is_forced(model_folder: Path) -> None:
             assert json.loads(text).keys() == KEYS["properties"].keys()
 
 
-def test_without_speculation_nothing_is_drafted(model_folder: Path) -> None:
-    engine = Engine(EngineConfig(str(model_folder), max_seq_len=256, **SPECULATION))
+def test_without_speculation_nothing_is_drafted(folder: Path) -> None:
+    engine = Engine(EngineConfig(str(folder), max_seq_len=256, **SPECULATION))
     off = [(prompt, params | {"use_speculative_decoding": False}) for prompt, params in REQUESTS]
     serve(engine, off)
     assert engine.stats()["drafts accepted (tokens)"] == engine.stats()["drafts rejected (tokens)"] == 0

@@ -45,8 +45,11 @@ def num_sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return sent
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_tokens_are_those_of_masks_from_the_host(model_folder: Path, overlaps: bool, num_sent: list[int]) -> None:
+@pytest.mark.parametrize(("family", "overlaps"), [("llama", True), ("qwen3", False), ("gemma3_text", True)])
+def test_tokens_are_those_of_masks_from_the_host(
+    tiny_checkpoints: dict[str, Path], family: str, overlaps: bool, num_sent: list[int]
+) -> None:
+    model_folder = tiny_checkpoints[family]
     about = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": overlaps}
     expected = serve(make(model_folder, None, **about), REQUESTS, COME)[0]
     assert not num_sent
@@ -104,10 +107,10 @@ def test_the_tokens_are_on_the_device_before_the_first_request(tiny_checkpoints:
     assert not engine.has_work()
 
 
-def test_log_probabilities_and_min_tokens(model_folder: Path) -> None:
+def test_log_probabilities_and_min_tokens(folder: Path) -> None:
     for more in ({"logprobs": 3}, {"min_tokens": 12}):
         params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=GRAMMARS[3], **more)
-        host, device = (list(make(model_folder, pool).generate([1, 2, 3], params)) for pool in (None, 1_000_000))
+        host, device = (list(make(folder, pool).generate([1, 2, 3], params)) for pool in (None, 1_000_000))
         assert tokens(device) == tokens(host)
         assert [output.logprobs for output in device] == [output.logprobs for output in host]
 

@@ -52,9 +52,12 @@ def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = T
     return engine
 
 
-@pytest.mark.parametrize("pool", [None, 1_000_000])
-def test_a_model_that_drafts_for_itself_is_right(model_folder: Path, pool: int | None) -> None:
+@pytest.mark.parametrize(("family", "pool"), [("llama", None), ("qwen3", 1_000_000), ("gemma3_text", 1_000_000)])
+def test_a_model_that_drafts_for_itself_is_right(
+    tiny_checkpoints: dict[str, Path], family: str, pool: int | None
+) -> None:
     """With the same noise and the same masks all drafts are accepted, but for those behind an output's end."""
+    model_folder = tiny_checkpoints[family]
     answers = serve(make(model_folder, pool, **ABOUT), REQUESTS)[0]
     masked = drafting(model_folder, pool, "coupled")
     assert seen(serve(masked, REQUESTS)[0]) == seen(answers)

@@ -13,11 +13,10 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from shared.cache import free_memory, pool_size
-from shared.cache.contiguous import ContiguousCache, ContiguousView, kv_bytes
-from shared.cache.layout import Layout
+from shared.cache.contiguous import kv_bytes
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_memory import paged_memory
@@ -31,9 +30,10 @@ from shared.errors import BlockError, CapacityError, ConfigError
 from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
 from shared.models.config import ModelConfig
-from shared.scheduling.schedule import Schedule, Scheduled
-from tests.comparison import assert_close, assert_equal
-from tests.steps import arrays_of, commit, make_request, put_in_flight, step_of
+from shared.scheduling.schedule import Schedule
+from tests.comparison import assert_equal
+from tests.steps import commit, make_request, put_in_flight, step_of
+from tests.unit.pool_machine import PoolMachine, check_beside_caches
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
@@ -52,18 +52,12 @@ def make_view(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, 
     return PagedView(CONFIG, sizes, torch.float32)
 
 
-class Pool(RuleBasedStateMachine):
-    """Grants and lengths in plain dicts, beside the pool."""
-
+class Pool(PoolMachine):
     @initialize(num_blocks=st.integers(1, 12), block_size=st.sampled_from([1, 2, 3, 4, 16]), rows=st.integers(1, 4))
     def begin(self, num_blocks: int, block_size: int, rows: int) -> None:
-        self.pool = make_pool(num_blocks, block_size, rows, request_capacity=20)
         self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, rows
-        self.capacity = min(20, num_blocks * block_size)
-        self.requests = [make_request(name) for name in NAMES]
-        self.granted: dict[Request, int] = {}
-        self.lengths: dict[Request, int] = {}
-        self.layouts: list[tuple[Layout, list[list[int]]]] = []
+        pool = make_pool(num_blocks, block_size, rows, request_capacity=20)
+        self.set_up(pool, min(20, num_blocks * block_size))
 
     def num_blocks_for(self, tokens: int) -> int:
         return (tokens + self.block_size - 1) // self.block_size
@@ -71,71 +65,11 @@ class Pool(RuleBasedStateMachine):
     def num_free(self) -> int:
         return self.num_blocks - sum(map(self.num_blocks_for, self.granted.values()))
 
-    @rule(number=NUMBERS, tokens=TOKENS)
-    def reserve(self, number: int, tokens: int) -> None:
-        """Also to grow what a request has."""
-        request = self.requests[number]
-        if not 0 <= tokens <= self.capacity:
-            with pytest.raises(CapacityError, match=f"asks for {tokens} tokens and the pool has {self.capacity}"):
-                self.pool.reserve(request, tokens)
-            return
+    def fits(self, request: Request, tokens: int) -> bool:
         missing = self.num_blocks_for(tokens) - self.num_blocks_for(self.granted.get(request, 0))
-        fits = missing <= self.num_free() and (request in self.granted or len(self.granted) < self.num_rows)
-        before = self.pool.table(request).tolist()
-        assert self.pool.admit(request) == 0
-        assert self.pool.reserve(request, tokens) is fits
-        assert self.pool.table(request).tolist()[: len(before)] == before, "what stands stays where it is"
-        if fits:
-            self.granted[request] = max(self.granted.get(request, 0), tokens)
-            self.lengths.setdefault(request, 0)
+        return missing <= self.num_free() and (request in self.granted or len(self.granted) < self.num_rows)
 
-    @rule(number=NUMBERS, tokens=TOKENS)
-    def commit(self, number: int, tokens: int) -> None:
-        request = self.requests[number]
-        length = self.lengths.get(request)
-        if length is None or tokens < 0 or length + tokens > self.granted[request]:
-            with pytest.raises(CapacityError):
-                self.pool.commit(request, tokens)
-            return
-        self.pool.commit(request, tokens)
-        self.lengths[request] += tokens
-
-    @rule(number=NUMBERS, tokens=TOKENS)
-    def truncate(self, number: int, tokens: int) -> None:
-        request = self.requests[number]
-        if not 0 <= tokens <= self.lengths.get(request, -1):
-            with pytest.raises(CapacityError):
-                self.pool.truncate(request, tokens)
-            return
-        before = self.pool.table(request).tolist()
-        self.pool.truncate(request, tokens)
-        assert self.pool.table(request).tolist() == before, "the grant is kept"
-        self.lengths[request] = tokens
-
-    @rule(number=NUMBERS)
-    def release(self, number: int) -> None:
-        request = self.requests[number]
-        self.pool.release(request)
-        self.granted.pop(request, None)
-        self.lengths.pop(request, None)
-
-    @precondition(lambda self: self.granted)
-    @rule(data=st.data())
-    def lay_out(self, data: st.DataObject) -> None:
-        """New tokens behind those that steps in flight compute; positions (``start``) say nothing of lengths."""
-        chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
-        entries, places = [], []
-        for request in chosen:
-            in_flight, new = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 6))
-            request.num_computed_tokens = data.draw(st.integers(0, 9))
-            entries.append(Scheduled(request, request.num_computed_tokens + in_flight, new))
-            first = self.lengths[request] + in_flight
-            places.append((first, first + new))
-        schedule = Schedule(1, tuple(entries))
-        if any(end > self.granted[request] for request, (_, end) in zip(chosen, places, strict=True)):
-            with pytest.raises(CapacityError, match="are reserved"):
-                self.pool.layout(schedule)
-            return
+    def expected_layout(self, chosen: list[Request], places: list[tuple[int, int]]) -> list[list[int]]:
         tables, slots = [], []
         for request, (first, end) in zip(chosen, places, strict=True):
             table = self.pool.table(request).tolist()
@@ -147,8 +81,7 @@ class Pool(RuleBasedStateMachine):
         rows = [self.pool.rows[request] for request in chosen]
         starts = [sum(map(len, tables[:n])) for n in range(len(tables) + 1)]
         blocks = [block for table in tables for block in table]
-        expected = [rows, [first for first, _ in places], [end for _, end in places], slots, blocks, starts, []]
-        self.layouts.append((self.pool.layout(schedule), expected))
+        return [rows, [first for first, _ in places], [end for _, end in places], slots, blocks, starts, []]
 
     @rule(count=st.integers(1, 3))
     def lose_blocks_and_find_them(self, count: int) -> None:
@@ -169,17 +102,12 @@ class Pool(RuleBasedStateMachine):
             self.pool.allocator.free(np.array([block], np.int32))
 
     @invariant()
-    def the_pool_is_as_the_model(self) -> None:
+    def each_holds_blocks_of_its_own(self) -> None:
         pool = self.pool
-        assert [pool.length(request) for request in self.requests] == [
-            self.lengths.get(request, 0) for request in self.requests
-        ]
-        assert pool.used_tokens == sum(self.lengths.values())
         assert pool.free_tokens == self.num_free() * self.block_size
         assert pool.audit_blocks() == []
         block_tokens, holdings = pool.holdings()
         assert block_tokens == self.block_size
-        assert holdings.keys() == self.granted.keys()
         assert pool.audit() == [
             f"Request {request.request_id} holds {len(table)} blocks with {self.lengths[request]} tokens of "
             f"{self.granted[request]} reserved."
@@ -191,11 +119,6 @@ class Pool(RuleBasedStateMachine):
             assert table == holdings[request]
             assert len(table) == self.num_blocks_for(tokens)
             assert pool.tables[pool.rows[request], : len(table)].tolist() == table
-
-    @invariant()
-    def layouts_do_not_change_when_the_pool_goes_on(self) -> None:
-        for layout, expected in self.layouts:
-            assert arrays_of(layout) == expected
 
 
 TestPool = Pool.TestCase
@@ -314,75 +237,18 @@ def test_a_block_with_another_holder_outlives_the_request() -> None:
     assert pool.reserve(b, 24)
 
 
-STEPS = [  # prompts of different lengths; all decode; a part decodes; a prompt beside; several tokens at once
-    {"a": 5, "b": 1, "c": 20},
-    {"a": 1, "b": 1, "c": 1},
-    {"c": 1, "a": 1},
-    {"d": 17, "b": 1},
-    {"d": 2, "a": 3, "c": 1},
-    {"d": 1},
-    {"b": 1, "d": 1, "c": 1, "a": 1},
-]
-
-
 @pytest.mark.parametrize(("backend", "block_size"), [(None, 1), ("naive", 3), ("sdpa", 16), ("flash", 64)])
 def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
     model_folder: Path, backend: str | None, block_size: int
 ) -> None:
-    """Blocks are granted as they are needed, out of order, in memory that is NaN where nothing was written."""
+    """Blocks are granted as they are needed, out of order."""
     model = load_model(model_folder)
-    shape, generator = model.config, torch.Generator().manual_seed(0)
     sizes = PagedSizes(-(-32 // block_size) * 4, block_size, 4, 26, 32)
     pool = PagedKVCachePool(sizes.num_blocks, block_size, 4, 32)
     random.Random(0).shuffle(free := pool.allocator.stack.tolist())
     pool.allocator.stack[:] = free
-    view = PagedView(shape, sizes, torch.float32, backend=backend)
-    view.keys.fill_(torch.nan)
-    view.values.fill_(torch.nan)
-    caches = {name: ContiguousCache(shape, 32, torch.float32) for name in "abcd"}
-    alone = {n: ContiguousView(cache, "naive" if backend == "naive" else "sdpa") for n, cache in caches.items()}
-    requests = {name: make_request(name) for name in "abcd"}
-    for step in STEPS:
-        for name, new in step.items():
-            assert pool.reserve(requests[name], caches[name].length + new), (
-                "blocks were refused with enough of them free"
-            )
-        schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
-        assert_equal(tokens.ids.tolist(), tokens.positions.tolist(), "positions", ("token",))
-        assert_equal(
-            logit_rows.tolist(),
-            (np.cumsum(list(step.values())) - 1).tolist(),
-            "logit rows: the last token of each sequence",
-            ("sequence",),
-        )
-        for name, new in step.items():
-            alone[name].prepare(new)
-        T = sum(step.values())
-        for layer, block in enumerate(model.blocks):
-            attention = block.attention
-            q = torch.randn(T, shape.num_heads, shape.head_dim, generator=generator)
-            k, v = torch.randn(2, T, shape.num_kv_heads, shape.head_dim, generator=generator)
-            options = {"scale": attention.scale, "window": attention.window, "softcap": attention.softcap}
-            ours = view.attend(layer, view.write(layer, q, k, v, tokens.positions, attention.qk), **options)
-            theirs, start = [], 0
-            for name, new in step.items():
-                part = slice(start, start := start + new)
-                one = alone[name]
-                rotated = one.write(layer, q[part], k[part], v[part], tokens.positions[part], attention.qk)
-                theirs.append(one.attend(layer, rotated, **options))
-            assert_close(
-                ours,
-                torch.cat(theirs),
-                f"attention in step {step}, layer {layer}",
-                ("token", "head", "dim"),
-                rtol=1e-5,
-                atol=1e-6,
-            )
-        commit(pool, schedule)
-        for name, new in step.items():
-            caches[name].advance(new)
-    assert_equal(pool.used_tokens, sum(cache.length for cache in caches.values()), "used tokens")
+    view = PagedView(model.config, sizes, torch.float32, backend=backend)
+    check_beside_caches(model, pool, view, backend, lambda num_tokens: num_tokens, rtol=1e-5)
     assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 

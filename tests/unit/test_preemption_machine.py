@@ -169,6 +169,6 @@ def test_allocator_pool_and_scheduler_agree(
     def has_met() -> bool:
         return min(*Machine.num_preemptions, Machine.num_in_flight_preempted) >= 5
 
-    run_machine(Machine, has_met, max_examples=120, stateful_step_count=30)
+    run_machine(Machine, has_met, max_examples=60, stateful_step_count=30)
     assert min(Machine.num_preemptions) >= 5, "the runs met no storms"
     assert Machine.num_in_flight_preempted >= 5, "none was preempted while a step computed it"

@@ -156,5 +156,5 @@ def test_tree_pool_and_scheduler_agree_with_a_model_of_the_memory(
     def met() -> dict[str, int]:
         return {count: getattr(PrefixMachine, count) for count in counts} | {"preempted": sum(Machine.num_preemptions)}
 
-    run_machine(PrefixMachine, lambda: all(met().values()), max_examples=80, stateful_step_count=30)
+    run_machine(PrefixMachine, lambda: all(met().values()), max_examples=40, stateful_step_count=30)
     assert all(met().values()), f"the runs met too little: {met()}"

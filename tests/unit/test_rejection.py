@@ -67,8 +67,14 @@ def test_the_shares_of_three_tokens_are_those_of_the_target(is_certain: bool) ->
     assert_close(share, torch.tensor(0.6), "share of accepted drafts", atol=0.025)
 
 
-@pytest.mark.parametrize("is_certain", [False, True])
-@pytest.mark.parametrize(("K", "options"), [*((k, {}) for k in (2, 3, 8)), *((1, o) for o in OPTIONS), (4, OPTIONS[2])])
+@pytest.mark.parametrize(
+    ("K", "options", "is_certain"),
+    [
+        *((k, {}, is_certain) for k in (2, 8) for is_certain in (False, True)),
+        *((1, options, n % 2 == 1) for n, options in enumerate(OPTIONS)),
+        *((4, OPTIONS[n], n % 2 == 0) for n in (1, 2, 5)),
+    ],
+)
 def test_the_tokens_of_every_position_are_distributed_as_without_drafts(
     K: int, options: dict[str, Any], is_certain: bool
 ) -> None:

@@ -81,4 +81,4 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 TestSchedulerAndPool = Machine.TestCase
-TestSchedulerAndPool.settings = settings(max_examples=160, stateful_step_count=40, deadline=None)
+TestSchedulerAndPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.text.tools import TOOL_FORMATS, CallArguments, CallStart, Content, Delta, ToolParser
@@ -144,6 +144,7 @@ def test_calls_and_contents_are_parts_of_the_text_in_order(text: str) -> None:
             at = text.index(part, at) + len(part)
 
 
+@settings(max_examples=40)
 @given(
     st.dictionaries(
         st.text(),

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ def ask(running: Running, **fields: Any) -> Any:
     return client.chat.completions.create(**(settings | {"extra_body": extra} | fields))
 
 
+def ask_each(running: Running, seeds: range, **fields: Any) -> list[Any]:
+    """The choice of each seed, from requests that share their steps."""
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        return list(pool.map(lambda seed: ask(running, seed=seed, **fields).choices[0], seeds))
+
+
 EVEN = {"temperature": 100.0}
 """All tokens that are allowed are about as likely."""
 
@@ -88,8 +95,7 @@ def check(choice: Any) -> list[str]:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "special"])
 def test_a_call_that_must_be_made_is_valid(family: str, servers: dict[str, Running]) -> None:
     names, counts = set(), set()
-    for seed in range(10):
-        choice = ask(servers[family], tool_choice="required", seed=seed, **EVEN).choices[0]
+    for choice in ask_each(servers[family], range(10), tool_choice="required", **EVEN):
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         found = check(choice)
         names |= set(found)
@@ -102,9 +108,9 @@ def test_a_call_that_must_be_made_is_valid(family: str, servers: dict[str, Runni
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_one_function_that_is_named_and_one_call_that_is_asked_for(family: str, servers: dict[str, Running]) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    for seed in range(4):
-        assert check(ask(servers[family], tool_choice=named, seed=seed).choices[0]) == ["weather"]
-        choice = ask(servers[family], tool_choice="required", parallel_tool_calls=False, seed=seed).choices[0]
+    for choice in ask_each(servers[family], range(4), tool_choice=named):
+        assert check(choice) == ["weather"]
+    for choice in ask_each(servers[family], range(4), tool_choice="required", parallel_tool_calls=False):
         assert len(check(choice)) == 1
     parts = list(ask(servers[family], tool_choice=named, seed=1, stream=True))
     calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
@@ -118,8 +124,7 @@ def test_free_text_until_a_call_begins(servers: dict[str, Running]) -> None:
     running, num_words, num_calls = servers["special"], 0, 0
     opening = running.engine.tokenizer.token_id("<tool_call>")
     assert opening in running.engine.tokenizer.special_ids
-    for seed in range(6):
-        choice = ask(running, seed=seed, temperature=30.0, logit_bias={str(opening): 100}).choices[0]
+    for choice in ask_each(running, range(6), temperature=30.0, logit_bias={str(opening): 100}):
         assert choice.finish_reason == ("tool_calls" if check(choice) else "stop")
         num_calls += len(choice.message.tool_calls or [])
         assert "tool_call" not in (choice.message.content or "")
@@ -133,8 +138,7 @@ def test_free_text_until_a_call_begins(servers: dict[str, Running]) -> None:
 def test_a_call_behind_thinking(servers: dict[str, Running]) -> None:
     running, ends = servers["qwen3"], set()
     likely = {"logit_bias": {str(running.engine.tokenizer.token_id("</think>")): 100}, "temperature": 30.0}
-    for seed in range(8):
-        choice = ask(running, tool_choice="required", seed=seed, **likely, extra_body={}).choices[0]
+    for choice in ask_each(running, range(8), tool_choice="required", **likely, extra_body={}):
         thought = choice.message.content
         ends.add((choice.finish_reason, thought is None))
         assert thought is None or thought.startswith("<think>")
@@ -173,8 +177,7 @@ def test_what_cannot_be_followed_is_refused(
 def test_a_call_or_an_answer_in_a_format(servers: dict[str, Running]) -> None:
     formatted, ends = {"type": "json_schema", "schema": SCHEMA}, set()
     extra = {"response_format": formatted, "chat_template_kwargs": {"enable_thinking": False}}
-    for seed in range(12):
-        choice = ask(servers["special"], seed=seed, **EVEN, extra_body=extra).choices[0]
+    for choice in ask_each(servers["special"], range(12), **EVEN, extra_body=extra):
         ends.add(choice.finish_reason)
         if choice.finish_reason == "tool_calls":
             assert check(choice)
@@ -195,8 +198,7 @@ def test_a_format_behind_thinking(servers: dict[str, Running]) -> None:
     formatted, thoughts = {"type": "json_schema", "schema": SCHEMA}, set()
     for thinking in (True, None):
         extra = {"response_format": formatted, "chat_template_kwargs": {"enable_thinking": thinking}}
-        for seed in range(8):
-            choice = ask(running, tools=[], seed=seed, **likely, extra_body=extra).choices[0]
+        for choice in ask_each(running, range(8), tools=[], **likely, extra_body=extra):
             if choice.finish_reason == "stop":
                 thought, mark, text = choice.message.content.rpartition("</think>")
                 assert not mark or thought.startswith("<think>")

@@ -1,0 +1,181 @@
+"""What the tests of contiguous and of paged pools have in common: a model of a pool, and steps for its view."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shared.cache.contiguous import ContiguousCache, ContiguousView
+from shared.cache.layout import Layout
+from shared.cache.view import BatchView
+from shared.engine.batch import Batch
+from shared.engine.request import Request
+from shared.errors import CapacityError
+from shared.models.causal_lm import CausalLM
+from shared.scheduling.schedule import Schedule, Scheduled
+from tests.comparison import assert_close, assert_equal
+from tests.steps import arrays_of, commit, make_request, step_of
+
+NAMES = "aabbc"  # ids that are used again while the first request that had them may still hold memory
+NUMBERS = st.sampled_from(range(len(NAMES)))
+TOKENS = st.integers(-1, 11) | st.integers(-1, 25)
+STEPS = [  # prompts of different lengths; all decode; a part decodes; a prompt beside; several tokens at once
+    {"a": 5, "b": 1, "c": 20},
+    {"a": 1, "b": 1, "c": 1},
+    {"c": 1, "a": 1},
+    {"d": 17, "b": 1},
+    {"d": 2, "a": 3, "c": 1},
+    {"d": 1},
+    {"b": 1, "d": 1, "c": 1, "a": 1},
+]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Grants and lengths in plain dicts, beside the pool."""
+
+    pool: Any
+
+    def set_up(self, pool: Any, capacity: int) -> None:
+        self.pool, self.capacity = pool, capacity
+        self.requests = [make_request(name) for name in NAMES]
+        self.granted: dict[Request, int] = {}
+        self.lengths: dict[Request, int] = {}
+        self.layouts: list[tuple[Layout, list[list[int]]]] = []
+
+    def fits(self, request: Request, tokens: int) -> bool:
+        raise NotImplementedError
+
+    def expected_layout(self, chosen: list[Request], places: list[tuple[int, int]]) -> list[list[int]]:
+        """The arrays of a layout in which each request writes from a place up to another."""
+        raise NotImplementedError
+
+    def held(self, request: Request) -> list[int]:
+        """What a request holds; to reserve or truncate moves nothing."""
+        return list(self.pool.holdings()[1].get(request, ()))
+
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def reserve(self, number: int, tokens: int) -> None:
+        """Also to grow what a request has."""
+        request = self.requests[number]
+        if not 0 <= tokens <= self.capacity:
+            with pytest.raises(CapacityError, match=rf"asks for {tokens} tokens and .* has {self.capacity}\b"):
+                self.pool.reserve(request, tokens)
+            return
+        fits, before = self.fits(request, tokens), self.held(request)
+        assert_equal(self.pool.admit(request), 0, "tokens that an admitted request already has")
+        assert_equal(self.pool.reserve(request, tokens), fits, f"reserve({request.request_id}, {tokens})")
+        assert_equal(self.held(request)[: len(before)], before, "what the request held already", ("place",))
+        if fits:
+            self.granted[request] = max(self.granted.get(request, 0), tokens)
+            self.lengths.setdefault(request, 0)
+
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def commit(self, number: int, tokens: int) -> None:
+        request = self.requests[number]
+        length = self.lengths.get(request)
+        if length is None or tokens < 0 or length + tokens > self.granted[request]:
+            with pytest.raises(CapacityError):
+                self.pool.commit(request, tokens)
+            return
+        self.pool.commit(request, tokens)
+        self.lengths[request] += tokens
+
+    @rule(number=NUMBERS, tokens=TOKENS)
+    def truncate(self, number: int, tokens: int) -> None:
+        request = self.requests[number]
+        if not 0 <= tokens <= self.lengths.get(request, -1):
+            with pytest.raises(CapacityError):
+                self.pool.truncate(request, tokens)
+            return
+        before = self.held(request)
+        self.pool.truncate(request, tokens)
+        assert_equal(self.held(request), before, "what the request holds; the grant is kept", ("place",))
+        self.lengths[request] = tokens
+
+    @rule(number=NUMBERS)
+    def release(self, number: int) -> None:
+        request = self.requests[number]
+        self.pool.release(request)
+        self.granted.pop(request, None)
+        self.lengths.pop(request, None)
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def lay_out(self, data: st.DataObject) -> None:
+        """New tokens behind those that steps in flight compute; positions (``start``) say nothing of lengths."""
+        chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
+        entries, places = [], []
+        for request in chosen:
+            in_flight, new = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 6))
+            request.num_computed_tokens = data.draw(st.integers(0, 9))
+            entries.append(Scheduled(request, request.num_computed_tokens + in_flight, new))
+            first = self.lengths[request] + in_flight
+            places.append((first, first + new))
+        schedule = Schedule(1, tuple(entries))
+        if any(end > self.granted[request] for request, (_, end) in zip(chosen, places, strict=True)):
+            with pytest.raises(CapacityError, match="are reserved"):
+                self.pool.layout(schedule)
+            return
+        self.layouts.append((self.pool.layout(schedule), self.expected_layout(chosen, places)))
+
+    @invariant()
+    def requests_have_what_the_model_says(self) -> None:
+        lengths = [self.lengths.get(request, 0) for request in self.requests]
+        assert_equal([self.pool.length(request) for request in self.requests], lengths, "lengths", ("request",))
+        assert_equal(self.pool.used_tokens, sum(lengths), "used tokens")
+        assert_equal(set(self.pool.holdings()[1]), set(self.granted), "requests that hold memory")
+
+    @invariant()
+    def layouts_do_not_change_when_the_pool_goes_on(self) -> None:
+        for layout, expected in self.layouts:
+            assert_equal(arrays_of(layout), expected, "arrays of a layout", ("array", "entry"))
+
+
+def check_beside_caches(
+    model: CausalLM, pool: Any, view: BatchView, backend: str | None, granted: Callable[[int], int], rtol: float = 0.0
+) -> None:
+    """Write and attend in each of STEPS, beside a contiguous cache for each sequence, in memory that is NaN where
+    nothing was written. ``granted``: the tokens to reserve for a sequence that will have so many."""
+    shape, generator = model.config, torch.Generator().manual_seed(0)
+    view.keys.fill_(torch.nan)
+    view.values.fill_(torch.nan)
+    caches = {name: ContiguousCache(shape, 32, torch.float32) for name in "abcd"}
+    alone = {n: ContiguousView(cache, "naive" if backend == "naive" else "sdpa") for n, cache in caches.items()}
+    requests = {name: make_request(name) for name in "abcd"}
+    for step in STEPS:
+        for name, new in step.items():
+            assert pool.reserve(requests[name], granted(caches[name].length + new)), "refused with enough of it free"
+        schedule = step_of({requests[name]: new for name, new in step.items()})
+        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
+        assert_equal(tokens.ids.tolist(), tokens.positions.tolist(), "positions", ("token",))
+        assert_equal(
+            logit_rows.tolist(),
+            (np.cumsum(list(step.values())) - 1).tolist(),
+            "logit rows: the last token of each sequence",
+            ("sequence",),
+        )
+        for name, new in step.items():
+            alone[name].prepare(new)
+        T = sum(step.values())
+        for layer, block in enumerate(model.blocks):
+            attention = block.attention
+            q = torch.randn(T, shape.num_heads, shape.head_dim, generator=generator)
+            k, v = torch.randn(2, T, shape.num_kv_heads, shape.head_dim, generator=generator)
+            options = {"scale": attention.scale, "window": attention.window, "softcap": attention.softcap}
+            ours = view.attend(layer, view.write(layer, q, k, v, tokens.positions, attention.qk), **options)
+            theirs, start = [], 0
+            for name, new in step.items():
+                part = slice(start, start := start + new)
+                one = alone[name]
+                rotated = one.write(layer, q[part], k[part], v[part], tokens.positions[part], attention.qk)
+                theirs.append(one.attend(layer, rotated, **options))
+            what = f"attention in step {step}, layer {layer}"
+            assert_close(ours, torch.cat(theirs), what, ("token", "head", "dim"), rtol=rtol, atol=rtol / 10)
+        commit(pool, schedule)
+        for name, new in step.items():
+            caches[name].advance(new)
+    assert_equal(pool.used_tokens, sum(cache.length for cache in caches.values()), "used tokens")
