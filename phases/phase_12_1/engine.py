@@ -83,6 +83,7 @@ SUPPORTED = {
     "adapt_spec_length",
     "grammar_pool_bytes",
     "tensor_parallel_size",
+    "all_reduce_backend",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}

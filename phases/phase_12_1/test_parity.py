@@ -278,9 +278,10 @@ def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sums", ["nccl", "peer"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size: int) -> None:
+def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size: int, sums: str) -> None:
     """With graphs, whose replays count, and without."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
@@ -289,7 +290,9 @@ def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size
     arrivals = [0, *ARRIVALS, 10]
     expected = [tokens(answer) for answer in serve(make(folder, Whole, **config), LONG, arrivals)[0]]
     for graphs in (True, False):
-        group = make(folder, tensor_parallel_size=size, use_cuda_graphs=graphs, **config)
+        about = config | {"tensor_parallel_size": size, "use_cuda_graphs": graphs, "all_reduce_backend": sums}
+        group = make(folder, **about)
+        assert (group.group.ranks.peers is not None) is (sums == "peer")
         assert [tokens(answer) for answer in serve(group, LONG, arrivals)[0]] == expected
         assert (group.stats()["CUDA graph replays"] > 0) is graphs
         group.group.close()

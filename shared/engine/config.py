@@ -247,6 +247,13 @@ class EngineConfig:
         at_least=0,
     )
     tensor_parallel_size: int = setting(1, "12.1", "Processes, each with a device, that share the model.", at_least=1)
+    all_reduce_backend: str | None = setting(
+        None,
+        "12.1",
+        "On GPUs: peer (small sums by our kernel, through memory that the GPUs share) or nccl; default: peer, or nccl "
+        "if they cannot.",
+        choices=("peer", "nccl"),
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -108,7 +108,13 @@ class Group:
             self.sender = Sender(self.board, pipes, self.watch.check)
             self._meet(store)
             self.ranks = Collectives(
-                store, 0, self.size, device, partial(count_call, self.board, 0), self.watch.waiting
+                store,
+                0,
+                self.size,
+                device,
+                partial(count_call, self.board, 0),
+                self.watch.waiting,
+                config.all_reduce_backend != "nccl",
             )
             self.watch.collectives = self.ranks
 

@@ -71,7 +71,8 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
         torch.set_num_threads(about.num_threads)
     store = dist.TCPStore("127.0.0.1", about.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
     store.set(f"rank {rank}", "here")
-    ranks = Collectives(store, rank, size, device, partial(count_call, board, rank))
+    is_shared = config.all_reduce_backend != "nccl"
+    ranks = Collectives(store, rank, size, device, partial(count_call, board, rank), is_shared=is_shared)
     model = fuse(load_rank(config, about.folder, ranks))
     max_seq_len = config.sequence_limit(model.max_positions)
     pool, view = agreed_memory(config, model, max_seq_len, about.make_memory, ranks)
