@@ -28,7 +28,6 @@ from shared.grammar.vocabulary import GrammarVocabulary
 from shared.kernels.launch import LAUNCHES
 from shared.loading.placement import check_device
 from shared.loading.resolve import resolve_model
-from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.parallel.batch import RankBatch
@@ -84,11 +83,12 @@ SUPPORTED = {
     "grammar_pool_bytes",
     "tensor_parallel_size",
     "all_reduce_backend",
+    "draft_ranks",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
-DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer, GrammarPool | None], Drafter]] = {
-    "ngram": lambda _, __, tokenizer, ___: ForcedTextDrafter(NGramDrafter(), tokenizer),
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
+    "ngram": lambda _, __, tokenizer, *___: ForcedTextDrafter(NGramDrafter(), tokenizer),
     "model": lambda *about: ForcedTextDrafter(MaskedDraftModel(*about), about[2]),
 }
 
@@ -114,10 +114,11 @@ class Engine:
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter: Drafter | None = None
         if config.use_speculative_decoding:
-            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, grammar_pool)
+            about = config, self.model, self.tokenizer, grammar_pool, self.group.load_draft
+            self.drafter = DRAFTERS[config.drafter or "model"](*about)
         self.pool, self.view = self.group.memory(self.model, self.max_seq_len)
         if self.drafter is not None:
-            self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
+            self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
         make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool)

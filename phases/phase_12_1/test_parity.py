@@ -130,14 +130,29 @@ def test_an_engine_of_one_rank_is_that_of_phase_12(session_folder: Path) -> None
     assert seen(serve(engine, MIXED, ARRIVALS)[0]) == seen(serve(make(folder, Whole, **SMALL), MIXED, ARRIVALS)[0])
 
 
-def test_a_draft_model_is_whole_on_rank_0_and_quantized_weights_are_cut(session_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "draft_ranks", "acceptance"), [(2, 1, "coupled"), (2, 2, "rejection"), (4, 2, "coupled")]
+)
+def test_a_draft_model_is_whole_or_cut_among_ranks(
+    session_folder: Path, size: int, draft_ranks: int, acceptance: str
+) -> None:
+    """Two ranks with quantized weights of the model, which are cut too."""
     folder = checkpoint_for_ranks("llama", session_folder)
-    config = SMALL | {"quantization": "fp8", "use_speculative_decoding": True, "draft_model": str(folder)}
-    config |= {"adapt_spec_length": False, "spec_length": 3, "num_gpu_blocks": 200}
-    group = make(folder, tensor_parallel_size=2, **config)
+    config = SMALL | {
+        "quantization": "fp8" if size == 2 else None,
+        "use_speculative_decoding": True,
+        "draft_model": str(folder),
+    }
+    config |= {"adapt_spec_length": False, "spec_length": 3, "num_gpu_blocks": 200, "acceptance_method": acceptance}
+    group = make(folder, tensor_parallel_size=size, draft_ranks=draft_ranks, **config)
     answers, expected = (serve(engine, MIXED, ARRIVALS)[0] for engine in (group, make(folder, Whole, **config)))
     assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]
     assert group.stats()["drafts accepted (tokens)"] > 0
+    drafter = group.drafter.drafter
+    whole, part = make(folder, Whole).model, drafter.model
+    assert (sum(p.nbytes for p in part.parameters()) < 0.6 * sum(p.nbytes for p in whole.parameters())) is (
+        draft_ranks > 1
+    )
     group.group.close()
 
 
@@ -149,6 +164,10 @@ def test_a_draft_model_is_whole_on_rank_0_and_quantized_weights_are_cut(session_
             "is 3 and the model has 8 query heads and 4 KV heads; .* Choose 1 or 2 or 4",
         ),
         ({"tensor_parallel_size": 2, "pack_weights": True}, "packed matrices are whole: leave one of them out"),
+        (
+            {"tensor_parallel_size": 2, "draft_ranks": 2},
+            "draft_ranks is 2, draft_model is None and tensor_parallel_size",
+        ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be an integer of at least 1"),
     ],
 )
@@ -209,11 +228,11 @@ def stop(engine: Engine) -> None:
 
 
 def hang(engine: Engine) -> None:
-    engine.group.sender.send(Poison("hang"))
+    engine.group.sender.send((0, Poison("hang")))
 
 
 def run_out(engine: Engine) -> None:
-    engine.group.sender.send(Poison("memory"))
+    engine.group.sender.send((0, Poison("memory")))
 
 
 def skip(engine: Engine) -> None:
