@@ -102,6 +102,8 @@ def all_reduce_kernel(
     wait_for_previous(PDL)
     call = tl.load(counters + channel) + 1
     words = tl.load(x + at, mask=inside, other=0)
+    if residual is not None:
+        added = tl.load(residual + at, mask=inside, other=0)
     place = ((call & 1) * CHANNELS + channel) * CHANNEL_WORDS + i
     numbered = (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(SIZE):
@@ -127,7 +129,6 @@ def all_reduce_kernel(
         second += second_number(term, DTYPE)
     tl.store(counters + channel, call)
     if residual is not None:
-        added = tl.load(residual + at, mask=inside, other=0)
         first += first_number(added, DTYPE)
         second += second_number(added, DTYPE)
     total = as_words(first, second, DTYPE)
