@@ -21,6 +21,9 @@ from shared.errors import ConfigError, RankError
 from shared.grammar.grammar import Grammar
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
+from shared.tracing.lanes import activity_lanes
+from shared.tracing.recorder import Recorder
+from shared.tracing.timeline_page import trace_data
 from tests.mixed_requests import (
     ALIKE,
     ARRIVALS,
@@ -111,6 +114,27 @@ def test_only_greedy_steps_gather_no_logits(engines: tuple[Engine, Whole], monke
         serve(group, [("x", params | more), (STEM, params)])
         assert gathered, more
         gathered.clear()
+
+
+def test_a_trace_has_a_lane_for_each_other_rank(engines: tuple[Engine, Whole]) -> None:
+    group, whole = engines
+    params = SamplingParams(**GREEDY, max_new_tokens=5)
+    for engine in (group, whole):
+        recorder = Recorder(engine)
+        recorder.add_request("x", params)
+        while engine.has_work():
+            recorder.step()
+        time.sleep(0.05)  # another rank's last note may come a little later than the last token
+        trace = recorder.trace("ranks")
+        lanes = dict(activity_lanes(trace))
+        num_others = group.config.tensor_parallel_size - 1 if engine is group else 0
+        assert list(lanes) == ["host", *(f"rank {n + 1}" for n in range(num_others))]
+        for n in range(num_others):
+            spans = lanes[f"rank {n + 1}"]
+            for step, of_step in zip(trace.steps, spans, strict=True):
+                assert len(of_step) == any(span.name == "launch" for span in step.host)
+                assert all(step.started_ns <= span.started_ns < span.ended_ns for span in of_step)
+            assert f"rank {n + 1}" in trace_data(trace)["steps"][0]
 
 
 def test_a_rank_has_its_share(engines: tuple[Engine, Whole]) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
-from shared.parallel.board import BEATS, CALLS, Board
+from shared.parallel.board import BEATS, CALLS, NUM_TIMED, Board
 from shared.parallel.channel import Receiver
 from shared.parallel.collectives import Collectives, PeerError
 from shared.parallel.group import (
@@ -103,7 +103,9 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
         number, batch = receiver.receive()
         idle.clear()
         if number in runners:
+            began, place = time.perf_counter_ns(), (receiver.number - 1) % NUM_TIMED
             runners[number].follow(batch)
+            board.times[rank, place] = began, time.perf_counter_ns()
 
 
 def beat(board: Board, rank: int, lifeline: int, idle: threading.Event) -> None:
