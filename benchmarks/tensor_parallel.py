@@ -334,6 +334,8 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
             figures["weight_share"] = rounded(figures["weight_bytes"] * ranks / one["weight_bytes"])
             figures["kv_share"] = rounded(figures["kv_bytes"] * ranks / one["kv_bytes"])
             results[key] = figures
+        elif name.startswith("part-engine-"):
+            results.setdefault("others", {})[name.removeprefix("part-engine-")] = figures
     model = {"name": shape, "revision": None, "config": SHAPES[shape]}
     flags = {"context": CONTEXT, "prompt": PROMPT, "trials": TRIALS, "ranks": num_ranks, "weights": "random"}
     return Report("tensor-parallel", model, engines, 0, flags, results, "cuda")
