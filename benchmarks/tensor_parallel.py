@@ -43,8 +43,10 @@ from shared.kernels.launch import check_launchable
 from shared.kernels.rmsnorm import rms_norm
 from shared.lessons import find_lesson
 from shared.loading.config_json import parse_config
+from shared.loading.placement import check_device
 from shared.parallel.collectives import Collectives
 from shared.parallel.group import local_store
+from shared.parallel.model import load_part
 from shared.quantization.weight import QuantizedWeight
 from shared.sampling.params import SamplingParams
 
@@ -101,6 +103,27 @@ def worker() -> None:
     main()
 
 
+class Alone:
+    """In the place of collectives: rank 0 of ``size``, which waits for no other and adds nothing."""
+
+    rank, peers = 0, None
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+
+    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def load_alone(size: int) -> Callable[..., Any]:
+    """As ``load_model``, of the part of rank 0."""
+
+    def load(folder: Path, *, dtype: Any, device: str, quantize: Any) -> Any:
+        return load_part(folder, Alone(size, check_device(device)), dtype=dtype)  # type: ignore[arg-type]
+
+    return load
+
+
 def random_model(shape: str, folder: Path, device: str) -> Path:
     """A folder with all but weights."""
     folder = folder / shape
@@ -148,6 +171,10 @@ def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], N
     make_weights_when_read()
     shared.parallel.group.START = "from benchmarks.tensor_parallel import worker; worker()"
     phase = find_lesson("12" if given.ranks == 1 else "12.1")
+    if given.alone:
+        import phases.phase_12.engine
+
+        phases.phase_12.engine.load_model = load_alone(given.alone)
     wait_for(given.load_after)
     is_tiny = given.shape.startswith("tiny")
     prompt = 64 if is_tiny else PROMPT
@@ -372,12 +399,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--alone", type=int, default=0, help="with one rank: time the part of rank 0 of so many")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--load-after", type=Path, default=None)
     parser.add_argument("--measure-after", type=Path, default=None)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    kind = "" if given.ranks == 1 else f"-{given.sums}"
+    kind = (f"-of-{given.alone}" if given.alone else "") if given.ranks == 1 else f"-{given.sums}"
     name = f"sums-{given.ranks}" if given.part == "sums" else f"engine-{given.shape}-{given.ranks}{kind}"
     given.out.mkdir(parents=True, exist_ok=True)
 
