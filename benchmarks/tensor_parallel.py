@@ -172,9 +172,7 @@ def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], N
     shared.parallel.group.START = "from benchmarks.tensor_parallel import worker; worker()"
     phase = find_lesson("12" if given.ranks == 1 else "12.1")
     if given.alone:
-        import phases.phase_12.engine
-
-        phases.phase_12.engine.load_model = load_alone(given.alone)
+        vars(sys.modules[phase.engine.__module__])["load_model"] = load_alone(given.alone)
     wait_for(given.load_after)
     is_tiny = given.shape.startswith("tiny")
     prompt = 64 if is_tiny else PROMPT

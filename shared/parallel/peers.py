@@ -5,6 +5,7 @@ Invariant: all ranks have it, or none: those of a machine on which one of the wa
 
 import logging
 import pickle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,8 @@ def symmetric(
     """This rank's memory and the addresses of all, from PyTorch's symmetric memory, which needs a group by name."""
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-    group, name = dist.ProcessGroup(store, rank, size), f"peers {len(_groups)}"
+    group = dist.ProcessGroup(store, rank, size)
+    name: Any = f"peers {len(_groups)}"
     _register_process_group(name, group)
     _groups.append(group)
     _SymmetricMemory.set_group_info(name, rank, size, store)  # of which versions before 2.11 take the store
@@ -71,11 +73,11 @@ def mapped(
 ) -> tuple[torch.Tensor, list[int], list[object]]:
     """The same through CUDA's memory handles, of which a process opens those of the others on its own GPU."""
     memory = torch.zeros(num_words(size), dtype=torch.int64, device=device)
-    store.set(f"memory {rank}", pickle.dumps(memory.untyped_storage()._share_cuda_()))
+    store.set(f"memory {rank}", pickle.dumps(memory.untyped_storage()._share_cuda_()).hex())
     storages = [memory.untyped_storage()] * size
     for peer in range(size):
         if peer != rank:
-            _, *about = pickle.loads(store.get(f"memory {peer}"))
+            _, *about = pickle.loads(bytes.fromhex(store.get(f"memory {peer}").decode()))
             storages[peer] = torch.UntypedStorage._new_shared_cuda(device.index, *about)
     return memory, [storage.data_ptr() for storage in storages], list(storages)
 

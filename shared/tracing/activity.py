@@ -58,10 +58,9 @@ class ActivityRecorder:
     def __init__(self, engine: Any, now: Callable[[], int]) -> None:
         self.engine = engine
         self.now = now
-        self.offset_ns = now() - time.perf_counter_ns()
-        self.group: Any = getattr(engine, "group", None)
-        if self.group is not None and self.group.size == 1:
-            self.group = None
+        group = getattr(engine, "group", None)
+        self.group: Any = group if group is not None and group.size > 1 else None
+        self.offset_ns = now() - time.perf_counter_ns() if self.group else 0
         self.zero: tuple[torch.cuda.Event, int] | None = None  # a moment by both clocks, of the GPU and of the trace
         if engine.model.device.type == "cuda":
             torch.cuda.synchronize()
