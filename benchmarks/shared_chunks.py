@@ -47,10 +47,10 @@ def engines(about: dict[str, Any], *phases: tuple[str, dict[str, Any]]) -> Itera
 class Decoding:
     """Requests that decode together, from when the last of them has its first token."""
 
-    def __init__(self, engine: Any, contexts: list[Context], trials: int) -> None:
+    def __init__(self, engine: Any, contexts: list[Context], trials: int, temperature: float = 0.0) -> None:
         self.engine = engine
         num_new = (WARM_UP + STEPS) * trials + 4 * len(contexts) + 64  # the first request decodes beside all prompts
-        params = SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, max_new_tokens=num_new, ignore_eos=True)
         self.names = [
             engine.add_request(prompt, params, **({"chunk_ids": chunks} if chunks else {}))
             for prompt, chunks in contexts

@@ -28,7 +28,6 @@ from shared.grammar.vocabulary import GrammarVocabulary
 from shared.kernels.launch import LAUNCHES
 from shared.loading.placement import check_device
 from shared.loading.resolve import resolve_model
-from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.parallel.batch import RankBatch
@@ -83,12 +82,14 @@ SUPPORTED = {
     "adapt_spec_length",
     "grammar_pool_bytes",
     "tensor_parallel_size",
+    "all_reduce_backend",
+    "draft_ranks",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
-DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer, GrammarPool | None], Drafter]] = {
-    "ngram": lambda _, __, tokenizer, ___: ForcedTextDrafter(NGramDrafter(), tokenizer),
-    "model": lambda *about: ForcedTextDrafter(MaskedDraftModel(*about), about[2]),
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
+    "ngram": lambda *about: ForcedTextDrafter(NGramDrafter(), about[2]),
+    "model": lambda ranks, *of: ForcedTextDrafter(MaskedDraftModel(ranks.config, *of, ranks.load_draft), of[1]),
 }
 
 
@@ -100,9 +101,8 @@ class Engine:
         folder = resolve_model(config.model)
         self.config = config
         is_capturing = config.is_on("use_cuda_graphs") and check_device(config.device).type == "cuda"
-        runner = CapturedRunner if is_capturing else OverlappedRunner
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
-        self.group = Group(config, folder, make_memory, runner)
+        self.group = Group(config, folder, make_memory, CapturedRunner if is_capturing else OverlappedRunner)
         self.model = self.group.load()
         if config.pack_weights:
             pack(self.model)
@@ -113,10 +113,10 @@ class Engine:
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter: Drafter | None = None
         if config.use_speculative_decoding:
-            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, grammar_pool)
+            self.drafter = DRAFTERS[config.drafter or "model"](self.group, self.model, self.tokenizer, grammar_pool)
         self.pool, self.view = self.group.memory(self.model, self.max_seq_len)
         if self.drafter is not None:
-            self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
+            self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
         make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool)

@@ -21,6 +21,9 @@ from shared.errors import ConfigError, RankError
 from shared.grammar.grammar import Grammar
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
+from shared.tracing.lanes import activity_lanes
+from shared.tracing.recorder import Recorder
+from shared.tracing.timeline_page import trace_data
 from tests.mixed_requests import (
     ALIKE,
     ARRIVALS,
@@ -113,6 +116,27 @@ def test_only_greedy_steps_gather_no_logits(engines: tuple[Engine, Whole], monke
         gathered.clear()
 
 
+def test_a_trace_has_a_lane_for_each_other_rank(engines: tuple[Engine, Whole]) -> None:
+    group, whole = engines
+    params = SamplingParams(**GREEDY, max_new_tokens=5)
+    for engine in (group, whole):
+        recorder = Recorder(engine)
+        recorder.add_request("x", params)
+        while engine.has_work():
+            recorder.step()
+        time.sleep(0.05)  # another rank's last note may come a little later than the last token
+        trace = recorder.trace("ranks")
+        lanes = dict(activity_lanes(trace))
+        num_others = group.config.tensor_parallel_size - 1 if engine is group else 0
+        assert list(lanes) == ["host", *(f"rank {n + 1}" for n in range(num_others))]
+        for n in range(num_others):
+            spans = lanes[f"rank {n + 1}"]
+            for step, of_step in zip(trace.steps, spans, strict=True):
+                assert len(of_step) == any(span.name == "launch" for span in step.host)
+                assert all(step.started_ns <= span.started_ns < span.ended_ns for span in of_step)
+            assert f"rank {n + 1}" in trace_data(trace)["steps"][0]
+
+
 def test_a_rank_has_its_share(engines: tuple[Engine, Whole]) -> None:
     group, whole = engines
     size = group.config.tensor_parallel_size
@@ -130,14 +154,29 @@ def test_an_engine_of_one_rank_is_that_of_phase_12(session_folder: Path) -> None
     assert seen(serve(engine, MIXED, ARRIVALS)[0]) == seen(serve(make(folder, Whole, **SMALL), MIXED, ARRIVALS)[0])
 
 
-def test_a_draft_model_is_whole_on_rank_0_and_quantized_weights_are_cut(session_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "draft_ranks", "acceptance"), [(2, 1, "coupled"), (2, 2, "rejection"), (4, 2, "coupled")]
+)
+def test_a_draft_model_is_whole_or_cut_among_ranks(
+    session_folder: Path, size: int, draft_ranks: int, acceptance: str
+) -> None:
+    """Two ranks with quantized weights of the model, which are cut too."""
     folder = checkpoint_for_ranks("llama", session_folder)
-    config = SMALL | {"quantization": "fp8", "use_speculative_decoding": True, "draft_model": str(folder)}
-    config |= {"adapt_spec_length": False, "spec_length": 3, "num_gpu_blocks": 200}
-    group = make(folder, tensor_parallel_size=2, **config)
+    config = SMALL | {
+        "quantization": "fp8" if size == 2 else None,
+        "use_speculative_decoding": True,
+        "draft_model": str(folder),
+    }
+    config |= {"adapt_spec_length": False, "spec_length": 3, "num_gpu_blocks": 200, "acceptance_method": acceptance}
+    group = make(folder, tensor_parallel_size=size, draft_ranks=draft_ranks, **config)
     answers, expected = (serve(engine, MIXED, ARRIVALS)[0] for engine in (group, make(folder, Whole, **config)))
     assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]
     assert group.stats()["drafts accepted (tokens)"] > 0
+    drafter = group.drafter.drafter
+    whole, part = make(folder, Whole).model, drafter.model
+    assert (sum(p.nbytes for p in part.parameters()) < 0.6 * sum(p.nbytes for p in whole.parameters())) is (
+        draft_ranks > 1
+    )
     group.group.close()
 
 
@@ -149,6 +188,10 @@ def test_a_draft_model_is_whole_on_rank_0_and_quantized_weights_are_cut(session_
             "is 3 and the model has 8 query heads and 4 KV heads; .* Choose 1 or 2 or 4",
         ),
         ({"tensor_parallel_size": 2, "pack_weights": True}, "packed matrices are whole: leave one of them out"),
+        (
+            {"tensor_parallel_size": 2, "draft_ranks": 2},
+            "draft_ranks is 2, draft_model is None and tensor_parallel_size",
+        ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be an integer of at least 1"),
     ],
 )
@@ -209,11 +252,11 @@ def stop(engine: Engine) -> None:
 
 
 def hang(engine: Engine) -> None:
-    engine.group.sender.send(Poison("hang"))
+    engine.group.sender.send((0, Poison("hang")))
 
 
 def run_out(engine: Engine) -> None:
-    engine.group.sender.send(Poison("memory"))
+    engine.group.sender.send((0, Poison("memory")))
 
 
 def skip(engine: Engine) -> None:
@@ -278,9 +321,10 @@ def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sums", ["nccl", "peer"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size: int) -> None:
+def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size: int, sums: str) -> None:
     """With graphs, whose replays count, and without."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
@@ -289,7 +333,9 @@ def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size
     arrivals = [0, *ARRIVALS, 10]
     expected = [tokens(answer) for answer in serve(make(folder, Whole, **config), LONG, arrivals)[0]]
     for graphs in (True, False):
-        group = make(folder, tensor_parallel_size=size, use_cuda_graphs=graphs, **config)
+        about = config | {"tensor_parallel_size": size, "use_cuda_graphs": graphs, "all_reduce_backend": sums}
+        group = make(folder, **about)
+        assert (group.group.ranks.peers is not None) is (sums == "peer")
         assert [tokens(answer) for answer in serve(group, LONG, arrivals)[0]] == expected
         assert (group.stats()["CUDA graph replays"] > 0) is graphs
         group.group.close()

@@ -117,6 +117,18 @@ TINY_LLAMA_ROPE = {
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(**_sizes(2048, 8192, 16, 32), head_dim=64),
     "llama-3.2-3b": _llama(**_sizes(3072, 8192, 28, 24), head_dim=128),
+    "llama-3.1-70b": _llama(
+        **_sizes(8192, 28672, 80, 64),
+        head_dim=128,
+        tie_word_embeddings=False,
+        rope_scaling={
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    ),
     "qwen3-0.6b": _qwen3(**_sizes(1024, 3072, 28, 16)),
     "qwen3-1.7b": _qwen3(**_sizes(2048, 6144, 28, 16)),
     "qwen3-4b": _qwen3(**_sizes(2560, 9728, 36, 32)),

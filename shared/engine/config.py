@@ -247,6 +247,16 @@ class EngineConfig:
         at_least=0,
     )
     tensor_parallel_size: int = setting(1, "12.1", "Processes, each with a device, that share the model.", at_least=1)
+    draft_ranks: int = setting(
+        1, "12.1", "Processes that share the draft model; 1: the first has all of it.", at_least=1
+    )
+    all_reduce_backend: str | None = setting(
+        None,
+        "12.1",
+        "On GPUs: peer (small sums by our kernel, through memory that the GPUs share) or nccl; default: peer, or nccl "
+        "if they cannot.",
+        choices=("peer", "nccl"),
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -320,6 +330,11 @@ class EngineConfig:
             raise ConfigError(
                 f"pack_weights is True and tensor_parallel_size is {self.tensor_parallel_size}; packed matrices are "
                 "whole: leave one of them out."
+            )
+        if self.draft_ranks > 1 and (self.draft_model is None or self.draft_ranks > self.tensor_parallel_size):
+            raise ConfigError(
+                f"draft_ranks is {self.draft_ranks}, draft_model is {self.draft_model!r} and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}; a draft model is cut among at most as many processes as the model."
             )
         has_drafter = self.drafter == "ngram" or self.draft_model is not None or self.adapter is not None
         if self.use_speculative_decoding and not has_drafter:

@@ -3,7 +3,7 @@
 Introduced in phase 12.1. Rank 0 pickles a batch once and writes it into one of a few slots; a pipe to each rank says
 that it is there, with its sequence number and its length. A batch that is larger than a slot goes through the pipes.
 Each rank counts on a row of its own: the messages that it has read, the begins and ends of its collectives (the count
-is odd within one), and its heartbeats.
+is odd within one), and its heartbeats. It also notes when it began and ended to compute each of the last messages.
 
 Invariants: a slot is written when each rank has read what was in it; only its own rank writes a row of counters. The
 memory has no name, so nothing is left of it when the processes end.
@@ -21,6 +21,7 @@ import numpy as np
 NUM_SLOTS, SLOT_BYTES = 4, 1 << 20
 READ, CALLS, BEATS = range(3)  # messages read, begins and ends of collectives, heartbeats
 COUNTERS = 3
+NUM_TIMED = 4096  # messages whose times are kept
 SHARED = Path("/dev/shm")
 
 
@@ -28,7 +29,7 @@ class Board:
     """The shared memory of ``size`` ranks, behind the file descriptor ``fd``; ``None`` makes it."""
 
     def __init__(self, size: int, fd: int | None = None) -> None:
-        counter_bytes = 8 * COUNTERS * size
+        counter_bytes = 8 * (COUNTERS + 2 * NUM_TIMED) * size
         if fd is None:
             with tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None) as file:
                 fd = os.dup(file.fileno())
@@ -36,6 +37,8 @@ class Board:
         self.fd = fd
         self.memory = mmap.mmap(fd, counter_bytes + NUM_SLOTS * SLOT_BYTES)
         self.counters = np.frombuffer(self.memory, np.int64, COUNTERS * size).reshape(size, COUNTERS)
+        times = np.frombuffer(self.memory, np.int64, 2 * NUM_TIMED * size, 8 * COUNTERS * size)
+        self.times = times.reshape(size, NUM_TIMED, 2)  # of message n at n % NUM_TIMED, in ns of the monotonic clock
         self.first = counter_bytes
 
     def write(self, number: int, message: bytes, check: Callable[[], None]) -> None:

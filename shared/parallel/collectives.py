@@ -1,12 +1,14 @@
 """What ranks compute together: sums, gathered parts, broadcasts. Introduced in phase 12.1.
 
-On CPUs through gloo, on GPUs through NCCL; groups are objects, so a process may have several. All calls are collective:
-each rank makes the same ones in the same order. On a GPU they are launched on the current stream and can be captured.
+On CPUs through gloo; on GPUs through NCCL, small sums by a kernel of our own through memory that the GPUs share. Groups
+are objects, so a process may have several. All calls are collective: each rank makes the same ones in the same order.
+On a GPU they are launched on the current stream and can be captured.
 
-Invariant: a sum over CPUs is added in the order of the ranks, so all ranks have the same, and have it again in the next
+Invariant: gloo and the kernel add in the order of the ranks, so all ranks have the same, and have it again in the next
 run. NCCL adds in an order of its own, which is the same in each run of one configuration.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from shared.kernels.all_reduce import all_reduce, fits
+from shared.parallel.peers import PeerMemory
 
 gloo: Any = dist.ProcessGroupGloo
 NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",  # multicast, which not every machine lets processes use
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_SOCKET_IFNAME": "lo",  # the ranks are of one machine
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # PyTorch's own watch would end the engine's process
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -27,6 +34,11 @@ MEETING = timedelta(seconds=60)
 """Within this the ranks must have connected to each other, on CPUs."""
 NEVER = timedelta(days=1)
 """Collectives have no time limit: :mod:`shared.parallel.watch` ends a group that makes no progress."""
+
+
+MOST_BYTES = 1 << 20
+"""Of a tensor that the kernel sums; NCCL sums larger ones."""
+_log = logging.getLogger("infer.engine")
 
 
 class PeerError(RuntimeError):
@@ -40,6 +52,7 @@ class Collectives:
         device: of the tensors; a CPU or a GPU of this rank alone.
         count: called at the beginning and at the end of each collective.
         waiting: within it, the other ranks are waited for.
+        is_shared: whether GPUs share memory, for small sums; if they cannot, the log says so, and NCCL adds all.
     """
 
     def __init__(
@@ -50,38 +63,56 @@ class Collectives:
         device: torch.device,
         count: Callable[[], None] = lambda: None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        is_shared: bool = True,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.count, self.waiting = count, waiting
+        self.peers: PeerMemory | None = None
         if device.type == "cuda":
             for name, value in NCCL_SETTINGS.items():
                 os.environ.setdefault(name, value)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
             self.group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            self.options = [kind() for kind in (dist.AllreduceOptions, AllgatherOptions, dist.BroadcastOptions)]
+            for option in self.options:
+                option.asyncOp = False  # on the current stream
+            if is_shared:
+                try:
+                    self.peers = PeerMemory(store, rank, size, device)
+                except RuntimeError as error:
+                    _log.warning("NCCL adds small sums too: %s", error)
         else:
+            self.options = []
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
             options._timeout = MEETING
             self.group = gloo(store, rank, size, options)
             self.group._set_default_timeout(NEVER)
 
-    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, of ``x``'s shape and dtype, on every rank; ``x`` may be overwritten."""
+    def all_sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum over the ranks of ``x`` ``[T, n]``, and ``residual``, on every rank; ``x`` may be overwritten."""
+        if self.peers is not None and x.nbytes <= MOST_BYTES and fits(x):
+            self.count()
+            with self.waiting():
+                total, _ = all_reduce(x, self.peers, residual)
+            self.count()
+            return total
         if self.device.type == "cuda":
-            self._run(self.group.allreduce, [x])
-            return x
+            self._run(self.group.allreduce, [x], self.options[0])
+            return x if residual is None else residual + x
         total = (parts := self.gathered(x).unbind())[0].float()
         for part in parts[1:]:
             total = total + part
-        return total.to(x.dtype)
+        total = total.to(x.dtype)
+        return total if residual is None else residual + total
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` of every rank, ``[size, *x.shape]``, on every rank; the shapes must be equal."""
         x = x.contiguous()
         parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         if self.device.type == "cuda":
-            self._run(self.group._allgather_base, parts, x)
+            self._run(self.group._allgather_base, parts, x, self.options[1])
         elif x.numel():
             pieces = list(parts.view(self.size, -1).view(torch.uint8).unbind())  # gloo does not know every dtype
             self._run(self.group.allgather, [pieces], [x.view(-1).view(torch.uint8)])
@@ -89,7 +120,7 @@ class Collectives:
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Overwrite ``x`` with that of rank 0."""
-        self._run(self.group.broadcast, [x])
+        self._run(self.group.broadcast, [x], *self.options[2:])
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers; waits for it."""
@@ -97,6 +128,8 @@ class Collectives:
 
     def abort(self) -> None:
         """End collectives on GPUs that wait for a rank; on CPUs they raise when the rank's process has ended."""
+        if self.peers is not None:
+            self.peers.end()
         if self.device.type == "cuda":
             self.group.abort()
 
@@ -104,7 +137,9 @@ class Collectives:
         self.count()
         try:
             with self.waiting():
-                collective(*tensors).wait()
+                work = collective(*tensors)
+                if work is not None:  # NCCL returns nothing for what the current stream does
+                    work.wait()
         except RuntimeError as error:
             raise PeerError(str(error)) from error
         self.count()

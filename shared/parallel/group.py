@@ -86,7 +86,7 @@ class Group:
                 f"tensor_parallel_size is {self.size} and this machine has {torch.cuda.device_count()} GPUs, counted "
                 f"from {device}; choose at most that many."
             )
-        store = local_store()
+        store = self.store = local_store()
         num_threads = max(1, torch.get_num_threads() // self.size)
         self.board = Board(self.size)
         lifeline, self._lifeline = os.pipe()
@@ -108,9 +108,15 @@ class Group:
             self.sender = Sender(self.board, pipes, self.watch.check)
             self._meet(store)
             self.ranks = Collectives(
-                store, 0, self.size, device, partial(count_call, self.board, 0), self.watch.waiting
+                store,
+                0,
+                self.size,
+                device,
+                partial(count_call, self.board, 0),
+                self.watch.waiting,
+                config.all_reduce_backend != "nccl",
             )
-            self.watch.collectives = self.ranks
+            self.watch.collectives.append(self.ranks)
 
     def load(self) -> CausalLM:
         """The model, or rank 0's part of it."""
@@ -135,6 +141,24 @@ class Group:
         with self._starting():
             make = partial(rank_runner(self.make_runner), ranks=self.ranks, sender=self.sender, watch=self.watch)
             return make(model, view, max_sequences, **sampling)
+
+    def load_draft(self, folder: Path, **about: Any) -> CausalLM:
+        """A draft model, or rank 0's part of it; arguments as those of ``load_model``."""
+        if self.config.draft_ranks == 1:
+            return load_model(folder, **about)
+        assert self.watch is not None
+        with self._starting():
+            self.drafting = draft_collectives(self.config, self.store, self.ranks)
+            self.watch.collectives.append(self.drafting)
+            return load_part(folder, self.drafting, dtype=about["dtype"])
+
+    def draft_runner(self, model: CausalLM, view: BatchView, max_sequences: int, **sampling: Any) -> Runner:
+        """The runner of the draft model; arguments as those of :class:`shared.engine.runner.Runner`."""
+        if self.config.draft_ranks == 1:
+            return self.make_runner(model, view, max_sequences, **sampling)
+        with self._starting():
+            sampling |= {"ranks": self.drafting, "sender": self.sender, "watch": self.watch, "number": 1}
+            return rank_runner(self.make_runner)(model, view, max_sequences, **sampling)
 
     def wait(self, sampled: SamplerOutput) -> SampledTokens:
         """The sampled tokens; raises RankError if the group fails before they are there."""
@@ -211,6 +235,14 @@ def load_rank(config: EngineConfig, folder: Path, ranks: Collectives) -> CausalL
         quantization=config.quantization,
         quantize_head=config.quantize_head,
     )
+
+
+def draft_collectives(config: EngineConfig, store: dist.Store, ranks: Collectives) -> Collectives:
+    """Those of the first ``draft_ranks`` ranks, of which this is one; they meet anew unless they are all."""
+    if config.draft_ranks == ranks.size:
+        return ranks
+    about = ranks.rank, config.draft_ranks, ranks.device, ranks.count, ranks.waiting
+    return Collectives(dist.PrefixStore("draft", store), *about, config.all_reduce_backend != "nccl")
 
 
 def agreed_memory(

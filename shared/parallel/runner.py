@@ -38,6 +38,7 @@ class RankRunner(OverlappedRunner):
     Args:
         ranks: the collectives.
         sender, watch: those of rank 0; None on another rank, whose batches come by :meth:`follow`.
+        number: of the model, which messages name: 0, or 1 for a draft model.
         sampling: the keyword arguments of :class:`shared.engine.runner.Runner`.
     """
 
@@ -50,9 +51,10 @@ class RankRunner(OverlappedRunner):
         ranks: Collectives,
         sender: Sender | None = None,
         watch: Watch | None = None,
+        number: int = 0,
         **sampling: Any,
     ) -> None:
-        self.ranks, self.sender, self.watch = ranks, sender, watch
+        self.ranks, self.sender, self.watch, self.number = ranks, sender, watch, number
         self.vocabulary = Vocabulary(model.config.vocab_size, ranks)
         super().__init__(model, view, max_sequences, **sampling)
 
@@ -77,7 +79,7 @@ class RankRunner(OverlappedRunner):
 
     def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sender is not None:
-            self.sender.send(batch)
+            self.sender.send((self.number, batch))
         if len(batch.pending):
             self.ranks.broadcast(self.last_ids)
         hidden, logits = super()._compute(batch, inputs)

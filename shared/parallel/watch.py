@@ -47,7 +47,7 @@ class Watch:
     ) -> None:
         self.board, self.processes, self.pipes = board, processes, pipes
         self.size = len(processes) + 1
-        self.collectives: Collectives | None = None
+        self.collectives: list[Collectives] = []
         self.failure: RankError | None = None
         self.waiting_since: float | None = None  # when rank 0 began to wait for the others
         self.is_closing = False
@@ -144,8 +144,8 @@ class Watch:
         for process in self.processes:
             process.kill()
         self.when_lost(self.failure)
-        if self.collectives is not None:
-            self.collectives.abort()
+        for collectives in self.collectives:
+            collectives.abort()
 
 
 def reason_of(error: BaseException) -> str:

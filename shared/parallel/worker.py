@@ -24,13 +24,24 @@ import torch
 import torch.distributed as dist
 
 from shared.errors import InferError
+from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
-from shared.parallel.board import BEATS, CALLS, Board
+from shared.parallel.board import BEATS, CALLS, NUM_TIMED, Board
 from shared.parallel.channel import Receiver
 from shared.parallel.collectives import Collectives, PeerError
-from shared.parallel.group import START_SECONDS, Assignment, agreed_memory, count_call, load_rank, rank_device
+from shared.parallel.group import (
+    START_SECONDS,
+    Assignment,
+    agreed_memory,
+    count_call,
+    draft_collectives,
+    load_rank,
+    rank_device,
+)
+from shared.parallel.model import load_part
 from shared.parallel.runner import rank_runner
 from shared.parallel.watch import Failed, reason_of
+from shared.speculation.draft_model import memory_settings
 
 BEAT_SECONDS = 0.5
 LEAST_SECONDS = 0.005
@@ -71,18 +82,30 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
         torch.set_num_threads(about.num_threads)
     store = dist.TCPStore("127.0.0.1", about.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
     store.set(f"rank {rank}", "here")
-    ranks = Collectives(store, rank, size, device, partial(count_call, board, rank))
+    is_shared = config.all_reduce_backend != "nccl"
+    ranks = Collectives(store, rank, size, device, partial(count_call, board, rank), is_shared=is_shared)
     model = fuse(load_rank(config, about.folder, ranks))
     max_seq_len = config.sequence_limit(model.max_positions)
+    make_runner, drafting = rank_runner(about.runner), None
+    if config.draft_ranks > 1 and rank < config.draft_ranks:
+        drafting = draft_collectives(config, store, ranks)
+        draft = fuse(load_part(resolve_model(config.draft_model or ""), drafting, dtype=model.dtype))
     pool, view = agreed_memory(config, model, max_seq_len, about.make_memory, ranks)
-    make_runner = rank_runner(about.runner)
-    runner = make_runner(model, view, pool.max_sequences, ranks=ranks, most_logit_rows=config.most_logit_rows)
+    runners = {}
+    if drafting is not None:
+        own, longest = memory_settings(config, pool), min(max_seq_len, draft.max_positions)
+        draft_pool, draft_view = about.make_memory(own, draft, longest)
+        runners[1] = make_runner(draft, draft_view, draft_pool.max_sequences, ranks=drafting, number=1)
+    runners[0] = make_runner(model, view, pool.max_sequences, ranks=ranks, most_logit_rows=config.most_logit_rows)
     receiver = Receiver(board, pipe, rank)
     while True:
         idle.set()
-        batch = receiver.receive()
+        number, batch = receiver.receive()
         idle.clear()
-        runner.follow(batch)
+        if number in runners:
+            began, place = time.perf_counter_ns(), (receiver.number - 1) % NUM_TIMED
+            runners[number].follow(batch)
+            board.times[rank, place] = began, time.perf_counter_ns()
 
 
 def beat(board: Board, rank: int, lifeline: int, idle: threading.Event) -> None:

@@ -58,6 +58,7 @@ OF_TARGET = (
     "spec_length",
     "acceptance_method",
     "adapt_spec_length",
+    "draft_ranks",
 )
 """Settings that do not apply to the draft model, whose weights are as in its checkpoint."""
 Asking = tuple[Request, Request, int]
@@ -72,6 +73,7 @@ class DraftModel:
     Args:
         config: the engine's.
         target: the model that verifies; its ``tokenizer`` must have the draft model's tokens.
+        load: loads the draft model, or a part of it (phase 12.1); as ``load_model``.
 
     Raises ConfigError for another vocabulary, and what ``load_model`` raises.
     """
@@ -81,11 +83,13 @@ class DraftModel:
     pending: PendingDrafts | None = None
     drawn: Sequence[Drawn] = ()  # the drafts of the step, until they are collected
 
-    def __init__(self, config: EngineConfig, target: CausalLM, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: EngineConfig, target: CausalLM, tokenizer: Tokenizer, load: Callable[..., CausalLM] = load_model
+    ) -> None:
         assert config.draft_model is not None
         folder = resolve_model(config.draft_model)
         quantize = quantizer(None, False)
-        self.model = load_model(folder, dtype=target.dtype, device=target.device, quantize=quantize)
+        self.model = load(folder, dtype=target.dtype, device=target.device, quantize=quantize)
         check_vocabulary(config.draft_model, (self.model, Tokenizer.load(folder)), (target, tokenizer))
         if config.pack_weights:
             pack(self.model)
@@ -99,7 +103,7 @@ class DraftModel:
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
         """See :class:`shared.speculation.drafter.Drafter`; makes a pool with as many blocks, and the runner."""
-        own, longest = _without_drafts(self.config, pool), min(max_seq_len, self.model.max_positions)
+        own, longest = memory_settings(self.config, pool), min(max_seq_len, self.model.max_positions)
         self.room = own.most_tokens_of_a_step(longest)
         self.pool, view = make_memory(own, self.model, longest)
         self.runner = make_runner(self.model, view, self.pool.max_sequences, make_sampler=self._make_sampler())
@@ -224,7 +228,7 @@ def _hand_out(
                 twin.draft_ids = list(request.draft_ids)
 
 
-def _without_drafts(config: EngineConfig, pool: CachePoolProtocol) -> EngineConfig:
+def memory_settings(config: EngineConfig, pool: CachePoolProtocol) -> EngineConfig:
     """The settings of the draft model's memory: as many blocks as the model has."""
     own: dict[str, Any] = {name: EngineConfig.__dataclass_fields__[name].default for name in OF_TARGET}
     if config.kv_cache_backend != "contiguous":

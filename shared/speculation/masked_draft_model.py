@@ -19,6 +19,7 @@ from shared.engine.request import Request
 from shared.engine.sampler import Sampler
 from shared.grammar.constraint import Constraint
 from shared.grammar.pool import GrammarPool
+from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
@@ -41,9 +42,14 @@ class MaskedDraftModel(DraftModel):
     """
 
     def __init__(
-        self, config: EngineConfig, target: CausalLM, tokenizer: Tokenizer, grammar_pool: GrammarPool | None
+        self,
+        config: EngineConfig,
+        target: CausalLM,
+        tokenizer: Tokenizer,
+        grammar_pool: GrammarPool | None,
+        load: Callable[..., CausalLM] = load_model,
     ) -> None:
-        super().__init__(config, target, tokenizer)
+        super().__init__(config, target, tokenizer, load)
         self.grammar_pool = grammar_pool
         self.is_masked = self.model.config.vocab_size == target.config.vocab_size
 

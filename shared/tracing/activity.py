@@ -1,13 +1,15 @@
-"""What the host does in a step, and when the GPU runs: the two lanes of a trace. Introduced in phase 9.
+"""What the host does in a step, when the GPU runs, and what other ranks do: lanes of a trace. Introduced in phase 9.
 
 The engine reads no clock. While it steps, the calls between its parts are therefore wrapped, and each call begins or
 ends a part of the step. A GPU's times are those of CUDA events around the launches of a forward and of a draw; the gaps
 between the kernels of one forward are inside them, and only a profiler shows those. On a CPU a forward is computed
-while it is launched, so there is only the host's lane.
+while it is launched, so there is only the host's lane. Other ranks (phase 12.1) note when they compute or launch a
+forward, by the clock that all processes of a machine share.
 
 Invariants: the spans of a lane do not overlap; after a step the engine has the attributes that it had before.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shared.parallel.board import NUM_TIMED
 from shared.tracing.trace import Span
 
 Call = Callable[..., Any]
@@ -40,6 +43,7 @@ class StepActivity:
     last_ns: int  # where the part that runs began
     host: list[Span] = field(default_factory=list)
     launches: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)  # empty on a CPU
+    messages: range = range(0)  # to other ranks
 
     def end(self, name: str | None) -> None:
         """A part ends, and the next begins; None: neither."""
@@ -54,6 +58,9 @@ class ActivityRecorder:
     def __init__(self, engine: Any, now: Callable[[], int]) -> None:
         self.engine = engine
         self.now = now
+        group = getattr(engine, "group", None)
+        self.group: Any = group if group is not None and group.size > 1 else None
+        self.offset_ns = now() - time.perf_counter_ns() if self.group else 0
         self.zero: tuple[torch.cuda.Event, int] | None = None  # a moment by both clocks, of the GPU and of the trace
         if engine.model.device.type == "cuda":
             torch.cuda.synchronize()
@@ -65,6 +72,7 @@ class ActivityRecorder:
     def watch(self) -> Iterator[StepActivity]:
         """Time the step that is run in this context."""
         activity = StepActivity(self.now, self.now())
+        first = self.group.sender.number if self.group else 0
         with ExitStack() as restore:
             for part, method, on_call, on_return in CALLS:
                 owner = getattr(self.engine, part)
@@ -75,6 +83,19 @@ class ActivityRecorder:
                 setattr(owner, method, _timed(activity, call, on_call, on_return))
             activity.last_ns = self.now()
             yield activity
+        if self.group:
+            activity.messages = range(first, self.group.sender.number)
+
+    def rank_spans(self, activity: StepActivity) -> tuple[tuple[Span, ...], ...]:
+        """When each other rank computed what the step sent, of the last ``NUM_TIMED`` messages."""
+        if self.group is None:
+            return ()
+        places = [number % NUM_TIMED for number in activity.messages]
+        times = self.group.board.times[1:, places] + self.offset_ns  # [N - 1, messages, 2]
+        return tuple(
+            tuple(Span("forward", began, ended) for began, ended in of_rank if began >= activity.host[0].started_ns)
+            for of_rank in times.tolist()
+        )
 
     def gpu_spans(self, activity: StepActivity) -> tuple[Span, ...]:
         """When the GPU ran what the step launched; waits for the GPU."""

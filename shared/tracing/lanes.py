@@ -43,6 +43,8 @@ LANES = (
 
 
 def activity_lanes(trace: Trace) -> list[tuple[str, list[tuple[Span, ...]]]]:
-    """The names of the lanes that the trace has, ``host`` and on a GPU ``GPU``, each with its spans by step."""
+    """The names of the lanes that the trace has, ``host``, on a GPU ``GPU``, and a rank's, with their spans by step."""
     lanes = [("host", [step.host for step in trace.steps]), ("GPU", [step.gpu for step in trace.steps])]
+    num_ranks = max([len(step.ranks) for step in trace.steps], default=0)
+    lanes += [(f"rank {n + 1}", [step.ranks[n] for step in trace.steps]) for n in range(num_ranks)]
     return [(name, spans) for name, spans in lanes if any(spans)]

@@ -129,11 +129,11 @@ class Recorder:
 
     def trace(self, title: str, **settings: str | int | float | None) -> Trace:
         """The recording so far; waits for a GPU."""
-        gpu = map(self.activity.gpu_spans, self.activities)
+        gpu, ranks = (map(spans, self.activities) for spans in (self.activity.gpu_spans, self.activity.rank_spans))
         return Trace(
             title,
             max_batch_size=self.engine.config.max_batch_size,
-            steps=tuple(replace(step, gpu=spans) for step, spans in zip(self.steps, gpu, strict=True)),
+            steps=tuple(replace(s, gpu=g, ranks=r) for s, g, r in zip(self.steps, gpu, ranks, strict=True)),
             requests=tuple(replace(r, tokens=tuple(t)) for r, t in zip(self.requests, self.tokens, strict=True)),
             settings=settings,
         )

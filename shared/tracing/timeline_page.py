@@ -71,6 +71,7 @@ def trace_data(trace: Trace) -> dict[str, Any]:
                 "ended_ns": step.ended_ns,
                 "host": list(map(dataclasses.asdict, step.host)),
                 "gpu": list(map(dataclasses.asdict, step.gpu)),
+                **{f"rank {n}": list(map(dataclasses.asdict, spans)) for n, spans in enumerate(step.ranks, 1)},
             }
             for step in trace.steps
         ],

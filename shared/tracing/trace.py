@@ -110,6 +110,7 @@ class TracedStep:
     memory: MemoryMap | None = None
     host: tuple[Span, ...] = ()  # the parts of the step
     gpu: tuple[Span, ...] = ()  # when the GPU ran what the step launched, which may be after the step; none on a CPU
+    ranks: tuple[tuple[Span, ...], ...] = ()  # the forwards of each other rank, as its host saw them (phase 12.1)
 
     @property
     def num_served(self) -> int:

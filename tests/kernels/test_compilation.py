@@ -65,6 +65,7 @@ def test_every_variant_compiles(tmp_path):
         "remove_kernel",
         "grammar_advance_kernel",
         "next_token_kernel",
+        "all_reduce_kernel",
     }
 
 
@@ -333,6 +334,21 @@ def compile_next_token():
     module.next_token(*longs, *ints, longs[0], block_size=16, stride=1024)
 
 
+def compile_all_reduce():
+    from shared.kernels import all_reduce as module
+
+    module.launch = compile_launch
+    ints = [torch.zeros(size, dtype=torch.int32) for size in (256, 1)]
+    peers = SimpleNamespace(rank=1, size=2, addresses=torch.zeros(2, dtype=torch.int64), counters=ints[0], stop=ints[1])
+    for dtype, n in ((torch.bfloat16, 8192), (torch.float16, 1152), (torch.float32, 4096)):
+        x, norm = (
+            torch.zeros(1, n, dtype=dtype),
+            SimpleNamespace(weight=torch.ones(n, dtype=dtype), eps=1e-6, offset=1.0),
+        )
+        for more in ((), (x,), (x, norm)):
+            module.all_reduce(x, peers, *more)
+
+
 if __name__ == "__main__":
     compile_products()
     compile_quantized_products()
@@ -345,3 +361,4 @@ if __name__ == "__main__":
     compile_sampler()
     compile_grammar()
     compile_next_token()
+    compile_all_reduce()

@@ -1,4 +1,5 @@
-// What the host and the GPU do, as two lanes: the parts of each step, and when the device ran. Loaded after timeline.js.
+// What the host and the GPU do, as two lanes: the parts of each step, and when the device ran; and a lane for each other
+// rank. Loaded after timeline.js.
 
 // The place of a part in its lane: where it begins from above, and its height. They differ in shape and not in colour alone.
 const PARTS = {
@@ -12,8 +13,11 @@ const PARTS = {
 };
 const ON_CPU = "On a CPU the forward is computed inside “launch”. With a GPU a second lane shows when it runs what was launched.";
 
-const activityLanes = (trace) =>
-  Object.entries({ host: "host", gpu: "GPU" }).filter(([key]) => trace.steps.some((step) => step[key].length));
+const activityLanes = (trace) => {
+  const ranks = [...new Set(trace.steps.flatMap((step) => Object.keys(step).filter((key) => key.startsWith("rank "))))];
+  const lanes = [["host", "host"], ["gpu", "GPU"], ...ranks.map((name) => [name, name])];
+  return lanes.filter(([key]) => trace.steps.some((step) => step[key]?.length));
+};
 
 // Where a time stands on the axis; a time after the step is looked for from there on.
 function placeOf(trace, step, ns) {
@@ -27,7 +31,7 @@ function placeOf(trace, step, ns) {
 function drawActivity({ trace, svg, pixels }, key, y) {
   for (const [part, [top, height]] of Object.entries(PARTS)) {
     const [from, to] = [y + top * LANE, y + (top + height) * LANE].map(round);
-    const spans = trace.steps.flatMap((step, index) => step[key].filter(({ name }) => name === part).map((span) => [index, span]));
+    const spans = trace.steps.flatMap((step, index) => (step[key] ?? []).filter(({ name }) => name === part).map((span) => [index, span]));
     const boxes = spans.map(([index, { started_ns: began, ended_ns: ended }]) => {
       const [left, right] = [began, ended].map((ns) => round(placeOf(trace, index, ns) * pixels));
       return `M${left} ${from}H${right}V${to}H${left}Z`;
@@ -39,7 +43,7 @@ function drawActivity({ trace, svg, pixels }, key, y) {
 // The parts of a step with their times, a lane each.
 function activityFacts(trace, step) {
   return activityLanes(trace).map(([key, name]) => {
-    const parts = trace.steps[step][key].map((span) => `${span.name} ${milliseconds(span.ended_ns - span.started_ns)}`);
+    const parts = (trace.steps[step][key] ?? []).map((span) => `${span.name} ${milliseconds(span.ended_ns - span.started_ns)}`);
     return `${name}: ${parts.join(", ") || "nothing"}`;
   });
 }

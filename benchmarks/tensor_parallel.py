@@ -1,0 +1,426 @@
+"""What several GPUs buy for one model, beside what they could: the sums, and engines of 1 and N ranks.
+
+Introduced in phase 12.1. Each part is a process of its own that writes its figures when they are made, so that one that
+hangs loses no other; ``report`` puts them together. Weights are random and made on the GPUs when they are read, whole
+tensor by whole tensor, so no checkpoint is written, and N ranks have parts of the weights that one rank has.
+
+    python -m benchmarks.tensor_parallel sums --ranks 2 --out DIR
+    python -m benchmarks.tensor_parallel engine --shape qwen3-8b --ranks 1 --out DIR
+    python -m benchmarks.tensor_parallel engine --shape qwen3-8b --ranks 2 --sums nccl --out DIR
+    python -m benchmarks.tensor_parallel report --shape qwen3-8b --ranks 2 --out DIR
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shared.loading.checkpoint
+import shared.parallel.group
+from benchmarks.hardware import measure_ceilings
+from benchmarks.report import Report, engine_settings, rounded, write_report
+from benchmarks.roofline import DecodeWork
+from benchmarks.shared_chunks import Decoding
+from benchmarks.view import Column, Table, View, text
+from shared.checkpoints.byte_tokenizer import save_byte_tokenizer
+from shared.checkpoints.make import checkpoint_tensors, random_tensor
+from shared.checkpoints.shapes import SHAPES
+from shared.engine.config import EngineConfig
+from shared.kernels.all_reduce import all_reduce, fits
+from shared.kernels.launch import check_launchable
+from shared.kernels.rmsnorm import rms_norm
+from shared.lessons import find_lesson
+from shared.loading.config_json import parse_config
+from shared.loading.placement import check_device
+from shared.parallel.collectives import Collectives
+from shared.parallel.group import local_store
+from shared.parallel.model import load_part
+from shared.quantization.weight import QuantizedWeight
+from shared.sampling.params import SamplingParams
+
+ROW = 4096  # numbers of 16 bits: 8 KB
+ROWS = {"8 KB": 1, "64 KB": 8, "512 KB": 64, "1 MB": 128, "8 MB": 1024}
+CHAIN = 40  # sums in a graph
+CASES = {"one": (1, 0.0), "many": (64, 0.0), "drawn": (64, 1.0)}  # requests, and their temperature
+PROMPT, CONTEXT, TRIALS = 8192, 128, 3
+
+
+class RandomFile:
+    """In the place of an opened safetensors file: tensors that are made when they are read."""
+
+    def __init__(self, path: Path, framework: str, device: str) -> None:
+        self.config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+        self.shapes = dict(checkpoint_tensors(self.config))
+        is_gpu = torch.cuda.is_available() and not (path.parent / "on-cpu").exists()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+
+    def keys(self) -> list[str]:
+        return list(self.shapes)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        made = random_tensor(name, self.shapes[name], family=self.config["model_type"], device=self.device)
+        return made.to(getattr(torch, self.config["torch_dtype"]))
+
+    def get_slice(self, name: str) -> Any:
+        return RandomSlice(self, name)
+
+
+class RandomSlice:
+    """A part of a tensor to be read."""
+
+    def __init__(self, file: RandomFile, name: str) -> None:
+        self.file, self.name = file, name
+
+    def get_shape(self) -> list[int]:
+        return list(self.file.shapes[self.name])
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        return self.file.get_tensor(self.name)[part].clone()
+
+
+def make_weights_when_read() -> None:
+    """In this process, checkpoints have random weights."""
+    shared.loading.checkpoint.safe_open = RandomFile  # type: ignore[assignment]
+
+
+def worker() -> None:
+    """A rank other than 0."""
+    from shared.parallel.worker import main
+
+    make_weights_when_read()
+    main()
+
+
+class Alone:
+    """In the place of collectives: rank 0 of ``size``, which waits for no other and adds nothing."""
+
+    rank, peers = 0, None
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+
+    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def load_alone(size: int) -> Callable[..., Any]:
+    """As ``load_model``, of the part of rank 0."""
+
+    def load(folder: Path, *, dtype: Any, device: str, quantize: Any) -> Any:
+        return load_part(folder, Alone(size, check_device(device)), dtype=dtype)  # type: ignore[arg-type]
+
+    return load
+
+
+def random_model(shape: str, folder: Path, device: str) -> Path:
+    """A folder with all but weights."""
+    folder = folder / shape
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+    (folder / "model.safetensors").touch()
+    if device == "cpu":
+        (folder / "on-cpu").touch()
+    save_byte_tokenizer(SHAPES[shape], folder)
+    return folder
+
+
+def first_token(engine: Any, prompt: list[int]) -> float:
+    """Seconds to a prompt's first token."""
+    engine.add_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True))
+    started = time.perf_counter()
+    while not engine.step():
+        pass
+    seconds = time.perf_counter() - started
+    while engine.has_work():
+        engine.step()
+    return seconds
+
+
+def prompt_of(n: int, length: int) -> list[int]:
+    return [(31 * n + 7 * k * k + k) % 400 + 20 for k in range(length)]
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights, in 8 bits too."""
+    quantized = [
+        weight for part in model.modules() if isinstance(weight := getattr(part, "weight", None), QuantizedWeight)
+    ]
+    return sum(one.nbytes for one in model.parameters()) + sum(one.num_bytes for one in quantized)
+
+
+def wait_for(path: Path | None) -> None:
+    """Wait for a file: another part has ended."""
+    while path is not None and not path.exists():
+        time.sleep(0.05)
+
+
+def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Steps, prompts and memory of an engine with ``given.ranks`` ranks."""
+    make_weights_when_read()
+    shared.parallel.group.START = "from benchmarks.tensor_parallel import worker; worker()"
+    phase = find_lesson("12" if given.ranks == 1 else "12.1")
+    if given.alone:
+        vars(sys.modules[phase.engine.__module__])["load_model"] = load_alone(given.alone)
+    wait_for(given.load_after)
+    is_tiny = given.shape.startswith("tiny")
+    prompt = 64 if is_tiny else PROMPT
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = random_model(given.shape, Path(temporary), given.device)
+        config = EngineConfig(
+            model=str(folder),
+            device=given.device,
+            seed=0,
+            max_seq_len=prompt + 256,
+            max_batch_size=4 if is_tiny else given.batch,
+            prefill_chunk_size=64 if is_tiny else given.chunk,
+            max_num_batched_tokens=4096,
+            num_gpu_blocks=2600 if given.batch == 64 else 1200,
+            use_prefix_caching=False,
+            quantization=given.quantization,
+            tensor_parallel_size=given.ranks,
+            all_reduce_backend=given.sums if given.ranks > 1 else None,
+        )
+        started = time.perf_counter()
+        engine = phase.engine(config)
+    figures: dict[str, Any] = {
+        "ranks": given.ranks,
+        "load_seconds": rounded(time.perf_counter() - started),
+        "weight_bytes": weight_bytes(engine.model),
+        "kv_bytes": engine.view.num_bytes,
+        "kv_tokens": engine.pool.capacity_tokens,
+        "settings": engine_settings(config, given.shape),
+        "num_graphs": len(getattr(engine.runner, "graphs", ())),
+    }
+    if given.ranks > 1 and given.device == "cuda":
+        peers = engine.group.ranks.peers
+        figures["way"] = None if peers is None else peers.way
+    save(figures)
+    wait_for(given.measure_after)
+    answer = engine.generate(prompt_of(0, 32), SamplingParams(temperature=0.0, max_new_tokens=32, ignore_eos=True))
+    figures["answer"] = [output.token_id for output in answer]
+    figures["num_replays"] = engine.stats()["CUDA graph replays"]
+    save(figures)
+    for case, (count, temperature) in CASES.items():
+        if count <= config.max_batch_size:
+            decoding = Decoding(engine, [(prompt_of(n, CONTEXT), []) for n in range(count)], TRIALS, temperature)
+            figures[f"{case}_ms"] = rounded(statistics.median(decoding.step_ms() for _ in range(TRIALS)))
+            decoding.end()
+            save(figures)
+    first_token(engine, prompt_of(1, prompt))
+    figures["prompt_ms"] = rounded(1e3 * min(first_token(engine, prompt_of(2 + n, prompt)) for n in range(TRIALS)))
+    save(figures)
+    if given.profile:
+        decoding = Decoding(engine, [(prompt_of(0, CONTEXT), [])], TRIALS)
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+            decoding.step_ms()
+        table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=60)
+        (given.out / f"profile-{given.ranks}-{given.sums}.txt").write_text(table, encoding="utf-8")
+        decoding.end()
+    if given.ranks == 1 and given.device == "cuda":
+        figures["ceilings"] = measure_ceilings("cuda").results()
+        save(figures)
+    if given.ranks > 1:
+        engine.group.close()
+
+
+def measure_sums(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Whether our sums are right, and the time of ours and NCCL's in a graph; rank 0 starts the others."""
+    rank, device = given.rank, torch.device("cuda", given.rank)
+    torch.cuda.set_device(device)
+    others = []
+    if rank == 0:
+        store = local_store()
+        for peer in range(1, given.ranks):
+            command = [sys.executable, "-m", "benchmarks.tensor_parallel", "sums", "--ranks", str(given.ranks)]
+            command += ["--rank", str(peer), "--port", str(store.port), "--out", str(given.out)]
+            others.append(subprocess.Popen(command))
+    else:
+        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+        store = dist.TCPStore("127.0.0.1", given.port, is_master=False, timeout=timedelta(seconds=60))
+    check_launchable(device)
+    ranks = Collectives(store, rank, given.ranks, device)
+    figures: dict[str, Any] = {"ranks": given.ranks, "way": None if ranks.peers is None else ranks.peers.way}
+    print(f"rank {rank} meets, {figures['way']} memory", flush=True)
+    ranks.least(0)
+    rows: dict[str, dict[str, float]] = {size: {} for size in ROWS}
+    with torch.inference_mode():
+        for size, count in ROWS.items():
+            x = torch.zeros(count, ROW, dtype=torch.bfloat16, device=device)
+            rows[size]["nccl_us"] = time_in_graph(lambda x=x: ranks._run(ranks.group.allreduce, [x], ranks.options[0]))
+            save(figures | {"rows": rows})
+        if ranks.peers is not None:
+            figures["num_right"] = check_sums(ranks)
+            save(figures | {"rows": rows})
+            weight = torch.ones(ROW, dtype=torch.bfloat16, device=device)
+            norm: Any = argparse.Namespace(weight=weight, eps=1e-6, offset=0.0)
+            for size, count in ROWS.items():
+                x = torch.zeros(count, ROW, dtype=torch.bfloat16, device=device)
+                if not fits(x):
+                    continue
+                calls: dict[str, Callable[[], Any]] = {
+                    "peer_us": lambda x=x: all_reduce(x, ranks.peers),
+                    "residual_us": lambda x=x: all_reduce(x, ranks.peers, x),
+                    "norm_us": lambda x=x: all_reduce(x, ranks.peers, x, norm),
+                    "then_norm_us": lambda x=x: rms_norm(all_reduce(x, ranks.peers, x)[0], weight, 1e-6),
+                }
+                for name, call in calls.items():
+                    rows[size][name] = time_in_graph(call)
+                    save(figures | {"rows": rows})
+    ranks.least(0)
+    for process in others:
+        process.wait(20)
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent has gone, whatever its GPU waits for."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+def time_in_graph(call: Callable[[], Any]) -> float:
+    """Microseconds of a call, in a graph of ``CHAIN`` of them; all ranks make the same calls."""
+    from shared.engine.graphs import Computed, CudaGraphCapture
+
+    def run() -> Computed:
+        for _ in range(CHAIN):
+            call()
+        return Computed(torch.zeros(1, device="cuda"))
+
+    captured = CudaGraphCapture(torch.device("cuda", torch.cuda.current_device()))(run)
+    times = []
+    for _ in range(12):
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        captured.replay()  # the ranks meet
+        ends[0].record()
+        for _ in range(4):
+            captured.replay()
+        ends[1].record()
+        torch.cuda.synchronize()
+        times.append(1e3 * ends[0].elapsed_time(ends[1]) / (4 * CHAIN))
+    return rounded(statistics.median(times[2:]))
+
+
+def check_sums(ranks: Collectives) -> int:
+    """How many of our sums, in many shapes one after the other, have the bits of a sum in the order of the ranks."""
+    num_right = 0
+    for n in range(300):
+        count, width = (1, 3, 64, 128, 2)[n % 5], (4096, 2048, 2560, 8192, 1152)[n // 5 % 5]
+        dtype = (torch.bfloat16, torch.float16, torch.float32)[n % 3]
+        width = min(width, 4096) if dtype == torch.float32 else width
+        generator = torch.Generator(ranks.device).manual_seed(7 * n + ranks.rank)
+        x = torch.randn(count, width, device=ranks.device, generator=generator).to(dtype)
+        total, _ = all_reduce(x, ranks.peers, None)  # type: ignore[arg-type]
+        parts = ranks.gathered(x).float().unbind()
+        expected = parts[0]
+        for part in parts[1:]:
+            expected = expected + part
+        num_right += torch.equal(total, expected.to(dtype))
+    print(f"rank {ranks.rank}: {num_right} of 300 sums are right", flush=True)
+    return num_right
+
+
+def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
+    """The report of the parts in ``folder``."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("part-*.json"))}
+    one = found[f"part-engine-{shape}-1"]
+    work = DecodeWork(parse_config(dict(SHAPES[shape]), shape), getattr(torch, SHAPES[shape]["torch_dtype"]))
+    reference = one["answer"]
+    rate = one["ceilings"]["read_gb_per_second"] * 1e9
+    results: dict[str, Any] = {"ceilings": one.pop("ceilings"), "sums": found[f"part-sums-{num_ranks}"]}
+    engines = {}
+    for name, figures in found.items():
+        if name.startswith(f"part-engine-{shape}-"):
+            ranks, key = figures["ranks"], name.removeprefix(f"part-engine-{shape}-")
+            engines[key] = figures.pop("settings")
+            answer = figures.pop("answer")
+            as_one = [a == b for a, b in zip(answer, reference, strict=True)]
+            figures["answer_as_one"] = [*as_one, False].index(False)  # tokens, up to the first that differs
+            for case, (count, _) in CASES.items():
+                sums_us = results["sums"]["rows"]["8 KB" if count == 1 else "512 KB"]
+                sum_us = 0.0 if ranks == 1 else sums_us["nccl_us" if key.endswith("nccl") else "residual_us"]
+                limit = work.num_bytes(CONTEXT + 80, count) / ranks / rate
+                limit += 1e-6 * sum_us * (2 * SHAPES[shape]["num_hidden_layers"] + 1)
+                figures[f"{case}_gain"] = rounded(one[f"{case}_ms"] / figures[f"{case}_ms"])
+                figures[f"{case}_limit_ms"] = rounded(1e3 * limit)
+            figures["prompt_gain"] = rounded(one["prompt_ms"] / figures["prompt_ms"])
+            figures["weight_share"] = rounded(figures["weight_bytes"] * ranks / one["weight_bytes"])
+            figures["kv_share"] = rounded(figures["kv_bytes"] * ranks / one["kv_bytes"])
+            results[key] = figures
+        elif name.startswith("part-engine-"):
+            results.setdefault("others", {})[name.removeprefix("part-engine-")] = figures
+    model = {"name": shape, "revision": None, "config": SHAPES[shape]}
+    flags = {"context": CONTEXT, "prompt": PROMPT, "trials": TRIALS, "ranks": num_ranks, "weights": "random"}
+    return Report("tensor-parallel", model, engines, 0, flags, results, "cuda")
+
+
+def times_of(case: str) -> Column:
+    return Column("times", f"{case}_gain")
+
+
+def view(report: Report) -> View:
+    """The engines, and the sums."""
+    rows = [report.results[key] | {"ranks": key} for key in report.engines]
+    columns = [text("ranks, sums", "ranks")]
+    for name, key in {"1 request": "one", "64": "many", "64 drawn": "drawn"}.items():
+        columns += [Column(f"{name}, ms", f"{key}_ms"), Column("limit", f"{key}_limit_ms"), times_of(key)]
+    columns += [Column("prompt, ms", "prompt_ms"), times_of("prompt")]
+    sums = [{"size": size} | row for size, row in report.results["sums"]["rows"].items()]
+    kinds = {"NCCL": "nccl_us", "ours": "peer_us", "with a residual": "residual_us", "and the norm": "norm_us"}
+    kinds["norm behind it"] = "then_norm_us"
+    of_sums = [text("a sum of", "size"), *(Column(f"{name}, µs", key) for name, key in kinds.items())]
+    tables = [Table("", columns, rows), Table("Sums in a graph", of_sums, sums)]
+    return View(f"Tensor parallel: {report.model['name']}", [report.machine_title], tables)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("sums", "engine", "report"))
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sums", default="peer", choices=("peer", "nccl"))
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--alone", type=int, default=0, help="with one rank: time the part of rank 0 of so many")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--load-after", type=Path, default=None)
+    parser.add_argument("--measure-after", type=Path, default=None)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    kind = (f"-of-{given.alone}" if given.alone else "") if given.ranks == 1 else f"-{given.sums}"
+    name = f"sums-{given.ranks}" if given.part == "sums" else f"engine-{given.shape}-{given.ranks}{kind}"
+    given.out.mkdir(parents=True, exist_ok=True)
+
+    def save(figures: dict[str, Any]) -> None:
+        if given.rank == 0:
+            (given.out / f"part-{name}.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
+            print(json.dumps({key: value for key, value in figures.items() if key != "settings"}), flush=True)
+
+    if given.part == "report":
+        report = make_report(given.out, given.shape, given.ranks)
+        print(report.line())
+        write_report(report, given.out, view=view(report))
+    else:
+        (measure_sums if given.part == "sums" else measure_engine)(given, save)
+        sys.stdout.flush()
+        os._exit(0)  # communicators of ranks that have gone may keep a process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Memory of each rank's GPU that the GPUs of all ranks write and read. Introduced in phase 12.1.
+
+Invariant: all ranks have it, or none: those of a machine on which one of the ways to share memory fails use another.
+"""
+
+import logging
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shared.kernels.all_reduce import CHANNELS, num_words
+
+WAYS = ("symmetric", "mapped")
+_log = logging.getLogger("infer.engine")
+_groups: list[dist.ProcessGroup] = []  # PyTorch's registry does not keep them
+
+
+class PeerMemory:
+    """The memory of rank ``rank`` of the ``size`` ranks that meet at ``store``; see ``shared.kernels.all_reduce``.
+
+    Raises RuntimeError if the ranks cannot share memory.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.way = rank, size, ""
+        for way in WAYS:
+            try:
+                about = dist.PrefixStore(way, store), rank, size, device
+                self.memory, addresses, self.kept = symmetric(*about) if way == "symmetric" else mapped(*about)
+            except Exception as error:
+                _log.warning("rank %d has no %s memory: %s", rank, way, error, exc_info=error)
+                addresses = []
+            if all_agree(dist.PrefixStore(f"{way} memory", store), rank, size, bool(addresses)):
+                self.way = way
+                break
+        else:
+            raise RuntimeError("the GPUs of the ranks cannot share memory")
+        self.addresses = torch.tensor(addresses, device=device)
+        self.counters = torch.zeros(CHANNELS, dtype=torch.int32, device=device)
+        self.stop = torch.zeros(1, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+        self._stream = torch.cuda.Stream(device)
+        self.memory.zero_()
+        torch.cuda.synchronize(device)
+        all_agree(dist.PrefixStore("cleared memory", store), rank, size, True)
+
+    def end(self) -> None:
+        """End what waits on this GPU for other ranks; the copy needs no multiprocessor, all of which may wait."""
+        with torch.cuda.stream(self._stream):
+            self.stop.copy_(self._one, non_blocking=True)
+
+
+def symmetric(
+    store: dist.Store, rank: int, size: int, device: torch.device
+) -> tuple[torch.Tensor, list[int], list[object]]:
+    """This rank's memory and the addresses of all, from PyTorch's symmetric memory, which needs a group by name."""
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+    group = dist.ProcessGroup(store, rank, size)
+    name: Any = f"peers {len(_groups)}"
+    _register_process_group(name, group)
+    _groups.append(group)
+    _SymmetricMemory.set_group_info(name, rank, size, store)  # of which versions before 2.11 take the store
+    memory = _SymmetricMemory.empty_strided_p2p((num_words(size),), (1,), torch.int64, device, name)
+    handle = _SymmetricMemory.rendezvous(memory, name)
+    return memory, list(handle.buffer_ptrs), [handle]
+
+
+def mapped(
+    store: dist.Store, rank: int, size: int, device: torch.device
+) -> tuple[torch.Tensor, list[int], list[object]]:
+    """The same through CUDA's memory handles, of which a process opens those of the others on its own GPU."""
+    memory = torch.zeros(num_words(size), dtype=torch.int64, device=device)
+    store.set(f"memory {rank}", pickle.dumps(memory.untyped_storage()._share_cuda_()).hex())
+    storages = [memory.untyped_storage()] * size
+    for peer in range(size):
+        if peer != rank:
+            _, *about = pickle.loads(bytes.fromhex(store.get(f"memory {peer}").decode()))
+            storages[peer] = torch.UntypedStorage._new_shared_cuda(device.index, *about)
+    return memory, [storage.data_ptr() for storage in storages], list(storages)
+
+
+def all_agree(store: dist.Store, rank: int, size: int, is_agreed: bool) -> bool:
+    """Whether all ranks say so; waits for them."""
+    store.set(f"rank {rank}", str(int(is_agreed)))
+    return all(store.get(f"rank {peer}") == b"1" for peer in range(size))
