@@ -4,10 +4,9 @@ A program widens a tile of W in registers and multiplies it by rows of x: W is t
 cores read from registers, so the widened tile is never written anywhere. The numbers of 8 and of 4 bits are exact in
 fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32.
 
-With few rows the time is that of reading W, if nothing holds it up, and two things do with four bits. Warps that share
-a tile of few rows of W widen the same bytes, and a scale that is loaded for 128 columns is waited for every 128
-columns. So in :func:`quantized_skinny_kernel` each warp has columns of its own, and a tile has the columns of several
-scales.
+With few rows the time is that of reading W, if nothing holds it up: a widened tile that goes through shared memory once
+more, or a scale that is waited for every 128 columns. In :func:`quantized_rows_kernel` the bytes are loaded many tiles
+ahead, each thread widens what it has loaded, and the product is told which rows and columns those are.
 
 If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: for prompts x is rounded to FP8,
 with a scale a row. If W's scales belong to rows too, ``torch._scaled_mm`` computes that; with scales of 128 columns the
@@ -15,9 +14,12 @@ kernel here adds up 128 columns at a time, also for the sake of the sum, since H
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 """
 
+import functools
+
 import torch
 
 from shared.kernels import gated
+from shared.kernels.arrival import is_last_arrival
 from shared.kernels.gemv import ACTIVATIONS, load_weights, prefetch_weights
 from shared.kernels.launch import (
     Generation,
@@ -28,8 +30,8 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.quantized_tiles import columns, halves, widened
-from shared.kernels.quantized_tiling import QuantizedTiling
+from shared.kernels.quantized_tiles import as_operand, columns, halves, loaded_row, operand_column, widened
+from shared.kernels.quantized_tiling import MAX_BLOCKS_SPLIT, QuantizedTiling
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
@@ -163,49 +165,37 @@ def quantized_gemm_kernel(
 
 
 @triton.jit
-def load_pieces(rows, is_row, at, WIDTH: tl.constexpr):
-    """Elements at ``at [P, B]`` of rows ``[R]``, in P pieces of B: ``[P, R, B]``."""
-    inside = is_row[None, :, None] & (at < WIDTH)[:, None, :]
-    return tl.load(rows[None, :, None] + at[:, None, :], mask=inside, other=0.0)
+def load_step(rows, start, S: tl.constexpr):
+    """128 columns of rows of W: ``[S, BLOCK_N, 64]`` bytes."""
+    at = tl.arange(0, S)[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
+    return tl.load(rows[None, :, None] + start + at, eviction_policy="evict_first")
 
 
 @triton.jit
-def add_pieces(
-    y,
-    rows,
-    is_row,
-    low,
-    high,
-    scales,
-    zeros,
-    at,
-    group,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """``y + x Wᵀ`` of pieces of a tile, ``[P, rows of x, rows of W]``; scaled, unless a scale belongs to a row."""
-    tile = load_pieces(rows, is_row, at, WIDTH).trans(0, 2, 1)
-    inside = (group < GROUPS)[:, None] & is_row[None, :]
+def load_scales(of_groups, group, DEFAULT: tl.constexpr):
+    """What belongs to a group of rows of W, or zeros of 8."""
+    if of_groups is None:
+        return tl.full([1], DEFAULT, tl.float32)
+    else:
+        return tl.load(of_groups + group).to(tl.float32)
+
+
+@triton.jit
+def add_step(y, tile, low, high, scale, zero, GROUPS: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr):
+    """``y + W xᵀ`` of 128 columns, whose scale is the same; scaled, unless a scale belongs to a row."""
+    tile = as_operand(tile, WARPS)
     total = y if GROUPS == 1 else tl.zeros(y.shape, tl.float32)
     if BITS == 8:
-        total = tl.dot(low, widened(tile, low.dtype), total, input_precision="ieee")
+        total = tl.dot(widened(tile, low.dtype), low.T, total, input_precision="ieee")
     else:
-        zero = 8.0
-        if zeros is not None:
-            zero = tl.load(zeros[None, :] + group[:, None], mask=inside, other=0).to(tl.float32)[:, None, :]
-        low_tile, high_tile = halves(tile, zero, low.dtype)
-        total = tl.dot(low, low_tile, total, input_precision="ieee")
-        total = tl.dot(high, high_tile, total, input_precision="ieee")
-    if GROUPS == 1:
-        return total
-    else:
-        scale = tl.load(scales[None, :] + group[:, None], mask=inside, other=0.0).to(tl.float32)
-        return y + total * scale[:, None, :]
+        low_tile, high_tile = halves(tile, zero[:, None], low.dtype)
+        total = tl.dot(low_tile, low.T, total, input_precision="ieee")
+        total = tl.dot(high_tile, high.T, total, input_precision="ieee")
+    return total if GROUPS == 1 else y + total * scale[:, None]
 
 
 @triton.jit
-def quantized_skinny_kernel(
+def quantized_rows_kernel(
     x,
     values,
     scales,
@@ -213,6 +203,8 @@ def quantized_skinny_kernel(
     bias,
     residual,
     out,
+    partial,
+    counters,
     num_rows,
     N,
     x_stride,
@@ -221,69 +213,105 @@ def quantized_skinny_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    RUN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PIECES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STEPS: tl.constexpr,
     PREFETCHED: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program i computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows.
+    """Program (i, j) computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows, from part j of K.
 
-    A tile of BLOCK_K columns is multiplied in PIECES, whose columns share a scale, each by warps of its own: the warps
-    share the columns, so that few rows of W occupy all of them. Their sums are added at the end.
+    The bytes of W travel through shared memory as they are, many tiles ahead, and each thread takes from there what it
+    widens for the tensor cores (:func:`as_operand`). A step is 128 columns, an iteration STEPS steps. Of several
+    parts the last program to arrive adds up all, in their order.
     """
     launch_dependents(PDL)
     WIDTH: tl.constexpr = K * BITS // 8  # bytes of a row
-    BLOCK_B: tl.constexpr = BLOCK_K * BITS // 8
-    PIECE: tl.constexpr = BLOCK_B // PIECES
+    PART: tl.constexpr = WIDTH // SPLITS
+    STEP: tl.constexpr = 16 * BITS
+    S: tl.constexpr = STEP // 64
     GROUPS: tl.constexpr = K // GROUP
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
-    is_row, is_x_row = n < N, m < num_rows
-    rows = values + n.to(tl.int64) * WIDTH
-    group_row = n // rows_per_scale * GROUPS
-    scale_rows = scales + group_row
-    zero_rows = None if zeros is None else zeros + group_row
-    prefetch_weights(values, tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
+    block, split = tl.program_id(0), tl.program_id(1)
+    first = split * PART
+    m, n = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
+    loaded = tl.minimum(block * BLOCK_N + loaded_row(tl.arange(0, BLOCK_N), WARPS), N - 1)
+    row = tl.minimum(n, N - 1)
+    rows = values + loaded.to(tl.int64) * WIDTH + first
+    scale_rows = scales + row // rows_per_scale * GROUPS
+    zero_rows = None if zeros is None else zeros + row // rows_per_scale * GROUPS
+    prefetch_weights(values + first, row, WIDTH, STEP, PREFETCHED, PDL)
+    up_rows = rows
+    up_scale_rows = scale_rows
+    up_zero_rows = zero_rows
     if ACTIVATION is not None:
-        up_rows = values + (N + n).to(tl.int64) * WIDTH
-        up_group_row = (N + n) // rows_per_scale * GROUPS
-        up_scale_rows = scales + up_group_row
-        up_zero_rows = None if zeros is None else zeros + up_group_row
-        prefetch_weights(values, N + tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
+        up_rows += N.to(tl.int64) * WIDTH
+        up_scale_rows = scales + (N + row) // rows_per_scale * GROUPS
+        up_zero_rows = None if zeros is None else zeros + (N + row) // rows_per_scale * GROUPS
+        prefetch_weights(values + first, N + row, WIDTH, STEP, PREFETCHED, PDL)
+    # What belongs to a group is loaded a step ahead of its use.
+    group = first // STEP if GROUPS > 1 else 0
+    scale, zero = load_scales(scale_rows, group, 1.0), load_scales(zero_rows, group, 8.0)
+    up_scale, up_zero = load_scales(up_scale_rows, group, 1.0), load_scales(up_zero_rows, group, 8.0)
     wait_for_previous(PDL)
-    x_rows = x + m * x_stride
-    y = tl.zeros([PIECES, BLOCK_M, BLOCK_N], tl.float32)
-    up = y
-    for start in range(0, WIDTH, BLOCK_B):
-        piece = start + tl.arange(0, PIECES) * PIECE
-        at = piece[:, None] + tl.arange(0, PIECE)[None, :]
-        group = piece // (GROUP * BITS // 8)
-        k = columns(at, RUN, BITS)
-        low = load_pieces(x_rows, is_x_row, k, K)
-        high = low if BITS == 8 else load_pieces(x_rows, is_x_row, k + RUN // 2, K)
-        y = add_pieces(y, rows, is_row, low, high, scale_rows, zero_rows, at, group, WIDTH, GROUPS, BITS)
+    x_rows = x + m[:, None] * x_stride + operand_column(tl.arange(0, 64 * S), BITS)[None, :]
+    is_x_row = (m < num_rows)[:, None]
+    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for begin in range(0, PART, STEP * STEPS):
+        for step in tl.static_range(STEPS):
+            start = begin + step * STEP
+            k = (first + start) * 8 // BITS
+            tile = load_step(rows, start, S)
+            low = tl.load(x_rows + k, mask=is_x_row, other=0.0, eviction_policy="evict_last")
+            high = low
+            if BITS == 4:
+                high = tl.load(x_rows + k + 64, mask=is_x_row, other=0.0, eviction_policy="evict_last")
+            if ACTIVATION is not None:
+                up_tile = load_step(up_rows, start, S)
+            this_scale, this_zero, this_up_scale, this_up_zero = scale, zero, up_scale, up_zero
+            if GROUPS > 1:
+                group = tl.minimum(k // 128 + 1, GROUPS - 1)
+                scale, zero = load_scales(scale_rows, group, 1.0), load_scales(zero_rows, group, 8.0)
+                if ACTIVATION is not None:
+                    up_scale, up_zero = load_scales(up_scale_rows, group, 1.0), load_scales(up_zero_rows, group, 8.0)
+            y = add_step(y, tile, low, high, this_scale, this_zero, GROUPS, BITS, WARPS)
+            if ACTIVATION is not None:
+                up = add_step(up, up_tile, low, high, this_up_scale, this_up_zero, GROUPS, BITS, WARPS)
+    is_storing = True
+    if SPLITS > 1:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        KINDS: tl.constexpr = 1 if ACTIVATION is None else 2
+        at = block * (SPLITS * KINDS * SIZE) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        tl.store(partial + at + split * KINDS * SIZE, y)
         if ACTIVATION is not None:
-            up = add_pieces(up, up_rows, is_row, low, high, up_scale_rows, up_zero_rows, at, group, WIDTH, GROUPS, BITS)
-    y = tl.sum(y, axis=0)
-    if GROUPS == 1:
-        y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION is not None:
-        up = tl.sum(up, axis=0)
+            tl.store(partial + at + (split * KINDS + 1) * SIZE, up)
+        is_storing = is_last_arrival(counters + block, SPLITS)
+        if is_storing:
+            y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for part in tl.static_range(SPLITS):
+                y += tl.load(partial + at + part * KINDS * SIZE, cache_modifier=".cg")
+                if ACTIVATION is not None:
+                    up += tl.load(partial + at + (part * KINDS + 1) * SIZE, cache_modifier=".cg")
+    if is_storing:
         if GROUPS == 1:
-            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+            y *= load_scales(scale_rows, 0, 1.0)[:, None]
+        is_row = n < N
         if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        y = gated.gated_activation(y, up, ACTIVATION)
-    inside = is_x_row[:, None] & is_row[None, :]
-    if residual is not None:
-        y += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m[:, None] * N + n[None, :], y, mask=inside)
+            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION is not None:
+            if GROUPS == 1:
+                up *= load_scales(up_scale_rows, 0, 1.0)[:, None]
+            if bias is not None:
+                up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            y = gated.gated_activation(y, up, ACTIVATION)
+        inside = is_row[:, None] & (m < num_rows)[None, :]
+        if residual is not None:
+            y += tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + m[None, :] * N + n[:, None], y, mask=inside)
 
 
 @triton.jit
@@ -304,6 +332,13 @@ def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
     """The values as the kernels take them on this GPU: FP8 as bytes where the GPU has no FP8."""
     is_fp8 = weight.values.dtype == torch.float8_e4m3fn
     return weight.values.view(torch.uint8) if is_fp8 and not gpu.has_fp8 else weight.values
+
+
+@functools.cache
+def arrivals(device: torch.device) -> torch.Tensor:
+    """The counters of programs that share a block; zero between launches, so one array serves all on a stream. An
+    engine calls a step before it captures it, so this is never made in a capture."""
+    return torch.zeros(MAX_BLOCKS_SPLIT, dtype=torch.int32, device=device)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -363,10 +398,10 @@ def multiply(
         dtype: of the result; by default that of x.
     """
     T, K = x.shape
-    if K > weight.columns_per_scale < cut.block_k // max(1, cut.pieces):
+    if K > weight.columns_per_scale < cut.block_k and not cut.splits:
         raise ValueError(f"a tiling of {cut.block_k} columns for {weight.columns_per_scale} that share a scale")
-    if cut.pieces and cut.block_m < T:
-        raise ValueError(f"a tiling in pieces is for {cut.block_m} rows of x, not for {T}")
+    if cut.splits and (cut.block_m < T or K % (cut.splits * cut.block_k) or weight.columns_per_scale not in (128, K)):
+        raise ValueError(f"{cut} is not for {T} rows of {K} columns, {weight.columns_per_scale} of which share a scale")
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty(T, N, dtype=dtype or x.dtype, device=x.device)
     shapes = (T, N, x.stride(0), 0 if residual is None else residual.stride(0), weight.rows_per_scale)
@@ -383,9 +418,16 @@ def multiply(
     about = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
     of_w = (stored(weight, gpu), weight.scales, weight.zeros, bias, residual, out)
     blocks_n = -(-N // cut.block_n)
-    if cut.pieces:
-        options["PIECES"] = cut.pieces
-        launch(quantized_skinny_kernel, (blocks_n,), x, *of_w, *shapes, **options, **about)
+    if cut.splits:
+        partial, counters = None, None
+        if cut.splits > 1:
+            kinds = 1 if activation is None else 2
+            partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
+            counters = arrivals(x.device)
+        options |= {"SPLITS": cut.splits, "STEPS": cut.block_k // 128, "WARPS": cut.num_warps}
+        del options["BLOCK_K"], options["RUN"]
+        grid = (blocks_n, cut.splits)
+        launch(quantized_rows_kernel, grid, x, *of_w, partial, counters, *shapes, **options, **about)
     else:
         blocks_m = -(-T // cut.block_m)
         launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)

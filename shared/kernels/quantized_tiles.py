@@ -54,6 +54,32 @@ def widened(tile, dtype: tl.constexpr):
 
 
 @triton.jit
+def loaded_row(i, WARPS: tl.constexpr):
+    """The row of a tile whose bytes are loaded as row i, for :func:`as_operand`: 8 rows a warp, then the next warp."""
+    return i // (16 * WARPS) * (16 * WARPS) + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
+
+
+@triton.jit
+def operand_column(j, BITS: tl.constexpr):
+    """The column that stands at place j of :func:`as_operand`'s rows; with 4 bits that of the low half."""
+    return j // 64 * (512 // BITS) + j // 2 % 4 * 16 + j // 16 % 4 * 4 + j // 8 % 2 * 2 + j % 2
+
+
+@triton.jit
+def as_operand(tile, WARPS: tl.constexpr):
+    """Bytes ``[S, R, 64]`` of R rows as they are loaded, as the tensor cores' first operand ``[R, 64 S]``.
+
+    A thread loads 16 bytes of a row at once, and a tensor core wants 2 columns here and 2 columns there of it, in two
+    rows 8 apart. But a product may take columns and rows in any order, as long as x and the result have the same: so
+    what a thread has loaded is called what it should have, and no byte moves to another thread.
+    """
+    S: tl.constexpr = tile.shape[0]
+    R: tl.constexpr = tile.shape[1]
+    tile = tile.reshape([S, R // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2])
+    return tile.permute([1, 3, 2, 4, 0, 6, 7, 5, 8]).reshape([R, 64 * S])
+
+
+@triton.jit
 def halves(tile, zero, dtype: tl.constexpr):
     """The low and the high halves of bytes, less ``zero``, in fp16 or bf16: two tiles.
 

@@ -36,7 +36,7 @@ def test_every_variant_compiles(tmp_path):
         "skinny_kernel",
         "quantized_gemv_kernel",
         "quantized_gemm_kernel",
-        "quantized_skinny_kernel",
+        "quantized_rows_kernel",
         "quantize_rows_kernel",
         "rms_norm_kernel",
         "gated_kernel",
