@@ -27,6 +27,7 @@ from shared.kernels.launch import (
     wait_for_previous,
 )
 from shared.kernels.quantized_gemm import multiply, multiply_in_fp8, stored
+from shared.kernels.quantized_prompts import LEAST_ROWS, multiply_by_tiles
 from shared.kernels.quantized_tiles import columns, widened
 from shared.kernels.quantized_tiling import QuantizedTiling, quantized_tiling
 from shared.kernels.rmsnorm import Norm, rms_norm
@@ -263,7 +264,11 @@ def linear(
     x = x if x.stride(1) == 1 else x.contiguous()
     if T <= MAX_ROWS:
         return multiply(x, weight, bias, residual, activation, cut, gpu)
-    product = multiply_in_fp8 if gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn else multiply
+    is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
+    if LEAST_ROWS[weight.bits] <= T and not is_fp8 and x.element_size() == 2:
+        y = multiply_by_tiles(x, weight, stored(weight, gpu), bias, residual if activation is None else None)
+        return _finished(y, residual if activation is not None else None, activation)
+    product = multiply_in_fp8 if is_fp8 else multiply
     if activation is None:
         return product(x, weight, bias, residual, None, cut, gpu)
     return _finished(product(x, weight, bias, None, None, cut, gpu), residual, activation)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.kernels import quantized_gemv
+from shared.kernels import quantized_gemv, quantized_prompts
 from shared.kernels.gated import gated_kernel
 from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
 from shared.kernels.quantized_gemm import (
@@ -17,6 +17,7 @@ from shared.kernels.quantized_gemm import (
     quantized_gemm_kernel,
 )
 from shared.kernels.quantized_gemv import linear
+from shared.kernels.quantized_prompts import LEAST_ROWS, dequantize_kernel
 from shared.kernels.quantized_tiling import MAX_BLOCKS_SPLIT, QuantizedTiling, quantized_tiling
 from shared.kernels.rmsnorm import rms_norm, rms_norm_kernel
 from shared.kernels.tiling import MAX_ROWS
@@ -107,6 +108,8 @@ def check(assert_near: Callable) -> Callable[..., None]:
             share += FP8_SUMS / torch.finfo(x.dtype).eps
         if len(x) > MAX_ROWS:
             share += 1.0  # product, activation and sum are rounded one after the other
+        if len(x) >= LEAST_ROWS[weight.bits] and x.element_size() == 2:
+            share += 0.5  # and so is a scaled weight
         y, terms = h @ w.t(), h.abs() @ size.t()
         if bias is not None:
             y, terms = y + bias.double(), terms + bias.double().abs()
@@ -209,6 +212,28 @@ def test_a_few_rows_in_every_tiling(
     weight = quantized(kind, 134, K, group)
     check(randn(rows, K), weight, randn(134), residual=randn(rows, 134), cut=cut)
     check(randn(rows, K), weight, residual=randn(rows, 67), activation=swiglu, cut=cut)
+
+
+@pytest.mark.parametrize("group", [64, None])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_prompts_are_multiplied_by_tiles_of_rows(
+    kind: str,
+    group: int | None,
+    quantized: Callable,
+    randn: Callable,
+    check: Callable,
+    num_launches: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three tiles, the last of which is not full."""
+    rows, weight = MAX_ROWS + 2, quantized(kind, 38, 128, group)
+    monkeypatch.setattr(quantized_prompts, "TILE_ROWS", 16)
+    monkeypatch.setitem(LEAST_ROWS, weight.bits, rows)
+    x, residual = randn(rows, 128, dtype=torch.float16), randn(rows, 38, dtype=torch.float16)
+    check(x, weight, randn(38, dtype=torch.float16), norm_of(randn(128, dtype=torch.float16), 0.0), residual)
+    assert num_launches(dequantize_kernel) == 3
+    check(x, weight, residual=residual[:, :19], activation=swiglu)
+    assert num_launches(quantized_gemm_kernel) == 0
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -406,7 +431,7 @@ def test_the_table_keeps_its_rules() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 300])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 300, 1024])
 @pytest.mark.parametrize("group", [128, None])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_real_shapes(
