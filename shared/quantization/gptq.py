@@ -6,7 +6,7 @@ are needed, ``H = XᵀX``, so the model reads a text. Columns with large inputs 
 still make up for them. Invariant: a block's inputs are those that the blocks before it give with rounded weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ def quantize_blocks(model: CausalLM, ids: list[int], group: int) -> Iterator[tup
         x = block(x, tokens, UncachedView(lengths))
 
 
-def _adds_moments(moments: dict[str, torch.Tensor], name: str):  # type: ignore[no-untyped-def]
+def _adds_moments(moments: dict[str, torch.Tensor], name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
     def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         x = args[0].float()
         moments[name] = moments.get(name, 0) + x.t() @ x

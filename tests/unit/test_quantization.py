@@ -315,7 +315,9 @@ def test_a_written_checkpoint_is_the_model_that_loads_quantized(
 
 def test_the_command_writes_a_checkpoint_once(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     command = ["model", "quantize", str(tiny_checkpoints["llama"]), str(tmp_path / "int8"), "--method"]
-    assert "it must be one of fp8, int8, int4" in " ".join(CliRunner().invoke(app, [*command, "int2"]).output.split())
+    assert "it must be one of fp8, int8, int4, gptq" in " ".join(
+        CliRunner().invoke(app, [*command, "int2"]).output.split()
+    )
     result = CliRunner().invoke(app, [*command, "int8"])
     assert result.exit_code == 0, result.output
     assert load_model(tmp_path / "int8", quantize=quantizer()).config.num_layers == 3
