@@ -14,7 +14,7 @@ Invariants: W is read once; sums are fp32 of exact products; nothing but a norme
 
 import torch
 
-from shared.kernels import gated
+from shared.kernels import gated, quantized_prompts
 from shared.kernels.gemv import ACTIVATIONS, load_vector, load_weights, normalized
 from shared.kernels.launch import (
     Generation,
@@ -27,7 +27,6 @@ from shared.kernels.launch import (
     wait_for_previous,
 )
 from shared.kernels.quantized_gemm import multiply, multiply_in_fp8, stored
-from shared.kernels.quantized_prompts import LEAST_ROWS, multiply_by_tiles
 from shared.kernels.quantized_tiles import columns, widened
 from shared.kernels.quantized_tiling import QuantizedTiling, quantized_tiling
 from shared.kernels.rmsnorm import Norm, rms_norm
@@ -265,8 +264,10 @@ def linear(
     if T <= MAX_ROWS:
         return multiply(x, weight, bias, residual, activation, cut, gpu)
     is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
-    if LEAST_ROWS[weight.bits] <= T and not is_fp8 and x.element_size() == 2:
-        y = multiply_by_tiles(x, weight, stored(weight, gpu), bias, residual if activation is None else None)
+    if T >= quantized_prompts.LEAST_ROWS and not is_fp8 and x.element_size() == 2:
+        y = quantized_prompts.multiply_by_tiles(
+            x, weight, stored(weight, gpu), bias, residual if activation is None else None
+        )
         return _finished(y, residual if activation is not None else None, activation)
     product = multiply_in_fp8 if is_fp8 else multiply
     if activation is None:

@@ -13,9 +13,10 @@ from shared.kernels.launch import launch, tl, triton
 from shared.kernels.quantized_tiles import columns, widened
 from shared.quantization.weight import QuantizedWeight
 
-TILE_ROWS = 4096  # a multiple of the rows of an FP8 block; fewer do not occupy the GPU
+TILE_ROWS = 2048  # a multiple of the rows of an FP8 block; fewer do not occupy the GPU
+LONG_ROWS = 8192  # numbers of a row beyond which a tile has twice as many rows
 BLOCK = 2048  # bytes of a row that a program widens
-LEAST_ROWS = {8: 768, 4: 256}  # of x, by the bits of W: with fewer, writing the tile takes longer than it saves
+LEAST_ROWS = 256  # of x: with fewer, writing the tile takes longer than it saves
 
 
 @triton.jit
@@ -59,9 +60,10 @@ def multiply_by_tiles(
     ``values``: of the weight, as the kernels take them on this GPU.
     """
     N, K = weight.shape
-    out, buffer = x.new_empty(x.shape[0], N), x.new_empty(min(TILE_ROWS, N), K)
-    for start in range(0, N, TILE_ROWS):
-        stop = min(N, start + TILE_ROWS)
+    rows = min(N, TILE_ROWS if K <= LONG_ROWS else 2 * TILE_ROWS)
+    out, buffer = x.new_empty(x.shape[0], N), x.new_empty(rows, K)
+    for start in range(0, N, rows):
+        stop = min(N, start + rows)
         part, tile = weight.tile(start, stop), buffer[: stop - start]
         launch(
             dequantize_kernel,

@@ -17,7 +17,7 @@ from shared.kernels.quantized_gemm import (
     quantized_gemm_kernel,
 )
 from shared.kernels.quantized_gemv import linear
-from shared.kernels.quantized_prompts import LEAST_ROWS, dequantize_kernel
+from shared.kernels.quantized_prompts import dequantize_kernel
 from shared.kernels.quantized_tiling import MAX_BLOCKS_SPLIT, QuantizedTiling, quantized_tiling
 from shared.kernels.rmsnorm import rms_norm, rms_norm_kernel
 from shared.kernels.tiling import MAX_ROWS
@@ -108,7 +108,7 @@ def check(assert_near: Callable) -> Callable[..., None]:
             share += FP8_SUMS / torch.finfo(x.dtype).eps
         if len(x) > MAX_ROWS:
             share += 1.0  # product, activation and sum are rounded one after the other
-        if len(x) >= LEAST_ROWS[weight.bits] and x.element_size() == 2:
+        if len(x) >= quantized_prompts.LEAST_ROWS and x.element_size() == 2:
             share += 0.5  # and so is a scaled weight
         y, terms = h @ w.t(), h.abs() @ size.t()
         if bias is not None:
@@ -228,7 +228,7 @@ def test_prompts_are_multiplied_by_tiles_of_rows(
     """Three tiles, the last of which is not full."""
     rows, weight = MAX_ROWS + 2, quantized(kind, 38, 128, group)
     monkeypatch.setattr(quantized_prompts, "TILE_ROWS", 16)
-    monkeypatch.setitem(LEAST_ROWS, weight.bits, rows)
+    monkeypatch.setattr(quantized_prompts, "LEAST_ROWS", rows)
     x, residual = randn(rows, 128, dtype=torch.float16), randn(rows, 38, dtype=torch.float16)
     check(x, weight, randn(38, dtype=torch.float16), norm_of(randn(128, dtype=torch.float16), 0.0), residual)
     assert num_launches(dequantize_kernel) == 3
