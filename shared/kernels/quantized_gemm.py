@@ -2,11 +2,8 @@
 
 A program widens a tile of W in registers and multiplies it by rows of x: W is the first operand, which Hopper's tensor
 cores read from registers, so the widened tile is never written anywhere. The numbers of 8 and of 4 bits are exact in
-fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32.
-
-With few rows the time is that of reading W, if nothing holds it up: a widened tile that goes through shared memory once
-more, or a scale that is waited for every 128 columns. In :func:`quantized_rows_kernel` the bytes are loaded many tiles
-ahead, each thread widens what it has loaded, and the product is told which rows and columns those are.
+fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32. For a few rows of x
+:mod:`shared.kernels.quantized_rows` is faster where it can be, for many :mod:`shared.kernels.quantized_prompts`.
 
 If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: for prompts x is rounded to FP8,
 with a scale a row. If W's scales belong to rows too, ``torch._scaled_mm`` computes that; with scales of 128 columns the
@@ -14,12 +11,9 @@ kernel here adds up 128 columns at a time, also for the sake of the sum, since H
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 """
 
-import functools
-
 import torch
 
 from shared.kernels import gated
-from shared.kernels.arrival import is_last_arrival
 from shared.kernels.gemv import ACTIVATIONS, load_weights, prefetch_weights
 from shared.kernels.launch import (
     Generation,
@@ -30,8 +24,8 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.quantized_tiles import as_operand, columns, halves, loaded_row, operand_column, widened
-from shared.kernels.quantized_tiling import MAX_BLOCKS_SPLIT, QuantizedTiling
+from shared.kernels.quantized_tiles import columns, halves, widened
+from shared.kernels.quantized_tiling import QuantizedTiling
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
@@ -165,156 +159,6 @@ def quantized_gemm_kernel(
 
 
 @triton.jit
-def load_step(rows, start, S: tl.constexpr):
-    """128 columns of rows of W: ``[S, BLOCK_N, 64]`` bytes."""
-    at = tl.arange(0, S)[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
-    return tl.load(rows[None, :, None] + start + at, eviction_policy="evict_first")
-
-
-@triton.jit
-def load_scales(of_groups, group, DEFAULT: tl.constexpr):
-    """What belongs to a group of rows of W, or zeros of 8."""
-    if of_groups is None:
-        return tl.full([1], DEFAULT, tl.float32)
-    else:
-        return tl.load(of_groups + group).to(tl.float32)
-
-
-@triton.jit
-def add_step(y, tile, low, high, scale, zero, GROUPS: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr):
-    """``y + W xᵀ`` of 128 columns, whose scale is the same; scaled, unless a scale belongs to a row."""
-    tile = as_operand(tile, WARPS)
-    total = y if GROUPS == 1 else tl.zeros(y.shape, tl.float32)
-    if BITS == 8:
-        total = tl.dot(widened(tile, low.dtype), low.T, total, input_precision="ieee")
-    else:
-        low_tile, high_tile = halves(tile, zero[:, None], low.dtype)
-        total = tl.dot(low_tile, low.T, total, input_precision="ieee")
-        total = tl.dot(high_tile, high.T, total, input_precision="ieee")
-    return total if GROUPS == 1 else y + total * scale[:, None]
-
-
-@triton.jit
-def quantized_rows_kernel(
-    x,
-    values,
-    scales,
-    zeros,
-    bias,
-    residual,
-    out,
-    partial,
-    counters,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
-    rows_per_scale,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STEPS: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (i, j) computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows, from part j of K.
-
-    The bytes of W travel through shared memory as they are, many tiles ahead, and each thread takes from there what it
-    widens for the tensor cores (:func:`as_operand`). A step is 128 columns, an iteration STEPS steps. Of several
-    parts the last program to arrive adds up all, in their order.
-    """
-    launch_dependents(PDL)
-    WIDTH: tl.constexpr = K * BITS // 8  # bytes of a row
-    PART: tl.constexpr = WIDTH // SPLITS
-    STEP: tl.constexpr = 16 * BITS
-    S: tl.constexpr = STEP // 64
-    GROUPS: tl.constexpr = K // GROUP
-    block, split = tl.program_id(0), tl.program_id(1)
-    first = split * PART
-    m, n = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
-    loaded = tl.minimum(block * BLOCK_N + loaded_row(tl.arange(0, BLOCK_N), WARPS), N - 1)
-    row = tl.minimum(n, N - 1)
-    rows = values + loaded.to(tl.int64) * WIDTH + first
-    scale_rows = scales + row // rows_per_scale * GROUPS
-    zero_rows = None if zeros is None else zeros + row // rows_per_scale * GROUPS
-    prefetch_weights(values + first, row, WIDTH, STEP, PREFETCHED, PDL)
-    up_rows = rows
-    up_scale_rows = scale_rows
-    up_zero_rows = zero_rows
-    if ACTIVATION is not None:
-        up_rows += N.to(tl.int64) * WIDTH
-        up_scale_rows = scales + (N + row) // rows_per_scale * GROUPS
-        up_zero_rows = None if zeros is None else zeros + (N + row) // rows_per_scale * GROUPS
-        prefetch_weights(values + first, N + row, WIDTH, STEP, PREFETCHED, PDL)
-    # What belongs to a group is loaded a step ahead of its use.
-    group = first // STEP if GROUPS > 1 else 0
-    scale, zero = load_scales(scale_rows, group, 1.0), load_scales(zero_rows, group, 8.0)
-    up_scale, up_zero = load_scales(up_scale_rows, group, 1.0), load_scales(up_zero_rows, group, 8.0)
-    wait_for_previous(PDL)
-    x_rows = x + m[:, None] * x_stride + operand_column(tl.arange(0, 64 * S), BITS)[None, :]
-    is_x_row = (m < num_rows)[:, None]
-    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for begin in range(0, PART, STEP * STEPS):
-        for step in tl.static_range(STEPS):
-            start = begin + step * STEP
-            k = (first + start) * 8 // BITS
-            tile = load_step(rows, start, S)
-            low = tl.load(x_rows + k, mask=is_x_row, other=0.0, eviction_policy="evict_last")
-            high = low
-            if BITS == 4:
-                high = tl.load(x_rows + k + 64, mask=is_x_row, other=0.0, eviction_policy="evict_last")
-            if ACTIVATION is not None:
-                up_tile = load_step(up_rows, start, S)
-            this_scale, this_zero, this_up_scale, this_up_zero = scale, zero, up_scale, up_zero
-            if GROUPS > 1:
-                group = tl.minimum(k // 128 + 1, GROUPS - 1)
-                scale, zero = load_scales(scale_rows, group, 1.0), load_scales(zero_rows, group, 8.0)
-                if ACTIVATION is not None:
-                    up_scale, up_zero = load_scales(up_scale_rows, group, 1.0), load_scales(up_zero_rows, group, 8.0)
-            y = add_step(y, tile, low, high, this_scale, this_zero, GROUPS, BITS, WARPS)
-            if ACTIVATION is not None:
-                up = add_step(up, up_tile, low, high, this_up_scale, this_up_zero, GROUPS, BITS, WARPS)
-    is_storing = True
-    if SPLITS > 1:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        KINDS: tl.constexpr = 1 if ACTIVATION is None else 2
-        at = block * (SPLITS * KINDS * SIZE) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tl.store(partial + at + split * KINDS * SIZE, y)
-        if ACTIVATION is not None:
-            tl.store(partial + at + (split * KINDS + 1) * SIZE, up)
-        is_storing = is_last_arrival(counters + block, SPLITS)
-        if is_storing:
-            y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for part in tl.static_range(SPLITS):
-                y += tl.load(partial + at + part * KINDS * SIZE, cache_modifier=".cg")
-                if ACTIVATION is not None:
-                    up += tl.load(partial + at + (part * KINDS + 1) * SIZE, cache_modifier=".cg")
-    if is_storing:
-        if GROUPS == 1:
-            y *= load_scales(scale_rows, 0, 1.0)[:, None]
-        is_row = n < N
-        if bias is not None:
-            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION is not None:
-            if GROUPS == 1:
-                up *= load_scales(up_scale_rows, 0, 1.0)[:, None]
-            if bias is not None:
-                up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-            y = gated.gated_activation(y, up, ACTIVATION)
-        inside = is_row[:, None] & (m < num_rows)[None, :]
-        if residual is not None:
-            y += tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + m[None, :] * N + n[:, None], y, mask=inside)
-
-
-@triton.jit
 def quantize_rows_kernel(x, values, scales, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A row of x in FP8 and its scale, with which the row's largest number is FP8's largest."""
     launch_dependents(PDL)
@@ -332,13 +176,6 @@ def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
     """The values as the kernels take them on this GPU: FP8 as bytes where the GPU has no FP8."""
     is_fp8 = weight.values.dtype == torch.float8_e4m3fn
     return weight.values.view(torch.uint8) if is_fp8 and not gpu.has_fp8 else weight.values
-
-
-@functools.cache
-def arrivals(device: torch.device) -> torch.Tensor:
-    """The counters of programs that share a block; zero between launches, so one array serves all on a stream. An
-    engine calls a step before it captures it, so this is never made in a capture."""
-    return torch.zeros(MAX_BLOCKS_SPLIT, dtype=torch.int32, device=device)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -398,10 +235,8 @@ def multiply(
         dtype: of the result; by default that of x.
     """
     T, K = x.shape
-    if K > weight.columns_per_scale < cut.block_k and not cut.splits:
+    if K > weight.columns_per_scale < cut.block_k:
         raise ValueError(f"a tiling of {cut.block_k} columns for {weight.columns_per_scale} that share a scale")
-    if cut.splits and (cut.block_m < T or K % (cut.splits * cut.block_k) or weight.columns_per_scale not in (128, K)):
-        raise ValueError(f"{cut} is not for {T} rows of {K} columns, {weight.columns_per_scale} of which share a scale")
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty(T, N, dtype=dtype or x.dtype, device=x.device)
     shapes = (T, N, x.stride(0), 0 if residual is None else residual.stride(0), weight.rows_per_scale)
@@ -418,17 +253,6 @@ def multiply(
     about = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
     of_w = (stored(weight, gpu), weight.scales, weight.zeros, bias, residual, out)
     blocks_n = -(-N // cut.block_n)
-    if cut.splits:
-        partial, counters = None, None
-        if cut.splits > 1:
-            kinds = 1 if activation is None else 2
-            partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
-            counters = arrivals(x.device)
-        options |= {"SPLITS": cut.splits, "STEPS": cut.block_k // 128, "WARPS": cut.num_warps}
-        del options["BLOCK_K"], options["RUN"]
-        grid = (blocks_n, cut.splits)
-        launch(quantized_rows_kernel, grid, x, *of_w, partial, counters, *shapes, **options, **about)
-    else:
-        blocks_m = -(-T // cut.block_m)
-        launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)
+    blocks_m = -(-T // cut.block_m)
+    launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)
     return out

@@ -129,12 +129,12 @@ def compile_products():
 
 
 def compile_quantized_products():
-    from shared.kernels import gated, quantized_gemm, quantized_gemv, rmsnorm
+    from shared.kernels import gated, quantized_gemm, quantized_gemv, quantized_rows, rmsnorm
     from shared.kernels.launch import GENERATIONS
     from shared.ops.gated import swiglu
     from shared.quantization.weight import QuantizedWeight
 
-    modules = (gated, quantized_gemm, quantized_gemv, rmsnorm)
+    modules = (gated, quantized_gemm, quantized_gemv, quantized_rows, rmsnorm)
     for module in (gated, quantized_gemv, rmsnorm):
         module.launches = lambda tensor: True
     N, K = 6144, 4096
