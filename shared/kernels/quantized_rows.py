@@ -201,6 +201,10 @@ def multiply_rows(
     kinds = 1 if activation is None else 2
     N = weight.shape[0] // kinds
     blocks_n = -(-N // cut.block_n)
+    if cut.splits > 1 and blocks_n > MAX_BLOCKS_SPLIT:
+        raise ValueError(
+            f"{cut} has {blocks_n} blocks of rows; those of several programs are at most {MAX_BLOCKS_SPLIT}"
+        )
     out, partial, counters = x.new_empty(T, N), None, None
     if cut.splits > 1:
         partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)

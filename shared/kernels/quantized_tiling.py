@@ -15,7 +15,8 @@ from shared.kernels.tiling import DOT_ROWS, Tiling
 
 PROMPT_ROWS = 128  # of x, the most that a program multiplies at once
 MAX_STAGES = 8
-MAX_BLOCKS_SPLIT = 128  # blocks of rows of W whose columns are split
+MAX_BLOCKS_SPLIT = 1024  # blocks of rows of W whose columns are split
+LEAST_PROGRAMS = 256  # of a few rows of x: two for each multiprocessor of a large GPU
 STEP = 128  # columns that quantized_rows_kernel multiplies at once, and that share a scale
 
 
@@ -68,7 +69,7 @@ def rows_tiling(block_m: int, N: int, K: int, bits: int, is_gated: bool, shared_
     block_n, steps, stages = 64, 2 if bits == 4 and K % (2 * STEP) == 0 else 1, 4
     blocks = -(-N // block_n)
     splits = 1
-    while blocks * splits <= MAX_BLOCKS_SPLIT and splits < 8 and K % (2 * splits * steps * STEP) == 0:
+    while blocks * splits < LEAST_PROGRAMS and splits < 8 and K % (2 * splits * steps * STEP) == 0:
         splits *= 2
     stage_bytes = steps * STEP * ((2 if is_gated else 1) * block_n * bits // 8 + 2 * block_m)
     num_stages = max(2, min(stages, shared_bytes // 2 // stage_bytes))
