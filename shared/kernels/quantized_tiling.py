@@ -66,7 +66,10 @@ def quantized_tiling(
 
 def rows_tiling(block_m: int, N: int, K: int, bits: int, is_gated: bool, shared_bytes: int) -> QuantizedTiling:
     """The tiling for a few rows of x: enough programs for every multiprocessor, if W's rows alone are too few."""
-    block_n, steps, stages = 64, 2 if bits == 4 and K % (2 * STEP) == 0 else 1, 4
+    block_n, stages = 64, 4
+    steps = (
+        2 if bits == 4 and block_m == DOT_ROWS and K % (2 * STEP) == 0 else 1
+    )  # of more rows the sums fill registers
     blocks = -(-N // block_n)
     splits = 1
     while blocks * splits < LEAST_PROGRAMS and splits < 8 and K % (2 * splits * steps * STEP) == 0:
