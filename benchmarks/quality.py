@@ -1,6 +1,7 @@
 """What rounding costs: perplexity of a text, and the distance of the logits, for each format. Introduced in phase 10.
 
 Run as ``python -m benchmarks.quality [MODEL [TOKENS]]``; prints a Markdown table. The text is a chapter of the course.
+Errors are corrected (GPTQ) on the beginnings of other chapters.
 """
 
 import sys
@@ -18,11 +19,14 @@ from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.projection import Projection
 from shared.models.tokens import Tokens
+from shared.quantization.gptq import quantize_blocks
 from shared.quantization.rounding import FP8_MAX, quantize
 from shared.quantization.weight import QuantizedWeight, dequantize
 from shared.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).parents[1] / "tutorial" / "phase_06.md"
+READ = tuple(TEXT.with_name(f"phase_{number}.md") for number in ("02", "03", "04", "05", "07", "08"))
+READ_TOKENS = 1024  # of each
 BLOCK = 128
 Rounding = Callable[[torch.Tensor], QuantizedWeight]
 
@@ -46,15 +50,28 @@ FORMATS: dict[str, Rounding] = {
 }
 
 
-def rounded(model: CausalLM, rounding: Rounding) -> CausalLM:
-    """The model with its matrices rounded, in fp32, apart from the head; rows that no group divides are padded."""
+def corrected(group: int) -> Callable[[CausalLM, Tokenizer], None]:
+    """What rounds a model's matrices to INT4 in groups of columns, and corrects their errors."""
+
+    def correct(model: CausalLM, tokenizer: Tokenizer) -> None:
+        texts = [tokenizer.encode(path.read_text(encoding="utf-8"))[:READ_TOKENS] for path in READ]
+        for _ in quantize_blocks(model, [token for text in texts for token in text], group):
+            pass
+
+    return correct
+
+
+CORRECTED = {f"INT4, groups of {group}, corrected (GPTQ)": corrected(group) for group in (32, 64)}
+
+
+def rounded(model: CausalLM, rounding: Rounding) -> None:
+    """Round the model's matrices, in fp32, apart from the head; rows that no group divides are padded."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Projection) and name != "head":
             weight = module.weight.data
             padded = F.pad(weight, (0, -weight.shape[1] % BLOCK))
             meant = dequantize(rounding(padded))[:, : weight.shape[1]]
             module.weight = torch.nn.Parameter(meant.contiguous(), requires_grad=False)
-    return model
 
 
 class Fp8KVView(UncachedView):
@@ -77,14 +94,19 @@ def log_probabilities(model: CausalLM, ids: list[int], view: type[UncachedView] 
 def main(name: str = "smollm2-135m", num_tokens: str = "1024") -> None:
     """Print the table."""
     folder = resolve_model(name)
-    ids = Tokenizer.load(folder).encode(TEXT.read_text(encoding="utf-8"))[: int(num_tokens)]
+    tokenizer = Tokenizer.load(folder)
+    ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: int(num_tokens)]
     expected = log_probabilities(load_model(folder), ids)
     following = torch.tensor(ids[1:])[:, None]
     print("| weights | perplexity | mean KL to fp32 | likeliest token the same |\n|---|---:|---:|---:|")
-    for title, rounding in {"fp32": None, "fp32, KV cache in FP8": None, **FORMATS}.items():
+    for title in ("fp32", "fp32, KV cache in FP8", *FORMATS, *CORRECTED):
         model = load_model(folder)
         view = Fp8KVView if "KV cache" in title else UncachedView
-        found = log_probabilities(rounded(model, rounding) if rounding else model, ids, view)
+        if title in FORMATS:
+            rounded(model, FORMATS[title])
+        elif title in CORRECTED:
+            CORRECTED[title](model, tokenizer)
+        found = log_probabilities(model, ids, view)
         perplexity = found[:-1].gather(1, following).mean().neg().exp().item()
         kl = (expected.exp() * (expected - found)).sum(-1).mean().item()
         same = (found.argmax(-1) == expected.argmax(-1)).double().mean().item()

@@ -43,7 +43,8 @@ class PlannedView(PagedView):
         device = torch.device(device)
         is_planned = backend in (None, "planned") and launches(torch.empty(0, dtype=dtype, device=device))
         windows = tuple(dict.fromkeys(config.windows))
-        self.planner = AttentionPlanner(config, windows, dtype.itemsize, device) if is_planned else None
+        itemsize = dtype.itemsize if dtype == torch.float32 else (self.kv_dtype or dtype).itemsize
+        self.planner = AttentionPlanner(config, windows, itemsize, device) if is_planned else None
         self.names = {  # names of each plan's arrays in the staging
             (kind, window): [f"{kind} plan {n} of window {window}" for n in range(NUM_ARRAYS)]
             for kind in StepPlans._fields

@@ -15,25 +15,40 @@ from shared.checkpoints.progress import Progress
 from shared.errors import ConfigError, InferError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
-from shared.loading.loader import tensor_names
+from shared.loading.loader import load_model, tensor_names
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.projection import Projection
+from shared.quantization.gptq import quantize_blocks
 from shared.quantization.rounding import GROUPS, METHODS, quantize
 from shared.quantization.weight import QuantizedWeight, unpack_nibbles
+from shared.text.tokenizer import Tokenizer
 
+WRITTEN = (*METHODS, "gptq")
+TEXT_TOKENS = 16384  # more change little, and take as much longer
 COPIED = ("generation_config.json", "*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template*")
 
 
 def quantize_checkpoint(
-    model: str | Path, folder: Path, method: str, quantize_head: bool = False, progress: Progress | None = None
+    model: str | Path,
+    folder: Path,
+    method: str,
+    quantize_head: bool = False,
+    progress: Progress | None = None,
+    text: Path | None = None,
 ) -> Path:
     """Round the matrices of a plain checkpoint by ``method`` and write them with its other files to ``folder``.
 
     INT4 needs one size of group for all matrices. A head tied to the embedding cannot be quantized in a checkpoint.
+    ``gptq`` gives INT4 whose errors are corrected on the first ``TEXT_TOKENS`` tokens of ``text``; a head is rounded.
     """
-    if method not in METHODS:
-        raise ConfigError(f"method is {method!r}; it must be one of {', '.join(METHODS)}.")
+    if method not in WRITTEN:
+        raise ConfigError(f"method is {method!r}; it must be one of {', '.join(WRITTEN)}.")
+    if (method == "gptq") != (text is not None):
+        raise ConfigError(
+            f"method is {method!r} and text is {text and str(text)!r}; 'gptq' reads a text such as the model will be "
+            "given, and the other methods none: name a text file with --text, or leave it out."
+        )
     source = resolve_model(model)
     config = read_config(source)
     checkpoint = Checkpoint(source)
@@ -53,18 +68,31 @@ def quantize_checkpoint(
     }
     # One scheme for all matrices: a group must divide the rows of each.
     group = next((size for size in GROUPS if not any(columns % size for columns in matrices.values())), None)
+    stored = "int4" if method == "gptq" else method
+    rounded: dict[str, QuantizedWeight] = {}
+    if text is not None:
+        if group is None:
+            raise ConfigError(
+                f"method 'gptq' needs rows that 32 divides; {source} has rows of {set(matrices.values())}."
+            )
+        ids = Tokenizer.load(source).encode(text.read_text(encoding="utf-8"))[:TEXT_TOKENS]
+        for done, (name, weight) in enumerate(quantize_blocks(load_model(source), ids, group), start=1):
+            rounded[of_parameter[f"{name}.weight"]] = weight
+            if progress:
+                progress("correct", done, len(matrices))
     tensors: dict[str, torch.Tensor] = {}
     names = sorted(checkpoint.names)
     for done, name in enumerate(names, start=1):
         tensor = checkpoint.tensor(name)
         if name in matrices:
-            tensors |= _stored(name.removesuffix(".weight"), quantize(tensor, method, group))
+            weight = rounded.pop(name, None) or quantize(tensor, stored, group)
+            tensors |= _stored(name.removesuffix(".weight"), weight)
         else:
             tensors[name] = tensor
         if progress:
             progress("quantize", done, len(names))
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    values["quantization_config"] = _config(method, group, [] if quantize_head else ["lm_head"])
+    values["quantization_config"] = _config(stored, group, [] if quantize_head else ["lm_head"])
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in COPIED:
         for path in source.glob(pattern):

@@ -19,6 +19,7 @@ MAKE_EPILOG = examples(
 QUANTIZE_EPILOG = examples(
     "infer model quantize smollm2-135m /tmp/int8 --method int8",
     "infer model quantize /data/llama /data/llama-int4 --method int4 --quantize-head",
+    "infer model quantize smollm2-135m /tmp/gptq --method gptq --text notes.txt",
 )
 
 app = typer.Typer(
@@ -86,12 +87,16 @@ def make(
 def quantize(
     model: Annotated[str, typer.Argument(help="A model folder, a known name, or a hub name owner/name.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
-    method: Annotated[str, typer.Option("--method", help="fp8, int8 or int4.")] = "int8",
+    method: Annotated[str, typer.Option("--method", help="fp8, int8, int4, or gptq: INT4, corrected.")] = "int8",
     quantize_head: Annotated[bool, typer.Option("--quantize-head", help="Quantize the output head too.")] = False,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", exists=True, dir_okay=False, help="For gptq: a text on which errors are corrected."),
+    ] = None,
 ) -> None:
     """Round a model's matrices to 8 or 4 bits, write a compressed-tensors checkpoint, and print its folder."""
     from shared.checkpoints.quantize import quantize_checkpoint
 
     with byte_progress() as progress:
-        written = quantize_checkpoint(model, folder.expanduser(), method, quantize_head, progress)
+        written = quantize_checkpoint(model, folder.expanduser(), method, quantize_head, progress, text)
     typer.echo(written)

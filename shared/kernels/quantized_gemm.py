@@ -2,12 +2,8 @@
 
 A program widens a tile of W in registers and multiplies it by rows of x: W is the first operand, which Hopper's tensor
 cores read from registers, so the widened tile is never written anywhere. The numbers of 8 and of 4 bits are exact in
-fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32.
-
-With few rows the time is that of reading W, if nothing holds it up, and two things do with four bits. Warps that share
-a tile of few rows of W widen the same bytes, and a scale that is loaded for 128 columns is waited for every 128
-columns. So in :func:`quantized_skinny_kernel` each warp has columns of its own, and a tile has the columns of several
-scales.
+fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32. For a few rows of x
+:mod:`shared.kernels.quantized_rows` is faster where it can be, for many :mod:`shared.kernels.quantized_prompts`.
 
 If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: for prompts x is rounded to FP8,
 with a scale a row. If W's scales belong to rows too, ``torch._scaled_mm`` computes that; with scales of 128 columns the
@@ -163,130 +159,6 @@ def quantized_gemm_kernel(
 
 
 @triton.jit
-def load_pieces(rows, is_row, at, WIDTH: tl.constexpr):
-    """Elements at ``at [P, B]`` of rows ``[R]``, in P pieces of B: ``[P, R, B]``."""
-    inside = is_row[None, :, None] & (at < WIDTH)[:, None, :]
-    return tl.load(rows[None, :, None] + at[:, None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def add_pieces(
-    y,
-    rows,
-    is_row,
-    low,
-    high,
-    scales,
-    zeros,
-    at,
-    group,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """``y + x Wᵀ`` of pieces of a tile, ``[P, rows of x, rows of W]``; scaled, unless a scale belongs to a row."""
-    tile = load_pieces(rows, is_row, at, WIDTH).trans(0, 2, 1)
-    inside = (group < GROUPS)[:, None] & is_row[None, :]
-    total = y if GROUPS == 1 else tl.zeros(y.shape, tl.float32)
-    if BITS == 8:
-        total = tl.dot(low, widened(tile, low.dtype), total, input_precision="ieee")
-    else:
-        zero = 8.0
-        if zeros is not None:
-            zero = tl.load(zeros[None, :] + group[:, None], mask=inside, other=0).to(tl.float32)[:, None, :]
-        low_tile, high_tile = halves(tile, zero, low.dtype)
-        total = tl.dot(low, low_tile, total, input_precision="ieee")
-        total = tl.dot(high, high_tile, total, input_precision="ieee")
-    if GROUPS == 1:
-        return total
-    else:
-        scale = tl.load(scales[None, :] + group[:, None], mask=inside, other=0.0).to(tl.float32)
-        return y + total * scale[:, None, :]
-
-
-@triton.jit
-def quantized_skinny_kernel(
-    x,
-    values,
-    scales,
-    zeros,
-    bias,
-    residual,
-    out,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
-    rows_per_scale,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    RUN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program i computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows.
-
-    A tile of BLOCK_K columns is multiplied in PIECES, whose columns share a scale, each by warps of its own: the warps
-    share the columns, so that few rows of W occupy all of them. Their sums are added at the end.
-    """
-    launch_dependents(PDL)
-    WIDTH: tl.constexpr = K * BITS // 8  # bytes of a row
-    BLOCK_B: tl.constexpr = BLOCK_K * BITS // 8
-    PIECE: tl.constexpr = BLOCK_B // PIECES
-    GROUPS: tl.constexpr = K // GROUP
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
-    is_row, is_x_row = n < N, m < num_rows
-    rows = values + n.to(tl.int64) * WIDTH
-    group_row = n // rows_per_scale * GROUPS
-    scale_rows = scales + group_row
-    zero_rows = None if zeros is None else zeros + group_row
-    prefetch_weights(values, tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
-    if ACTIVATION is not None:
-        up_rows = values + (N + n).to(tl.int64) * WIDTH
-        up_group_row = (N + n) // rows_per_scale * GROUPS
-        up_scale_rows = scales + up_group_row
-        up_zero_rows = None if zeros is None else zeros + up_group_row
-        prefetch_weights(values, N + tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
-    wait_for_previous(PDL)
-    x_rows = x + m * x_stride
-    y = tl.zeros([PIECES, BLOCK_M, BLOCK_N], tl.float32)
-    up = y
-    for start in range(0, WIDTH, BLOCK_B):
-        piece = start + tl.arange(0, PIECES) * PIECE
-        at = piece[:, None] + tl.arange(0, PIECE)[None, :]
-        group = piece // (GROUP * BITS // 8)
-        k = columns(at, RUN, BITS)
-        low = load_pieces(x_rows, is_x_row, k, K)
-        high = low if BITS == 8 else load_pieces(x_rows, is_x_row, k + RUN // 2, K)
-        y = add_pieces(y, rows, is_row, low, high, scale_rows, zero_rows, at, group, WIDTH, GROUPS, BITS)
-        if ACTIVATION is not None:
-            up = add_pieces(up, up_rows, is_row, low, high, up_scale_rows, up_zero_rows, at, group, WIDTH, GROUPS, BITS)
-    y = tl.sum(y, axis=0)
-    if GROUPS == 1:
-        y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION is not None:
-        up = tl.sum(up, axis=0)
-        if GROUPS == 1:
-            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        y = gated.gated_activation(y, up, ACTIVATION)
-    inside = is_x_row[:, None] & is_row[None, :]
-    if residual is not None:
-        y += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m[:, None] * N + n[None, :], y, mask=inside)
-
-
-@triton.jit
 def quantize_rows_kernel(x, values, scales, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A row of x in FP8 and its scale, with which the row's largest number is FP8's largest."""
     launch_dependents(PDL)
@@ -363,10 +235,8 @@ def multiply(
         dtype: of the result; by default that of x.
     """
     T, K = x.shape
-    if K > weight.columns_per_scale < cut.block_k // max(1, cut.pieces):
+    if K > weight.columns_per_scale < cut.block_k:
         raise ValueError(f"a tiling of {cut.block_k} columns for {weight.columns_per_scale} that share a scale")
-    if cut.pieces and cut.block_m < T:
-        raise ValueError(f"a tiling in pieces is for {cut.block_m} rows of x, not for {T}")
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty(T, N, dtype=dtype or x.dtype, device=x.device)
     shapes = (T, N, x.stride(0), 0 if residual is None else residual.stride(0), weight.rows_per_scale)
@@ -383,10 +253,6 @@ def multiply(
     about = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
     of_w = (stored(weight, gpu), weight.scales, weight.zeros, bias, residual, out)
     blocks_n = -(-N // cut.block_n)
-    if cut.pieces:
-        options["PIECES"] = cut.pieces
-        launch(quantized_skinny_kernel, (blocks_n,), x, *of_w, *shapes, **options, **about)
-    else:
-        blocks_m = -(-T // cut.block_m)
-        launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)
+    blocks_m = -(-T // cut.block_m)
+    launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)
     return out

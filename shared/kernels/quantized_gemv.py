@@ -3,7 +3,8 @@
 Decoding takes as long as reading W, so a W of half or a quarter of the bytes takes half or a quarter of the time, if
 nothing else is read: a program loads the bytes and widens them in registers, and no copy of W in 16 bits exists. One
 row of x is multiplied by :func:`quantized_gemv_kernel`, with prologue and epilogue as in :mod:`shared.kernels.gemv`,
-more rows by :func:`shared.kernels.quantized_gemm.multiply`.
+more rows by :mod:`shared.kernels.quantized_rows`, :mod:`shared.kernels.quantized_gemm` and
+:mod:`shared.kernels.quantized_prompts`.
 
 A scale belongs to a row of W or to a group of its columns. Multiplying every weight by its scale would double the
 arithmetic, and a load for each of them would be worse. But ``Σ x (v - z) s = s (Σ x v - z Σ x)`` over columns that
@@ -14,7 +15,7 @@ Invariants: W is read once; sums are fp32 of exact products; nothing but a norme
 
 import torch
 
-from shared.kernels import gated
+from shared.kernels import gated, quantized_prompts
 from shared.kernels.gemv import ACTIVATIONS, load_vector, load_weights, normalized
 from shared.kernels.launch import (
     Generation,
@@ -27,6 +28,7 @@ from shared.kernels.launch import (
     wait_for_previous,
 )
 from shared.kernels.quantized_gemm import multiply, multiply_in_fp8, stored
+from shared.kernels.quantized_rows import multiply_rows
 from shared.kernels.quantized_tiles import columns, widened
 from shared.kernels.quantized_tiling import QuantizedTiling, quantized_tiling
 from shared.kernels.rmsnorm import Norm, rms_norm
@@ -261,9 +263,17 @@ def linear(
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, norm.offset)
     x = x if x.stride(1) == 1 else x.contiguous()
+    if cut.splits:
+        return multiply_rows(x, weight, stored(weight, gpu), bias, residual, activation, cut)
     if T <= MAX_ROWS:
         return multiply(x, weight, bias, residual, activation, cut, gpu)
-    product = multiply_in_fp8 if gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn else multiply
+    is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
+    if T >= quantized_prompts.LEAST_ROWS and not is_fp8 and x.element_size() == 2:
+        y = quantized_prompts.multiply_by_tiles(
+            x, weight, stored(weight, gpu), bias, residual if activation is None else None
+        )
+        return _finished(y, residual if activation is not None else None, activation)
+    product = multiply_in_fp8 if is_fp8 else multiply
     if activation is None:
         return product(x, weight, bias, residual, None, cut, gpu)
     return _finished(product(x, weight, bias, None, None, cut, gpu), residual, activation)

@@ -25,10 +25,112 @@ def widened(tile, dtype: tl.constexpr):
         halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         # end exercise
         return (halves.to(tl.float32) * 256.0).to(dtype)
+    elif COMPILED and (dtype == tl.bfloat16 or (dtype == tl.float32 and tile.dtype == tl.int8)):
+        return widened_by_bits(tile, dtype)
     elif tile.dtype == tl.int8:
         return tile.to(dtype)
     else:
         return tile.to(tl.float16).to(dtype)
+
+
+@triton.jit
+def widened_by_bits(tile, dtype: tl.constexpr):
+    """INT8 in fp32 or bf16, or FP8 in bf16, without conversions, which take four times as long as other operations.
+
+    INT8 in fp32: a byte 128 too large is the last of the fraction of 2^23. In bf16: seven bits are the fraction of 128,
+    and the eighth is the last bit of an exponent, of -128 or -256; their sum is the number. FP8: its bits are moved to
+    where bf16 has them, and 2^120 makes up for the difference of the exponents' biases.
+    """
+    if dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            xor.b32 a, $4, 0x80808080;
+            mov.b32 b, 0x4B000000;
+            prmt.b32 $0, a, b, 0x7440;
+            prmt.b32 $1, a, b, 0x7441;
+            prmt.b32 $2, a, b, 0x7442;
+            prmt.b32 $3, a, b, 0x7443;
+            add.rn.f32 $0, $0, 0fCB000080;
+            add.rn.f32 $1, $1, 0fCB000080;
+            add.rn.f32 $2, $2, 0fCB000080;
+            add.rn.f32 $3, $3, 0fCB000080;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [tile],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    elif tile.dtype == tl.int8:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, one;
+            prmt.b32 a, $2, 0, 0x4140;
+            prmt.b32 b, $2, 0, 0x4342;
+            lop3.b32 c, a, 0x00800080, 0xC300C300, 0xEA;
+            lop3.b32 d, b, 0x00800080, 0xC300C300, 0xEA;
+            lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
+            mov.b32 one, 0x3F803F80;
+            fma.rn.bf16x2 $0, a, one, c;
+            fma.rn.bf16x2 $1, b, one, d;
+            }""",
+            "=&r,=&r,r",
+            [tile],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, factor, zero;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.b32 c, a, 4;
+            shr.b32 d, b, 4;
+            and.b32 c, c, 0x07F007F0;
+            and.b32 d, d, 0x07F007F0;
+            lop3.b32 c, a, 0x80008000, c, 0xEA;
+            lop3.b32 d, b, 0x80008000, d, 0xEA;
+            mov.b32 factor, 0x7B807B80;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, c, factor, zero;
+            fma.rn.bf16x2 $1, d, factor, zero;
+            }""",
+            "=&r,=&r,r",
+            [tile.to(tl.uint8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def loaded_row(i, WARPS: tl.constexpr):
+    """The row of a tile whose bytes are loaded as row i, for :func:`as_operand`: 8 rows a warp, then the next warp."""
+    return i // (16 * WARPS) * (16 * WARPS) + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
+
+
+@triton.jit
+def operand_column(j, BITS: tl.constexpr):
+    """The column that stands at place j of :func:`as_operand`'s rows; with 4 bits that of the low half."""
+    return j // 64 * (512 // BITS) + j // 2 % 4 * 16 + j // 16 % 4 * 4 + j // 8 % 2 * 2 + j % 2
+
+
+@triton.jit
+def as_operand(tile, WARPS: tl.constexpr):
+    """Bytes ``[S, R, 64]`` of R rows as they are loaded, as the tensor cores' first operand ``[R, 64 S]``.
+
+    A thread loads 16 bytes of a row at once, and a tensor core wants 2 columns here and 2 columns there of it, in two
+    rows 8 apart. But a product may take columns and rows in any order, as long as x and the result have the same: so
+    what a thread has loaded is called what it should have, and no byte moves to another thread.
+    """
+    S: tl.constexpr = tile.shape[0]
+    R: tl.constexpr = tile.shape[1]
+    tile = tile.reshape([S, R // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2])
+    return tile.permute([1, 3, 2, 4, 0, 6, 7, 5, 8]).reshape([R, 64 * S])
 
 
 @triton.jit

@@ -15,7 +15,9 @@ from shared.kernels.tiling import DOT_ROWS, Tiling
 
 PROMPT_ROWS = 128  # of x, the most that a program multiplies at once
 MAX_STAGES = 8
-MAX_ROWS_IN_PIECES = 32  # with more, a warp's sums exceed its registers
+MAX_BLOCKS_SPLIT = 1024  # blocks of rows of W whose columns are split
+LEAST_PROGRAMS = 256  # of a few rows of x: two for each multiprocessor of a large GPU
+STEP = 128  # columns that quantized_rows_kernel multiplies at once, and that share a scale
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class QuantizedTiling(Tiling):
     """A tiling of W, as the base class has it, and of x."""
 
     block_m: int = DOT_ROWS  # rows of x that a program of the matrix product multiplies at once
-    pieces: int = 0  # of a tile's columns, each multiplied by warps of its own (quantized_skinny_kernel)
+    splits: int = 0  # parts of K, each for a program of quantized_rows_kernel; 0: quantized_gemm_kernel
 
 
 @functools.cache
@@ -38,31 +40,43 @@ def quantized_tiling(
         return vector_tiling(N, K, bits, is_gated)
     block_m = max(DOT_ROWS, min(PROMPT_ROWS, next_power_of_two(rows)))
     is_grouped = columns_per_scale < K
-    has_pieces = bits == 4 and block_m <= MAX_ROWS_IN_PIECES
-    if has_pieces:
-        block_n, block_bytes, num_warps, stages = 32, 256, 4, 4
-    elif block_m == PROMPT_ROWS:
+    if block_m < PROMPT_ROWS and itemsize == 2 and K % STEP == 0 and columns_per_scale in (STEP, K):
+        return rows_tiling(block_m, N, K, bits, is_gated, shared_bytes)
+    if block_m == PROMPT_ROWS:
         block_n, block_bytes, num_warps, stages = 128, 64 * bits // 8, 8, 4
     elif is_gated or N >= 8192:
         block_n, block_bytes, num_warps, stages = 64, 128, 4, MAX_STAGES
     else:
         block_n, block_bytes, num_warps, stages = 32, 256, 4, MAX_STAGES
-    pieces = num_warps if has_pieces else 0
     block_k = max(16, block_bytes) * 8 // bits
     if is_grouped:
-        block_k = min(block_k, max(1, pieces) * columns_per_scale)
+        block_k = min(block_k, columns_per_scale)
 
     def stage_bytes() -> int:
         return (2 if is_gated else 1) * block_n * block_k * bits // 8 + block_m * block_k * itemsize
 
-    least_k = 32 * pieces if has_pieces else 32 * 8 // bits
-    while block_k > least_k and 3 * stage_bytes() > shared_bytes:
+    while block_k > 32 * 8 // bits and 3 * stage_bytes() > shared_bytes:
         block_k //= 2
     while block_n > 16 and 2 * stage_bytes() > shared_bytes:
         block_n //= 2
     num_stages = max(2, min(stages, shared_bytes // stage_bytes()))
-    prefetched = 2 if has_pieces else num_stages if block_m == DOT_ROWS else 0
-    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, prefetched, block_m, pieces)
+    prefetched = num_stages if block_m == DOT_ROWS else 0
+    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, prefetched, block_m)
+
+
+def rows_tiling(block_m: int, N: int, K: int, bits: int, is_gated: bool, shared_bytes: int) -> QuantizedTiling:
+    """The tiling for a few rows of x: enough programs for every multiprocessor, if W's rows alone are too few."""
+    block_n, stages = 64, 4
+    steps = (
+        2 if bits == 4 and block_m == DOT_ROWS and K % (2 * STEP) == 0 else 1
+    )  # of more rows the sums fill registers
+    blocks = -(-N // block_n)
+    splits = 1
+    while blocks * splits < LEAST_PROGRAMS and splits < 8 and K % (2 * splits * steps * STEP) == 0:
+        splits *= 2
+    stage_bytes = steps * STEP * ((2 if is_gated else 1) * block_n * bits // 8 + 2 * block_m)
+    num_stages = max(2, min(stages, shared_bytes // 2 // stage_bytes))
+    return QuantizedTiling(block_n, steps * STEP, 4, num_stages, True, 4, block_m, splits)
 
 
 def vector_tiling(N: int, K: int, bits: int, is_gated: bool) -> QuantizedTiling:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -45,6 +46,23 @@ class QuantizedWeight:
     def num_bytes(self) -> int:
         """What the matrix takes, scales and zeros included."""
         return sum(part.nbytes for part in (self.values, self.scales, self.zeros) if part is not None)
+
+    @cached_property
+    def cpu_scales(self) -> torch.Tensor:
+        """Scales as PyTorch's products on a CPU take them, bf16: 8 bits ``[N]``; 4 bits ``[K / group, N, 2]``, with
+        what is added to a product of numbers that are 8 too large."""
+        scales = self.scales.repeat_interleave(self.rows_per_scale, 0)[: len(self)].float()
+        if self.bits == 8:
+            return scales.flatten().bfloat16()
+        zeros = 8 if self.zeros is None else self.zeros.repeat_interleave(self.rows_per_scale, 0)[: len(self)].float()
+        return torch.stack((scales, (8 - zeros) * scales), 2).transpose(0, 1).contiguous().bfloat16()
+
+    @cached_property
+    def cpu_values(self) -> torch.Tensor:
+        """Numbers of 4 bits in the order of PyTorch's product on a CPU: as many bytes again, made when first used."""
+        numbers = unpack_nibbles(self.values, self.run).int()
+        packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
+        return packed
 
     def to(self, device: torch.device) -> "QuantizedWeight":
         """The same matrix on a device, contiguous and aligned for the products: a mapped or transposed one is not."""

@@ -36,7 +36,7 @@ def test_every_variant_compiles(tmp_path):
         "skinny_kernel",
         "quantized_gemv_kernel",
         "quantized_gemm_kernel",
-        "quantized_skinny_kernel",
+        "quantized_rows_kernel",
         "quantize_rows_kernel",
         "rms_norm_kernel",
         "gated_kernel",
@@ -130,12 +130,12 @@ def compile_products():
 
 
 def compile_quantized_products():
-    from shared.kernels import gated, quantized_gemm, quantized_gemv, rmsnorm
+    from shared.kernels import gated, quantized_gemm, quantized_gemv, quantized_rows, rmsnorm
     from shared.kernels.launch import GENERATIONS
     from shared.ops.gated import swiglu
     from shared.quantization.weight import QuantizedWeight
 
-    modules = (gated, quantized_gemm, quantized_gemv, rmsnorm)
+    modules = (gated, quantized_gemm, quantized_gemv, quantized_rows, rmsnorm)
     for module in (gated, quantized_gemv, rmsnorm):
         module.launches = lambda tensor: True
     N, K = 6144, 4096

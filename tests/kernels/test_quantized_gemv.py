@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from shared.kernels import quantized_gemv
+from shared.kernels import quantized_gemv, quantized_prompts
 from shared.kernels.gated import gated_kernel
 from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
 from shared.kernels.quantized_gemm import (
     quantize_rows,
     quantize_rows_kernel,
     quantized_gemm_kernel,
-    quantized_skinny_kernel,
 )
 from shared.kernels.quantized_gemv import linear
-from shared.kernels.quantized_tiling import QuantizedTiling, quantized_tiling
+from shared.kernels.quantized_prompts import dequantize_kernel
+from shared.kernels.quantized_tiling import MAX_BLOCKS_SPLIT, QuantizedTiling, quantized_tiling
 from shared.kernels.rmsnorm import rms_norm, rms_norm_kernel
 from shared.kernels.tiling import MAX_ROWS
 from shared.ops.gated import geglu, swiglu
@@ -31,7 +31,11 @@ ROWS = [1, 2, 16, 17, 72]
 GEMV = QuantizedTiling(8, 128, 4)  # several rows of W a program, several tiles: short in the interpreter
 FP8_SUMS = 2.0**-23 if INTERPRETED else 2.0**-11  # error of a sum, over its terms: Hopper's sums of FP8 keep 14 bits
 PIPELINED = QuantizedTiling(16, 32, 4, num_stages=2, dot=True)
-IN_PIECES = dataclasses.replace(PIPELINED, block_k=128, block_m=32, pieces=4)
+FEW_ROWS = [  # of quantized_rows_kernel: W's rows, columns and parts
+    QuantizedTiling(64, 128, 4, 2, True, 0, 16, 1),
+    QuantizedTiling(64, 128, 4, 2, True, 0, 32, 3),
+    QuantizedTiling(128, 256, 8, 2, True, 0, 16, 2),
+]
 
 
 @pytest.fixture
@@ -104,6 +108,8 @@ def check(assert_near: Callable) -> Callable[..., None]:
             share += FP8_SUMS / torch.finfo(x.dtype).eps
         if len(x) > MAX_ROWS:
             share += 1.0  # product, activation and sum are rounded one after the other
+        if len(x) >= quantized_prompts.LEAST_ROWS and x.element_size() == 2:
+            share += 0.5  # and so is a scaled weight
         y, terms = h @ w.t(), h.abs() @ size.t()
         if bias is not None:
             y, terms = y + bias.double(), terms + bias.double().abs()
@@ -191,8 +197,43 @@ def test_every_tiling_gives_the_same(
     for cut in (QuantizedTiling(4, 512, 4), QuantizedTiling(16, 64, 4)):
         check(randn(1, weight.shape[1]), weight, norm=norm, cut=cut)
         check(randn(1, weight.shape[1]), weight, norm=norm, activation=swiglu, cut=cut)
-    for cut in (PIPELINED, dataclasses.replace(PIPELINED, block_k=64, block_m=32), IN_PIECES):
+    for cut in (PIPELINED, dataclasses.replace(PIPELINED, block_k=64, block_m=32)):
         check(randn(21, weight.shape[1]), weight, cut=cut)
+
+
+@pytest.mark.parametrize("cut", FEW_ROWS)
+@pytest.mark.parametrize("group", [128, None])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_few_rows_in_every_tiling(
+    kind: str, group: int | None, cut: QuantizedTiling, quantized: Callable, randn: Callable, check: Callable
+) -> None:
+    """A block of W's rows that is not full, scales of several groups, and parts of K that the last program adds up."""
+    rows, K = cut.block_m - 5, cut.block_k * max(2, cut.splits)
+    weight = quantized(kind, 134, K, group)
+    check(randn(rows, K), weight, randn(134), residual=randn(rows, 134), cut=cut)
+    check(randn(rows, K), weight, residual=randn(rows, 67), activation=swiglu, cut=cut)
+
+
+@pytest.mark.parametrize("group", [64, None])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_prompts_are_multiplied_by_tiles_of_rows(
+    kind: str,
+    group: int | None,
+    quantized: Callable,
+    randn: Callable,
+    check: Callable,
+    num_launches: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three tiles, the last of which is not full."""
+    rows, weight = MAX_ROWS + 2, quantized(kind, 38, 128, group)
+    monkeypatch.setattr(quantized_prompts, "TILE_ROWS", 16)
+    monkeypatch.setattr(quantized_prompts, "LEAST_ROWS", rows)
+    x, residual = randn(rows, 128, dtype=torch.float16), randn(rows, 38, dtype=torch.float16)
+    check(x, weight, randn(38, dtype=torch.float16), norm_of(randn(128, dtype=torch.float16), 0.0), residual)
+    assert num_launches(dequantize_kernel) == 3
+    check(x, weight, residual=residual[:, :19], activation=swiglu)
+    assert num_launches(quantized_gemm_kernel) == 0
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -297,9 +338,9 @@ def test_few_rows_take_one_launch_and_several_rows_one_more_for_a_norm(
     rows: int, quantized: Callable, randn: Callable, check: Callable, num_launches: Callable
 ) -> None:
     norm = norm_of(randn(64), 0.0)
-    for launched, (kind, kernel) in enumerate((("int8", quantized_gemm_kernel), ("int4", quantized_skinny_kernel)), 1):
+    for launched, kind in enumerate(("int8", "int4"), 1):
         check(randn(rows, 64), quantized(kind, 6, 64, 64), None, norm, None, swiglu, cut=None)
-        assert num_launches(kernel) == (rows > 1)
+        assert num_launches(quantized_gemm_kernel) == launched * (rows > 1)
         assert num_launches(rms_norm_kernel) == launched * (rows > 1)
         assert num_launches() == launched * (1 + (rows > 1))
 
@@ -356,9 +397,9 @@ def test_what_the_kernels_cannot_read_is_refused(quantized: Callable, randn: Cal
     for rows, cut in (
         (2, QuantizedTiling(8, 64, 4)),
         (2, dataclasses.replace(PIPELINED, block_k=64)),
-        (33, dataclasses.replace(IN_PIECES, block_k=64)),
+        (17, FEW_ROWS[0]),
     ):
-        with pytest.raises(ValueError, match="tiling"):
+        with pytest.raises(ValueError, match=r"[tT]iling"):
             linear(randn(rows, 96), weight, cut=cut)
 
 
@@ -383,11 +424,14 @@ def test_the_table_keeps_its_rules() -> None:
                 assert cut.num_stages * stage <= gpu.shared_bytes, about
                 assert cut.num_stages >= 2, about
                 assert min(cut.block_m, cut.block_n) >= 16, about
-                assert cut.block_k // max(1, cut.pieces) <= group or group == K, about
+                assert cut.block_k <= group or group == K or cut.splits, about
+                if cut.splits:
+                    assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), about
+                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, about
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 300])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 300, 1024])
 @pytest.mark.parametrize("group", [128, None])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_real_shapes(

@@ -4,6 +4,7 @@ The reference for a stored format packs its numbers one by one, as the format's 
 is compared with what transformers reads where compressed-tensors is installed.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,18 @@ def test_modules_left_out(tmp_path: Path) -> None:
         assert stored.quantizes("model.layers.70.self_attn.q_proj")
 
 
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_four_bits_and_16_bits_of_x_are_multiplied_without_a_copy_of_w(group: int, has_zeros: bool) -> None:
+    weight = quantize(torch.randn(64, 256), "int4", group)
+    if has_zeros:
+        weight = dataclasses.replace(weight, zeros=torch.randint(16, weight.scales.shape, dtype=torch.uint8))
+    for rows in (1, 3, 70):
+        x = torch.randn(rows, 256).bfloat16()
+        assert_near(op.linear(x, weight).float(), x.float() @ dequantize(weight).t(), 0.01)
+    assert "cpu_values" in vars(weight)
+
+
 # Whole models.
 
 
@@ -315,7 +328,9 @@ def test_a_written_checkpoint_is_the_model_that_loads_quantized(
 
 def test_the_command_writes_a_checkpoint_once(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     command = ["model", "quantize", str(tiny_checkpoints["llama"]), str(tmp_path / "int8"), "--method"]
-    assert "it must be one of fp8, int8, int4" in " ".join(CliRunner().invoke(app, [*command, "int2"]).output.split())
+    assert "it must be one of fp8, int8, int4, gptq" in " ".join(
+        CliRunner().invoke(app, [*command, "int2"]).output.split()
+    )
     result = CliRunner().invoke(app, [*command, "int8"])
     assert result.exit_code == 0, result.output
     assert load_model(tmp_path / "int8", quantize=quantizer()).config.num_layers == 3
