@@ -65,6 +65,8 @@ class OutputStream:
         the end of a grammar.
         """
         self.num_tokens += 1
+        if token_id not in self.end_ids and self.num_tokens < self.limit and not self.has_stops:
+            return StepOutput(self.request_id, token_id, self.decoder.push(token_id), None, None, logprobs)
         reason = None
         may_stop = self.num_tokens > self.min_tokens
         if (may_stop or self.has_grammar) and token_id in self.end_ids:

@@ -141,6 +141,6 @@ class Request:
         masked_ids = self.end_ids if index < self.params.min_tokens else ()
         if num_drafts and (self.params.has_penalties or self.steer is not None):
             output_ids = output_ids + self.draft_ids[:num_drafts]
-        about = (self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts)
-        row = SamplingRow(self.params, self.seed, index, *about, draft_id, constraint=self.constraint)
+        about = (self.params, self.seed, index, self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts)
+        row = SamplingRow(*about, draft_id, None, None, self.constraint)
         return row if self.steer is None else self.steer(row)

@@ -77,6 +77,9 @@ class Scheduler(ABC):
 
         Results for a request that has finished or was preempted meanwhile are dropped.
         """
+        if schedule.is_decode and not sampled.errors:
+            self._commit_decoding(schedule, sampled)
+            return
         tokens, first, errors, running = list(sampled), 0, sampled.errors, RequestStatus.RUNNING
         for number, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
             error = errors.get(number) if errors else None
@@ -97,6 +100,27 @@ class Scheduler(ABC):
             if self.ending and request in self.ending and request.num_scheduled_tokens == start + num_tokens:
                 del self.ending[request]  # no later step computes it
                 self.pool.release(request)
+
+    def _commit_decoding(self, schedule: Schedule, sampled: SampledTokens) -> None:
+        """What ``commit`` does, for a step that gives each of its requests one token."""
+        step, running = schedule.step, RequestStatus.RUNNING
+        requests, starts, tokens = schedule.requests, schedule.columns["start"], list(sampled)
+        kept = [
+            (request, token)
+            for request, start, token in zip(requests, starts, tokens, strict=True)
+            if request.status is running and request.num_computed_tokens == start
+        ]
+        self.pool.commit_next([request for request, _ in kept])
+        for request, (token_id, logprobs) in kept:
+            request.num_computed_tokens += 1
+            request.num_pending_tokens -= 1
+            request.last_step = step
+            request.append(token_id, logprobs)
+        if self.ending:
+            for request, start in zip(requests, starts, strict=True):
+                if request in self.ending and request.num_scheduled_tokens == start + 1:
+                    del self.ending[request]  # no later step computes it
+                    self.pool.release(request)
 
     def finish(self, requests: Iterable[Request]) -> None:
         """Retire requests whose outputs are complete."""
