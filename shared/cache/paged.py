@@ -115,7 +115,7 @@ class PagedKVCachePool:
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
         """See ``CachePoolProtocol``."""
         rows, granted, num_held, size = self.rows, self.granted, self.num_held, self.block_size
-        others = []
+        others: list[Request] = []
         for request in requests:
             row, num_tokens = rows[request], request.num_tokens + request.num_pending_tokens
             if num_tokens > num_held[row] * size:
