@@ -69,7 +69,9 @@ class Schedule:
     @cached_property
     def is_decode(self) -> bool:
         """Whether each entry computes one token and samples one."""
-        return bool(len(self) == self.num_decoding and (self.num_tokens == 1).all() and (self.num_logit_rows == 1).all())
+        return bool(
+            len(self) == self.num_decoding and (self.num_tokens == 1).all() and (self.num_logit_rows == 1).all()
+        )
 
     @property
     def decoding(self) -> "Schedule":
