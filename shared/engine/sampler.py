@@ -9,6 +9,7 @@ depend on its batch.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -52,7 +53,9 @@ class SampledTokens:
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by the same index
 
     def __iter__(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
-        return zip(self.token_ids, self.logprobs or [None] * len(self.token_ids), strict=True)
+        if self.logprobs is None:
+            return zip(self.token_ids, repeat(None))
+        return zip(self.token_ids, self.logprobs, strict=True)
 
 
 @dataclass(frozen=True)

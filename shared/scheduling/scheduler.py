@@ -16,6 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -103,15 +104,17 @@ class Scheduler(ABC):
 
     def _commit_decoding(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """What ``commit`` does, for a step that gives each of its requests one token."""
-        step, running = schedule.step, RequestStatus.RUNNING
-        requests, starts, tokens = schedule.requests, schedule.columns["start"], list(sampled)
-        kept = [
-            (request, token)
-            for request, start, token in zip(requests, starts, tokens, strict=True)
-            if request.status is running and request.num_computed_tokens == start
-        ]
-        self.pool.commit_next([request for request, _ in kept])
-        for request, (token_id, logprobs) in kept:
+        step, running, requests, starts = (
+            schedule.step,
+            RequestStatus.RUNNING,
+            schedule.requests,
+            schedule.columns["start"],
+        )
+        columns = zip(requests, starts, strict=True)
+        is_awaited = [request.status is running and request.num_computed_tokens == start for request, start in columns]
+        awaited = list(compress(requests, is_awaited))
+        self.pool.commit_next(awaited)
+        for request, (token_id, logprobs) in zip(awaited, compress(sampled, is_awaited), strict=True):
             request.num_computed_tokens += 1
             request.num_pending_tokens -= 1
             request.last_step = step
