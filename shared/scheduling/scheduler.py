@@ -104,12 +104,7 @@ class Scheduler(ABC):
 
     def _commit_decoding(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """What ``commit`` does, for a step that gives each of its requests one token."""
-        step, running, requests, starts = (
-            schedule.step,
-            RequestStatus.RUNNING,
-            schedule.requests,
-            schedule.columns["start"],
-        )
+        requests, starts, running = schedule.requests, schedule.columns["start"], RequestStatus.RUNNING
         columns = zip(requests, starts, strict=True)
         is_awaited = [request.status is running and request.num_computed_tokens == start for request, start in columns]
         awaited = list(compress(requests, is_awaited))
@@ -117,7 +112,7 @@ class Scheduler(ABC):
         for request, (token_id, logprobs) in zip(awaited, compress(sampled, is_awaited), strict=True):
             request.num_computed_tokens += 1
             request.num_pending_tokens -= 1
-            request.last_step = step
+            request.last_step = schedule.step
             request.append(token_id, logprobs)
         if self.ending:
             for request, start in zip(requests, starts, strict=True):
