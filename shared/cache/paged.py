@@ -113,7 +113,7 @@ class PagedKVCachePool:
         self.lengths[row] = length
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``."""
+        """See ``CachePoolProtocol``; blocks that are free without an eviction are allocated at once."""
         rows, granted, num_held, size = self.rows, self.granted, self.num_held, self.block_size
         others: list[Request] = []
         for request in requests:
@@ -122,7 +122,15 @@ class PagedKVCachePool:
                 others.append(request)
             elif num_tokens > granted[row]:
                 granted[row] = num_tokens
-        return others
+        if len(others) > self.allocator.num_free:
+            return others
+        blocks = self.allocator.allocate(len(others))
+        growing = [rows[request] for request in others]
+        self.tables[growing, [num_held[row] for row in growing]] = blocks
+        for row in growing:
+            granted[row] = num_held[row] * size + 1
+            num_held[row] += 1
+        return []
 
     def commit_next(self, requests: Iterable[Request]) -> None:
         """See ``CachePoolProtocol``; what a block that is full entails, ``commit`` does."""

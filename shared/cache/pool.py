@@ -48,7 +48,7 @@ class CachePoolProtocol(Protocol):
         ...
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """Reserve the next token of each running request that needs no block for it; returns the others."""
+        """Reserve the next token of each decoding request, as far as that is simple; returns the others."""
         ...
 
     def commit_next(self, requests: Iterable[Request]) -> None:
