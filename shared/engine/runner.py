@@ -107,9 +107,11 @@ class Runner:
             is_left = ~np.isin(sequences, list(errors))
             rows, sequences = list(compress(rows, is_left)), sequences[is_left]
 
-        first_rows = np.flatnonzero(np.diff(sequences, prepend=-1))  # of each sequence, which succeeds or fails
-        ends = np.append(first_rows, len(sequences))
-        numbers = np.arange(len(sequences)) - first_rows.repeat(np.diff(ends))  # of the rows within their sequences
+        is_first = np.ones(len(sequences) + 1, np.bool_)  # row of its sequence, which succeeds or fails as a whole
+        is_first[1:-1] = sequences[1:] != sequences[:-1]
+        ends = np.flatnonzero(is_first)
+        first_rows = ends[:-1]
+        numbers = np.arange(len(sequences)) - first_rows.repeat(ends[1:] - first_rows)  # within their sequences
         places = launched.batch.layout.rows[sequences] * self.most_logit_rows + numbers
 
         def run(part: range) -> Draws:
