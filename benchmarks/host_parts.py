@@ -24,7 +24,6 @@ from benchmarks.report import Report, describe_model, engine_settings, rounded, 
 from benchmarks.setup import free_memory, freeze_memory
 from benchmarks.timing import SyntheticPrompts
 from benchmarks.view import Column, Table, View, text
-from shared.engine.config import EngineConfig
 from shared.engine.llm import LLM
 from shared.sampling.params import SamplingParams
 from shared.tracing.activity import ActivityRecorder

@@ -12,10 +12,17 @@ Invariant: what is recorded has run once before, so that kernels are compiled an
 """
 
 import contextlib
+import logging
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from shared.sampling.sampler import SamplingBatch
+
+NUM_BEFORE, MOST_RECORDED = 3, 256
+"""How often a draw is launched before it is recorded, and how many are known; all are dropped when there are more."""
+logger = logging.getLogger("infer.engine")
 
 
 class Computed(NamedTuple):
@@ -74,3 +81,63 @@ class _Address:
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as a tensor that does not keep it from being freed."""
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
+
+
+class RecordedDraw(NamedTuple):
+    """The recorded launches of a draw, and where they write the ids."""
+
+    graph: torch.cuda.CUDAGraph
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, launch: Callable[[], torch.Tensor], pool: Any) -> "RecordedDraw":
+        """Record the launches, all of which have run before, without running them; ``pool`` as of a CUDA graph."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                ids = launch()
+            finally:
+                graph.capture_end()
+        return cls(graph, ids)
+
+    def replay(self) -> torch.Tensor:
+        """Run the launches."""
+        self.graph.replay()
+        return self.ids
+
+
+class DrawRecorder:
+    """Replays draws that come again; a ``Recorder`` of the sampler.
+
+    A draw's parameters are at fixed addresses, and its logits mostly too. A draw of the same kind, size and logits that
+    was launched ``NUM_BEFORE`` times is recorded. Logits with biases or penalties are a new copy each time.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.known: dict[tuple[Any, ...], RecordedDraw | int] = {}  # int: how often it was launched
+        self.has_failed = False
+
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The ids, which no later draw overwrites."""
+        if self.has_failed or not batch.is_simple or torch.cuda.is_current_stream_capturing():
+            return draw()
+        kind = (batch.temperature is None, batch.log_min_p is None, batch.top_k is None, batch.top_p is None)
+        key = (logits.data_ptr(), *logits.shape, logits.stride(0), logits.dtype, *kind)
+        known = self.known.get(key, 0)
+        if known == NUM_BEFORE:
+            try:
+                known = RecordedDraw.of(draw, self.pool)
+            except Exception as error:
+                self.has_failed = True
+                logger.warning("draws are launched, since they could not be recorded: %s", error, exc_info=error)
+                return draw()
+            self.known[key] = known
+        if isinstance(known, RecordedDraw):
+            return known.replay().clone()
+        if known == 0 and len(self.known) == MOST_RECORDED:
+            self.known.clear()
+        self.known[key] = known + 1
+        return draw()

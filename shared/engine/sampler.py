@@ -7,8 +7,9 @@ depend on its batch.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from shared.cache.layout import Integers
 from shared.engine.penalty_tables import PenaltyTables
 from shared.engine.request import TokenLogprobs
-from shared.engine.staging import Staging
+from shared.engine.staging import Staging, record
 from shared.kernels.sampler import make_counters, sample
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.params import SamplingParams
@@ -38,6 +39,9 @@ _PLACES = {
     "presence_penalty": np.float32,
 }
 
+
+Recorder = Callable[[torch.Tensor, SamplingBatch, Callable[[], torch.Tensor]], torch.Tensor]
+"""Runs the launches of a draw, whose logits and parameters it gets too; may replay them instead (phase 9)."""
 
 _Constant = tuple[SamplingParams, int, Sequence[int]]
 """What the arrays of a row are made of, apart from its index and its tokens: parameters, seed and masked ids."""
@@ -97,10 +101,10 @@ class SamplerOutput:
         self.errors = errors or {}
         self._draws = [_copied(part) for part in draws]  # pinned memory; not valid before the event
         self._prompts = [PromptDraws(part.sequences, _copied(part.draws)) for part in prompts]
-        is_cuda = any(part.ids.is_cuda for part in [*draws, *(part.draws for part in prompts)])
-        self._arrived = torch.cuda.Event() if is_cuda else None
+        devices = [part.ids.get_device() for part in [*draws, *(part.draws for part in prompts)] if part.ids.is_cuda]
+        self._arrived = torch.cuda.Event() if devices else None
         if self._arrived is not None:
-            self._arrived.record()
+            record(self._arrived, devices[0])
 
     def wait(self) -> SampledTokens:
         """Wait for the device and return the tokens on the host; may be called again."""
@@ -147,6 +151,7 @@ class Sampler:
         self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _PLACES.items()})
         self.counters = make_counters(max_rows, device)
         self.penalties = PenaltyTables(max_rows, device, self.upload)
+        self.recorder: Recorder | None = None
         self.last_rows: list[_Constant] = []
         self.last: tuple[SamplingBatch, dict[int, int]] | None = None  # their parameters; None: these change by token
 
@@ -171,7 +176,8 @@ class Sampler:
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch
     ) -> torch.Tensor:
         """The tokens of all rows, int64 ``[n]``."""
-        return sample(logits, batch, counters=self.counters)
+        draw = partial(sample, logits, batch, counters=self.counters)
+        return draw() if self.recorder is None else self.recorder(logits, batch, draw)
 
     def _parameters(
         self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int

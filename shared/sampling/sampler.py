@@ -73,6 +73,11 @@ class SamplingBatch:
     count_rows: torch.Tensor | None = None  # int64 [p], the row of ``counts`` that each penalised row reads
     counts: TokenCounts | None = None
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether logits are neither biased nor penalised."""
+        return self.biases is None and self.counts is None
+
     @classmethod
     def of(
         cls,

@@ -73,6 +73,7 @@ class ActivityRecorder:
                 if part == "runner" and self.zero is not None:
                     call = _launching(activity, method, call)
                 setattr(owner, method, _timed(activity, call, on_call, on_return))
+            activity.last_ns = self.now()
             yield activity
 
     def gpu_spans(self, activity: StepActivity) -> tuple[Span, ...]:

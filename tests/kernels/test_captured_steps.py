@@ -14,12 +14,15 @@ from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.config import EngineConfig
-from shared.engine.graphs import CapturedStep, Computed, CudaGraphCapture
+from shared.engine.graphs import CapturedStep, Computed, CudaGraphCapture, DrawRecorder
 from shared.engine.multi_token_runner import CapturedMultiTokenRunner
+from shared.engine.sampler import Sampler
 from shared.kernels import gemv, rmsnorm, sampler
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED, LAUNCHES
 from shared.kernels.pending_ids import fill_pending
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
 from tests.adapters import random_adapter_of
 from tests.mixed_requests import seen, serve
@@ -258,3 +261,22 @@ def test_graphs_share_memory_and_results_are_where_they_were(device: torch.devic
         step.replay()
         assert (step.results.hidden == 3 * n).all()
         assert step.results.hidden.shape == (1 << (20 - n),)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.0}])
+def test_recorded_draws_are_those_that_are_launched(device: torch.device, limits: dict[str, Any]) -> None:
+    """Rows come and go, their parameters and logits change, and a graph reads those of its own draw."""
+    plain, recording = Sampler(device, 8), Sampler(device, 8)
+    recording.recorder = recorder = DrawRecorder()
+    logits, ids = torch.empty(8, 5000, device=device, dtype=torch.bfloat16), []
+    for step in range(40):
+        logits.copy_(torch.randn(logits.shape, device=device))
+        num_rows = 8 if step % 3 else 5
+        about = {"temperature": 0.5 + step // 10} | limits
+        rows = [SamplingRow(SamplingParams(**about), seed=n, index=step) for n in range(num_rows)]
+        drawn = [each.sample(logits[:num_rows], rows, range(num_rows)).ids for each in (plain, recording)]
+        assert torch.equal(*drawn)
+        ids.append((drawn[1], drawn[1].clone()))
+    assert all(torch.equal(*pair) for pair in ids), "later draws leave ids as they are"
+    assert sum(not isinstance(known, int) for known in recorder.known.values()) == 2

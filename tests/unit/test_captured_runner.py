@@ -10,9 +10,11 @@ from shared.cache.view import StepInputs, step_arrays
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.engine.captured_runner import CapturedRunner
-from shared.engine.graphs import CapturedStep, Computed
+from shared.engine import graphs
+from shared.engine.graphs import CapturedStep, Computed, DrawRecorder
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.unit.test_runner import Successor
 
@@ -138,3 +140,63 @@ def test_a_failing_part_leaves_the_results_of_the_others() -> None:
     assert launched.logits.argmax(-1).tolist() == [11, 21, 41]
     assert list(launched.errors) == [2]
     assert launched.sequence_rows.tolist() == [0, 1, 3]
+
+
+class Draws:
+    """A recorder whose recordings are functions; counts the launches, and gives the number of the draw."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_launched = self.num_recorded = self.number = 0
+        self.is_capturing = self.fails = False
+        monkeypatch.setattr(graphs.RecordedDraw, "of", self.record)
+        monkeypatch.setattr(graphs.RecordedDraw, "replay", lambda recorded: recorded.ids.fill_(self.number))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        self.recorder = DrawRecorder()
+
+    def record(self, launch: Callable[[], torch.Tensor], pool: object) -> graphs.RecordedDraw:
+        if self.fails:
+            raise RuntimeError("injected")
+        self.num_recorded += 1
+        return graphs.RecordedDraw(None, torch.zeros(1, dtype=torch.int64))  # type: ignore[arg-type]
+
+    def draw(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        self.number += 1
+        return self.recorder(logits, batch, self.launch)
+
+    def launch(self) -> torch.Tensor:
+        self.num_launched += 1
+        return torch.tensor([self.number])
+
+
+def test_a_draw_that_comes_again_is_recorded_and_its_ids_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws, logits, other = Draws(monkeypatch), torch.zeros(1, 8), torch.zeros(1, 8)
+    greedy = SamplingBatch(1)
+    ids = [draws.draw(logits, greedy) for _ in range(6)]
+    assert torch.cat(ids).tolist() == [1, 2, 3, 4, 5, 6], "ids, which later draws leave as they are"
+    assert (draws.num_launched, draws.num_recorded) == (3, 1)
+    draws.draw(logits, SamplingBatch(1, temperature=torch.ones(1)))
+    draws.draw(other, greedy)
+    assert draws.num_launched == 5, "another kind, and logits at another place, are other draws"
+
+
+def test_what_is_not_recorded_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biased logits are a copy at another place each time; in a recording of others a draw is part of that one."""
+    draws, logits, rows = Draws(monkeypatch), torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
+    for _ in range(5):
+        draws.draw(logits, SamplingBatch(1, bias_rows=rows, bias_ids=rows, biases=torch.zeros(1)))
+    draws.is_capturing = True
+    for _ in range(5):
+        draws.draw(logits, SamplingBatch(1))
+    draws.is_capturing, draws.fails = False, True
+    for _ in range(6):
+        draws.draw(logits, SamplingBatch(1))
+    assert (draws.num_launched, draws.num_recorded) == (16, 0)
+
+
+def test_the_recorder_keeps_a_bounded_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = Draws(monkeypatch)
+    kept = [torch.zeros(1, n + 1) for n in range(graphs.MOST_RECORDED + 1)]
+    for logits in kept:
+        draws.draw(logits, SamplingBatch(1))
+    assert len(draws.recorder.known) == 1
