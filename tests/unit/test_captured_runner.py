@@ -7,10 +7,10 @@ import torch
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.view import StepInputs, step_arrays
+from shared.engine import graphs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.engine.captured_runner import CapturedRunner
-from shared.engine import graphs
 from shared.engine.graphs import CapturedStep, Computed, DrawRecorder
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
