@@ -76,9 +76,7 @@ class BucketView(PrefixView):
             return
         self.decode_tiling = planner.decode_tiling(bucket.num_sequences)
         if bucket.is_decode:
-            self.step_queries, self.step_attended = (
-                rows[: bucket.num_tokens] for rows in (self.queries, self.attended)
-            )
+            self._take_buffers(bucket.num_tokens)
         else:
             self.prefill_tiling = planner.bucket_prefill_tiling(bucket)
 

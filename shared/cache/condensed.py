@@ -8,6 +8,8 @@ Invariants: those of :class:`shared.cache.paged.PagedKVCachePool`, with slots fo
 less than one block of its packed part; compressing takes no block, and what was reserved and not written stays so.
 """
 
+from collections.abc import Iterable
+
 from shared.cache.blocks import Blocks
 from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
 from shared.cache.paged import PagedKVCachePool
@@ -32,6 +34,10 @@ class CondensedKVCachePool(PagedKVCachePool):
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """See ``CachePoolProtocol``."""
         return super().reserve(request, num_tokens - self.num_saved(request))
+
+    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
+        """See ``CachePoolProtocol``."""
+        return list(requests) if self.packed else super().reserve_next(requests)
 
     def shrink(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""

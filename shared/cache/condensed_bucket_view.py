@@ -124,8 +124,7 @@ class CondensedBucketView(CondensedView):
         super()._receive(layout, sent)
         self.ring_places, self.rows = sent["ring_places"], sent["rows"]
         if self.bucket is not None:
-            n = self.bucket.num_tokens
-            self.step_queries, self.step_attended = self.queries[:n], self.attended[:n]
+            self._take_buffers(self.bucket.num_tokens)
 
     def write(
         self,

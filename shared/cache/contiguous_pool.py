@@ -8,6 +8,8 @@ Invariants: each region is free or held by one request, never both; the first ``
 hold the request's tokens in order; a free region has length 0.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from shared.cache.layout import Layout, before_and_after, ranges
@@ -76,6 +78,15 @@ class ContiguousKVCachePool:
             )
         self.lengths[region] += num_tokens
         self.used_tokens += num_tokens
+
+    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
+        """See ``CachePoolProtocol``; ``reserve`` does this."""
+        return list(requests)
+
+    def commit_next(self, requests: Iterable[Request]) -> None:
+        """See ``CachePoolProtocol``."""
+        for request in requests:
+            self.commit(request, 1)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""

@@ -10,6 +10,7 @@ each table that lists a block; the first ``length`` slots of a table hold the re
 """
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -110,6 +111,37 @@ class PagedKVCachePool:
                 f"cannot have {num_tokens} more; reserve them first."
             )
         self.lengths[row] = length
+
+    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
+        """See ``CachePoolProtocol``; blocks that are free without an eviction are allocated at once."""
+        rows, granted, num_held, size = self.rows, self.granted, self.num_held, self.block_size
+        others: list[Request] = []
+        for request in requests:
+            row, num_tokens = rows[request], request.num_tokens + request.num_pending_tokens
+            if num_tokens > num_held[row] * size:
+                others.append(request)
+            elif num_tokens > granted[row]:
+                granted[row] = num_tokens
+        if len(others) > self.allocator.num_free:
+            return others
+        blocks = self.allocator.allocate(len(others))
+        growing = [rows[request] for request in others]
+        self.tables[growing, [num_held[row] for row in growing]] = blocks
+        for row in growing:
+            granted[row] = num_held[row] * size + 1
+            num_held[row] += 1
+        return []
+
+    def commit_next(self, requests: Iterable[Request]) -> None:
+        """See ``CachePoolProtocol``; what a block that is full entails, ``commit`` does."""
+        rows, lengths, granted, size = self.rows, self.lengths, self.granted, self.block_size
+        for request in requests:
+            row = rows[request] if request in rows else self._row(request)
+            length = lengths[row] + 1
+            if length % size and length <= granted[row]:
+                lengths[row] = length
+            else:
+                self.commit(request, 1)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""

@@ -93,6 +93,7 @@ class PagedView:
             heads = (sizes.max_sequences, config.num_heads, config.head_dim)
             self.queries = torch.empty(heads, dtype=dtype, device=device)
             self.attended = torch.empty_like(self.queries)
+            self.buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # their first rows, by number
         else:
             self.key_rows = self.keys.view(num_layers, -1, self.token_stride).unbind(0)
             self.value_rows = self.values.view(num_layers, -1, self.token_stride).unbind(0)
@@ -139,13 +140,20 @@ class PagedView:
         sent = self.staging[self.is_decode].send(self._arrays(batch, layout))
         self.places = sent["places"]
         if self.is_launching and self.is_decode:  # buffers for the results of every layer
-            self.step_queries, self.step_attended = self.queries[: len(batch)], self.attended[: len(batch)]
+            self._take_buffers(len(batch))
         if self.is_flash:
             self._receive(layout, sent)
         else:
             self.layout, self.num_new = layout, batch.num_new_tokens.tolist()
             self.pieces: dict[int | None, list[Piece]] = {}  # by window
         return StepInputs.of(sent)
+
+    def _take_buffers(self, num_rows: int) -> None:
+        """Use the first rows of the buffers; they are kept, since slicing a tensor costs more than a lookup."""
+        known = self.buffers.get(num_rows)
+        if known is None:
+            known = self.buffers[num_rows] = self.queries[:num_rows], self.attended[:num_rows]
+        self.step_queries, self.step_attended = known
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         """The arrays that a step uploads."""

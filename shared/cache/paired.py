@@ -8,7 +8,7 @@ Invariants: a request has a twin exactly while it holds space; both pools have r
 the draft model's maximum; this module commits tokens of the model alone, and the drafter those of the twins.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +58,14 @@ class PairedPool:
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; of the model alone."""
         self.target.commit(request, num_tokens)
+
+    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
+        """See ``CachePoolProtocol``; ``reserve`` does this."""
+        return list(requests)
+
+    def commit_next(self, requests: Iterable[Request]) -> None:
+        """See ``CachePoolProtocol``."""
+        self.target.commit_next(requests)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; of the model alone."""

@@ -9,7 +9,7 @@ Invariants of every pool: reserved tokens can be written, whatever other request
 released hold space, and ``audit`` lists them; a pool holds no tensor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from shared.cache.layout import Layout
@@ -45,6 +45,14 @@ class CachePoolProtocol(Protocol):
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Count the tokens that a step has written; raises CapacityError for more than were reserved."""
+        ...
+
+    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
+        """Reserve the next token of each decoding request, as far as that is simple; returns the others."""
+        ...
+
+    def commit_next(self, requests: Iterable[Request]) -> None:
+        """``commit`` one token of each request."""
         ...
 
     def truncate(self, request: Request, num_tokens: int) -> None:

@@ -10,6 +10,7 @@ Invariants: those of :class:`shared.cache.prefix.PrefixKVCachePool` for all othe
 the tree, the registry and requests hold, are all blocks.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from shared.cache.blocks import Blocks
@@ -60,6 +61,10 @@ class ChunkKVCachePool(PrefixKVCachePool):
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """See ``CachePoolProtocol``; chunks need no reservation."""
         return super().reserve(request, max(0, num_tokens - self.users.get(request, 0)))
+
+    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
+        """See ``CachePoolProtocol``."""
+        return list(requests) if self.users else super().reserve_next(requests)
 
     def _allocate(self, count: int) -> Blocks | None:
         """See :class:`shared.cache.paged.PagedKVCachePool`; evicts chunks if the tree cannot give enough."""

@@ -111,7 +111,8 @@ class LLM:
             with _bar(len(answers), progress) as (bar, task):
                 num_tokens = 0
                 while waiting or running:
-                    self._feed(waiting, running)
+                    if waiting:
+                        self._feed(waiting, running)
                     for output in self.engine.step():
                         running[output.request_id].add(output)
                         num_tokens += output.token_id is not None

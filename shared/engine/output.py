@@ -4,7 +4,9 @@ Invariants: text is released once and never withdrawn; the text of an end-of-seq
 never released, nor that of a stop token; exactly one output of a request, its last, has a finish reason.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 from shared.engine.request import Request, TokenLogprobs
 from shared.text.detokenizer import IncrementalDecoder
@@ -38,6 +40,9 @@ class StepOutput(NamedTuple):
     error: str | None = None
 
 
+_output: Callable[[tuple[Any, ...]], StepOutput] = partial(tuple.__new__, StepOutput)  # of all fields, in C
+
+
 class OutputStream:
     """Turns one request's tokens into outputs.
 
@@ -65,6 +70,9 @@ class OutputStream:
         the end of a grammar.
         """
         self.num_tokens += 1
+        if token_id not in self.end_ids and self.num_tokens < self.limit and not self.has_stops:
+            text = self.decoder.push(token_id)
+            return _output((self.request_id, token_id, text, None, None, logprobs, None, 0, 0, 0, None))
         reason = None
         may_stop = self.num_tokens > self.min_tokens
         if (may_stop or self.has_grammar) and token_id in self.end_ids:

@@ -49,22 +49,23 @@ class OutputProcessor:
 
     def _follow(self, requests: Iterable[Request]) -> list[Request]:
         finished = [request for request in self.finished if request.status is not RequestStatus.FINISHED]
+        streams, ready = self.streams, self.ready
         for request in requests:
-            stream = self.streams.get(request)
+            stream = streams.get(request)
             if stream is None:  # it has finished; drop the token that a step in flight computed for it
                 continue
             if request.error is not None:
-                self.ready.append(StepOutput(request.request_id, None, "", FinishReason.ERROR, error=request.error))
-                del self.streams[request]
+                ready.append(StepOutput(request.request_id, None, "", FinishReason.ERROR, error=request.error))
+                del streams[request]
                 continue
             ids, all_logprobs = request.output_ids, request.output_logprobs
             while (number := stream.num_tokens) < len(ids) and not stream.has_ended:
                 output = stream.push(ids[number], all_logprobs[number] if all_logprobs else None)
                 if stream.has_ended:
                     output = _last(output, request, stream.num_tokens)
-                self.ready.append(_first(output, request) if number == 0 else output)
+                ready.append(_first(output, request) if number == 0 else output)
             if stream.limit == 0 and request.num_computed_tokens == request.num_prompt_tokens:
-                self.ready.append(_first(stream.end(), request))
+                ready.append(_first(stream.end(), request))
             if stream.has_ended:
                 finished.append(request)
         self.finished = finished

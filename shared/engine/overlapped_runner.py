@@ -16,7 +16,7 @@ import torch
 from shared.cache.layout import Integers
 from shared.cache.view import BatchView, StepInputs
 from shared.engine.batch import Batch
-from shared.engine.runner import Launched, Runner
+from shared.engine.runner import Launched, Runner, cut
 from shared.engine.sampler import Draws
 from shared.kernels.pending_ids import fill_pending
 from shared.models.causal_lm import CausalLM
@@ -39,5 +39,6 @@ class OverlappedRunner(Runner):
 
     def _draw(self, launched: Launched, chosen: slice, rows: Sequence[SamplingRow], places: Integers) -> Draws:
         drawn = super()._draw(launched, chosen, rows, places)
-        self.last_ids.scatter_(0, launched.sequence_rows[chosen], drawn.ids)  # cheaper for the host than an assignment
+        rows = cut(launched.sequence_rows, chosen)
+        self.last_ids.scatter_(0, rows, drawn.ids)  # cheaper for the host than an assignment
         return drawn

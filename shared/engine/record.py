@@ -41,7 +41,7 @@ class StepRecord:
         return cls(
             step=schedule.step - 1,
             prefilled=tuple((entry.request.request_id, entry.num_tokens) for entry in prefilled),
-            decoded=tuple([request_id for request_id in decoded if request_id not in failed]),
+            decoded=tuple([request_id for request_id in decoded if request_id not in failed] if failed else decoded),
             finished=tuple([output.request_id for output in last if output.error is None]),
             failed=failed,
             preempted=schedule.preempted,

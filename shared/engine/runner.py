@@ -107,9 +107,11 @@ class Runner:
             is_left = ~np.isin(sequences, list(errors))
             rows, sequences = list(compress(rows, is_left)), sequences[is_left]
 
-        first_rows = np.flatnonzero(np.diff(sequences, prepend=-1))  # of each sequence, which succeeds or fails
-        ends = np.append(first_rows, len(sequences))
-        numbers = np.arange(len(sequences)) - first_rows.repeat(np.diff(ends))  # of the rows within their sequences
+        is_first = np.ones(len(sequences) + 1, np.bool_)  # row of its sequence, which succeeds or fails as a whole
+        is_first[1:-1] = sequences[1:] != sequences[:-1]
+        ends = np.flatnonzero(is_first)
+        first_rows = ends[:-1]
+        numbers = np.arange(len(sequences)) - first_rows.repeat(ends[1:] - first_rows)  # within their sequences
         places = launched.batch.layout.rows[sequences] * self.most_logit_rows + numbers
 
         def run(part: range) -> Draws:
@@ -125,7 +127,7 @@ class Runner:
 
     def _draw(self, launched: Launched, chosen: slice, rows: Sequence[SamplingRow], places: Integers) -> Draws:
         """Sample for the ``chosen`` logit rows; ``places`` are their rows in the sampler's tables."""
-        return self.sampler.sample(launched.logits[chosen], rows, places.tolist())
+        return self.sampler.sample(cut(launched.logits, chosen), rows, places.tolist())
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[PromptDraws]]:
         """Logits ``[n, V]`` of the batch's logit rows, their sequences' rows, and the prompts' log-probabilities."""
@@ -167,6 +169,11 @@ class Runner:
     def _prompt_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, V]`` of n rows of hidden states of prompts."""
         return self.model.logits(hidden)
+
+
+def cut(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """``tensor[rows]``; the tensor itself if these are all, since slicing takes the host microseconds."""
+    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
 
 
 MakeRunner = Callable[..., Runner]

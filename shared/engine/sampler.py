@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -57,7 +58,9 @@ class SampledTokens:
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by the same index
 
     def __iter__(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
-        return zip(self.token_ids, self.logprobs or [None] * len(self.token_ids), strict=True)
+        if self.logprobs is None:
+            return zip(self.token_ids, repeat(None))
+        return zip(self.token_ids, self.logprobs, strict=True)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ class CompressingScheduler(OverlappedScheduler):
         # A request whose token is in flight must not be preempted, so the step in flight is finished first.
         return super().schedule() if has_room or not self.held else Schedule(self.num_steps)
 
+    @property
+    def decodes_plainly(self) -> bool:
+        """See :class:`OverlappedScheduler`."""
+        return not self.is_compressing
+
     def _decoding(self) -> list[Request]:
         return [request for request in super()._decoding() if request not in self.held]
 

@@ -6,9 +6,13 @@ dropped. That row needs a slot, and if the pool is exhausted a request would be 
 hold the next token of every decoding request and tokens are in flight, nothing is scheduled: the engine finishes the
 step in flight, and the next one is planned with all tokens known, as in phase 8.
 
+Most steps admit nothing and give each running request its next token. Such a step is planned by a path of its own, with
+one pass over the requests in place of one for each question; the schedule, and the counts, are those of the long way.
+
 Invariant: a request is preempted only while no sampled token is in flight.
 """
 
+from shared.engine.request import Request
 from shared.scheduling.prefix import PrefixScheduler
 from shared.scheduling.schedule import Schedule
 
@@ -19,7 +23,47 @@ class OverlappedScheduler(PrefixScheduler):
     def schedule(self) -> Schedule:
         """See :class:`shared.scheduling.scheduler.Scheduler`; empty if the step in flight must be finished first."""
         has_room = self.pool.free_tokens >= len(self.running) * self.config.block_size  # for a block for each
+        decoding = self._all_decoding() if has_room and self.decodes_plainly else []
+        if decoding:
+            return self._next_tokens(decoding)
         return super().schedule() if has_room or not self._must_know_ends() else Schedule(self.num_steps)
+
+    @property
+    def decodes_plainly(self) -> bool:
+        """Whether a step that only decodes is the next token of each request, and no draft or point ends it."""
+        return True
+
+    def _all_decoding(self) -> list[Request]:
+        """What ``_decoding`` returns, if a step with all of them admits and prefills nothing, and has reserved what
+        each writes; else nothing."""
+        if self.waiting and len(self.running) < self.config.max_batch_size:
+            return []
+        decoding, max_seq_len = [], self.max_seq_len
+        for request in self.running.values():
+            start, num_prompt, num_pending = (
+                request.num_scheduled_tokens,
+                request.num_prompt_tokens,
+                request.num_pending_tokens,
+            )
+            end = request.num_tokens + num_pending
+            if start < num_prompt or start + 1 < end:
+                return []  # a prefill
+            is_complete = end >= max_seq_len or end - num_prompt >= request.params.max_new_tokens
+            if start + 1 == end and not (num_pending and is_complete):
+                decoding.append(request)
+        others = self.pool.reserve_next(decoding)
+        if all(self.pool.reserve(request, request.num_tokens + request.num_pending_tokens) for request in others):
+            return decoding
+        return []
+
+    def _next_tokens(self, decoding: list[Request]) -> Schedule:
+        """Schedule the next token of each request."""
+        self.num_steps += 1
+        starts = [request.num_scheduled_tokens for request in decoding]
+        for request in decoding:
+            request.num_scheduled_tokens += 1
+            request.num_pending_tokens += 1
+        return Schedule.of_decoding(self.num_steps, decoding, starts)
 
     def _must_know_ends(self) -> bool:
         """Whether a request would be preempted although one may have ended in the step in flight."""

@@ -6,9 +6,9 @@ once; decoding requests precede prompts; an entry refers to the request object, 
 not mistaken for it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -37,6 +37,9 @@ class Scheduled(NamedTuple):
     num_prompt_logprobs: int = 0
 
 
+_entry: Callable[[tuple[Any, ...]], Scheduled] = partial(tuple.__new__, Scheduled)  # as Scheduled._make, in C
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A step, or a part of one.
@@ -52,6 +55,24 @@ class Schedule:
     preempted: tuple[str, ...] = ()
     num_ahead: int = 0
 
+    @classmethod
+    def of_decoding(cls, step: int, requests: list[Request], starts: Sequence[int]) -> "Schedule":
+        """One token of each request, from ``starts``, after which one is sampled: columns first, entries from them."""
+        ones, zeros = (1,) * len(requests), (0,) * len(requests)
+        columns = (requests, starts, ones, zeros, ones, zeros)
+        schedule = cls(step, tuple(map(_entry, zip(*columns, strict=True))), len(requests))
+        known: dict[str, Any] = {"requests": requests, "starts": np.array(starts, np.int64), "is_decode": True}
+        known |= dict.fromkeys(("num_tokens", "num_logit_rows"), np.ones(len(requests), np.int64))
+        vars(schedule).update(known, columns=dict(zip(Scheduled._fields, columns, strict=True)))
+        return schedule
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Whether each entry computes one token and samples one."""
+        return bool(
+            len(self) == self.num_decoding and (self.num_tokens == 1).all() and (self.num_logit_rows == 1).all()
+        )
+
     @property
     def decoding(self) -> "Schedule":
         """The decode part: one token of each decoding request."""
@@ -63,8 +84,8 @@ class Schedule:
         return Schedule(self.step, self.entries[self.num_decoding :], 0, self.preempted)
 
     @cached_property
-    def columns(self) -> Mapping[str, tuple[Any, ...]]:
-        """Each field of the entries, as a tuple over all of them: one pass over the entries serves every array."""
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """Each field of the entries, over all of them: one pass over the entries serves every array."""
         columns = zip(*self.entries, strict=True) if self.entries else repeat(())
         return dict(zip(Scheduled._fields, columns, strict=False))
 
@@ -96,11 +117,11 @@ class Schedule:
     @property
     def has_drafts(self) -> bool:
         """Whether an entry has drafts."""
-        return any(self.columns["num_drafts"])
+        return not self.is_decode and any(self.columns["num_drafts"])
 
     def sampling_rows(self) -> list[SamplingRow]:
         """The sampling parameters of each logit row. Reads token ids, so all earlier steps must be committed."""
-        if (self.num_logit_rows == 1).all():
+        if self.is_decode or (self.num_logit_rows == 1).all():
             return [request.sampling_row() for request in self.requests]
         rows: list[SamplingRow] = []
         for request, _, _, num_drafts, num_logit_rows, _ in self.entries:

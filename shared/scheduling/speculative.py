@@ -34,6 +34,11 @@ class SpeculativeScheduler(OverlappedScheduler):
             self.num_drafts_by_position = [0] * config.spec_length
             self.num_accepted_by_position = [0] * config.spec_length
 
+    @property
+    def decodes_plainly(self) -> bool:
+        """See :class:`OverlappedScheduler`."""
+        return not self.is_speculating
+
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """As :class:`shared.scheduling.chunked.ChunkedScheduler` does, and drafts within the rest of the budget."""
         schedule = super()._plan(decoding, prompts, preempted)

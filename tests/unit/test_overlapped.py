@@ -1,9 +1,17 @@
 """A step is planned while one is in flight: what is scheduled then, and what waits."""
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.prefix import PrefixKVCachePool
+from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
@@ -15,6 +23,8 @@ from tests.unit.scheduling_loop import Loop, names
 from tests.unit.test_preemption import LETTER, MAX_SEQ_LEN, TokenPool
 
 END = LETTER + 1
+Arrival = tuple[int, int, int, bool]
+"""The step before which a request comes, the tokens of its prompt, the most of its output, whether it ends before."""
 
 
 def make(folder: Path, capacity: int, num_in_flight: int = 1) -> Loop:
@@ -74,3 +84,91 @@ def test_without_a_step_in_flight_it_preempts_as_before(tiny_checkpoints: dict[s
     for name in "ab":
         add(loop, name, 3)
     assert_equal(run(loop, 4), ["|ab|", "||ab", "b||a", "||a"], "steps")
+
+
+class ShortWay(OverlappedScheduler):
+    """Counts the steps that are planned by the short way."""
+
+    num_short = 0
+
+    def _next_tokens(self, decoding: list[Request]) -> Schedule:
+        self.num_short += 1
+        return super()._next_tokens(decoding)
+
+
+class LongWay(OverlappedScheduler):
+    """Asks each request each question, also in steps that only decode."""
+
+    decodes_plainly = False
+
+
+def arrays(part: Any) -> dict[str, Any]:
+    """The fields of a batch, or of a layout, those that are arrays as lists."""
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def planned(loop: Loop) -> tuple[Any, ...]:
+    """What the next step computes, with its batch, and the counts of its requests."""
+    schedule = loop.scheduler.schedule()
+    loop.in_flight.append(schedule)
+    entries = [(entry.request.request_id, *entry[1:]) for entry in schedule]
+    counts = [(r.num_scheduled_tokens, r.num_pending_tokens, r.num_computed_tokens) for r in schedule.requests]
+    shown = schedule.step, entries, schedule.num_decoding, schedule.preempted, counts
+    if not schedule:
+        return shown
+    batch = Batch.of(schedule, loop.scheduler.pool)
+    rows = [(row.index, row.output_ids[:], row.serial) for row in schedule.sampling_rows()]
+    return *shown, arrays(batch) | {"layout": arrays(batch.layout)}, [row[:2] for row in rows]
+
+
+def compare(folder: Path, arrivals: list[Arrival], aborts: dict[int, int], num_blocks: int, num_in_flight: int) -> int:
+    """Run both ways beside each other, which must plan the same; returns how often the short one was taken."""
+    tokenizer = Tokenizer.load(folder)
+    loops: list[Any] = []
+    config = EngineConfig(max_batch_size=3, block_size=4, prefill_chunk_size=5)
+    for scheduler in (ShortWay, LongWay):
+        pool = PrefixKVCachePool(PagedSizes(num_blocks, 4, 3, 64, MAX_SEQ_LEN), None)
+        made = scheduler(config, pool, MAX_SEQ_LEN)
+        loops.append(Loop(made, tokenizer, lambda request, index: LETTER + index, num_in_flight))
+    to_come = sorted(enumerate(arrivals), key=lambda each: each[1][0])
+    for step in range(200):
+        while to_come and to_come[0][1][0] <= step:
+            number, (_, num_prompt_tokens, most, ends) = to_come.pop(0)
+            for loop in loops:
+                params = SamplingParams(max_new_tokens=most, stop_token_ids=(END + 2,) if ends else (), ignore_eos=True)
+                loop.add(Request(str(number), [5] * num_prompt_tokens, params, 0, (END + 2,) if ends else ()))
+        if step in aborts:
+            assert_equal(*(loop.abort(str(aborts[step])) for loop in loops), f"whether step {step} aborts a request")
+        assert_equal(*map(planned, loops), f"what step {step} computes")
+        for loop in loops:
+            while len(loop.in_flight) > num_in_flight:
+                loop.finish(loop.in_flight.popleft())
+        assert_equal(*(loop.processor.take() for loop in loops), f"outputs of step {step}")
+        assert_equal(*(loop.scheduler.pool.audit() for loop in loops), f"memory after step {step}")
+    assert not any(loop.scheduler.has_work() for loop in loops), "all requests end"
+    return loops[0].scheduler.num_short
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9), st.integers(1, 12), st.booleans()), max_size=7),
+    aborts=st.dictionaries(st.integers(0, 30), st.integers(0, 6), max_size=2),
+    num_blocks=st.integers(6, 20),
+    num_in_flight=st.integers(0, 1),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_step_that_only_decodes_is_that_of_the_long_way(
+    tiny_checkpoints: dict[str, Path],
+    arrivals: list[Arrival],
+    aborts: dict[int, int],
+    num_blocks: int,
+    num_in_flight: int,
+) -> None:
+    """The same schedules, batches and blocks, whatever arrives, ends, is aborted or preempted, and when."""
+    compare(tiny_checkpoints["llama"], arrivals, aborts, num_blocks, num_in_flight)
+
+
+def test_the_short_way_is_taken_where_nothing_arrives(tiny_checkpoints: dict[str, Path]) -> None:
+    """Three requests of twelve tokens, the first of which is that of the prompt's step."""
+    num_short = compare(tiny_checkpoints["llama"], [(0, 3, 12, False)] * 3, {}, 20, 1)
+    assert_equal(num_short, 11, "steps")

@@ -1,0 +1,180 @@
+"""What the host does in a decode step, part by part, and whether it sets the pace. Introduced in phase 9.
+
+A step's host work should hide behind the GPU's: then a step takes as long as its captured graph and the draw. For each
+number of sequences this measures steps as they come, then the parts of more steps with a clock between them (the parts
+of a trace, :mod:`shared.tracing.activity`), then the step's graph alone. A host's speed varies from machine to machine
+and with what else runs, so a loop of a million additions in Python is timed too. Last, the same number of requests is
+answered by ``LLM.generate``, once with all tokens and once with one; the difference is what decoding takes.
+
+    python -m benchmarks.host_parts --device cuda --out benchmarks/reports
+
+Invariant: all requests decode, and none ends, while steps are timed.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
+from benchmarks.setup import free_memory, freeze_memory
+from benchmarks.timing import SyntheticPrompts
+from benchmarks.view import Column, Table, View, text
+from shared.engine.llm import LLM
+from shared.sampling.params import SamplingParams
+from shared.tracing.activity import ActivityRecorder
+
+MOST_US, MOST_US_PER_SEQUENCE = 250, 8  # of the host, per step
+WARM, STEPS, WATCHED, REPLAYS = 20, 100, 60, 20
+PARTS = ("schedule", "batch", "launch", "sample", "commit", "return")
+
+
+def microseconds(seconds: Sequence[float]) -> float:
+    return rounded(1e6 * statistics.median(seconds))
+
+
+def loop_ns() -> float:
+    """Nanoseconds of an addition in a Python loop: how fast this host is now."""
+    started, total = time.perf_counter(), 0
+    for number in range(1_000_000):
+        total += number & 3
+    return rounded(1e3 * (time.perf_counter() - started))
+
+
+def measure_steps(engine: Any, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
+    """Steps in which all prompts decode; the requests are aborted afterwards."""
+    names = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.scheduler.waiting or any(request.is_prefilling for request in engine.scheduler.running.values()):
+        engine.step()
+    for _ in range(WARM):
+        engine.step()
+    times, found = [], dict[str, list[float]]()
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    recorder = ActivityRecorder(engine, time.perf_counter_ns)
+    recorder.zero = None  # the host's lane alone
+    for _ in range(WATCHED):
+        with recorder.watch() as activity:
+            engine.step()
+            activity.end("return")
+        for span in activity.host:
+            found.setdefault(span.name, []).append((span.ended_ns - span.started_ns) / 1e9)
+    parts = {name: microseconds(found[name]) for name in (*PARTS, "wait")}
+    result = {
+        "step_us": microseconds(times),
+        "tokens_per_second": rounded(len(prompts) / statistics.median(times)),
+        "host_us": rounded(sum(parts[name] for name in PARTS)),
+        "most_host_us": MOST_US + MOST_US_PER_SEQUENCE * len(prompts),
+        "parts_us": parts,
+    }
+    if getattr(engine.runner, "graphs", None):
+        graph = engine.runner.graphs[engine.view.bucket]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        result["graph_us"] = rounded(1e3 * begin.elapsed_time(end) / REPLAYS)
+        result["step_over_graph"] = rounded(result["step_us"] / result["graph_us"])
+    for name in names:
+        engine.abort(name)
+    while engine.has_work():
+        engine.step()
+    return result
+
+
+def measure_answers(llm: LLM, prompts: Sequence[list[int]], num_new: int) -> dict[str, Any]:
+    """Answers of ``num_new`` tokens to all prompts, and of one."""
+    seconds = {}
+    for most in (1, num_new):
+        llm.engine.pool.drop_cached()
+        started = time.perf_counter()
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=most, ignore_eos=True), progress=False)
+        seconds[most] = time.perf_counter() - started
+    decoding = seconds[num_new] - seconds[1]
+    return {
+        "generate_tokens_per_second": rounded(len(prompts) * num_new / seconds[num_new]),
+        "generate_decode_tokens_per_second": rounded(len(prompts) * (num_new - 1) / decoding),
+    }
+
+
+def measure(
+    model: str,
+    sizes: Sequence[int],
+    *,
+    phase: str = "09",
+    num_prompt_tokens: int = 256,
+    num_new: int = 256,
+    device: str = "cpu",
+) -> Report:
+    """The parts of decode steps of so many sequences, greedy, and answers through ``LLM.generate``."""
+    longest = num_prompt_tokens + max(num_new, WARM + STEPS + WATCHED + 8)
+    blocks = max(sizes) * -(-longest // 16)
+    about = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}
+    llm = LLM(model, phase, overlap_scheduling=True, seed=0, **about)
+    engine, results = llm.engine, dict[str, Any]()
+    draw = SyntheticPrompts(engine.model.config.vocab_size, 0)
+    params = SamplingParams(temperature=0.0, max_new_tokens=longest - num_prompt_tokens, ignore_eos=True)
+    freeze_memory()
+    for size in sizes:
+        prompts = [draw.draw(num_prompt_tokens) for _ in range(size)]
+        before = loop_ns()
+        results[str(size)] = measure_steps(engine, prompts, params) | {"loop_ns": before}
+        results[str(size)] |= measure_answers(llm, prompts, num_new)
+        print(size, results[str(size)], flush=True)
+    settings = {"engine": engine_settings(engine.config, describe_model(model)["name"])}
+    flags = {"phase": phase, "prompt_tokens": num_prompt_tokens, "new_tokens": num_new, "steps": STEPS}
+    del engine, llm
+    free_memory()
+    return Report("host-parts", describe_model(model), settings, 0, flags, results, device)
+
+
+def view(report: Report) -> View:
+    """A row for each number of sequences."""
+    steps = [
+        text("sequences", "sequences"),
+        Column("step, µs", "step_us"),
+        Column("graph, µs", "graph_us"),
+        Column("step over graph", "step_over_graph"),
+        Column("tokens/s", "tokens_per_second"),
+        Column("LLM.generate, decoding", "generate_decode_tokens_per_second"),
+        Column("host, µs", "host_us"),
+        Column("at most", "most_host_us"),
+    ]
+    parts = [
+        text("sequences", "sequences"),
+        *(Column(f"{name}, µs", lambda row, name=name: row["parts_us"][name]) for name in PARTS),
+    ]
+    rows = [{"sequences": size} | found for size, found in report.results.items()]
+    about = [
+        f"phase {report.flags['phase']}, greedy, prompts of {report.flags['prompt_tokens']} tokens",
+        f"{report.machine_title}; {report.date[:10]}",
+    ]
+    title = f"The host in a decode step: {report.model['name']}"
+    return View(title, about, [Table("steps", steps, rows), Table("parts of the host's work", parts, rows)], [])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--sizes", default="1,8,32,64,128,256")
+    parser.add_argument("--phase", default="09")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    lengths = {"num_prompt_tokens": given.prompt_tokens, "num_new": given.new_tokens}
+    numbers = [int(size) for size in given.sizes.split(",")]
+    measured = measure(given.model, numbers, phase=given.phase, device=given.device, **lengths)
+    print(measured.line())
+    if given.out is not None:
+        write_report(measured, given.out, view=view(measured))
