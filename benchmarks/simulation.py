@@ -29,8 +29,9 @@ KEYS = MAX_KEYS * 16 // 512
 ROUTERS = {
     "two-choices": ("two-choices", KEYS),
     "prefix": ("prefix", KEYS),
-    "prefix, 32 times the table": ("prefix", 32 * KEYS),
+    "prefix-large-table": ("prefix", 32 * KEYS),
 }
+"""A name, the router, and the keys of its table."""
 RATES = [rounded(1.1**n, 3) for n in range(15, 40)]
 """Requests a second of each replica that are tried."""
 LIMIT_MS = 250.0
