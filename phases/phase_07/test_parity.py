@@ -78,7 +78,7 @@ def test_static_batches_prefill_whole_prompts(tiny_checkpoints: dict[str, Path])
     assert (seen(answers), records) == (seen(expected), steps)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     size=st.integers(1, 20),
     most=st.none() | st.integers(1, 3),

@@ -94,7 +94,7 @@ def test_it_needs_blocks_and_chunks(other: dict[str, Any], says: str) -> None:
         EngineConfig(use_prefix_caching=True).check({"model"})
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     block_size=st.sampled_from([1, 2, 5, 16]),
     size=st.integers(1, 40),

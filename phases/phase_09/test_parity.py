@@ -155,7 +155,7 @@ def test_every_memory_and_mode_gives_the_same_outputs(
         assert engine.scheduler.num_prefix_hits > 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     block_size=st.sampled_from([1, 2, 5, 16]),
     size=st.integers(1, 40),

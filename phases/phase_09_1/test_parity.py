@@ -211,7 +211,7 @@ def test_requests_that_share_chunks_answer_as_each_alone(
             assert engine.runner.num_tokens_computed > sum(map(len, CHUNKS)) + num_own, "some again"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_any_chunks_in_blocks_of_any_size(tiny_checkpoints: dict[str, Path], data: st.DataObject) -> None:
     folder = tiny_checkpoints[data.draw(st.sampled_from(sorted(tiny_checkpoints)))]

@@ -129,7 +129,7 @@ def test_drafts_respect_the_token_budget(tiny_checkpoints: dict[str, Path]) -> N
     assert max(num_drafts for _, num_decoding, num_drafts in sizes if num_decoding == 4) == 3
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     block_size=st.sampled_from([1, 2, 5, 16]),
     size=st.integers(1, 40),

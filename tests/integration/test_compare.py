@@ -144,8 +144,8 @@ def test_not_a_number_is_over_the_limit(tiny_checkpoints: dict[str, Path], refer
 
 def test_layers_can_be_chosen_and_no_hook_stays(tiny_checkpoints: dict[str, Path], references: Any) -> None:
     model, reference = load_model(tiny_checkpoints["gemma3_text"]), references["gemma3_text"]
-    comparison = compare_models(model, reference, IDS, layers=[2, 5])
-    assert {diff.layer for diff in comparison.modules} == {None, 2, 5}
+    comparison = compare_models(model, reference, IDS, layers=[1, 3])
+    assert {diff.layer for diff in comparison.modules} == {None, 1, 3}
     for module in (*model.modules(), *reference.modules()):
         assert not module._forward_hooks
         assert not module._forward_pre_hooks

@@ -219,7 +219,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     name=st.sampled_from(["tiny-llama", "tiny-qwen3", "tiny-gemma3"]),
     changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=4),
