@@ -104,10 +104,7 @@ class Engine:
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.group = Group(config, folder, make_memory, CapturedRunner if is_capturing else OverlappedRunner)
         self.model = self.group.load()
-        if config.pack_weights:
-            pack(self.model)
-        else:
-            fuse(self.model)
+        (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)

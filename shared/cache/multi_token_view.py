@@ -55,7 +55,10 @@ class MultiTokenView(BucketView):
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
         places = super()._places(is_decode, max_tokens)
         tables = places.pop("tables")
-        own = {"num_masks": (self.sizes.max_sequences, np.int32), "gate": (max_tokens, np.float32)}
+        own: dict[str, tuple[int, DTypeLike]] = {
+            "num_masks": (self.sizes.max_sequences, np.int32),
+            "gate": (max_tokens, np.float32),
+        }
         return places | own | {"tables": tables}
 
     def load(self, batch: Batch) -> StepInputs:

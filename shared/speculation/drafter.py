@@ -28,7 +28,8 @@ class PendingDrafts:
     def put(self, drawn: Sequence[torch.Tensor]) -> Iterator[int]:
         """Put the drafts of a step in the table, in place of the last step's; returns the id of each."""
         count = sum(map(len, drawn))
-        torch.cat(tuple(drawn), out=self.drafts[:count])
+        if drawn:  # else all have failed
+            torch.cat(tuple(drawn), out=self.drafts[:count])
         return iter(range(-1 - self.num_rows, -1 - self.num_rows - count, -1))
 
 
