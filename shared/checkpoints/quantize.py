@@ -85,7 +85,7 @@ def quantize_checkpoint(
     for done, name in enumerate(names, start=1):
         tensor = checkpoint.tensor(name)
         if name in matrices:
-            weight = rounded.pop(name, None) or quantize(tensor, stored, group)
+            weight = rounded.pop(name) if name in rounded else quantize(tensor, stored, group)
             tensors |= _stored(name.removesuffix(".weight"), weight)
         else:
             tensors[name] = tensor
