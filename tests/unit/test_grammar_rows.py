@@ -183,7 +183,8 @@ def test_tokens_on_the_gpu_are_those_of_the_cpu(tiny_checkpoints: dict[str, Path
 
 @pytest.mark.gpu
 def test_a_draw_that_comes_again_is_recorded(tiny_checkpoints: dict[str, Path]) -> None:
-    grammar, about = Grammar.regex(r"(\d{3}-[a-c]{4}; ){6}"), {"max_seq_len": 160, "dtype": "float32"}
+    grammar = Grammar.regex(r"(\d{3}-[a-c]{4}; ){6}")
+    about: dict[str, Any] = {"max_seq_len": 160, "dtype": "float32"}
     params: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}]
     requests = [
         (f"{n}-{stem}", {"temperature": 0.0, "max_new_tokens": 70, "structured_output": grammar} | more)
@@ -193,4 +194,5 @@ def test_a_draw_that_comes_again_is_recorded(tiny_checkpoints: dict[str, Path]) 
     folder = tiny_checkpoints["llama"]
     engine = Engine(EngineConfig(model=str(folder), device="cuda", **about))
     assert seen(serve(engine, requests)[0]) == seen(serve(make(folder, None, **about), requests)[0])
-    assert any(isinstance(draw, RecordedDraw) for draw in engine.runner.sampler.recorder.known.values())
+    recorder: Any = engine.runner.sampler.recorder
+    assert any(isinstance(draw, RecordedDraw) for draw in recorder.known.values())
