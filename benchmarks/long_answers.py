@@ -159,7 +159,7 @@ def measure(
 
 
 def shares(model: str, budget: int, every: int, num_requests: int, device: str) -> dict[str, float]:
-    """The share of the time that compressions of each method take, of requests of about twice the budget."""
+    """The share of the time that compressions of each method take, of requests with prompts longer than the budget."""
     found: dict[str, float] = {}
     num_new = 4 * every
     for method in ("snapkv", "topp", "rkv"):
