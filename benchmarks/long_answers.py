@@ -159,8 +159,9 @@ def measure(
 
 
 def shares(model: str, budget: int, every: int, num_requests: int, device: str) -> dict[str, float]:
-    """The share of the time that compressions of each method take, of requests of about twice the budget."""
-    found, num_new = {}, 4 * every
+    """The share of the time that compressions of each method take, of requests with prompts longer than the budget."""
+    found: dict[str, float] = {}
+    num_new = 4 * every
     for method in ("snapkv", "topp", "rkv"):
         about: dict[str, Any] = {"model": model, "device": device, "max_seq_len": 2 * budget + num_new, "seed": 0}
         about |= {"max_batch_size": num_requests, "num_gpu_blocks": num_requests * about["max_seq_len"] // BLOCK}
@@ -169,7 +170,7 @@ def shares(model: str, budget: int, every: int, num_requests: int, device: str) 
         one = Measured(COMPRESSED, about)
         draw = SyntheticPrompts(one.engine.model.config.vocab_size, 0)
         for _ in range(2):  # the first compiles
-            one.steps.clear(), one.attending.clear()
+            one.steps, one.attending = [], []
             for _ in range(num_requests):  # their compressions are as far apart as they can be
                 one.add([draw.draw(budget + every)], num_new)
                 for _ in range(every // num_requests):

@@ -190,6 +190,9 @@ def ask(
     over: Annotated[list[str], typer.Argument(help="Text files, folders of them, and ids of chunks, in this order.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum tokens of the answer.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 takes the most likely token.")] = 0.0,
+    recompute: Annotated[
+        float | None, typer.Option("--recompute", min=0, max=1, help="Fraction of the chunks to compute again.")
+    ] = None,
     role: Role = "user",
     url: Url = _URL,
     api_key: ApiKey = None,
@@ -200,7 +203,7 @@ def ask(
         given += documents(Path(one)) if Path(one).exists() else [one]
     client = ChunkClient(url, api_key)
     ids = [one if isinstance(one, str) else client.register(one, role)["id"] for one in given]
-    _show(client, ids, question, {"max_tokens": max_tokens, "temperature": temperature})
+    _show(client, ids, question, {"max_tokens": max_tokens, "temperature": temperature, "recompute": recompute})
 
 
 def _show(client: ChunkClient, ids: Sequence[str], question: str, settings: dict[str, Any]) -> None:

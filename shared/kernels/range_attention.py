@@ -18,6 +18,7 @@ plan is uploaded before the step's first kernel.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -185,8 +186,8 @@ class RangeWorkspace:
     @classmethod
     def of(cls, num_states: int, num_heads: int, head_dim: int, device: torch.device) -> "RangeWorkspace":
         """A workspace for plans of up to this many states."""
-        shape, about = (num_states, num_heads), {"dtype": torch.float32, "device": device}
-        return cls(torch.empty(*shape, head_dim, **about), torch.empty(shape, **about))
+        about: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        return cls(torch.empty(num_states, num_heads, head_dim, **about), torch.empty(num_states, num_heads, **about))
 
 
 def range_attention(

@@ -186,6 +186,8 @@ def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.C
         assert asked.stdout == answer.choices[0].message.content + "\n"
         counts = answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
         assert "{} tokens before the answer, {} of them chunks".format(*counts) in asked.stderr
+    asked = infer("ask", "When?", *names, "--max-tokens", 8, "--recompute", 0.5, *about)
+    assert asked.stdout == chat(server, names, ignore_eos=False, recompute=0.5).choices[0].message.content + "\n"
     listed = infer("list", *about).stdout
     assert all(name in listed for name in names)
 
