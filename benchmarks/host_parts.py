@@ -66,7 +66,7 @@ def measure_steps(engine: Any, prompts: Sequence[list[int]], params: SamplingPar
         for span in activity.host:
             found.setdefault(span.name, []).append((span.ended_ns - span.started_ns) / 1e9)
     parts = {name: microseconds(found[name]) for name in (*PARTS, "wait")}
-    result = {
+    result: dict[str, Any] = {
         "step_us": microseconds(times),
         "tokens_per_second": rounded(len(prompts) / statistics.median(times)),
         "host_us": rounded(sum(parts[name] for name in PARTS)),
@@ -149,11 +149,8 @@ def view(report: Report) -> View:
         Column("host, µs", "host_us"),
         Column("at most", "most_host_us"),
     ]
-    parts = [
-        text("sequences", "sequences"),
-        *(Column(f"{name}, µs", lambda row, name=name: row["parts_us"][name]) for name in PARTS),
-    ]
-    rows = [{"sequences": size} | found for size, found in report.results.items()]
+    parts = [text("sequences", "sequences"), *(Column(f"{name}, µs", name) for name in PARTS)]
+    rows = [{"sequences": size} | found | found["parts_us"] for size, found in report.results.items()]
     about = [
         f"phase {report.flags['phase']}, greedy, prompts of {report.flags['prompt_tokens']} tokens",
         f"{report.machine_title}; {report.date[:10]}",

@@ -1,16 +1,21 @@
 """The gain from captured steps and overlap; what it costs is counted everywhere, what it buys measured on a GPU."""
 
 import statistics
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import host_parts
 from phases.phase_08.engine import Engine as Waiting
 from phases.phase_09.engine import Engine
 from shared.checkpoints.make import make_checkpoint
+from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
 
@@ -55,6 +60,43 @@ def run(engine: Engine, prompts: list[list[int]], stops: dict[int, tuple[int, ..
             if output.token_id is not None:
                 answers[int(output.request_id)].append(output.token_id)
     return answers, num_steps
+
+
+def test_the_host_makes_few_calls_for_a_sequence(tiny_checkpoints: dict[str, Path]) -> None:
+    """Python functions that planning, batch, rows, commit and text call, in a step of 8 sequences and one of 24."""
+    counts = []
+    for num_sequences in (8, 24):
+        config = EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=24, overlap_scheduling=True)
+        engine, calls = Engine(config), Counter[str]()
+        for n in range(num_sequences):
+            engine.add_request([n + 5] * 6, SamplingParams(**GREEDY, max_new_tokens=30))
+        for _ in range(4):
+            engine.step()
+
+        def counted(run: Callable[[], Any], calls: Counter[str] = calls) -> Any:
+            sys.setprofile(lambda frame, event, _: calls.update([event]))
+            try:
+                return run()
+            finally:
+                sys.setprofile(None)
+
+        schedule = counted(engine.scheduler.schedule)
+        batch = counted(lambda engine=engine, schedule=schedule: Batch.of(schedule, engine.pool))
+        assert len(schedule) == num_sequences
+        with torch.inference_mode():
+            engine.runner.forward(batch)
+        counted(engine.finish)
+        counted(schedule.sampling_rows)
+        counts.append(calls["call"])
+    assert (counts[1] - counts[0]) / 16 < 8, counts
+
+
+def test_the_report_of_the_host_names_each_part(tiny_checkpoints: dict[str, Path]) -> None:
+    report = host_parts.measure(str(tiny_checkpoints["llama"]), [2], num_prompt_tokens=8, num_new=4)
+    found = report.results["2"]
+    assert found["parts_us"].keys() == {*host_parts.PARTS, "wait"}
+    assert found["host_us"] == pytest.approx(sum(found["parts_us"][part] for part in host_parts.PARTS), rel=0.01)
+    assert [table.heading for table in host_parts.view(report).tables] == ["steps", "parts of the host's work"]
 
 
 # On a GPU.

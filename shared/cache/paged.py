@@ -125,6 +125,7 @@ class PagedKVCachePool:
         if len(others) > self.allocator.num_free:
             return others
         blocks = self.allocator.allocate(len(others))
+        assert blocks is not None
         growing = [rows[request] for request in others]
         self.tables[growing, [num_held[row] for row in growing]] = blocks
         for row in growing:

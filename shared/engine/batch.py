@@ -76,9 +76,7 @@ class Batch:
         starts, num_new = schedule.starts, schedule.num_tokens
         ends, known = starts + num_new, np.array([request.num_tokens for request in requests], np.int64)
         positions, end_rows = ranges(starts, num_new), num_new.cumsum()
-        if len(positions) == B and (ends > known).all():  # a token in flight of each
-            ids = np.zeros(B, np.int64)
-        elif len(positions) == B and (ends >= known).all():  # the last token of each, as in every decode step
+        if len(positions) == B and (ends >= known).all():  # the last token of each, as in every decode step
             ids = np.array([request.last_token_id for request in requests], np.int64)
         else:
             ids = np.zeros(len(positions), np.int64)

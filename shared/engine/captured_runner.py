@@ -66,7 +66,8 @@ class CapturedRunner(OverlappedRunner):
         try:
             self._capture(capture or CudaGraphCapture(model.device))
             if capture is None:
-                self.sampler.recorder = DrawRecorder()
+                logits = [step.results.logits for step in self.graphs.values()]
+                self.sampler.recorder = DrawRecorder({each.data_ptr() for each in logits if each is not None})
         except Exception as error:
             self.graphs.clear()
             logger.warning("steps run eagerly, since CUDA graphs could not be captured: %s", error, exc_info=error)

@@ -13,7 +13,7 @@ Invariant: what is recorded has run once before, so that kernels are compiled an
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -111,11 +111,16 @@ class RecordedDraw(NamedTuple):
 class DrawRecorder:
     """Replays draws that come again; a ``Recorder`` of the sampler.
 
-    A draw's parameters are at fixed addresses, and its logits mostly too. A draw of the same kind, size and logits that
-    was launched ``NUM_BEFORE`` times is recorded. Logits with biases or penalties are a new copy each time.
+    A draw's parameters are at fixed addresses, and so are the logits of captured steps. A draw of the same kind and
+    size that was launched ``NUM_BEFORE`` times for such logits is recorded. A draw with biases or penalties is not: its
+    logits are a copy.
+
+    Args:
+        places: the addresses of the logits of captured steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Collection[int]) -> None:
+        self.places = places
         self.pool = torch.cuda.graph_pool_handle()
         self.known: dict[tuple[Any, ...], RecordedDraw | int] = {}  # int: how often it was launched
         self.has_failed = False
@@ -124,10 +129,12 @@ class DrawRecorder:
         self, logits: torch.Tensor, batch: SamplingBatch, draw: Callable[[], torch.Tensor], num_grammars: int
     ) -> torch.Tensor:
         """The ids, which no later draw overwrites."""
-        if self.has_failed or not batch.is_simple or torch.cuda.is_current_stream_capturing():
+        place = logits.data_ptr()
+        is_fixed = place in self.places and batch.is_simple and not self.has_failed
+        if not is_fixed or torch.cuda.is_current_stream_capturing():
             return draw()
         kind = (batch.temperature is None, batch.log_min_p is None, batch.top_k is None, batch.top_p is None)
-        key = (logits.data_ptr(), *logits.shape, logits.stride(0), logits.dtype, num_grammars, *kind)
+        key = (place, *logits.shape, num_grammars, *kind)
         known = self.known.get(key, 0)
         if known == NUM_BEFORE:
             try:

@@ -12,7 +12,10 @@ one pass over the requests in place of one for each question; the schedule, and 
 Invariant: a request is preempted only while no sampled token is in flight.
 """
 
-from shared.engine.request import Request
+from itertools import compress
+
+from shared.engine.request import Request, RequestStatus
+from shared.engine.sampler import SampledTokens
 from shared.scheduling.prefix import PrefixScheduler
 from shared.scheduling.schedule import Schedule
 
@@ -30,21 +33,19 @@ class OverlappedScheduler(PrefixScheduler):
 
     @property
     def decodes_plainly(self) -> bool:
-        """Whether a step that only decodes is the next token of each request, and no draft or point ends it."""
+        """Whether a request that decodes gets its next token in every step, and no drafts."""
         return True
 
     def _all_decoding(self) -> list[Request]:
-        """What ``_decoding`` returns, if a step with all of them admits and prefills nothing, and has reserved what
-        each writes; else nothing."""
+        """What ``_decoding`` returns, with memory reserved for what each writes; empty if the next step admits or
+        prefills a request.
+        """
         if self.waiting and len(self.running) < self.config.max_batch_size:
             return []
         decoding, max_seq_len = [], self.max_seq_len
         for request in self.running.values():
-            start, num_prompt, num_pending = (
-                request.num_scheduled_tokens,
-                request.num_prompt_tokens,
-                request.num_pending_tokens,
-            )
+            start, num_prompt = request.num_scheduled_tokens, request.num_prompt_tokens
+            num_pending = request.num_pending_tokens
             end = request.num_tokens + num_pending
             if start < num_prompt or start + 1 < end:
                 return []  # a prefill
@@ -78,3 +79,24 @@ class OverlappedScheduler(PrefixScheduler):
             self.pool.reserve(request, request.num_tokens + request.num_pending_tokens) for request in decoding
         )
         # end exercise
+
+    def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
+        """See :class:`shared.scheduling.scheduler.Scheduler`; a step that only decodes gives each request one token."""
+        if sampled.errors or not schedule.is_decode:
+            super().commit(schedule, sampled)
+            return
+        requests, starts, running = schedule.requests, schedule.columns["start"], RequestStatus.RUNNING
+        columns = zip(requests, starts, strict=True)
+        is_awaited = [request.status is running and request.num_computed_tokens == start for request, start in columns]
+        awaited = list(compress(requests, is_awaited))
+        self.pool.commit_next(awaited)
+        for request, (token_id, logprobs) in zip(awaited, compress(sampled, is_awaited), strict=True):
+            request.num_computed_tokens += 1
+            request.num_pending_tokens -= 1
+            request.last_step = schedule.step
+            request.append(token_id, logprobs)
+        if self.ending:
+            for request, start in zip(requests, starts, strict=True):
+                if request in self.ending and request.num_scheduled_tokens == start + 1:
+                    del self.ending[request]  # no later step computes it
+                    self.pool.release(request)

@@ -16,7 +16,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import compress
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -78,9 +77,6 @@ class Scheduler(ABC):
 
         Results for a request that has finished or was preempted meanwhile are dropped.
         """
-        if schedule.is_decode and not sampled.errors:
-            self._commit_decoding(schedule, sampled)
-            return
         tokens, first, errors, running = list(sampled), 0, sampled.errors, RequestStatus.RUNNING
         for number, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
             error = errors.get(number) if errors else None
@@ -101,24 +97,6 @@ class Scheduler(ABC):
             if self.ending and request in self.ending and request.num_scheduled_tokens == start + num_tokens:
                 del self.ending[request]  # no later step computes it
                 self.pool.release(request)
-
-    def _commit_decoding(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """What ``commit`` does, for a step that gives each of its requests one token."""
-        requests, starts, running = schedule.requests, schedule.columns["start"], RequestStatus.RUNNING
-        columns = zip(requests, starts, strict=True)
-        is_awaited = [request.status is running and request.num_computed_tokens == start for request, start in columns]
-        awaited = list(compress(requests, is_awaited))
-        self.pool.commit_next(awaited)
-        for request, (token_id, logprobs) in zip(awaited, compress(sampled, is_awaited), strict=True):
-            request.num_computed_tokens += 1
-            request.num_pending_tokens -= 1
-            request.last_step = schedule.step
-            request.append(token_id, logprobs)
-        if self.ending:
-            for request, start in zip(requests, starts, strict=True):
-                if request in self.ending and request.num_scheduled_tokens == start + 1:
-                    del self.ending[request]  # no later step computes it
-                    self.pool.release(request)
 
     def finish(self, requests: Iterable[Request]) -> None:
         """Retire requests whose outputs are complete."""

@@ -278,8 +278,8 @@ def test_graphs_share_memory_and_results_are_where_they_were(device: torch.devic
 def test_recorded_draws_are_those_that_are_launched(device: torch.device, limits: dict[str, Any]) -> None:
     """Rows come and go, their parameters and logits change, and a graph reads those of its own draw."""
     plain, recording = Sampler(device, 8), Sampler(device, 8)
-    recording.recorder = recorder = DrawRecorder()
     logits, ids = torch.empty(8, 5000, device=device, dtype=torch.bfloat16), []
+    recording.recorder = recorder = DrawRecorder({logits.data_ptr()})
     for step in range(40):
         logits.copy_(torch.randn(logits.shape, device=device))
         num_rows = 8 if step % 3 else 5

@@ -152,7 +152,8 @@ class Draws:
         monkeypatch.setattr(graphs.RecordedDraw, "replay", lambda recorded: recorded.ids.fill_(self.number))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        self.recorder = DrawRecorder()
+        self.places: set[int] = set()
+        self.recorder = DrawRecorder(self.places)
 
     def record(self, launch: Callable[[], torch.Tensor], pool: object) -> graphs.RecordedDraw:
         if self.fails:
@@ -162,6 +163,7 @@ class Draws:
 
     def draw(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         self.number += 1
+        self.places.add(logits.data_ptr())
         return self.recorder(logits, batch, self.launch, 0)
 
     def launch(self) -> torch.Tensor:
@@ -181,17 +183,21 @@ def test_a_draw_that_comes_again_is_recorded_and_its_ids_stay(monkeypatch: pytes
 
 
 def test_what_is_not_recorded_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Biased logits are a copy at another place each time; in a recording of others a draw is part of that one."""
+    """Biased logits are a copy; a draw within a recording is part of it; logits that no captured step writes move."""
     draws, logits, rows = Draws(monkeypatch), torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
     for _ in range(5):
         draws.draw(logits, SamplingBatch(1, bias_rows=rows, bias_ids=rows, biases=torch.zeros(1)))
     draws.is_capturing = True
     for _ in range(5):
         draws.draw(logits, SamplingBatch(1))
-    draws.is_capturing, draws.fails = False, True
+    draws.is_capturing = False
+    draws.places.clear()
+    for _ in range(5):
+        draws.recorder(logits, SamplingBatch(1), draws.launch)
+    draws.fails = True
     for _ in range(6):
         draws.draw(logits, SamplingBatch(1))
-    assert (draws.num_launched, draws.num_recorded) == (16, 0)
+    assert (draws.num_launched, draws.num_recorded) == (21, 0)
 
 
 def test_the_recorder_keeps_a_bounded_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:

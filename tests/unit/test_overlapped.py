@@ -139,13 +139,15 @@ def compare(folder: Path, arrivals: list[Arrival], aborts: dict[int, int], num_b
                 params = SamplingParams(max_new_tokens=most, stop_token_ids=(END + 2,) if ends else (), ignore_eos=True)
                 loop.add(Request(str(number), [5] * num_prompt_tokens, params, 0, (END + 2,) if ends else ()))
         if step in aborts:
-            assert_equal(*(loop.abort(str(aborts[step])) for loop in loops), f"whether step {step} aborts a request")
-        assert_equal(*map(planned, loops), f"what step {step} computes")
+            got, expected = (loop.abort(str(aborts[step])) for loop in loops)
+            assert got == expected, f"step {step} aborts a request"
+        short, long = map(planned, loops)
+        assert_equal(short, long, f"what step {step} computes")
         for loop in loops:
             while len(loop.in_flight) > num_in_flight:
                 loop.finish(loop.in_flight.popleft())
-        assert_equal(*(loop.processor.take() for loop in loops), f"outputs of step {step}")
-        assert_equal(*(loop.scheduler.pool.audit() for loop in loops), f"memory after step {step}")
+        short, long = ((loop.processor.take(), loop.scheduler.pool.audit()) for loop in loops)
+        assert_equal(short, long, f"outputs of step {step}, and memory after it")
     assert not any(loop.scheduler.has_work() for loop in loops), "all requests end"
     return loops[0].scheduler.num_short
 
