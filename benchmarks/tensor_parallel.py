@@ -339,7 +339,10 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
     work = DecodeWork(parse_config(dict(SHAPES[shape]), shape), getattr(torch, SHAPES[shape]["torch_dtype"]))
     reference = one["answer"]
     rate = one["ceilings"]["read_gb_per_second"] * 1e9
-    results: dict[str, Any] = {"ceilings": one.pop("ceilings"), "sums": found[f"part-sums-{num_ranks}"]}
+    results: dict[str, Any] = {"ceilings": one.pop("ceilings"), "sums": {}}
+    for name, figures in found.items():
+        if name.startswith("part-sums-"):
+            results["sums"][str(figures["ranks"])] = figures
     engines = {}
     for name, figures in found.items():
         if name.startswith(f"part-engine-{shape}-"):
@@ -349,8 +352,10 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
             as_one = [a == b for a, b in zip(answer, reference, strict=True)]
             figures["answer_as_one"] = [*as_one, False].index(False)  # tokens, up to the first that differs
             for case, (count, _) in CASES.items():
-                sums_us = results["sums"]["rows"]["8 KB" if count == 1 else "512 KB"]
-                sum_us = 0.0 if ranks == 1 else sums_us["nccl_us" if key.endswith("nccl") else "residual_us"]
+                sum_us = 0.0
+                if ranks > 1:
+                    sums_us = results["sums"][str(ranks)]["rows"]["8 KB" if count == 1 else "512 KB"]
+                    sum_us = sums_us["nccl_us" if key.endswith("nccl") else "residual_us"]
                 limit = work.num_bytes(CONTEXT + 80, count) / ranks / rate
                 limit += 1e-6 * sum_us * (2 * SHAPES[shape]["num_hidden_layers"] + 1)
                 figures[f"{case}_gain"] = rounded(one[f"{case}_ms"] / figures[f"{case}_ms"])
@@ -377,7 +382,11 @@ def view(report: Report) -> View:
     for name, key in {"1 request": "one", "64": "many", "64 drawn": "drawn"}.items():
         columns += [Column(f"{name}, ms", f"{key}_ms"), Column("limit", f"{key}_limit_ms"), times_of(key)]
     columns += [Column("prompt, ms", "prompt_ms"), times_of("prompt")]
-    sums = [{"size": size} | row for size, row in report.results["sums"]["rows"].items()]
+    sums = [
+        {"size": f"{size}, {ranks} ranks"} | row
+        for ranks, found in report.results["sums"].items()
+        for size, row in found["rows"].items()
+    ]
     kinds = {"NCCL": "nccl_us", "ours": "peer_us", "with a residual": "residual_us", "and the norm": "norm_us"}
     kinds["norm behind it"] = "then_norm_us"
     of_sums = [text("a sum of", "size"), *(Column(f"{name}, µs", key) for name, key in kinds.items())]
