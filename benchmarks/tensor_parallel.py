@@ -51,7 +51,7 @@ from shared.quantization.weight import QuantizedWeight
 from shared.sampling.params import SamplingParams
 
 ROW = 4096  # numbers of 16 bits: 8 KB
-ROWS = {"8 KB": 1, "64 KB": 8, "512 KB": 64, "1 MB": 128, "8 MB": 1024}
+ROWS = {"8KB": 1, "64KB": 8, "512KB": 64, "1MB": 128, "8MB": 1024}
 CHAIN = 40  # sums in a graph
 CASES = {"one": (1, 0.0), "many": (64, 0.0), "drawn": (64, 1.0)}  # requests, and their temperature
 PROMPT, CONTEXT, TRIALS = 8192, 128, 3
@@ -354,7 +354,7 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
             for case, (count, _) in CASES.items():
                 sum_us = 0.0
                 if ranks > 1:
-                    sums_us = results["sums"][str(ranks)]["rows"]["8 KB" if count == 1 else "512 KB"]
+                    sums_us = results["sums"][str(ranks)]["rows"]["8KB" if count == 1 else "512KB"]
                     sum_us = sums_us["nccl_us" if key.endswith("nccl") else "residual_us"]
                 limit = work.num_bytes(CONTEXT + 80, count) / ranks / rate
                 limit += 1e-6 * sum_us * (2 * SHAPES[shape]["num_hidden_layers"] + 1)
