@@ -26,7 +26,7 @@ class PeerMemory:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, before = rank, size, store.timeout
+        self.rank, self.size, before = rank, size, getattr(store, "timeout", 6 * PATIENCE)
         store.set_timeout(PATIENCE)
         try:
             self.way, self.memory, addresses, self.kept = shared_memory(store, rank, size, device)
