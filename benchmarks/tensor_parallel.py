@@ -14,126 +14,31 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import shared.loading.checkpoint
-import shared.parallel.group
 from benchmarks.hardware import measure_ceilings
+from benchmarks.random_weights import make_weights_when_read, random_model
+from benchmarks.rank_sums import measure_sums
 from benchmarks.report import Report, engine_settings, rounded, write_report
 from benchmarks.roofline import DecodeWork
 from benchmarks.shared_chunks import Decoding
 from benchmarks.view import Column, Table, View, text
-from shared.checkpoints.byte_tokenizer import save_byte_tokenizer
-from shared.checkpoints.make import checkpoint_tensors, random_tensor
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
-from shared.kernels.all_reduce import all_reduce, fits
-from shared.kernels.launch import check_launchable
-from shared.kernels.rmsnorm import rms_norm
 from shared.lessons import find_lesson
 from shared.loading.config_json import parse_config
-from shared.loading.placement import check_device
-from shared.parallel.collectives import Collectives
-from shared.parallel.group import local_store
-from shared.parallel.model import load_part
 from shared.quantization.weight import QuantizedWeight
 from shared.sampling.params import SamplingParams
 
-ROW = 4096  # numbers of 16 bits: 8 KB
-ROWS = {"8 KB": 1, "64 KB": 8, "512 KB": 64, "1 MB": 128, "8 MB": 1024}
-CHAIN = 40  # sums in a graph
 CASES = {"one": (1, 0.0), "many": (64, 0.0), "drawn": (64, 1.0)}  # requests, and their temperature
 PROMPT, CONTEXT, TRIALS = 8192, 128, 3
-
-
-class RandomFile:
-    """In the place of an opened safetensors file: tensors that are made when they are read."""
-
-    def __init__(self, path: Path, framework: str, device: str) -> None:
-        self.config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
-        self.shapes = dict(checkpoint_tensors(self.config))
-        is_gpu = torch.cuda.is_available() and not (path.parent / "on-cpu").exists()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
-
-    def keys(self) -> list[str]:
-        return list(self.shapes)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        made = random_tensor(name, self.shapes[name], family=self.config["model_type"], device=self.device)
-        return made.to(getattr(torch, self.config["torch_dtype"]))
-
-    def get_slice(self, name: str) -> Any:
-        return RandomSlice(self, name)
-
-
-class RandomSlice:
-    """A part of a tensor to be read."""
-
-    def __init__(self, file: RandomFile, name: str) -> None:
-        self.file, self.name = file, name
-
-    def get_shape(self) -> list[int]:
-        return list(self.file.shapes[self.name])
-
-    def __getitem__(self, part: Any) -> torch.Tensor:
-        return self.file.get_tensor(self.name)[part].clone()
-
-
-def make_weights_when_read() -> None:
-    """In this process, checkpoints have random weights."""
-    shared.loading.checkpoint.safe_open = RandomFile  # type: ignore[assignment]
-
-
-def worker() -> None:
-    """A rank other than 0."""
-    from shared.parallel.worker import main
-
-    make_weights_when_read()
-    main()
-
-
-class Alone:
-    """In the place of collectives: rank 0 of ``size``, which waits for no other and adds nothing."""
-
-    rank, peers = 0, None
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self.device = size, device
-
-    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def load_alone(size: int) -> Callable[..., Any]:
-    """As ``load_model``, of the part of rank 0."""
-
-    def load(folder: Path, *, dtype: Any, device: str, quantize: Any) -> Any:
-        return load_part(folder, Alone(size, check_device(device)), dtype=dtype)  # type: ignore[arg-type]
-
-    return load
-
-
-def random_model(shape: str, folder: Path, device: str) -> Path:
-    """A folder with all but weights."""
-    folder = folder / shape
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
-    (folder / "model.safetensors").touch()
-    if device == "cpu":
-        (folder / "on-cpu").touch()
-    save_byte_tokenizer(SHAPES[shape], folder)
-    return folder
 
 
 def first_token(engine: Any, prompt: list[int]) -> float:
@@ -169,10 +74,7 @@ def wait_for(path: Path | None) -> None:
 def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     """Steps, prompts and memory of an engine with ``given.ranks`` ranks."""
     make_weights_when_read()
-    shared.parallel.group.START = "from benchmarks.tensor_parallel import worker; worker()"
     phase = find_lesson("12" if given.ranks == 1 else "12.1")
-    if given.alone:
-        vars(sys.modules[phase.engine.__module__])["load_model"] = load_alone(given.alone)
     wait_for(given.load_after)
     is_tiny = given.shape.startswith("tiny")
     prompt = 64 if is_tiny else PROMPT
@@ -235,103 +137,6 @@ def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], N
         engine.group.close()
 
 
-def measure_sums(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
-    """Whether our sums are right, and the time of ours and NCCL's in a graph; rank 0 starts the others."""
-    rank, device = given.rank, torch.device("cuda", given.rank)
-    torch.cuda.set_device(device)
-    others = []
-    if rank == 0:
-        store = local_store()
-        for peer in range(1, given.ranks):
-            command = [sys.executable, "-m", "benchmarks.tensor_parallel", "sums", "--ranks", str(given.ranks)]
-            command += ["--rank", str(peer), "--port", str(store.port), "--out", str(given.out)]
-            others.append(subprocess.Popen(command))
-    else:
-        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-        store = dist.TCPStore("127.0.0.1", given.port, is_master=False, timeout=timedelta(seconds=60))
-    check_launchable(device)
-    ranks = Collectives(store, rank, given.ranks, device)
-    figures: dict[str, Any] = {"ranks": given.ranks, "way": None if ranks.peers is None else ranks.peers.way}
-    print(f"rank {rank} meets, {figures['way']} memory", flush=True)
-    ranks.least(0)
-    rows: dict[str, dict[str, float]] = {size: {} for size in ROWS}
-    with torch.inference_mode():
-        for size, count in ROWS.items():
-            x = torch.zeros(count, ROW, dtype=torch.bfloat16, device=device)
-            rows[size]["nccl_us"] = time_in_graph(lambda x=x: ranks._run(ranks.group.allreduce, [x], ranks.options[0]))
-            save(figures | {"rows": rows})
-        if ranks.peers is not None:
-            figures["num_right"] = check_sums(ranks)
-            save(figures | {"rows": rows})
-            weight = torch.ones(ROW, dtype=torch.bfloat16, device=device)
-            norm: Any = argparse.Namespace(weight=weight, eps=1e-6, offset=0.0)
-            for size, count in ROWS.items():
-                x = torch.zeros(count, ROW, dtype=torch.bfloat16, device=device)
-                if not fits(x):
-                    continue
-                calls: dict[str, Callable[[], Any]] = {
-                    "peer_us": lambda x=x: all_reduce(x, ranks.peers),
-                    "residual_us": lambda x=x: all_reduce(x, ranks.peers, x),
-                    "norm_us": lambda x=x: all_reduce(x, ranks.peers, x, norm),
-                    "then_norm_us": lambda x=x: rms_norm(all_reduce(x, ranks.peers, x)[0], weight, 1e-6),
-                }
-                for name, call in calls.items():
-                    rows[size][name] = time_in_graph(call)
-                    save(figures | {"rows": rows})
-    ranks.least(0)
-    for process in others:
-        process.wait(20)
-
-
-def end_with(parent: int) -> None:
-    """End this process when its parent has gone, whatever its GPU waits for."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)
-
-
-def time_in_graph(call: Callable[[], Any]) -> float:
-    """Microseconds of a call, in a graph of ``CHAIN`` of them; all ranks make the same calls."""
-    from shared.engine.graphs import Computed, CudaGraphCapture
-
-    def run() -> Computed:
-        for _ in range(CHAIN):
-            call()
-        return Computed(torch.zeros(1, device="cuda"))
-
-    captured = CudaGraphCapture(torch.device("cuda", torch.cuda.current_device()))(run)
-    times = []
-    for _ in range(12):
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        captured.replay()  # the ranks meet
-        ends[0].record()
-        for _ in range(4):
-            captured.replay()
-        ends[1].record()
-        torch.cuda.synchronize()
-        times.append(1e3 * ends[0].elapsed_time(ends[1]) / (4 * CHAIN))
-    return rounded(statistics.median(times[2:]))
-
-
-def check_sums(ranks: Collectives) -> int:
-    """How many of our sums, in many shapes one after the other, have the bits of a sum in the order of the ranks."""
-    num_right = 0
-    for n in range(300):
-        count, width = (1, 3, 64, 128, 2)[n % 5], (4096, 2048, 2560, 8192, 1152)[n // 5 % 5]
-        dtype = (torch.bfloat16, torch.float16, torch.float32)[n % 3]
-        width = min(width, 4096) if dtype == torch.float32 else width
-        generator = torch.Generator(ranks.device).manual_seed(7 * n + ranks.rank)
-        x = torch.randn(count, width, device=ranks.device, generator=generator).to(dtype)
-        total, _ = all_reduce(x, ranks.peers, None)  # type: ignore[arg-type]
-        parts = ranks.gathered(x).float().unbind()
-        expected = parts[0]
-        for part in parts[1:]:
-            expected = expected + part
-        num_right += torch.equal(total, expected.to(dtype))
-    print(f"rank {ranks.rank}: {num_right} of 300 sums are right", flush=True)
-    return num_right
-
-
 def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
     """The report of the parts in ``folder``."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("part-*.json"))}
@@ -339,7 +144,10 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
     work = DecodeWork(parse_config(dict(SHAPES[shape]), shape), getattr(torch, SHAPES[shape]["torch_dtype"]))
     reference = one["answer"]
     rate = one["ceilings"]["read_gb_per_second"] * 1e9
-    results: dict[str, Any] = {"ceilings": one.pop("ceilings"), "sums": found[f"part-sums-{num_ranks}"]}
+    results: dict[str, Any] = {"ceilings": one.pop("ceilings"), "sums": {}}
+    for name, figures in found.items():
+        if name.startswith("part-sums-"):
+            results["sums"][str(figures["ranks"])] = figures
     engines = {}
     for name, figures in found.items():
         if name.startswith(f"part-engine-{shape}-"):
@@ -349,8 +157,10 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
             as_one = [a == b for a, b in zip(answer, reference, strict=True)]
             figures["answer_as_one"] = [*as_one, False].index(False)  # tokens, up to the first that differs
             for case, (count, _) in CASES.items():
-                sums_us = results["sums"]["rows"]["8 KB" if count == 1 else "512 KB"]
-                sum_us = 0.0 if ranks == 1 else sums_us["nccl_us" if key.endswith("nccl") else "residual_us"]
+                sum_us = 0.0
+                if ranks > 1:
+                    sums_us = results["sums"][str(ranks)]["rows"]["8KB" if count == 1 else "512KB"]
+                    sum_us = sums_us["nccl_us" if key.endswith("nccl") else "residual_us"]
                 limit = work.num_bytes(CONTEXT + 80, count) / ranks / rate
                 limit += 1e-6 * sum_us * (2 * SHAPES[shape]["num_hidden_layers"] + 1)
                 figures[f"{case}_gain"] = rounded(one[f"{case}_ms"] / figures[f"{case}_ms"])
@@ -377,7 +187,11 @@ def view(report: Report) -> View:
     for name, key in {"1 request": "one", "64": "many", "64 drawn": "drawn"}.items():
         columns += [Column(f"{name}, ms", f"{key}_ms"), Column("limit", f"{key}_limit_ms"), times_of(key)]
     columns += [Column("prompt, ms", "prompt_ms"), times_of("prompt")]
-    sums = [{"size": size} | row for size, row in report.results["sums"]["rows"].items()]
+    sums = [
+        {"size": f"{size}, {ranks} ranks"} | row
+        for ranks, found in report.results["sums"].items()
+        for size, row in found["rows"].items()
+    ]
     kinds = {"NCCL": "nccl_us", "ours": "peer_us", "with a residual": "residual_us", "and the norm": "norm_us"}
     kinds["norm behind it"] = "then_norm_us"
     of_sums = [text("a sum of", "size"), *(Column(f"{name}, µs", key) for name, key in kinds.items())]
@@ -397,13 +211,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--alone", type=int, default=0, help="with one rank: time the part of rank 0 of so many")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--load-after", type=Path, default=None)
     parser.add_argument("--measure-after", type=Path, default=None)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    kind = (f"-of-{given.alone}" if given.alone else "") if given.ranks == 1 else f"-{given.sums}"
+    kind = "" if given.ranks == 1 else f"-{given.sums}"
     name = f"sums-{given.ranks}" if given.part == "sums" else f"engine-{given.shape}-{given.ranks}{kind}"
     given.out.mkdir(parents=True, exist_ok=True)
 
@@ -417,7 +230,10 @@ def main() -> None:
         print(report.line())
         write_report(report, given.out, view=view(report))
     else:
-        (measure_sums if given.part == "sums" else measure_engine)(given, save)
+        if given.part == "sums":
+            measure_sums(given.ranks, given.rank, given.port, given.out, save)
+        else:
+            measure_engine(given, save)
         sys.stdout.flush()
         os._exit(0)  # communicators of ranks that have gone may keep a process
 

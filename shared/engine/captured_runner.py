@@ -21,7 +21,7 @@ from rich.progress import track
 from shared.cache.view import BatchView, StepInputs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
-from shared.engine.graphs import Capture, CapturedStep, Computed, CudaGraphCapture, DrawRecorder
+from shared.engine.graphs import Capture, CapturedStep, Computed, CudaGraphCapture, DrawRecorder, uncollected
 from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.runner import Launched
 from shared.kernels.pending_ids import fill_pending
@@ -64,7 +64,8 @@ class CapturedRunner(OverlappedRunner):
         self.buckets = cast(BucketedView, view)
         self.graphs: dict[Bucket, CapturedStep] = {}
         try:
-            self._capture(capture or CudaGraphCapture(model.device))
+            with uncollected():
+                self._capture(capture or CudaGraphCapture(model.device))
             if capture is None:
                 logits = [step.results.logits for step in self.graphs.values()]
                 self.sampler.recorder = DrawRecorder({each.data_ptr() for each in logits if each is not None})

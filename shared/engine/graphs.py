@@ -12,8 +12,9 @@ Invariant: what is recorded has run once before, so that kernels are compiled an
 """
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,6 +69,19 @@ class CudaGraphCapture:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.stream)
         return CapturedStep(graph.replay, Computed(unowned(hidden), None if logits is None else unowned(logits)))
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no garbage is collected: what an engine before this one held may not be freed within a capture."""
+    gc.collect()
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 class _Address:

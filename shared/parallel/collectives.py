@@ -36,8 +36,8 @@ NEVER = timedelta(days=1)
 """Collectives have no time limit: :mod:`shared.parallel.watch` ends a group that makes no progress."""
 
 
-MOST_BYTES = 1 << 20
-"""Of a tensor that the kernel sums; NCCL sums larger ones."""
+MOST_BYTES = 2 << 20
+"""Of what a rank writes in a sum by the kernel, its own part included; NCCL sums larger tensors."""
 _log = logging.getLogger("infer.engine")
 
 
@@ -92,7 +92,7 @@ class Collectives:
 
     def all_sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over the ranks of ``x`` ``[T, n]``, and ``residual``, on every rank; ``x`` may be overwritten."""
-        if self.peers is not None and x.nbytes <= MOST_BYTES and fits(x):
+        if self.peers is not None and x.nbytes * self.size <= MOST_BYTES and fits(x):
             self.count()
             with self.waiting():
                 total, _ = all_reduce(x, self.peers, residual)

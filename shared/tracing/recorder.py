@@ -129,7 +129,7 @@ class Recorder:
 
     def trace(self, title: str, **settings: str | int | float | None) -> Trace:
         """The recording so far; waits for a GPU."""
-        gpu, ranks = (map(spans, self.activities) for spans in (self.activity.gpu_spans, self.activity.rank_spans))
+        gpu, ranks = map(self.activity.gpu_spans, self.activities), map(self.activity.rank_spans, self.activities)
         return Trace(
             title,
             max_batch_size=self.engine.config.max_batch_size,

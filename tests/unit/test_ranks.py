@@ -188,7 +188,9 @@ def test_ranks_follow_the_steps_of_rank_0(kind: type[OverlappedRunner], size: in
         found = tokens_of(runner, batches) if ranks.rank == 0 else []
         if ranks.rank:
             for _ in batches:
-                runner.follow(receivers[ranks.rank - 1].receive())
+                number, batch = receivers[ranks.rank - 1].receive()
+                assert number == runner.number
+                runner.follow(batch)
         seen[ranks.rank] = model.seen
         return found, runner.num_replays
 
