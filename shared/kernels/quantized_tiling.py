@@ -74,7 +74,7 @@ def rows_tiling(block_m: int, N: int, K: int, bits: int, is_gated: bool, shared_
     while blocks * splits * num_warps < LEAST_WARPS and splits < 8 and K % (2 * splits * block_k) == 0:
         splits *= 2
     stage_bytes = block_k * ((2 if is_gated else 1) * block_n * bits // 8 + 2 * block_m)
-    num_stages = max(2, min(3, shared_bytes // 2 // stage_bytes))
+    num_stages = max(2, min(2 if is_gated and bits == 4 else 3, shared_bytes // 2 // stage_bytes))
     return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, 4, block_m, splits)
 
 
