@@ -16,7 +16,7 @@ from shared.kernels.tiling import DOT_ROWS, Tiling
 PROMPT_ROWS = 128  # of x, the most that a program multiplies at once
 MAX_STAGES = 8
 MAX_BLOCKS_SPLIT = 1024  # blocks of rows of W whose columns are split
-LEAST_PROGRAMS = 256  # of a few rows of x: two for each multiprocessor of a large GPU
+LEAST_WARPS = 1536  # of a few rows of x: twelve for each multiprocessor of a large GPU
 STEP = 128  # columns that quantized_rows_kernel multiplies at once, and that share a scale
 
 
@@ -65,18 +65,17 @@ def quantized_tiling(
 
 
 def rows_tiling(block_m: int, N: int, K: int, bits: int, is_gated: bool, shared_bytes: int) -> QuantizedTiling:
-    """The tiling for a few rows of x: enough programs for every multiprocessor, if W's rows alone are too few."""
-    block_n, stages = 64, 4
-    steps = (
-        2 if bits == 4 and block_m == DOT_ROWS and K % (2 * STEP) == 0 else 1
-    )  # of more rows the sums fill registers
+    """The tiling for a few rows of x: as many programs as give every multiprocessor enough warps."""
+    block_n, num_warps = (64, 4) if is_gated else (128, 8)
+    has_two_steps = bits == 4 and block_m == DOT_ROWS and (is_gated or K > N) and K % (2 * STEP) == 0
+    block_k = 2 * STEP if has_two_steps else STEP
     blocks = -(-N // block_n)
     splits = 1
-    while blocks * splits < LEAST_PROGRAMS and splits < 8 and K % (2 * splits * steps * STEP) == 0:
+    while blocks * splits * num_warps < LEAST_WARPS and splits < 8 and K % (2 * splits * block_k) == 0:
         splits *= 2
-    stage_bytes = steps * STEP * ((2 if is_gated else 1) * block_n * bits // 8 + 2 * block_m)
-    num_stages = max(2, min(stages, shared_bytes // 2 // stage_bytes))
-    return QuantizedTiling(block_n, steps * STEP, 4, num_stages, True, 4, block_m, splits)
+    stage_bytes = block_k * ((2 if is_gated else 1) * block_n * bits // 8 + 2 * block_m)
+    num_stages = max(2, min(2 if is_gated and bits == 4 else 3, shared_bytes // 2 // stage_bytes))
+    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, 4, block_m, splits)
 
 
 def vector_tiling(N: int, K: int, bits: int, is_gated: bool) -> QuantizedTiling:
