@@ -18,9 +18,7 @@ from shared.grammar.plain import plain_from
 from shared.grammar.vocabulary import GrammarVocabulary
 
 GROUP = 32  # places whose bits share a word; plain tokens begin at a multiple of it
-NUM_ALIKE = (
-    2  # first bytes by which tokens are sorted; then by their length, since a group walks as long as its longest
-)
+NUM_ALIKE = 1  # bytes by which tokens are sorted; then by length: 32 walk as long as the longest
 NEVER, AT_END = -1, -2  # in place of a rank
 LENGTH_BITS = 10
 LONGEST = (1 << LENGTH_BITS) - 1

@@ -89,13 +89,13 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
     left = chars  # characters that begin from here on
     bytes_from = text + start
     byte = tl.load(bytes_from).to(tl.int32)
-    following = tl.load(bytes_from + 1).to(tl.int32)  # a byte is loaded two steps ahead, its column one: neither waits
+    ahead = tl.load(bytes_from + 1).to(tl.int32)  # a byte is loaded two steps ahead, its column one: neither waits
     column = tl.load(grammar + COLUMNS + byte)
     d = tl.full([], 0, tl.int32)
     reached = tl.full([], 1, tl.int32)
     while reached > 0:
         later = tl.load(bytes_from + d + 2).to(tl.int32)
-        next_column = tl.load(grammar + COLUMNS + following)
+        next_column = tl.load(grammar + COLUMNS + ahead)
         is_first = (byte & 0xC0) != 0x80  # of a character; also behind the token's end
         leaves = is_live & is_first & (tl.where(free > 0, plain_from, length) <= d)
         is_read = is_read | (leaves & ((free != 2) | (left <= most)))
@@ -211,8 +211,8 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
                 state = tl.where(is_key | is_guard, following, state)
                 free = tl.where(is_key | is_guard, 0, free)
                 blanks = tl.where(is_key | is_guard, 0, blanks)
-        byte = following
-        following = later
+        byte = ahead
+        ahead = later
         column = next_column
         d += 1
     needed = tl.load(table + state, mask=is_read, other=0) >> 3
