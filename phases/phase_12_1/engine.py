@@ -89,7 +89,7 @@ MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_m
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram": lambda *about: ForcedTextDrafter(NGramDrafter(), about[2]),
-    "model": lambda ranks, *of: ForcedTextDrafter(MaskedDraftModel(ranks.config, *of, load=ranks.load_draft), of[1]),
+    "model": lambda ranks, *of: ForcedTextDrafter(MaskedDraftModel(*(ranks.config, *of, ranks.load_draft)), of[1]),
 }
 
 
