@@ -193,7 +193,7 @@ def test_what_is_not_recorded_is_launched(monkeypatch: pytest.MonkeyPatch) -> No
     draws.is_capturing = False
     draws.places.clear()
     for _ in range(5):
-        draws.recorder(logits, SamplingBatch(1), draws.launch)
+        draws.recorder(logits, SamplingBatch(1), draws.launch, 0)
     draws.fails = True
     for _ in range(6):
         draws.draw(logits, SamplingBatch(1))
