@@ -31,7 +31,7 @@ QUESTION, TRIALS = 32, 5
 
 
 @triton.jit
-def scores_kernel(
+def scores_kernel(  # type: ignore[no-untyped-def]
     q, keys, table, out, size, length, WAY: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip

@@ -162,7 +162,7 @@ class CondensedView(PagedView):
             packed = slice(end - first.shape[-1], end)
             cells[:, b, :, packed], kept[:, b, :, packed] = first, is_kept
             cells[:, b, :, end:], kept[:, b, :, end:] = tail, True
-        return torch.from_numpy(cells), torch.from_numpy(kept)
+        return torch.from_numpy(cells).to(self.keys.device), torch.from_numpy(kept).to(self.keys.device)
 
     def select(self, sequences: Sequence[Holding]) -> None:
         """See :class:`shared.cache.compressing.CompressingView`; here ``compress`` does everything."""

@@ -35,19 +35,20 @@ class RangeTiling(DecodeTiling):
     """The tiling of attention over ranges; there are two, for steps in which a chunk is shared, and for others."""
 
     rows: int = 16  # (query, head) pairs of a tile
+    is_early: bool = True  # whether a program looks up its first keys before it waits for the kernel before
 
     def tokens(self, group: int) -> int:
         """Queries of a tile, for ``group`` query heads that share a KV head."""
         return self.rows // group
 
 
-ALONE, SHARED = RangeTiling(64, 2, 3, 4), RangeTiling(64, 4, 3, 2, rows=64)
+ALONE, SHARED = RangeTiling(64, 2, 3, 4), RangeTiling(64, 4, 3, 2, rows=64, is_early=False)
 TILINGS = {  # by head size: alone, shared
     16: (ALONE, SHARED),
     32: (ALONE, SHARED),
     64: (ALONE, SHARED),
-    128: (RangeTiling(64, 4, 2, 2), RangeTiling(64, 4, 2, 2, rows=64)),
-    256: (RangeTiling(32, 4, 2, 2), RangeTiling(32, 4, 2, 2, rows=32)),
+    128: (RangeTiling(64, 4, 2, 2), RangeTiling(64, 4, 2, 2, rows=64, is_early=False)),
+    256: (RangeTiling(32, 4, 2, 2), RangeTiling(32, 4, 2, 2, rows=32, is_early=False)),
 }
 
 
@@ -103,9 +104,14 @@ def range_attention_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs)."""
+    """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs).
+
+    IS_EARLY: it looks up its first keys before it waits for the kernel before, and loads queries behind that. Its slots
+    have no offsets. Large tiles are slower so.
+    """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
     count_of_items = tl.load(num_items)
@@ -114,40 +120,49 @@ def range_attention_kernel(
     swapped = (d + D // 2) % D  # RoPE rotates element i with element i + D/2
     sign = tl.where(d < D // 2, 1.0, -1.0)[None, :]
     frequency = tl.load(frequencies + d % (D // 2))  # fp64, turns of a circle per position
+    if not IS_EARLY:
+        wait_for_previous(PDL)
     for item in tl.range(tl.program_id(1), count_of_items, tl.num_programs(1)):
         slot = tl.load(item_slots + item) + r // GROUP
         is_row = r < tl.load(item_counts + item) * GROUP
         row = tl.load(slot_rows + slot, mask=is_row, other=0).to(tl.int64)
-        first_state = tl.load(slot_states + slot, mask=is_row, other=0)
         offset = tl.load(slot_offsets + slot, mask=is_row, other=0)
-        place_of = tl.load(positions + row, mask=is_row, other=0).to(tl.int32) - offset  # [ROWS]
-        lowest = tl.min(tl.where(is_row, place_of, 2147483647))
-        highest = tl.max(tl.where(is_row, place_of, -1))
+        position = tl.load(positions + row, mask=is_row, other=0).to(tl.int32)
         at = q + row * q_row_stride + head * q_head_stride
+        if not IS_EARLY:
+            query = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
+            other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
+            if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
+                angle = angles(offset[:, None], frequency[None, :])
+                query = (query.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(query.dtype)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
         for piece in tl.range(tl.load(item_pieces + item), tl.load(item_pieces + item + 1)):
-            base = tl.load(piece_bases + piece)
-            end = tl.minimum(tl.load(piece_ends + piece), highest - base + 1)
-            start = tl.maximum(tl.load(piece_begins + piece), lowest - base - window + 1)
-            turn, table = tl.load(piece_turns + piece), tl.load(piece_tables + piece)
+            turn = tl.load(piece_turns + piece)
+            at_turn = turn_rows + piece * D + d % (D // 2)
+            if not IS_EARLY:
+                queries = query
+                if turn > 0:
+                    cos, sin = tl.load(at_turn)[None, :], tl.load(at_turn + D // 2)[None, :]
+                    queries = (query.to(tl.float32) * cos + other * sin).to(query.dtype)
+            place = position - offset - tl.load(piece_bases + piece)  # of the row, on the range's scale
+            end = tl.minimum(tl.load(piece_ends + piece), tl.max(tl.where(is_row, place, -1)) + 1)
+            least = tl.min(tl.where(is_row, place, 2147483647)) - window + 1
+            start = tl.maximum(tl.load(piece_begins + piece), least)
+            table = tl.load(piece_tables + piece)
             if table < 0:  # noqa: SIM108 - an expression would load an offset that does not exist
                 tables = sequence_tables + tl.load(sequence_table_starts - 1 - table)
             else:
                 tables = chunk_tables + table
             rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
-            wait_for_previous(PDL)  # all before is the step's; a second wait is over at once
-            queries = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
-            other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
-            if turn > 0:
-                at_turn = turn_rows + piece * D + d % (D // 2)
-                cos, sin = tl.load(at_turn)[None, :], tl.load(at_turn + D // 2)[None, :]
-                queries = (queries.to(tl.float32) * cos + other * sin).to(queries.dtype)
-            if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
-                angle = angles(offset[:, None], frequency[None, :])
-                queries = (queries.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(queries.dtype)
-            place = place_of - base  # of the row, on the range's scale
+            if IS_EARLY:  # all before is the step's; a second wait is over at once
+                wait_for_previous(PDL)
+                queries = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)
+                other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
+                if turn > 0:
+                    cos, sin = tl.load(at_turn)[None, :], tl.load(at_turn + D // 2)[None, :]
+                    queries = (queries.to(tl.float32) * cos + other * sin).to(queries.dtype)
             for tile in tl.range(start, end, TILE):
                 number = tile + tl.arange(0, TILE)
                 is_key = number < end
@@ -160,6 +175,7 @@ def range_attention_kernel(
                     queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
                 )
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+        first_state = tl.load(slot_states + slot, mask=is_row, other=0)
         is_whole = is_row & (first_state < 0)
         at_out = row * (HKV * GROUP) + head
         tl.store(out + at_out[:, None] * D + d[None, :], result, mask=is_whole[:, None])
@@ -167,7 +183,8 @@ def range_attention_kernel(
         state = (first_state + tl.load(item_splits + item)).to(tl.int64) * (HKV * GROUP) + head
         tl.store(partial + state[:, None] * D + d[None, :], result, mask=is_part[:, None])
         tl.store(partial_log + state, maximum + tl.log2(total), mask=is_part)
-    wait_for_previous(PDL)  # a program without items too
+    if IS_EARLY:
+        wait_for_previous(PDL)  # a program without items too
 
 
 def turn_rows(turns: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
@@ -260,6 +277,7 @@ def range_attention(
         D=D,
         ROWS=tiling.rows,
         TILE=tiling.tile,
+        IS_EARLY=tiling.is_early,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
