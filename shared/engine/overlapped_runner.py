@@ -39,6 +39,6 @@ class OverlappedRunner(Runner):
 
     def _draw(self, launched: Launched, chosen: slice, rows: Sequence[SamplingRow], places: Integers) -> Draws:
         drawn = super()._draw(launched, chosen, rows, places)
-        rows = cut(launched.sequence_rows, chosen)
-        self.last_ids.scatter_(0, rows, drawn.ids)  # cheaper for the host than an assignment
+        at = cut(launched.sequence_rows, chosen)
+        self.last_ids.scatter_(0, at, drawn.ids)  # cheaper for the host than an assignment
         return drawn
