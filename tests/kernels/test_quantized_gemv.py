@@ -225,7 +225,7 @@ def test_prompts_are_multiplied_by_tiles_of_rows(
     num_launches: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three tiles, the last of which is not full; where a GPU has FP8 products, those multiply FP8."""
+    """Three tiles, the last of which is not full. FP8 is so on a GPU that does not multiply it."""
     monkeypatch.setattr(quantized_gemv, "generation", lambda device: GENERATIONS[8, 0])
     rows, weight = MAX_ROWS + 2, quantized(kind, 38, 128, group)
     monkeypatch.setattr(quantized_prompts, "TILE_ROWS", 16)
