@@ -64,7 +64,7 @@ def test_int8_decodes_faster_on_a_cpu(demo_folder: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("method", "factor"), [("fp8", 1.2), ("int8", 1.15), ("int4", 1.2)])
 def test_a_token_is_faster_on_a_gpu(tmp_path_factory: pytest.TempPathFactory, method: str, factor: float) -> None:
-    folder = make_checkpoint("llama-3.2-1b", tmp_path_factory.getbasetemp() / "llama", dtype="bfloat16", device="cuda")
+    folder = make_checkpoint("qwen3-1.7b", tmp_path_factory.getbasetemp() / "qwen3", dtype="bfloat16", device="cuda")
     about: dict[str, Any] = {"model": str(folder), "device": "cuda", "max_seq_len": 512, "max_batch_size": 1}
     plain, small = (
         seconds_a_token(engine(EngineConfig(**about, **quantization)), 128)
