@@ -6,6 +6,7 @@ Invariant: only the process that started Ray ends it, so a command that joins a 
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ os.environ.setdefault(VARIABLE, MIDDLEWARE)
 
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.schema import ServeStatus
 
@@ -170,7 +172,8 @@ def is_deployed() -> bool:
 
 def remove() -> None:
     """Take the application down: open requests may finish within the grace time."""
-    serve.delete(APPLICATION)
+    with suppress(RayActorError):  # the command that started Ray may end it before this one has seen that all is gone
+        serve.delete(APPLICATION)
 
 
 def end() -> None:
