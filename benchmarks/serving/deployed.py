@@ -25,6 +25,8 @@ import torch
 from benchmarks.serving.http_load import MODEL, ROOT, START_SECONDS, stream
 from benchmarks.serving.results import ServedRequest
 from benchmarks.step_times import StepCounts
+from shared.engine.config import EngineConfig
+from shared.engine.warm_up import warm_up
 from shared.errors import ConfigError
 from shared.lessons import newest_lesson
 
@@ -95,7 +97,6 @@ def served_by(
     Ray is this process's own. With ``notes``, engines note their steps in that folder, and a step takes at least as
     long as ``pace`` says, as if a device computed it that the processors need not wait for.
     """
-    from shared.cli.serve import load_warm
     from shared.deployment import application
     from shared.server.process import address_of, bind
     from shared.server.settings import ServerConfig
@@ -117,12 +118,8 @@ def served_by(
         gpus=0.0,
         router="prefix",
     )
-    arguments = (newest_lesson().number, str(folder), "json", False)
-    load = (
-        partial(load_noting, notes, pace, *arguments, **settings)
-        if notes
-        else partial(load_warm, *arguments, **settings)
-    )
+    config = EngineConfig(str(folder), **settings)
+    load = partial(load_noting, notes, pace, config) if notes else partial(load_warm, config)
     update = partial(application.deploy, load, ServerConfig(MODEL), fleet, is_process=False)
     application.start()
     try:
@@ -133,13 +130,18 @@ def served_by(
         application.end()
 
 
-def load_noting(notes: Path, pace: Sequence[float], *arguments: Any, **settings: Any) -> Any:
+def load_warm(config: EngineConfig) -> Any:
+    """The newest phase's engine, warmed up."""
+    engine = newest_lesson().engine(config)
+    warm_up(engine)
+    return engine
+
+
+def load_noting(notes: Path, pace: Sequence[float], config: EngineConfig) -> Any:
     """As ``load_warm``; the engine writes when each step began, its counts, and its seconds, up to the next step if
     there is one, into a file of its process. ``pace``: the least seconds of a step, for each of its counts.
     """
-    from shared.cli.serve import load_warm
-
-    engine = load_warm(*arguments, **settings)
+    engine = load_warm(config)
     file = (notes / f"{os.getpid()}.jsonl").open("a", buffering=1)
     step, counts = engine.step, StepCounts()
     begun, counted = 0.0, list[float]()

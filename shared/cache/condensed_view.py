@@ -18,7 +18,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from shared.cache.blocks import Blocks
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
 from shared.cache.layout import ranges
@@ -136,7 +135,7 @@ class CondensedView(PagedView):
         both = np.concatenate([first, cells], 1)
         return torch.from_numpy(both).to(device), torch.cat([torch.from_numpy(is_kept).to(device), kept], 1)
 
-    def _packed_cells(self, row: int, table: Blocks, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+    def _packed_cells(self, row: int, table: np.ndarray, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
         """As :meth:`cells_of` for the condensed part, of all layers; it is the same until the next compression."""
         known = self.packed_cells.get(row)
         if known is None or known[0] is not packed:
