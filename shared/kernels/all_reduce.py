@@ -23,7 +23,7 @@ from shared.kernels.rmsnorm import Norm
 CHANNELS = 256  # programs at most
 CHANNEL_WORDS = 4096  # of 32 bits, in a slot: a row of 8,192 numbers in 16 bits
 LEAST_WORDS = 512  # of a part of a row
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # their names in Triton
 
 
 class Peers(Protocol):
@@ -180,7 +180,7 @@ def all_reduce(
         num_words,
         x.shape[-1],
         0.0 if norm is None else norm.eps,
-        DTYPE=DTYPES[x.dtype],
+        DTYPE=getattr(tl, DTYPES[x.dtype]),
         OFFSET=0.0 if norm is None else norm.offset,
         RANK=peers.rank,
         SIZE=peers.size,

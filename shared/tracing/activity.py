@@ -71,7 +71,7 @@ class ActivityRecorder:
     @contextmanager
     def watch(self) -> Iterator[StepActivity]:
         """Time the step that is run in this context."""
-        activity = StepActivity(self.now, self.now())
+        activity = StepActivity(self.now, 0)
         first = self.group.sender.number if self.group else 0
         with ExitStack() as restore:
             for part, method, on_call, on_return in CALLS:
