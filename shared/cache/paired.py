@@ -72,10 +72,13 @@ class PairedPool:
         self.target.truncate(request, num_tokens)
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; in both pools."""
+        """See ``CachePoolProtocol``; in both pools. Drafts whose keys lose their place are no longer remembered."""
+        twin = self.twins[request]
         self.target.shrink(request, num_tokens)
-        self.draft.shrink(self.twins[request], num_tokens)
+        self.draft.shrink(twin, num_tokens)
         self.granted[request] = max(self.target.length(request), min(num_tokens, self.granted[request]))
+        num_written = max(num_tokens - self.draft.length(twin), 0)
+        twin.draft_ids = twin.draft_ids[: num_written + 1]  # the last one has no keys yet
 
     def release(self, request: Request) -> None:
         """See ``CachePoolProtocol``; in both pools."""

@@ -20,6 +20,7 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
+from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.speculative import SpeculativeScheduler, settle
@@ -210,3 +211,23 @@ def test_a_draft_models_memory_follows_the_text(
 
     run_machine(machine, has_met, max_examples=30, stateful_step_count=25)
     assert has_met(), met()
+
+
+def test_drafts_of_an_interrupted_step_are_forgotten_with_their_place() -> None:
+    sizes = PagedSizes(8, 2, 2, 64, MAX_SEQ_LEN)
+    drafter = Followed()
+    drafter.pool = PrefixKVCachePool(sizes, None)
+    drafter.pair = pair = PairedPool(PrefixKVCachePool(sizes, None), drafter.pool)
+    request = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=12), 0)
+    pair.admit(request)
+    assert pair.reserve(request, 7)
+    twin = pair.twins[request]
+    drafter.pool.commit(twin, 3)
+    twin.draft_ids = [10, 11, 12, 13]  # the keys of the first three are written
+    pair.shrink(request, 5)
+    assert twin.draft_ids == [10, 11, 12]
+    pair.shrink(request, request.num_tokens)  # as after an interruption
+    for token_id in (10, 11, 12):
+        request.append(token_id)
+    assert pair.reserve(request, 7)  # in other blocks, perhaps
+    assert drafter._follow(twin, request) == 3
