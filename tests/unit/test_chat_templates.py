@@ -389,6 +389,10 @@ def test_real_folders_tools_equal_their_own_templates(tokenizer_folder):
     template = choose_template(json.loads((tokenizer_folder / "config.json").read_text())["model_type"], ours)
     one, said = replace(CALLS, tool_calls=CALLS.tool_calls[:1]), [] if template == "llama3" else [CALLS]
     thought = replace(one, content="<think>\nhm\n</think>\n\n")
+
+    def parsed(call):
+        return {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+
     for calls in (*said, replace(one, content=""), *([one, thought] if said else [])):
         for messages in (
             [HI],
@@ -398,7 +402,7 @@ def test_real_folders_tools_equal_their_own_templates(tokenizer_folder):
         ):
             plain = [
                 {"role": m.role, "content": m.content}
-                | ({"tool_calls": [{"function": vars(call)} for call in m.tool_calls]} if m.tool_calls else {})
+                | ({"tool_calls": [parsed(call) for call in m.tool_calls]} if m.tool_calls else {})
                 for m in messages
             ]
             expected = theirs.apply_chat_template(
