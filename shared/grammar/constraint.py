@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shared.errors import RequestError
 from shared.grammar.automaton import Configuration
 from shared.grammar.cache import GrammarCache
-from shared.grammar.fsm import TokenFSM
+from shared.grammar.fsm import FSMCompiler, TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Limits
 from shared.grammar.pool import GrammarPool
@@ -139,10 +139,7 @@ class Constraints:
                 state = None if draft_id is None else fsm.next_state(state, draft_id)
 
     def _compile(self, grammar: Grammar) -> TokenFSM:
-        vocabulary = self.prepare()
-        automaton = grammar.compiled(vocabulary.usable_bytes, self.limits).automaton
-        assert automaton is not None
-        return TokenFSM(automaton, vocabulary)
+        return FSMCompiler(self.prepare(), self.limits).compile(grammar)
 
 
 def _masked(masked_ids: Sequence[int], allowed: NDArray[np.bool_]) -> Sequence[int]:

@@ -5,13 +5,12 @@ value together with the beginning of the next. So a token is allowed if the auto
 a :class:`Configuration`: the automaton's state with its stack.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.automaton import START, Automaton, Configuration
-from shared.grammar.limits import GrammarError
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.masks import TokenMasks
 from shared.grammar.vocabulary import GrammarVocabulary
 
@@ -66,17 +65,13 @@ class TokenFSM:
 
 
 class FSMCompiler:
-    """Compiles grammars for one vocabulary.
+    """Compiles grammars for one vocabulary."""
 
-    Args:
-        compile_automaton: a grammar over bytes; of the bytes, only the usable ones of the vocabulary may be needed.
-    """
+    def __init__(self, vocabulary: GrammarVocabulary, limits: Limits) -> None:
+        self.vocabulary, self.limits = vocabulary, limits
 
-    def __init__(
-        self, vocabulary: GrammarVocabulary, compile_automaton: Callable[[object, NDArray[np.bool_]], Automaton]
-    ) -> None:
-        self.vocabulary, self.compile_automaton = vocabulary, compile_automaton
-
-    def compile(self, grammar: object) -> TokenFSM:
+    def compile(self, grammar: Grammar) -> TokenFSM:
         """The grammar over tokens. Raises GrammarError."""
-        return TokenFSM(self.compile_automaton(grammar, self.vocabulary.usable_bytes), self.vocabulary)
+        automaton = grammar.compiled(self.vocabulary.usable_bytes, self.limits).automaton
+        assert automaton is not None
+        return TokenFSM(automaton, self.vocabulary)

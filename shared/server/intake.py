@@ -20,7 +20,7 @@ from shared.engine.prompt import check_length
 from shared.errors import ModelFolderError, RequestError
 from shared.grammar.automaton import Automaton
 from shared.grammar.cache import GrammarCache
-from shared.grammar.fsm import TokenFSM
+from shared.grammar.fsm import FSMCompiler, TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.vocabulary import GrammarVocabulary
@@ -194,7 +194,7 @@ class Intake:
         return grammar.compiled(self._words().usable_bytes, Limits())
 
     def _over_tokens(self, grammar: Grammar) -> TokenFSM:
-        return TokenFSM(_automaton(grammar), self._words())
+        return FSMCompiler(self._words(), Limits()).compile(grammar)
 
     def _words(self) -> GrammarVocabulary:
         if self._vocabulary is None:
