@@ -15,17 +15,7 @@ from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
-from tests.mixed_requests import (
-    ARRIVALS,
-    GREEDY,
-    LONG,
-    MIXED,
-    SENTENCE,
-    SMALL,
-    seen,
-    serve,
-    tokens,
-)
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SENTENCE, SMALL, seen, serve, tokens
 from tests.random_loads import Load, assert_as_alone, loads
 from tests.reference_tokens import ReferenceTokens
 

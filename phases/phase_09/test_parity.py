@@ -19,19 +19,7 @@ from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
-from tests.mixed_requests import (
-    ALIKE,
-    ARRIVALS,
-    ARRIVE,
-    GREEDY,
-    LONG,
-    MIXED,
-    SMALL,
-    Requests,
-    seen,
-    serve,
-    tokens,
-)
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, Requests, seen, serve, tokens
 from tests.random_loads import Interrupt, Load, assert_as_alone, interrupt, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 

@@ -16,19 +16,7 @@ from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import UNMEASURED
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight, assert_no_trace, check_commits
-from tests.mixed_requests import (
-    ALIKE,
-    ARRIVALS,
-    ARRIVE,
-    GREEDY,
-    MIXED,
-    PENALISED,
-    SMALL,
-    Requests,
-    seen,
-    serve,
-    tokens,
-)
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve, tokens
 from tests.random_loads import Load, assert_as_alone, interrupt, loads, sizes
 
 MULTI: dict[str, Any] = {"use_speculative_decoding": True, "adapt_spec_length": False}
