@@ -9,18 +9,16 @@ has them, so what is rotated when it is read is rounded once more. Invariant: al
     python -m benchmarks.chunk_rotations --out benchmarks/reports
 """
 
-import argparse
 import functools
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.report import Report, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, rounded
 from benchmarks.timing import cache_bytes, num_input_sets, time_calls
-from benchmarks.view import Column, Table, View, text
+from benchmarks.view import View, table_of
 from shared.kernels.launch import launch, launches, tl, triton
 from shared.models.config import RopeConfig
 from shared.ops.rope import rope_table, rotate
@@ -79,7 +77,7 @@ def scores(way: int, length: int, q: torch.Tensor, kept: torch.Tensor, rows: tor
     return torch.cat(found, 1)
 
 
-def measure(documents: int, length: int, device: torch.device) -> Report:
+def measure(documents: int = 16, length: int = 1024, device: str = "cpu") -> Report:
     """Errors and times of all ways."""
     S, draw = documents * length, torch.Generator().manual_seed(0)
     raw_q, raw = torch.randn(1, HQ, D, generator=draw), torch.randn(S, HKV, D, generator=draw)
@@ -95,39 +93,28 @@ def measure(documents: int, length: int, device: torch.device) -> Report:
     halves[:, 1] *= -1  # the table's first half has the sines negated
     rows = halves if launches(q.to(device)) else table
     exact = (q.double().view(HKV, -1, D) @ kept(0, torch.float64).permute(1, 2, 0)).view(HQ, S)
-    num_trials = 1 if device.type == "cuda" else TRIALS
+    num_trials = 1 if device == "cuda" else TRIALS
     results: dict[str, Any] = {name: {"us": float("inf")} for name in WAYS}
     for _, (way, name) in itertools.product(range(num_trials), enumerate(WAYS)):  # the least: other programs run too
         keys, call = kept(way).to(device), functools.partial(scores, way, length)
         inputs = (q.bfloat16().to(device), keys, rows.to(device))
         found = call(*inputs).double().cpu()
-        num_sets = num_input_sets(keys.nbytes, cache_bytes(device)) if device.type == "cuda" else 1
+        num_sets = num_input_sets(keys.nbytes, cache_bytes(keys.device)) if device == "cuda" else 1
         sets = [(inputs[0], keys.clone(), inputs[2]) for _ in range(num_sets)]
         error = ((found - exact).norm() / exact.norm()).item()
         least = min(results[name]["us"], rounded(1e6 * time_calls(call, sets)))
         results[name] = {"error": float(f"{error:.3g}"), "us": least}
     flags = {"documents": documents, "length": length, "query_heads": HQ, "kv_heads": HKV, "head_size": D}
-    return Report("chunk-rotations", {}, {}, 0, flags, results, device.type)
+    return Report("chunk-rotations", {}, {}, 0, flags, results, device)
 
 
 def view(report: Report) -> View:
     """One table."""
-    shown: Callable[[float], str] = lambda error: f"{error:.1e}"  # noqa: E731
-    columns = [text("rotated when it is read", "way"), Column("error of scores", "error", shown)]
-    rows = [{"way": WAYS[name]} | row for name, row in report.results.items()]
+    rows = {WAYS[name]: row for name, row in report.results.items()}
     about = f"{report.flags['documents']} documents of {report.flags['length']} tokens, one query, one layer"
-    table = Table("", [*columns, Column("µs", "us")], rows)
+    table = table_of("", "rotated when it is read", rows, error="{:.1e}".format)
     return View("Ways to place a chunk", [about, report.machine_title], [table])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=16)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    measured = measure(given.documents, given.length, torch.device(given.device))
-    print(measured.line())
-    if given.out is not None:
-        write_report(measured, given.out, view=view(measured))
+    run(measure, view, __doc__)

@@ -8,22 +8,24 @@ ids, in one process, in turns; the chunks are in the cache before the clock star
     python -m benchmarks.chunks --out benchmarks/reports
 """
 
-import argparse
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.chunk_questions import PAGES, QUESTIONS, short_answer
-from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
-from benchmarks.view import Column, Table, View, percent, text
-from shared.engine.config import EngineConfig
+from benchmarks.command import run
+from benchmarks.decoding import Decoding, decoding, drain, first_token
+from benchmarks.report import Report, rounded
+from benchmarks.setup import Setup
+from benchmarks.timing import in_turns
+from benchmarks.view import View, percent, table_of
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
 
-ONE = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
 ANSWER = SamplingParams(temperature=0.0, max_new_tokens=10)
 BLOCK = 16
 FRACTIONS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
@@ -45,16 +47,16 @@ class Recorder:
         return getattr(self.model, name)
 
 
-def make_engines(model: str, num_tokens: int) -> dict[str, Any]:
+def make_engines(setup: Setup, num_tokens: int) -> dict[str, Any]:
     """Phase 9 without prefix caching, which would find the prompt of the trial before, and phase 9.1."""
-    about: dict[str, Any] = {
-        "max_seq_len": num_tokens,
-        "max_batch_size": 4,
-        "num_gpu_blocks": 4 * num_tokens // BLOCK,
-        "prefill_chunk_size": num_tokens,
-        "use_prefix_caching": False,
-    }
-    engines = {phase: find_lesson(phase).engine(EngineConfig(model=model, **about)) for phase in ("09", "09.1")}
+    config = setup.config(
+        max_seq_len=num_tokens,
+        max_batch_size=4,
+        num_gpu_blocks=4 * num_tokens // BLOCK,
+        prefill_chunk_size=num_tokens,
+        use_prefix_caching=False,
+    )
+    engines = {phase: find_lesson(phase).engine(config) for phase in ("09", "09.1")}
     for engine in engines.values():
         engine.runner.model = Recorder(engine.model)
     return engines
@@ -67,15 +69,6 @@ def documents(tokenizer: Any, count: int, length: int) -> list[list[int]]:
     return [piece for piece in pieces if len(piece) == length][:count]
 
 
-def first_token(engine: Any, prompt: list[int], chunk_ids: list[str] | None = None) -> float:
-    """Seconds to the first token of a prompt."""
-    started = time.perf_counter()
-    engine.add_request(prompt, ONE, **({} if chunk_ids is None else {"chunk_ids": chunk_ids}))
-    while engine.has_work():
-        engine.step()
-    return time.perf_counter() - started
-
-
 @torch.inference_mode()
 def last_logits(engine: Any, count: int) -> torch.Tensor:
     """Log-probabilities ``[count, V]`` after the last tokens of the last forward."""
@@ -86,8 +79,7 @@ def last_logits(engine: Any, count: int) -> torch.Tensor:
 def register(engine: Any, chunks: list[list[int]]) -> list[str]:
     """Compute the chunks, and return their ids."""
     chunk_ids = [engine.register(chunk) for chunk in chunks]
-    while engine.has_work():
-        engine.step()
+    drain(engine)
     return chunk_ids
 
 
@@ -110,27 +102,34 @@ def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     }
 
 
-def recomputed(plain: Any, chunked: Any, pieces: list[list[int]], count: int, half: int) -> list[dict[str, Any]]:
-    """Distance and seconds for each of FRACTIONS, with ``count`` documents; the first token is that behind them."""
-    texts: dict[float, list[dict[str, torch.Tensor]]] = {fraction: [] for fraction in FRACTIONS}
-    seconds: dict[float, list[float]] = {fraction: [] for fraction in FRACTIONS}
+def distances(
+    engines: dict[str, Any], pieces: list[list[int]], count: int, half: int, fractions: Sequence[float | None]
+) -> dict[float | None, dict[str, Any]]:
+    """Behind ``count`` documents of ``half`` tokens, for each fraction that is recomputed (None: chunks as they are):
+    the distance from concatenation, and the seconds that recomputing takes. The text continues the last document.
+    """
+    plain, chunked = engines["09"], engines["09.1"]
+    texts: dict[float | None, list[dict[str, torch.Tensor]]] = {fraction: [] for fraction in fractions}
+    seconds: dict[float | None, list[float]] = {fraction: [] for fraction in fractions}
     for last in range(0, 16, 4):
         chosen = [pieces[(last + 1 + n) % 16] for n in range(count)]
         own = chosen[-1][half:]
         names = register(chunked, [piece[:half] for piece in chosen])
         first_token(plain, [token_id for piece in chosen for token_id in piece[:half]] + own)
         expected = last_logits(plain, len(own))
-        for fraction in FRACTIONS:
+        for fraction in fractions:
             started = time.perf_counter()
-            blended = chunked.blend(names, fraction)
+            used = names if fraction is None else [chunked.blend(names, fraction)]
             seconds[fraction].append(time.perf_counter() - started)
-            first_token(chunked, own, [blended])
+            first_token(chunked, own, None, used)
             texts[fraction].append(distance(expected, last_logits(chunked, len(own)), own))
-            chunked.chunks.forget(chunked.chunks.find(blended))
-    return [
-        {"fraction": fraction, "seconds": rounded(statistics.median(seconds[fraction])), **summary(texts[fraction])}
-        for fraction in FRACTIONS
-    ]
+            if fraction is not None:
+                chunked.chunks.forget(chunked.chunks.find(used[0]))
+    return {
+        fraction: ({} if fraction is None else {"seconds": rounded(statistics.median(seconds[fraction]))})
+        | summary(texts[fraction])
+        for fraction in fractions
+    }
 
 
 def answer(engine: Any, prompt: list[int], **more: Any) -> str:
@@ -170,120 +169,69 @@ def answers(plain: Any, chunked: Any, counts: tuple[int, ...]) -> dict[str, Any]
 
 def decode_ratio(engines: dict[str, Any], trials: int) -> float:
     """Decode speed of phase 9.1 over that of phase 9, of four requests without chunks; the median of paired trials."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=48, ignore_eos=True)
-    ratios = []
-    for trial in range(trials + 1):  # the first warms up
-        seconds = {}
-        for phase in sorted(engines, reverse=trial % 2 == 0):
-            engine = engines[phase]
-            for n in range(4):
-                engine.add_request([7 + n] * 64, params)
-            engine.step()
-            started = time.perf_counter()
-            while engine.has_work():
-                engine.step()
-            seconds[phase] = time.perf_counter() - started
-        ratios.append(seconds["09"] / seconds["09.1"])
-    return statistics.median(ratios[1:])
+
+    def seconds(engine: Any) -> float:
+        together = Decoding(engine, [([7 + n] * 64, decoding(64)) for n in range(4)])
+        taken, _ = together.steps(40)
+        together.end()
+        return sum(taken)
+
+    found = in_turns({phase: partial(seconds, engine) for phase, engine in engines.items()}, trials, warm_ups=1)
+    return statistics.median(plain / chunked for plain, chunked in zip(found["09"], found["09.1"], strict=True))
 
 
-def measure(model: str, trials: int, num_documents: int, length: int, question: int, continuation: int) -> Report:
+def measure(
+    model: str = "smollm2-135m",
+    trials: int = 3,
+    num_documents: int = 8,
+    length: int = 512,
+    question: int = 32,
+    continuation: int = 64,
+) -> Report:
     """Times for ``num_documents`` of ``length`` tokens, and distances for 1 to 16 documents of half that length."""
-    engines = make_engines(model, num_documents * length + 256)
+    setup = Setup(model)
+    engines = make_engines(setup, num_documents * length + 256)
     plain, chunked = engines["09"], engines["09.1"]
     pieces = documents(plain.tokenizer, num_documents + 1, length)
     chunks, own = pieces[:num_documents], pieces[-1][:question]
     started = time.perf_counter()
     names = register(chunked, chunks)
-    seconds: dict[str, list[float]] = {"register": [time.perf_counter() - started], "plain": [], "chunked": []}
-    for _ in range(trials):
-        seconds["plain"].append(first_token(plain, [token_id for chunk in chunks for token_id in chunk] + own))
-        seconds["chunked"].append(first_token(chunked, own, names))
-    times = {name: statistics.median(all_of) for name, all_of in seconds.items()}
-    rows: list[dict[str, Any]] = []
+    seconds = {"register": [time.perf_counter() - started]}
+    calls = {
+        "plain": lambda: first_token(plain, [token_id for chunk in chunks for token_id in chunk] + own),
+        "chunked": lambda: first_token(chunked, own, None, names),
+    }
+    times = {name: statistics.median(all_of) for name, all_of in (seconds | in_turns(calls, trials)).items()}
     half = length // 2
     pieces = documents(plain.tokenizer, 16, half + continuation)
-    for count in (1, 2, 4, 8, 16):
-        texts = []
-        for last in range(0, 16, 4):  # the text behind the documents continues the last of them
-            chosen = [pieces[(last + 1 + n) % 16] for n in range(count)]
-            own = chosen[-1][half:]
-            names = register(chunked, [piece[:half] for piece in chosen])
-            first_token(plain, [token_id for piece in chosen for token_id in piece[:half]] + own)
-            first_token(chunked, own, names)
-            texts.append(distance(last_logits(plain, continuation), last_logits(chunked, continuation), own))
-        rows.append({"documents": count, **summary(texts)})
-    about = describe_model(model)
     results = {
         "seconds": {name: rounded(value) for name, value in times.items()},
         "times": rounded(times["plain"] / times["chunked"]),
-        "distance": {str(row.pop("documents")): row for row in rows},
-        "recomputed": {f"{row.pop('fraction'):g}": row for row in recomputed(plain, chunked, pieces, 8, half)},
+        "distance": {str(n): distances(engines, pieces, n, half, [None])[None] for n in (1, 2, 4, 8, 16)},
+        "recomputed": {f"{part:g}": row for part, row in distances(engines, pieces, 8, half, FRACTIONS).items()},
         "answers": answers(plain, chunked, (2, 4, 8, 16)),
         "decode_ratio": rounded(decode_ratio(engines, max(trials, 5))),
     }
     flags: dict[str, Any] = {"trials": trials, "documents": num_documents, "length": length, "question": question}
-    flags |= {
-        "recomputed_documents": 8,
-        "questions": len(QUESTIONS),
-        "blended": BLENDED,
-        "answer_length": ANSWER_LENGTH,
-    }
-    shown = {phase: engine_settings(engine.config, about["name"]) for phase, engine in engines.items()}
-    return Report("chunks", about, shown, 0, flags, results)
+    flags |= {"recomputed_documents": 8, "questions": len(QUESTIONS), "blended": BLENDED}
+    flags |= {"answer_length": ANSWER_LENGTH}
+    return setup.report("chunks", {phase: engine.config for phase, engine in engines.items()}, flags, results)
 
 
 def view(report: Report) -> View:
     """The report's tables."""
-    times = [{"what": name, "seconds": seconds} for name, seconds in report.results["seconds"].items()]
+    found, three = report.results, "{:.3f}".format
+    shares = dict.fromkeys(next(iter(found["answers"].values())), percent)
+    answered = f"Short answers: equal to concatenation, and correct; blended: {BLENDED:.0%} recomputed"
     tables = [
-        Table("First token", [text("what", "what"), Column("seconds", "seconds")], times),
-        Table(
-            "Distance to full concatenation",
-            [
-                Column("documents", "documents", str),
-                Column("KL, mean", "kl", lambda kl: f"{max(kl, 0):.3f}"),
-                Column("top-1 agreement", "agreement", percent),
-                Column("loss, concatenated", "loss_plain"),
-                Column("loss, chunked", "loss_chunked"),
-            ],
-            [{"documents": count} | row for count, row in report.results["distance"].items()],
-        ),
-        Table(
-            "8 documents of which a fraction is recomputed",
-            [
-                Column("fraction", "fraction", str),
-                Column("seconds", "seconds"),
-                Column("KL, mean", "kl", lambda kl: f"{max(kl, 0):.3f}"),
-                Column("top-1 agreement", "agreement", percent),
-                Column("loss", "loss_chunked"),
-            ],
-            [{"fraction": fraction} | row for fraction, row in report.results["recomputed"].items()],
-        ),
-        Table(
-            "Short answers: equal to concatenation, and correct",
-            [
-                Column("documents", "documents", str),
-                Column("equal, chunks", "match", percent),
-                Column(f"equal, {BLENDED:.0%} recomputed", "match_blended", percent),
-                Column("correct, concatenated", "right_plain", percent),
-                Column("correct, chunks", "right", percent),
-                Column(f"correct, {BLENDED:.0%} recomputed", "right_blended", percent),
-            ],
-            [{"documents": count} | row for count, row in report.results["answers"].items()],
-        ),
+        table_of("First token", "what", {name: {"seconds": value} for name, value in found["seconds"].items()}),
+        table_of("Distance to full concatenation", "documents", found["distance"], agreement=percent, kl=three),
+        table_of("8 documents, a part recomputed", "fraction", found["recomputed"], agreement=percent, kl=three),
+        table_of(answered, "documents", found["answers"], **shares),
     ]
-    said = f"Decoding without chunks: {report.results['decode_ratio']:.2f} × the speed of phase 9."
+    said = f"Decoding without chunks: {found['decode_ratio']:.2f} × the speed of phase 9."
     return View(f"Chunks: {report.model['name']}", [report.machine_title, said], tables)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    report = measure(given.model, given.trials, 8, 512, 32, 64)
-    print(report.line())
-    if given.out is not None:
-        write_report(report, given.out, view=view(report))
+    run(measure, view, __doc__)

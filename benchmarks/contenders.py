@@ -149,8 +149,9 @@ def choose_peers(asked: Sequence[str] | None, is_gpu: bool) -> list[str]:
 
 def load_peers(program: str, names: Sequence[str], setup: Setup, max_seq_len: int) -> dict[str, Contender]:
     """The peers of one program, ``transformers``, ``vllm`` or ``compile``, on one copy of the weights."""
-    if program == "vllm":
-        return {"vllm": load_vllm(setup, max_seq_len)}
+    if program == "vllm":  # in this process, for one request at a time
+        engine = vllm_peer.VllmEngine(setup.folder, setup.work.dtype, max_seq_len)
+        return {program: Contender(PEERS[program], partial(answer_with, engine), engine.settings)}
     if program == "compile":
         config = setup.config(max_seq_len=max_seq_len, execution="compile")
         (contender,) = load_engine(find_lesson("11.1"), config).values()
@@ -167,26 +168,15 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
 
     model = load_reference(setup.folder, setup.work.dtype).to(setup.target)
     model.generation_config = GenerationConfig()  # the folder's own would bring its end ids back
-    found = {}
+    found, plain = {}, {"do_sample": False, "attention": "sdpa"}
     for name in names:
-        settings: dict[str, Any] = {"do_sample": False, "attention": "sdpa"}
         ways: dict[str, Any] = {}
-        if is_compiled := name == "transformers_compiled":
+        if name == "transformers_compiled":
             ways = {"cache_implementation": "static", "compile_config": CompileConfig()}
-            settings |= ways | {"compile_config": CompileConfig().to_dict()}
-        found[name] = Contender(
-            PEERS[name],
-            partial(generate_with, model, ways),
-            {"generate": settings},
-            num_warm_ups=3 if is_compiled else 1,
-        )
+        settings = plain | ways | ({"compile_config": CompileConfig().to_dict()} if ways else {})
+        answer = partial(generate_with, model, ways)
+        found[name] = Contender(PEERS[name], answer, {"generate": settings}, num_warm_ups=3 if ways else 1)
     return found
-
-
-def load_vllm(setup: Setup, max_seq_len: int) -> Contender:
-    """vLLM's engine in this process, for one request at a time."""
-    engine = vllm_peer.VllmEngine(setup.folder, setup.work.dtype, max_seq_len)
-    return Contender(PEERS["vllm"], partial(answer_with, engine), engine.settings)
 
 
 class TokenStreamer:

@@ -8,18 +8,19 @@ and a ratio is the median of the ratios of single turns.
 import itertools
 import random
 import statistics
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.report import Report, describe_model, engine_settings, rounded
-from benchmarks.timing import SyntheticPrompts, cache_bytes, num_input_sets, time_calls
-from benchmarks.view import Column, Table, View, text, times
+from benchmarks.decoding import WARM, Decoding, decoding
+from benchmarks.report import Report, rounded
+from benchmarks.setup import Setup
+from benchmarks.timing import SyntheticPrompts, cache_bytes, in_turns, num_input_sets, time_calls
+from benchmarks.view import View, table_of, times
 from shared.checkpoints.byte_tokenizer import pseudo_words
-from shared.engine.config import EngineConfig
 from shared.grammar.automaton import Configuration
 from shared.grammar.device import GrammarTokens, pack_row
 from shared.grammar.fsm import TokenFSM
@@ -30,7 +31,6 @@ from shared.grammar.vocabulary import GrammarVocabulary
 from shared.kernels.grammar_advance import grammar_advance
 from shared.kernels.grammar_mask import grammar_mask, remove_refused
 from shared.lessons import find_lesson
-from shared.sampling.params import SamplingParams
 
 NAMES = ("identifier", "description", "created_at", "coordinates", "recommendations", "unit", "is_available")
 ITEM = {
@@ -74,7 +74,7 @@ BATCHES = {"one": 1, "mixed 64": 64, "worst 64": 64, "mixed 64 x 5": 320}
 TARGETS_US = {"one": 15, "mixed 64": 60, "worst 64": 80, "mixed 64 x 5": 200}
 CASES = {"free": 0.0, "half": 0.5, "all": 1.0}
 """Of the engine: the share of the requests that have a grammar."""
-CONTEXT, WARM = 64, 4
+CONTEXT = 64
 NUM_ALONE = 48
 """Configurations that are timed by themselves, of which one is the worst."""
 
@@ -193,43 +193,30 @@ def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks
 
 def decode(engine: Any, share: float, num_requests: int, num_steps: int, prompts: SyntheticPrompts) -> float:
     """Tokens a second of ``num_requests`` that all decode, of which a share have a grammar, by the median of steps."""
-    names = []
-    for number in range(num_requests):
-        has_grammar = (number + 1) * share // 1 > number * share // 1
-        params = SamplingParams(
-            temperature=0.0,
-            max_new_tokens=num_steps + 2 * WARM,
-            ignore_eos=not has_grammar,
-            structured_output=LONG[number % len(LONG)] if has_grammar else None,
-        )
-        names.append(engine.add_request(prompts.draw(CONTEXT), params))
-    while any(not request.output_ids for request in engine.scheduler.running.values()) or engine.scheduler.waiting:
-        engine.step()
-    for _ in range(WARM):
-        engine.step()
-    times, num_tokens = [time.perf_counter()], 0
-    for _ in range(num_steps):
-        num_tokens += len(engine.step())
-        times.append(time.perf_counter())
-    seconds = num_steps * float(np.median(np.diff(times)))
-    for name in names:
-        engine.abort(name)
-    while engine.has_work():
-        engine.step()
-    return num_tokens / seconds
+    requests = []
+    for n in range(num_requests):
+        has_grammar = (n + 1) * share // 1 > n * share // 1
+        grammar = LONG[n % len(LONG)] if has_grammar else None
+        params = decoding(num_steps + 3 * WARM, ignore_eos=not has_grammar, structured_output=grammar)
+        requests.append((prompts.draw(CONTEXT), params))
+    together = Decoding(engine, requests)
+    seconds, num_tokens = together.steps(num_steps)
+    together.end()
+    return num_tokens / (num_steps * statistics.median(seconds))
 
 
 def measure_engine(
     engines: dict[str, Any], num_requests: int, num_steps: int, trials: int, seed: int
 ) -> dict[str, dict[str, Any]]:
     """Speed of each case, and its median share of that of free requests in the same turn."""
-    cases = [(name, case) for name in engines for case in CASES if name == "12" or case == "free"]
-    speeds: dict[str, list[float]] = {f"{name} {case}": [] for name, case in cases}
     prompts = SyntheticPrompts(next(iter(engines.values())).model.config.vocab_size - 300, seed)
-    for turn in range(trials + 1):  # the first warms up
-        for name, case in cases if turn % 2 else cases[::-1]:
-            speed = decode(engines[name], CASES[case], num_requests, num_steps, prompts)
-            speeds[f"{name} {case}"] += [speed] if turn else []
+    calls = {
+        f"{name} {case}": partial(decode, engine, share, num_requests, num_steps, prompts)
+        for name, engine in engines.items()
+        for case, share in CASES.items()
+        if name == "12" or case == "free"
+    }
+    speeds = in_turns(calls, trials, warm_ups=1)
     return {
         case: {
             "tokens_per_second": rounded(statistics.median(found)),
@@ -244,30 +231,21 @@ def measure_grammars(
     model: str, *, device: str, num_requests: int = 64, num_steps: int = 150, trials: int = 5, seed: int = 0
 ) -> Report:
     """Kernels, where there are any, and the engine of phase 12 beside that of phase 11, which knows no grammars."""
-    longest = CONTEXT + num_steps + 4 * WARM
-    about: dict[str, Any] = {"device": device, "max_batch_size": num_requests, "max_seq_len": longest}
-    about |= {"num_gpu_blocks": num_requests * (longest // 16 + 2)}
-    engines = {phase: find_lesson(phase).engine(EngineConfig(model, **about)) for phase in ("11", "12")}
-    name = describe_model(model)["name"]
-    shown = {phase: engine_settings(engine.config, name) for phase, engine in engines.items()}
+    setup, longest = Setup(model, device, seed=seed), CONTEXT + num_steps + 4 * WARM
+    blocks = num_requests * (longest // 16 + 2)
+    config = setup.config(max_batch_size=num_requests, max_seq_len=longest, num_gpu_blocks=blocks)
+    engines = {phase: find_lesson(phase).engine(config) for phase in ("11", "12")}
     results: dict[str, Any] = {"engine": measure_engine(engines, num_requests, num_steps, trials, seed)}
-    where = engines["12"].model.device
-    if where.type == "cuda":
-        results["kernels"] = measure_kernels(engines["12"].model.config.vocab_size, where, seed)
+    if setup.is_gpu:
+        results["kernels"] = measure_kernels(setup.shape.vocab_size, engines["12"].model.device, seed)
     flags = {"requests": num_requests, "steps": num_steps, "trials": trials}
-    return Report("grammar", describe_model(model), shown, seed, flags, results, where.type)
+    return setup.report("grammar", {phase: engine.config for phase, engine in engines.items()}, flags, results)
 
 
 def view(report: Report) -> View:
     """A table for the engine, and one for the kernels."""
-    speeds = [{"case": case} | row for case, row in report.results["engine"].items()]
-    columns = [text("phase, requests with a grammar", "case"), Column("tokens/s", "tokens_per_second")]
-    columns += [Column("over free ones", "over_free", times)]
-    tables = [Table(f"{report.flags['requests']} requests", columns, speeds)]
+    rows, first = report.results["engine"], "phase, requests with a grammar"
+    tables = [table_of(f"{report.flags['requests']} requests", first, rows, over_free=times)]
     if "kernels" in report.results:
-        rows = [{"batch": batch} | row for batch, row in report.results["kernels"]["us"].items()]
-        kinds = ("mask", "remove", "advance", "target_for_mask")
-        tables.append(
-            Table("µs of a launch", [text("rows", "batch"), *(Column(k.replace("_", " "), k) for k in kinds)], rows)
-        )
+        tables.append(table_of("µs of a launch", "rows", report.results["kernels"]["us"]))
     return View(f"Grammars: {report.model['name']}", [report.machine_title], tables)

@@ -8,22 +8,19 @@ that the model's shape excludes has no row. Invariant: the options of a phase ar
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from benchmarks.report import ratio, rounded
+from benchmarks.roofline import weight_bytes
 from benchmarks.setup import Setup, free_memory
 from benchmarks.speculation import TASKS
 from benchmarks.timing import Steps, rotated
 from shared.errors import ConfigError, ModelFolderError
 from shared.grammar.grammar import Grammar
 from shared.lessons import Lesson
-from shared.quantization.weight import QuantizedWeight
 from shared.sampling.params import SamplingParams
 from shared.text.chat import ChatMessage, choose_template, encode_chat
 
@@ -129,7 +126,7 @@ def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
         "tokens_per_forward": (num_tokens + len(prompts)) / num_forwards,
         "half_kv_blocks": float(max(held[: len(held) // 2 + 1])),
         "kv_blocks": float(max(held)),
-        "weight_bytes": float(sum(_weights(engine.model).values())),
+        "weight_bytes": float(weight_bytes(engine.model)),
     }
     return found | ({"valid_share": num_valid / len(prompts)} if option.is_read else {})
 
@@ -152,24 +149,3 @@ def _prompt(engine: Any, text: str) -> list[int]:
         ids: list[int] = engine.tokenizer.encode(text)
         return ids
     return encode_chat(engine.tokenizer, [ChatMessage("user", text)], template=template)
-
-
-def _weights(model: nn.Module) -> dict[int, int]:
-    """The bytes of each storage of a model's tensors, quantized ones included."""
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(model, set())}
-
-
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, nn.Module | QuantizedWeight):
-        yield from _tensors(vars(value), seen)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each, seen)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each, seen)

@@ -19,6 +19,7 @@ from shared.loading.config_json import parse_config, read_config
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
+from shared.quantization.weight import QuantizedWeight
 
 PARTS = ("embedding", "attention projections", "MLP projections", "norms and biases", "output head")
 
@@ -138,6 +139,13 @@ class DecodeWork:
     @property
     def _layer_kv_bytes(self) -> int:
         return 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights as they lie in memory, quantized ones too."""
+    weights = [getattr(part, "weight", None) for part in model.modules()]
+    quantized = sum(weight.num_bytes for weight in weights if isinstance(weight, QuantizedWeight))
+    return sum(parameter.nbytes for parameter in model.parameters()) + quantized
 
 
 def find_config(model: str) -> tuple[str, ModelConfig]:

@@ -120,6 +120,10 @@ class Setup:
         with torch_threads(self.threads):
             yield Steps(self.progress, num_steps)
 
+    def settings(self, config: EngineConfig) -> dict[str, Any]:
+        """A configuration as a report has it."""
+        return engine_settings(config, describe_model(self.model)["name"])
+
     def report(
         self,
         name: str,
@@ -130,10 +134,8 @@ class Setup:
         """The report; make it while :meth:`running`, since it says how many threads computed. ``engines`` are
         configurations, and of what is not ours the settings.
         """
-        about = describe_model(self.model)
         settings = {
-            key: config if isinstance(config, dict) else engine_settings(config, about["name"])
-            for key, config in engines.items()
+            key: config if isinstance(config, dict) else self.settings(config) for key, config in engines.items()
         }
         common = {
             "dtype": str(self.work.dtype).removeprefix("torch."),
@@ -141,4 +143,4 @@ class Setup:
             "threads": torch.get_num_threads(),
             "is_demo_size": not self.is_gpu,
         }
-        return Report(name, about, settings, self.seed, dict(flags) | common, results, self.device)
+        return Report(name, describe_model(self.model), settings, self.seed, dict(flags) | common, results, self.device)

@@ -10,23 +10,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, describe_model, engine_settings, ratio, rounded
+from benchmarks.decoding import WARM, Decoding, decoding
+from benchmarks.report import Report, describe_model, ratio, rounded
+from benchmarks.setup import Setup
+from benchmarks.timing import in_turns
 from benchmarks.view import Column, Lines, Table, View, percent, text, times
-from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
 from shared.loading.config_json import read_config
-from shared.loading.resolve import resolve_model
 from shared.sampling.params import SamplingParams
 from shared.speculation.adaptive import StepTimes
 from shared.speculation.ngram import NGramDrafter
 
-CONTEXT, WARM = 256, 4  # tokens of a prompt; steps that are not timed
+CONTEXT = 256  # tokens of a prompt
 GOLDEN = (5**0.5 - 1) / 2
 FILLER = 7  # the id of a draft where the lookup finds none
-GREEDY: dict[str, Any] = {"temperature": 0.0}
 CODE = """class Queue:
     def __init__(self, size):
         self.size = size
@@ -90,31 +91,14 @@ class Lot:
         self.commit(schedule, dataclasses.replace(sampled, token_ids=ids))
 
 
-def tokens_per_second(engine: Any, num_requests: int, num_steps: int, salt: int) -> float:
+def tokens_per_second(engine: Any, num_requests: int, num_steps: int) -> float:
     """Tokens of ``num_requests`` requests that all decode, over the time of ``num_steps`` steps."""
-    vocab_size = engine.model.config.vocab_size - 10
-    params = SamplingParams(**GREEDY, max_new_tokens=engine.max_seq_len - CONTEXT, ignore_eos=True)
-    names = [
-        engine.add_request([(salt + 7 * n + 31 * k) % vocab_size + 1 for k in range(CONTEXT)], params)
-        for n in range(num_requests)
-    ]
-    while any(request.num_computed_tokens < CONTEXT for request in requests_of(engine)):
-        engine.step()
-    for _ in range(WARM):
-        engine.step()
-    started = time.perf_counter()
-    num_tokens = sum(len(engine.step()) for _ in range(num_steps))
-    seconds = time.perf_counter() - started
-    for name in names:
-        engine.abort(name)
-    while engine.has_work():
-        engine.step()
-    return num_tokens / seconds
-
-
-def requests_of(engine: Any) -> list[Any]:
-    """The waiting and the running requests."""
-    return [*engine.scheduler.waiting.values(), *engine.scheduler.running.values()]
+    vocab_size, params = engine.model.config.vocab_size - 10, decoding(engine.max_seq_len - CONTEXT)
+    prompts = [[(7 * n + 31 * k) % vocab_size + 1 for k in range(CONTEXT)] for n in range(num_requests)]
+    together = Decoding(engine, [(prompt, params) for prompt in prompts])
+    seconds, num_tokens = together.steps(num_steps)
+    together.end()
+    return num_tokens / sum(seconds)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -129,54 +113,40 @@ def by_formula(times: StepTimes, longest: int, requests: int, acceptance: float,
     return expected_tokens(acceptance, length) * plain / (verification + first + (length - 1) * more)
 
 
-def make_engines(
-    target: str,
-    draft: str | None,
-    adapter: str | None,
-    length: int,
-    lookup: bool = True,
-    num_candidates: int | None = None,
-    **about: Any,
-) -> dict[str, Any]:
-    """Phase 10's engine, phase 11's with each drafter, and phase 11.1's with an adapter, or an untrained one.
-
-    Args:
-        num_candidates: of the untrained adapter.
+def make_engines(setup: Setup, flags: dict[str, Any], length: int, **about: Any) -> dict[str, Any]:
+    """Phase 10's engine, and those of the drafters that ``flags`` names: phase 11's by lookup and with a draft model,
+    phase 11.1's with an adapter, or an untrained one.
     """
     ours = {"use_speculative_decoding": True, "spec_length": length}
-    settings: dict[str, dict[str, Any]] = {PLAIN: {}}
-    if lookup:
-        settings["ngram"] = ours | {"drafter": "ngram"}
-    if draft is not None:
-        settings["model"] = ours | {"draft_model": draft}
-    if adapter is not None:
-        folder = untrained_adapter(target, length, num_candidates) if adapter == RANDOM else adapter
-        settings["adapter"] = ours | {"adapter": str(folder)}
-    phases = {PLAIN: "10", "adapter": "11.1"}
-    return {
-        name: find_lesson(phases.get(name, "11")).engine(EngineConfig(target, **about, **more))
-        for name, more in settings.items()
-    }
+    settings: dict[str, tuple[str, dict[str, Any]]] = {PLAIN: ("10", {})}
+    if flags["lookup"]:
+        settings["ngram"] = "11", ours | {"drafter": "ngram"}
+    if flags["draft"] is not None:
+        settings["model"] = "11", ours | {"draft_model": flags["draft"]}
+    if (adapter := flags["adapter"]) is not None:
+        folder = untrained_adapter(setup, length, flags.get("candidates")) if adapter == RANDOM else adapter
+        settings["adapter"] = "11.1", ours | {"adapter": str(folder)}
+    about |= {"use_prefix_caching": False}
+    return {name: find_lesson(n).engine(setup.config(**about, **more)) for name, (n, more) in settings.items()}
 
 
-def untrained_adapter(target: str, num_masks: int, num_candidates: int | None = None) -> Path:
-    """The folder of an adapter for a target, which guesses at random; its speed is that of a trained one."""
+def untrained_adapter(setup: Setup, num_masks: int, num_candidates: int | None) -> Path:
+    """The folder of an adapter, which guesses at random; its speed is that of a trained one."""
     from shared.speculation.adapter import Adapter, AdapterConfig
 
     folder = Path(tempfile.mkdtemp(prefix="adapter-"))
     config = AdapterConfig(num_masks=num_masks, num_candidates=num_candidates)
-    Adapter(config, read_config(resolve_model(target), can_quantize=True)).save(folder)
+    Adapter(config, read_config(setup.folder, can_quantize=True)).save(folder)
     return folder
 
 
-def report_of(name: str, target: str, engines: dict[str, Any], flags: dict[str, Any], results: Any) -> Report:
-    """The report of engines for one target; ``flags`` may name a draft model."""
-    model, draft = describe_model(target), flags["draft"]
-    flags = flags | {"draft": draft and describe_model(draft)["name"]}
-    shown = {key: engine_settings(engine.config, model["name"]) for key, engine in engines.items()}
-    known = {"draft_model": flags["draft"], "adapter": flags["adapter"] and Path(flags["adapter"]).name}
+def report_of(name: str, setup: Setup, engines: dict[str, Any], flags: dict[str, Any], results: Any) -> Report:
+    """The report, in which a draft model and an adapter have names and no folders."""
+    draft, adapter = flags["draft"], flags["adapter"]
+    known = {"draft_model": draft and describe_model(draft)["name"], "adapter": adapter and Path(adapter).name}
+    shown = {key: setup.settings(engine.config) for key, engine in engines.items()}
     shown = {key: value | {name: value[name] and known[name] for name in known} for key, value in shown.items()}
-    return Report(name, model, shown, 0, flags, results, str(engines[PLAIN].model.device.type))
+    return setup.report(name, shown, flags | {"draft": known["draft_model"], "adapter": known["adapter"]}, results)
 
 
 def measure_imposed(
@@ -199,26 +169,28 @@ def measure_imposed(
         lookup: measure drafts by lookup too; False needs a draft model or an adapter.
         num_candidates: the ids that an untrained adapter guesses, from the first on; None: the whole vocabulary.
     """
+    flags = {"steps": steps, "trials": trials, "draft": draft, "adapter": adapter, "lookup": lookup}
+    flags |= {"candidates": num_candidates}
     chosen, rates, sizes, longest = list(lengths), list(acceptances), list(batches), max(lengths)
     max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2 + (longest + 1 if adapter else 0)) + 16
-    about: dict[str, Any] = {"device": device, "max_batch_size": max(sizes), "max_seq_len": max_seq_len}
-    about |= {"num_gpu_blocks": max(sizes) * (max_seq_len // 16 + 1), "use_prefix_caching": False}
-    engines = make_engines(target, draft, adapter, longest, lookup, num_candidates, **about)
+    setup, blocks = Setup(target, device), max(sizes) * (max_seq_len // 16 + 1)
+    about = {"max_batch_size": max(sizes), "max_seq_len": max_seq_len, "num_gpu_blocks": blocks}
+    engines = make_engines(setup, flags, longest, **about)
     lots = {name: Lot(engine) for name, engine in engines.items() if name != PLAIN}
     cases = [(size, PLAIN, 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
     cases += [(size, name, k, a) for size in sizes for name in lots for k in chosen for a in rates]
     cases += [(size, name, 0, a) for size in sizes for name in lots for a in (0.0, *rates)]  # 0: adaptive
-    speeds: dict[tuple[int, str, int, float], list[float]] = {case: [] for case in cases}
-    for trial in range(trials + 1):  # the first warms up
-        for size, name, length, acceptance in cases:
-            engine = engines[next(iter(lots)) if name == "off" else name]
-            if name in lots:
-                lots[name].acceptance = acceptance
-                engine.scheduler.lengths.is_adaptive, engine.scheduler.lengths.longest = length == 0, length or longest
-            engine.scheduler.is_speculating = name in lots
-            num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become few with time
-            speed = tokens_per_second(engine, size, num_steps, salt=1000 * trial)
-            speeds[size, name, length, acceptance] += [speed] if trial else []
+
+    def speed(size: int, name: str, length: int, acceptance: float) -> float:
+        engine = engines[next(iter(lots)) if name == "off" else name]
+        if name in lots:
+            lots[name].acceptance = acceptance
+            engine.scheduler.lengths.is_adaptive, engine.scheduler.lengths.longest = length == 0, length or longest
+        engine.scheduler.is_speculating = name in lots
+        num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become few with time
+        return tokens_per_second(engine, size, num_steps)
+
+    speeds = in_turns({case: partial(speed, *case) for case in cases}, trials, warm_ups=1)
     times = {name: engines[name].scheduler.lengths.times for name in lots}
     medians = {case: statistics.median(found) for case, found in speeds.items()}
     rows = [
@@ -234,44 +206,30 @@ def measure_imposed(
         }
         for size, name, length, acceptance in cases
     ]
-    flags = {"steps": steps, "trials": trials, "draft": draft, "adapter": adapter, "candidates": num_candidates}
-    return report_of(
-        "speculation" if lookup or draft else "speculation-adapter",
-        target,
-        engines,
-        flags,
-        {"rows": rows, "times": {n: dataclasses.asdict(t) for n, t in times.items()}},
-    )
+    results = {"rows": rows, "times": {name: dataclasses.asdict(found) for name, found in times.items()}}
+    return report_of("speculation" if lookup or draft else "speculation-adapter", setup, engines, flags, results)
 
 
 def imposed_view(report: Report) -> View:
     """The table, and speed over length for each acceptance."""
     rows = report.results["rows"]
-    columns = [
-        Column("requests", "requests", str),
-        text("drafter", "drafter"),
-        Column("drafts", "length", str),
-        Column("accepted", "acceptance", percent),
-        Column("tokens/s", "tokens_per_second"),
-        Column("over phase 10", "over_plain", times),
-        Column("tokens a step", "expected_tokens", lambda value: "–" if value is None else f"{value:.2f}"),
-    ]
+    columns = [Column("requests", "requests", str), text("drafter", "drafter"), Column("drafts", "length", str)]
+    columns += [Column("accepted", "acceptance", percent), Column("tokens/s", "tokens_per_second")]
+    columns += [Column("over phase 10", "over_plain", times), Column("tokens a step", "expected_tokens")]
     fixed = [row for row in rows if isinstance(row["length"], int)]
     lengths = sorted({row["length"] for row in fixed})
-    names: dict[tuple[int, str, float], dict[int, dict[str, Any]]] = {
-        (row["requests"], row["drafter"], row["acceptance"]): {} for row in fixed
-    }
+    names: dict[tuple[int, str, float], dict[int, dict[str, Any]]] = {}
     for row in fixed:
-        names[row["requests"], row["drafter"], row["acceptance"]][row["length"]] = row
+        names.setdefault((row["requests"], row["drafter"], row["acceptance"]), {})[row["length"]] = row
     panels = []
     for requests, drafter in dict.fromkeys(key[:2] for key in names):
         own = [(rate, found) for (*key, rate), found in names.items() if key == [requests, drafter]]
         measured = [(f"{100 * rate:.0f} % accepted", [row[k]["over_plain"] for k in lengths]) for rate, row in own]
         curves = [[row[k].get("by_formula") for k in lengths] for _, row in own]
         panels.append(Lines(f"{drafter}, {requests} at a time", lengths, measured, curves))
-    draft, adapter = report.flags["draft"], report.flags.get("adapter")
-    drafters = (f"draft model {draft}", draft), (f"adapter {adapter and Path(adapter).name}", adapter)
-    drafters_named = " and ".join(name for name, given in drafters if given) or "drafts by lookup alone"
+    drafters = {"draft model": report.flags["draft"], "adapter": report.flags.get("adapter")}
+    drafters_named = " and ".join(f"{kind} {name}" for kind, name in drafters.items() if name)
+    drafters_named = drafters_named or "drafts by lookup alone"
     about = [f"{report.machine_title}, {drafters_named}"]
     about += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the measured times of its parts"]
     return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:4])
@@ -280,7 +238,7 @@ def imposed_view(report: Report) -> View:
 def answer(engine: Any, prompt: str, max_new_tokens: int) -> tuple[list[int], float]:
     """A greedy answer, and the seconds between its first and its last token."""
     started, ids = 0.0, []
-    for output in engine.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=max_new_tokens)):
+    for output in engine.generate(prompt, SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)):
         started = started or time.perf_counter()
         ids.append(output.token_id)
     return ids, time.perf_counter() - started
@@ -297,8 +255,8 @@ def measure_texts(
     trials: int = 3,
 ) -> Report:
     """Answers of a chat model to four tasks: acceptance, forward passes and time, beside the plain engine."""
-    about: dict[str, Any] = {"device": device, "max_batch_size": 1, "max_seq_len": 1024, "use_prefix_caching": False}
-    engines = make_engines(target, draft, adapter, length, **about)
+    setup, flags = Setup(target, device), {"length": length, "draft": draft, "adapter": adapter, "lookup": True}
+    engines = make_engines(setup, flags, length, max_batch_size=1, max_seq_len=1024)
     rows: list[dict[str, Any]] = []
     for task, said in TASKS.items():
         prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
@@ -324,9 +282,7 @@ def measure_texts(
                     "over_plain": ratio(plain, statistics.median(seconds for _, seconds in found[name])),
                 }
             )
-    return report_of(
-        "speculation-texts", target, engines, {"length": length, "draft": draft, "adapter": adapter}, {"rows": rows}
-    )
+    return report_of("speculation-texts", setup, engines, flags, {"rows": rows})
 
 
 def texts_view(report: Report) -> View:
@@ -334,6 +290,6 @@ def texts_view(report: Report) -> View:
     columns = [text("task", "task"), text("drafter", "drafter")]
     columns += [Column(name, name, str) for name in ("tokens", "forwards", "accepted", "rejected")]
     columns += [Column("share", "acceptance", percent), Column("over plain", "over_plain", times)]
-    columns += [Column("tokens equal", "equal", lambda value: "yes" if value else "no")]
+    columns += [Column("tokens equal", "equal", str)]
     title = f"Speculative decoding on texts: {report.model['name']}"
     return View(title, [report.machine_title], [Table("", columns, report.results["rows"])])

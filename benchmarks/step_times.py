@@ -7,7 +7,6 @@ Invariant: the engine is warm, and every second batch takes no part in the fit b
     python -m benchmarks.step_times --out benchmarks/reports
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Report, read_value, rounded, write_report
+from benchmarks.command import run
+from benchmarks.decoding import decoding
+from benchmarks.report import Report, read_value, rounded
 from benchmarks.setup import Setup, freeze_memory
 from benchmarks.timing import SyntheticPrompts
 from benchmarks.view import Column, Table, View, percent, text
 from shared.engine.record import StepRecord
 from shared.lessons import newest_lesson
-from shared.sampling.params import SamplingParams
 
 BATCHES = ((1, 16), (1, 128), (1, 384), (2, 64), (3, 256), (4, 32), (6, 128), (8, 16), (8, 192))
 """Requests and the tokens of each prompt. On a GPU both are larger."""
@@ -60,8 +60,11 @@ POINTS: tuple[tuple[str, str, str | None, list[float]], ...] = (
 ``COUNTS``: decoding alone, a prompt of 256 tokens, one of 8,192, and a chunk of 512 beside 32 decoding requests."""
 
 
-def measure_step_times(setup: Setup, trials: int) -> Report:
+def measure(
+    model: str = "smollm2-135m", device: str = "cpu", dtype: str | None = None, threads: int = 1, trials: int = 3
+) -> Report:
     """Coefficients in seconds, and how far the formula is from steps that took no part in the fit."""
+    setup = Setup(model, device, dtype, threads)
     factor = GPU_FACTOR if setup.is_gpu else 1
     batches = [(num * factor, length * factor) for num, length in BATCHES]
     most, longest = max(num for num, _ in batches), max(length for _, length in batches) + NEW_TOKENS
@@ -86,8 +89,7 @@ def run_batch(
 ) -> list[tuple[list[float], float]]:
     """The counts of each step, in the order of ``COUNTS``, and its seconds; answers end one after the other."""
     for n in range(num_requests):
-        params = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS - n % 4, ignore_eos=True)
-        engine.add_request(prompts.draw(length), params)
+        engine.add_request(prompts.draw(length), decoding(NEW_TOKENS - n % 4))
     counts, found = StepCounts(), []
     while engine.has_work():
         start = time.perf_counter()
@@ -189,20 +191,5 @@ def view(report: Report) -> View:
     return View(f"Step times: {report.model['name']}", about, [Table("", columns, rows)], [note])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    report = measure_step_times(Setup(asked.model, asked.device, asked.dtype, asked.threads), asked.trials)
-    for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
-        print(f"wrote {path}")
-    print(report.line())
-
-
 if __name__ == "__main__":
-    main()
+    run(measure, view, __doc__)

@@ -22,60 +22,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from benchmarks.command import present
+from benchmarks.decoding import WARM, Decoding, decoding, first_token
 from benchmarks.hardware import measure_ceilings
 from benchmarks.random_weights import make_weights_when_read, random_model
 from benchmarks.rank_sums import measure_sums
-from benchmarks.report import Report, engine_settings, rounded, write_report
-from benchmarks.roofline import DecodeWork
-from benchmarks.shared_chunks import Decoding
-from benchmarks.view import Column, Table, View, text
+from benchmarks.report import Report, engine_settings, rounded
+from benchmarks.roofline import DecodeWork, weight_bytes
+from benchmarks.shared_chunks import STEPS, step_ms
+from benchmarks.view import View, table_of
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
 from shared.loading.config_json import parse_config
-from shared.quantization.weight import QuantizedWeight
-from shared.sampling.params import SamplingParams
 
 CASES = {"one": (1, 0.0), "many": (64, 0.0), "drawn": (64, 1.0)}  # requests, and their temperature
 PROMPT, CONTEXT, TRIALS = 8192, 128, 3
-
-
-def first_token(engine: Any, prompt: list[int]) -> float:
-    """Seconds to a prompt's first token."""
-    engine.add_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True))
-    started = time.perf_counter()
-    while not engine.step():
-        pass
-    seconds = time.perf_counter() - started
-    while engine.has_work():
-        engine.step()
-    return seconds
 
 
 def prompt_of(n: int, length: int) -> list[int]:
     return [(31 * n + 7 * k * k + k) % 400 + 20 for k in range(length)]
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's weights, in 8 bits too."""
-    quantized = [
-        weight for part in model.modules() if isinstance(weight := getattr(part, "weight", None), QuantizedWeight)
-    ]
-    return sum(one.nbytes for one in model.parameters()) + sum(one.num_bytes for one in quantized)
-
-
-def wait_for(path: Path | None) -> None:
-    """Wait for a file: another part has ended."""
-    while path is not None and not path.exists():
-        time.sleep(0.05)
-
-
 def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     """Steps, prompts and memory of an engine with ``given.ranks`` ranks."""
     make_weights_when_read()
     phase = find_lesson("12" if given.ranks == 1 else "12.1")
-    wait_for(given.load_after)
     is_tiny = given.shape.startswith("tiny")
     prompt = 64 if is_tiny else PROMPT
     with tempfile.TemporaryDirectory() as temporary:
@@ -109,27 +83,19 @@ def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], N
         peers = engine.group.ranks.peers
         figures["way"] = None if peers is None else peers.way
     save(figures)
-    wait_for(given.measure_after)
-    answer = engine.generate(prompt_of(0, 32), SamplingParams(temperature=0.0, max_new_tokens=32, ignore_eos=True))
-    figures["answer"] = [output.token_id for output in answer]
+    figures["answer"] = [output.token_id for output in engine.generate(prompt_of(0, 32), decoding(32))]
     figures["num_replays"] = engine.stats()["CUDA graph replays"]
     save(figures)
     for case, (count, temperature) in CASES.items():
         if count <= config.max_batch_size:
-            decoding = Decoding(engine, [(prompt_of(n, CONTEXT), []) for n in range(count)], TRIALS, temperature)
-            figures[f"{case}_ms"] = rounded(statistics.median(decoding.step_ms() for _ in range(TRIALS)))
-            decoding.end()
+            params = decoding((WARM + STEPS) * TRIALS + 4 * count + 64, temperature=temperature)
+            together = Decoding(engine, [(prompt_of(n, CONTEXT), params) for n in range(count)])
+            figures[f"{case}_ms"] = rounded(statistics.median(step_ms(together) for _ in range(TRIALS)))
+            together.end()
             save(figures)
     first_token(engine, prompt_of(1, prompt))
     figures["prompt_ms"] = rounded(1e3 * min(first_token(engine, prompt_of(2 + n, prompt)) for n in range(TRIALS)))
     save(figures)
-    if given.profile:
-        decoding = Decoding(engine, [(prompt_of(0, CONTEXT), [])], TRIALS)
-        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
-            decoding.step_ms()
-        table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=60)
-        (given.out / f"profile-{given.ranks}-{given.sums}.txt").write_text(table, encoding="utf-8")
-        decoding.end()
     if given.ranks == 1 and given.device == "cuda":
         figures["ceilings"] = measure_ceilings("cuda").results()
         save(figures)
@@ -144,10 +110,8 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
     work = DecodeWork(parse_config(dict(SHAPES[shape]), shape), getattr(torch, SHAPES[shape]["torch_dtype"]))
     reference = one["answer"]
     rate = one["ceilings"]["read_gb_per_second"] * 1e9
-    results: dict[str, Any] = {"ceilings": one.pop("ceilings"), "sums": {}}
-    for name, figures in found.items():
-        if name.startswith("part-sums-"):
-            results["sums"][str(figures["ranks"])] = figures
+    sums = {str(part["ranks"]): part for name, part in found.items() if name.startswith("part-sums-")}
+    results: dict[str, Any] = {"ceilings": one.pop("ceilings"), "sums": sums}
     engines = {}
     for name, figures in found.items():
         if name.startswith(f"part-engine-{shape}-"):
@@ -176,26 +140,19 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
     return Report("tensor-parallel", model, engines, 0, flags, results, "cuda")
 
 
-def times_of(case: str) -> Column:
-    return Column("times", f"{case}_gain")
-
-
 def view(report: Report) -> View:
     """The engines, and the sums."""
-    rows = [report.results[key] | {"ranks": key} for key in report.engines]
-    columns = [text("ranks, sums", "ranks")]
-    for name, key in {"1 request": "one", "64": "many", "64 drawn": "drawn"}.items():
-        columns += [Column(f"{name}, ms", f"{key}_ms"), Column("limit", f"{key}_limit_ms"), times_of(key)]
-    columns += [Column("prompt, ms", "prompt_ms"), times_of("prompt")]
-    sums = [
-        {"size": f"{size}, {ranks} ranks"} | row
+    ends = "_ms", "_limit_ms", "_gain"
+    rows = {
+        key: {name: value for name, value in report.results[key].items() if name.endswith(ends)}
+        for key in report.engines
+    }
+    sums = {
+        f"{size}, {ranks} ranks": row
         for ranks, found in report.results["sums"].items()
         for size, row in found["rows"].items()
-    ]
-    kinds = {"NCCL": "nccl_us", "ours": "peer_us", "with a residual": "residual_us", "and the norm": "norm_us"}
-    kinds["norm behind it"] = "then_norm_us"
-    of_sums = [text("a sum of", "size"), *(Column(f"{name}, µs", key) for name, key in kinds.items())]
-    tables = [Table("", columns, rows), Table("Sums in a graph", of_sums, sums)]
+    }
+    tables = [table_of("", "ranks, sums", rows), table_of("Sums in a graph", "a sum of", sums)]
     return View(f"Tensor parallel: {report.model['name']}", [report.machine_title], tables)
 
 
@@ -211,9 +168,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--load-after", type=Path, default=None)
-    parser.add_argument("--measure-after", type=Path, default=None)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     kind = "" if given.ranks == 1 else f"-{given.sums}"
@@ -227,15 +181,14 @@ def main() -> None:
 
     if given.part == "report":
         report = make_report(given.out, given.shape, given.ranks)
-        print(report.line())
-        write_report(report, given.out, view=view(report))
+        present(report, view(report), given.out, Console())
+        return
+    if given.part == "sums":
+        measure_sums(given.ranks, given.rank, given.port, given.out, save)
     else:
-        if given.part == "sums":
-            measure_sums(given.ranks, given.rank, given.port, given.out, save)
-        else:
-            measure_engine(given, save)
-        sys.stdout.flush()
-        os._exit(0)  # communicators of ranks that have gone may keep a process
+        measure_engine(given, save)
+    sys.stdout.flush()
+    os._exit(0)  # communicators of ranks that have gone may keep a process
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ prompts or sets of inputs and the same threads, and go first equally often.
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ GRAPH_MS = 20
 ALIGNMENT = 128  # bytes: a cache line, and more than any kernel's alignment
 
 Inputs = tuple[Any, ...]
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,16 @@ def rotated(items: Sequence[str], turn: int) -> list[str]:
     """The items, beginning with another one each turn."""
     start = turn % len(items)
     return [*items[start:], *items[:start]]
+
+
+def in_turns(calls: Mapping[Name, Callable[[], float]], trials: int, warm_ups: int = 0) -> dict[Name, list[float]]:
+    """What each call returns, by trial; the calls take turns, and every second time in reverse."""
+    found: dict[Name, list[float]] = {name: [] for name in calls}
+    for trial in range(-warm_ups, trials):
+        for name in calls if trial % 2 else reversed(list(calls)):
+            value = calls[name]()
+            found[name] += [value] if trial >= 0 else []
+    return found
 
 
 @contextmanager

@@ -103,6 +103,15 @@ class Table:
     style: Callable[[Row], str] = lambda row: ""
 
 
+def table_of(heading: str, what: str, rows: Mapping[str, Row], **forms: Callable[[Any], str]) -> Table:
+    """Rows by name, under ``what``, with a column for each key of a row that has no list; ``forms`` writes those that
+    are no plain numbers.
+    """
+    keys = dict.fromkeys(key for row in rows.values() for key, value in row.items() if not isinstance(value, list))
+    columns = [text(what, ""), *(Column(key.replace("_", " "), key, forms.get(key, number)) for key in keys)]
+    return Table(heading, columns, [{"": name, **row} for name, row in rows.items()])
+
+
 @dataclass(frozen=True)
 class Bar:
     """A horizontal bar: ``text`` is written behind its end, ``colour`` is a name of `benchmarks.figure.COLOURS`."""

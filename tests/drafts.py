@@ -32,6 +32,29 @@ class Foresight:
         """The host knows them."""
 
 
+def check_commits(engine: Any) -> None:
+    """After each commit, check that the pool holds what requests have computed, and nothing of other requests."""
+    commit = engine.scheduler.commit
+
+    def checking(schedule: Schedule, sampled: Any) -> None:
+        commit(schedule, sampled)
+        for request in schedule.requests:
+            if request.status is RequestStatus.RUNNING:
+                assert engine.pool.length(request) == request.num_computed_tokens
+        assert len(engine.pool.audit()) == len(engine.pool.holdings()[1])
+
+    engine.scheduler.commit = checking
+
+
+def assert_no_trace(plain: Any, drafting: Any, requests: Requests) -> None:
+    """At each length that both runs reach, counts, tables, tree, keys and values are the same."""
+    expected, found = states_of(plain, requests), states_of(drafting, requests)
+    assert len(found) < len(expected)
+    for length, (counts, keys) in found.items():
+        assert counts == expected[length][0]
+        torch.testing.assert_close(keys, expected[length][1], rtol=1e-4, atol=1e-5)
+
+
 def states_of(engine: Any, requests: Requests) -> dict[int, tuple[list[int], torch.Tensor]]:
     """By the number of known tokens: what the pool counts after a step, and the keys and values of the last layer."""
     ((prompt, params),), states = requests, {}

@@ -6,6 +6,7 @@ from typing import Any
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -94,6 +95,12 @@ def serve_with_aborts(
 
 def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
     return [output.token_id for output in outputs]
+
+
+def ends(outputs: Sequence[StepOutput]) -> tuple[str, FinishReason | None, str | None]:
+    """The text, the finish reason and the stop string; only the last output has a reason."""
+    assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
+    return "".join(o.text for o in outputs), outputs[-1].finish_reason, outputs[-1].stop
 
 
 def seen(answers: Sequence[Sequence[StepOutput]]) -> list[list[StepOutput]]:

@@ -247,9 +247,7 @@ def test_a_cache_without_room_is_refused(tiny_checkpoints: dict[str, Path], capa
         EngineConfig(max_seq_len=capacity)
 
 
-def test_a_prompt_as_long_as_the_capacity_is_refused_before_any_work(
-    tiny_checkpoints: dict[str, Path],
-) -> None:
+def test_a_prompt_as_long_as_the_capacity_is_refused_before_any_work(tiny_checkpoints: dict[str, Path]) -> None:
     engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=16))
     with pytest.raises(RequestError, match="16 tokens and a sequence may have 16"):
         ids(engine, [5] * 16, 1)

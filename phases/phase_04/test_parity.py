@@ -15,7 +15,7 @@ from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.request import Request, RequestStatus
+from shared.engine.request import Request
 from shared.engine.sampler import SamplerOutput
 from shared.errors import ConfigError, QueueFullError, RequestError
 from shared.kernels.launch import LAUNCHES
@@ -24,25 +24,14 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
 from tests.comparison import assert_equal
+from tests.mixed_requests import GREEDY, PENALISED, SENTENCE, Requests, ends, tokens
 from tests.reference_tokens import ReferenceTokens
 
-SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
-PENALISED: dict[str, Any] = {
-    "seed": 3,
-    "temperature": 1.3,
-    "repetition_penalty": 1.3,
-    "frequency_penalty": 0.4,
-    "presence_penalty": -0.3,
-    "min_p": 0.02,
-    "logit_bias": {5: 2.0, 9: -100.0},
-    "min_tokens": 9,
-    "stop_token_ids": [30, 77],
-}
-MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+MIXED: Requests = [
     ("The capital of France is", {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}),
     ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
     (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 12}),
-    (SENTENCE, PENALISED | {"max_new_tokens": 20, "ignore_eos": True}),
+    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
     ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
     ([7] * 90, {"temperature": 0.0, "max_new_tokens": 5}),
     ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
@@ -72,19 +61,6 @@ def serve(engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]
     outputs = run(engine)
     assert_equal(engine.pool.audit(), [], "audit of the pool", ("line",))
     return [outputs[name] for name in names]
-
-
-def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
-    return [output.token_id for output in outputs]
-
-
-def ends(outputs: Sequence[StepOutput]) -> tuple[str, FinishReason | None, str | None]:
-    """The text, the finish reason and the stop string; only the last output has a reason."""
-    assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
-    return "".join(o.text for o in outputs), outputs[-1].finish_reason, outputs[-1].stop
-
-
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def test_greedy_tokens_of_a_batch_equal_those_of_transformers(
@@ -376,45 +352,20 @@ def test_a_failed_request_raises_from_generate(tiny_checkpoints: dict[str, Path]
     assert engine.pool.audit() == []
 
 
-def test_an_interrupted_step_is_made_again(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
-    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 6}) for n in range(3)]
-    expected = [tokens(answer) for answer in serve(make(folder), requests)]
-    engine = make(folder)
-    names = [engine.add_request(p, SamplingParams(**params)) for p, params in requests]
-    forward, calls = engine.model.forward, 0
-
-    def interrupted(tokens: Any, kv: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls in (1, 3):
-            raise KeyboardInterrupt
-        return forward(tokens, kv)
-
-    engine.model.forward = interrupted
-    outputs: dict[str, list[StepOutput]] = {name: [] for name in names}
-    while engine.has_work():
-        try:
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        except KeyboardInterrupt:
-            assert len(engine.pool.audit()) == 3
-    assert [tokens(outputs[name]) for name in names] == expected
-
-
-@pytest.mark.parametrize("place", ["forward", "wait", "commit", "process"])
+@pytest.mark.parametrize("place", ["model", "forward", "wait", "commit", "process"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError, RuntimeError])
 def test_a_step_that_is_broken_off_loses_no_output(
     tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every third call is interrupted, and with it the step, even if some requests already got their last token."""
-    if (error, place) == (RuntimeError, "forward"):
+    if (error, place) == (RuntimeError, "forward") or (place == "model" and error is not KeyboardInterrupt):
         pytest.skip("an error in a forward fails its own requests")
     folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
     engine, calls, num_broken_off = make(folder, max_batch_size=4), 0, 0
     owner, name = {
+        "model": (engine.model, "forward"),
         "forward": (engine.runner, "forward"),
         "wait": (SamplerOutput, "wait"),
         "commit": (engine.pool, "commit"),
@@ -506,20 +457,6 @@ def test_the_same_seed_and_queue_give_the_same_steps(tiny_checkpoints: dict[str,
         return made
 
     assert everything() == everything()
-
-
-def test_statuses(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_batch_size=1)
-    for name in "ab":
-        engine.add_request([7] * 3, SamplingParams(**GREEDY, max_new_tokens=2), name)
-    requests = [engine.scheduler.waiting[name] for name in "ab"]
-    seen = []
-    while engine.has_work():
-        seen.append(tuple(request.status for request in requests))
-        engine.step()
-    waiting, running, finished = RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED
-    assert seen == [(waiting, waiting), (running, waiting), (finished, waiting), (finished, running)]
-    assert requests[1].status is finished
 
 
 def test_iterators_take_turns_and_a_closed_one_is_aborted(tiny_checkpoints: dict[str, Path]) -> None:

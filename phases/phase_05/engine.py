@@ -60,10 +60,7 @@ class Engine:
         folder = resolve_model(config.model)
         self.config = config
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
-        if config.pack_weights:
-            pack(self.model)
-        else:
-            fuse(self.model)
+        (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         make_memory = MEMORY[config.kv_cache_backend or "contiguous"]

@@ -1,12 +1,10 @@
 """Phase 5 gives every request the same output as alone, whatever the batch and the policy."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from phases.phase_03_1.engine import Engine as Single
 from phases.phase_04.engine import Engine as Static
@@ -19,28 +17,17 @@ from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
-from shared.text.stopping import FinishReason
+from tests import mixed_requests
 from tests.comparison import assert_equal
+from tests.mixed_requests import GREEDY, PENALISED, SENTENCE, Requests, ends, tokens
+from tests.random_loads import assert_failures_stay_apart
 from tests.reference_tokens import ReferenceTokens
 
-SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-PENALISED: dict[str, Any] = {
-    "seed": 3,
-    "temperature": 1.3,
-    "repetition_penalty": 1.3,
-    "frequency_penalty": 0.4,
-    "presence_penalty": -0.3,
-    "min_p": 0.02,
-    "logit_bias": {5: 2.0, 9: -100.0},
-    "min_tokens": 9,
-    "stop_token_ids": [30, 77],
-}
-MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+MIXED: Requests = [
     ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
     ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
     (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
-    (SENTENCE, PENALISED | {"max_new_tokens": 20, "ignore_eos": True}),
+    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
     ([7] * 90, GREEDY | {"max_new_tokens": 5}),
     ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
     ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
@@ -54,33 +41,9 @@ def make(folder: Path, **config: Any) -> Engine:
     return Engine(EngineConfig(model=str(folder), max_seq_len=256, **config))
 
 
-def serve(
-    engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
-) -> list[list[StepOutput]]:
+def serve(engine: Any, requests: Requests, arrivals: Sequence[int] | None = None) -> list[list[StepOutput]]:
     """Each request's outputs, in the order of the requests; ``arrivals`` holds the step before which each arrives."""
-    coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
-    names: list[str] = []
-    outputs: dict[str, list[StepOutput]] = {}
-    number = 0
-    while coming or engine.has_work():
-        while coming and coming[0][0] <= number:
-            prompt, params = coming.pop(0)[1]
-            names.append(engine.add_request(prompt, SamplingParams(**params)))
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        number += 1
-    assert engine.pool.audit() == []
-    return [outputs[name] for name in names]
-
-
-def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
-    return [output.token_id for output in outputs]
-
-
-def ends(outputs: Sequence[StepOutput]) -> tuple[str, FinishReason | None, str | None]:
-    """The text, the finish reason and the stop string; only the last output has a reason."""
-    assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
-    return "".join(o.text for o in outputs), outputs[-1].finish_reason, outputs[-1].stop
+    return mixed_requests.serve(engine, requests, arrivals)[0]
 
 
 def test_each_answer_in_a_changing_batch_is_as_if_alone(model_folder: Path) -> None:
@@ -178,54 +141,12 @@ def test_what_a_policy_is_for(
 
 
 def test_requests_that_fail_and_are_aborted_leave_the_others_alone(tiny_checkpoints: dict[str, Path]) -> None:
-    """Random requests; some are aborted at random moments, some make the model raise; the rest finish as if alone."""
     folder = tiny_checkpoints["qwen3"]
-    chance = random.Random(0)
     single = Single(EngineConfig(model=str(folder), max_seq_len=256))
-    requests: list[tuple[list[int], dict[str, Any]]] = [
-        (
-            [chance.randrange(20, 500) for _ in range(chance.randrange(1, 30))],
-            {"seed": n, "temperature": chance.choice([0.0, 0.8]), "max_new_tokens": chance.randrange(1, 12)},
-        )
-        for n in range(40)
-    ]
-    expected = [tokens(list(single.generate(prompt, SamplingParams(**params)))) for prompt, params in requests]
-    culprit = 511  # no prompt has it; the requests whose answers have it fail when it is their newest token
-    failing = {n for n in range(40) if culprit in expected[n][:-1]} | {3, 17, 18}
-    for n in (3, 17, 18):
-        requests[n][0][-1] = culprit
     engine = make(folder, max_batch_size=6, max_num_batched_tokens=60)
-    forward = engine.model.forward
-
-    def raising(step: Any, kv: Any) -> torch.Tensor:
-        if culprit in step.ids.tolist():
-            raise RuntimeError("injected")
-        return forward(step, kv)
-
-    engine.model.forward = raising
-    for n, (prompt, params) in enumerate(requests):
-        engine.add_request(prompt, SamplingParams(**params), str(n))
-    aborted: set[int] = set()
-    got: list[list[StepOutput]] = [[] for _ in requests]
-    while engine.has_work():
-        for output in engine.step():
-            assert int(output.request_id) not in aborted
-            got[int(output.request_id)].append(output)
-        if chance.random() < 0.3:
-            n = chance.randrange(40)
-            if engine.abort(str(n)):
-                aborted.add(n)
-        assert len(engine.pool.audit()) == len(engine.scheduler.running)
-    assert engine.pool.audit() == []
-    assert len(aborted) >= 3
-    for n, outputs in enumerate(got):
-        ids = [token_id for token_id in tokens(outputs) if token_id is not None]
-        if n not in (3, 17, 18):
-            assert ids == expected[n][: len(ids)], n
-        if n in failing and n not in aborted:
-            assert outputs[-1].finish_reason is FinishReason.ERROR, n
-        elif n not in aborted:
-            assert ids == expected[n], n
+    assert_failures_stay_apart(
+        engine, lambda requests: [tokens(list(single.generate(ids, SamplingParams(**p)))) for ids, p in requests]
+    )
 
 
 def test_both_forwards_are_under_way_before_a_token_is_waited_for(

@@ -1,7 +1,6 @@
 """Phase 6 gives the same outputs from blocks as phase 5 from regions, with and without preemption."""
 
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,29 +23,19 @@ from shared.server.app import make_app
 from shared.server.engine_thread import EngineThread
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
+from tests import mixed_requests
+from tests.mixed_requests import GREEDY, PENALISED, SENTENCE, Requests, tokens
+from tests.random_loads import assert_failures_stay_apart
 from tests.reference_tokens import ReferenceTokens
 
 MAX_SEQ_LEN = 128
-SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-PENALISED: dict[str, Any] = {
-    "seed": 3,
-    "temperature": 1.3,
-    "repetition_penalty": 1.3,
-    "frequency_penalty": 0.4,
-    "presence_penalty": -0.3,
-    "min_p": 0.02,
-    "logit_bias": {5: 2.0, 9: -100.0},
-    "min_tokens": 9,
-    "stop_token_ids": [30, 77],
-}
-MIXED: list[tuple[str | list[int], dict[str, Any]]] = [
+MIXED: Requests = [
     ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
     ("y", GREEDY | {"max_new_tokens": 70}),
     ("z", GREEDY | {"max_new_tokens": 70}),
     ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
     (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
-    (SENTENCE, PENALISED | {"max_new_tokens": 20, "ignore_eos": True}),
+    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
     ([7] * 90, GREEDY | {"max_new_tokens": 5}),
     ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
     ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
@@ -65,28 +54,13 @@ def make(folder: Path, block_size: int = 16, tokens: int | None = None, **config
 
 
 def serve(
-    engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]], arrivals: Sequence[int] | None = None
+    engine: Any, requests: Requests, arrivals: Sequence[int] | None = None
 ) -> tuple[list[list[StepOutput]], list[StepRecord]]:
-    """Each request's outputs, in the order of the requests; ``arrivals`` holds the step before which each arrives."""
-    coming = list(zip(arrivals or [0] * len(requests), requests, strict=True))
-    names: list[str] = []
-    outputs: dict[str, list[StepOutput]] = {}
-    records: list[StepRecord] = []
-    preempted = engine.load().num_preemptions
-    while coming or engine.has_work():
-        while coming and coming[0][0] <= len(records):
-            prompt, params = coming.pop(0)[1]
-            names.append(engine.add_request(prompt, SamplingParams(**params)))
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        records.append(engine.last_step)
-    assert engine.pool.audit() == []
-    assert sum(len(record.preempted) for record in records) == engine.load().num_preemptions - preempted
-    return [outputs[name] for name in names], records
-
-
-def tokens(outputs: Sequence[StepOutput]) -> list[int | None]:
-    return [output.token_id for output in outputs]
+    """See `tests.mixed_requests.serve`; records name each preemption."""
+    before = engine.load().num_preemptions
+    answers, records = mixed_requests.serve(engine, requests, arrivals)
+    assert sum(len(record.preempted) for record in records) == engine.load().num_preemptions - before
+    return answers, records
 
 
 def seen(outputs: Sequence[StepOutput]) -> list[StepOutput]:
@@ -262,56 +236,19 @@ def computed_twice(records: Sequence[StepRecord], requests: Sequence[tuple[list[
 
 
 def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoints: dict[str, Path]) -> None:
-    """Random requests in a small pool; some are aborted at random moments, some make the model raise."""
     folder = tiny_checkpoints["qwen3"]
-    chance = random.Random(0)
-    requests: list[tuple[list[int], dict[str, Any]]] = [
-        (
-            [chance.randrange(20, 500) for _ in range(chance.randrange(1, 30))],
-            {"seed": n, "temperature": chance.choice([0.0, 0.8]), "max_new_tokens": chance.randrange(1, 12)},
-        )
-        for n in range(40)
-    ]
-    expected = [tokens(answer) for answer in alone(folder, requests)]
-    culprit = 511  # no prompt has it; the requests whose answers have it fail when it is their newest token
-    failing = {n for n in range(40) if culprit in expected[n][:-1]} | {3, 17, 18}
-    for n in (3, 17, 18):
-        requests[n][0][-1] = culprit
     engine = make(folder, block_size=3, tokens=60, max_seq_len=48, max_batch_size=6, max_num_batched_tokens=60)
-    forward = engine.model.forward
+    step = engine.step
 
-    def raising(step: Any, kv: Any) -> torch.Tensor:
-        if culprit in step.ids.tolist():
-            raise RuntimeError("injected")
-        return forward(step, kv)
-
-    engine.model.forward = raising
-    for n, (prompt, params) in enumerate(requests):
-        engine.add_request(prompt, SamplingParams(**params), str(n))
-    aborted: set[int] = set()
-    got: list[list[StepOutput]] = [[] for _ in requests]
-    while engine.has_work():
-        for output in engine.step():
-            assert int(output.request_id) not in aborted
-            got[int(output.request_id)].append(output)
-        if chance.random() < 0.3:
-            n = chance.randrange(40)
-            if engine.abort(str(n)):
-                aborted.add(n)
+    def audited() -> list[StepOutput]:
+        outputs = step()
         assert engine.pool.audit_blocks() == []
-        assert len(engine.pool.audit()) == len(engine.scheduler.running)
-    assert engine.pool.audit() == []
+        return outputs
+
+    engine.step = audited
+    assert_failures_stay_apart(engine, lambda requests: [tokens(answer) for answer in alone(folder, requests)])
     assert engine.pool.free_tokens == engine.pool.capacity_tokens
-    assert len(aborted) >= 3
     assert engine.load().num_preemptions >= 3
-    for n, outputs in enumerate(got):
-        ids = [token_id for token_id in tokens(outputs) if token_id is not None]
-        if n not in (3, 17, 18):
-            assert ids == expected[n][: len(ids)], n
-        if n in failing and n not in aborted:
-            assert outputs[-1].finish_reason is FinishReason.ERROR, n
-        elif n not in aborted:
-            assert ids == expected[n], n
 
 
 @pytest.mark.parametrize("place", ["forward", "wait", "commit"])

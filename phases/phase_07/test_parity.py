@@ -10,23 +10,13 @@ from hypothesis import strategies as st
 
 from phases.phase_06_1.engine import Engine as Planned
 from phases.phase_07.engine import Engine
-from shared.engine.config import EngineConfig
+from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
-from tests.mixed_requests import (
-    ARRIVALS,
-    GREEDY,
-    LONG,
-    MIXED,
-    SENTENCE,
-    SMALL,
-    seen,
-    serve,
-    serve_with_aborts,
-    tokens,
-)
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SENTENCE, SMALL, seen, serve, tokens
+from tests.random_loads import Load, assert_as_alone, loads
 from tests.reference_tokens import ReferenceTokens
 
 CHUNKS: list[dict[str, Any]] = [
@@ -80,41 +70,24 @@ def test_static_batches_prefill_whole_prompts(tiny_checkpoints: dict[str, Path])
 
 @settings(max_examples=8, deadline=None)
 @given(
-    size=st.integers(1, 20),
-    most=st.none() | st.integers(1, 3),
-    budget=st.integers(1, 60),
-    num_blocks=st.integers(43, 80),
-    policy=st.sampled_from(["fcfs", "prefill_first", "decode_round_robin"]),
-    arrivals=st.lists(st.integers(0, 12), min_size=len(MIXED), max_size=len(MIXED)),
-    aborted=st.sets(st.integers(0, len(MIXED) - 1), max_size=2),
-    abort_at=st.integers(1, 20),
+    sizes=st.fixed_dictionaries(
+        {
+            "prefill_chunk_size": st.integers(1, 20),
+            "max_prefill_chunks_per_step": st.none() | st.integers(1, 3),
+            "max_num_batched_tokens": st.integers(1, 60),
+            "num_gpu_blocks": st.integers(43, 80),
+            "scheduler_policy": st.sampled_from(SCHEDULER_POLICIES),
+        }
+    ),
+    load=loads(len(MIXED), last_arrival=12),
 )
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path],
-    size: int,
-    most: int | None,
-    budget: int,
-    num_blocks: int,
-    policy: str,
-    arrivals: list[int],
-    aborted: set[int],
-    abort_at: int,
+    tiny_checkpoints: dict[str, Path], sizes: dict[str, Any], load: Load
 ) -> None:
-    """Each request that is not aborted has the output that it has alone; nothing leaks."""
     folder = tiny_checkpoints["gemma3_text"]
     if not ALONE:
         ALONE.extend(tokens(serve(make(folder, Planned, max_seq_len=128), [request])[0][0]) for request in MIXED)
-    engine = make(
-        folder,
-        **SMALL | {"num_gpu_blocks": num_blocks},
-        prefill_chunk_size=size,
-        max_prefill_chunks_per_step=most,
-        max_num_batched_tokens=budget,
-        scheduler_policy=policy,
-    )
-    outputs, aborted = serve_with_aborts(engine, MIXED, arrivals, aborted, abort_at)
-    for n, alone in enumerate(ALONE):
-        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+    assert_as_alone(make(folder, **SMALL | sizes), load, ALONE, MIXED)
 
 
 ALONE: list[list[int | None]] = []  # the tokens of each request of MIXED, by phase 6.1

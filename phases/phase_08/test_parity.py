@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from phases.phase_07.engine import Engine as Chunked
 from phases.phase_08.engine import Engine
@@ -25,9 +24,9 @@ from tests.mixed_requests import (
     Requests,
     seen,
     serve,
-    serve_with_aborts,
     tokens,
 )
+from tests.random_loads import Load, assert_as_alone, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -95,40 +94,14 @@ def test_it_needs_blocks_and_chunks(other: dict[str, Any], says: str) -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(
-    block_size=st.sampled_from([1, 2, 5, 16]),
-    size=st.integers(1, 40),
-    spare=st.integers(0, 80),
-    batch=st.integers(2, 8),
-    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
-    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
-    abort_at=st.integers(1, 20),
-)
+@given(about=sizes(), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path],
-    block_size: int,
-    size: int,
-    spare: int,
-    batch: int,
-    arrivals: list[int],
-    aborted: set[int],
-    abort_at: int,
+    tiny_checkpoints: dict[str, Path], about: dict[str, Any], load: Load
 ) -> None:
-    """Each request that is not aborted has the output that it has alone; nothing leaks."""
     folder = tiny_checkpoints["gemma3_text"]
     if not ALONE:
         ALONE.extend(tokens(serve(make(folder, Chunked, max_seq_len=96), [request])[0][0]) for request in ALIKE)
-    engine = make(
-        folder,
-        max_seq_len=96,
-        max_batch_size=batch,
-        block_size=block_size,
-        num_gpu_blocks=(96 + spare) // block_size + 1,
-        prefill_chunk_size=size,
-    )
-    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
-    for n, alone in enumerate(ALONE):
-        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+    assert_as_alone(make(folder, **about), load, ALONE)
 
 
 ALONE: list[list[int | None]] = []  # the tokens of each request of ALIKE, by phase 7

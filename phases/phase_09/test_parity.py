@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from phases.phase_08.engine import Engine as Waiting
 from phases.phase_09.engine import Engine
@@ -20,20 +19,8 @@ from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
-from tests.mixed_requests import (
-    ALIKE,
-    ARRIVALS,
-    ARRIVE,
-    GREEDY,
-    LONG,
-    MIXED,
-    SMALL,
-    Requests,
-    seen,
-    serve,
-    serve_with_aborts,
-    tokens,
-)
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, Requests, seen, serve, tokens
+from tests.random_loads import Interrupt, Load, assert_as_alone, interrupt, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -156,40 +143,14 @@ def test_every_memory_and_mode_gives_the_same_outputs(
 
 
 @settings(max_examples=8, deadline=None)
-@given(
-    block_size=st.sampled_from([1, 2, 5, 16]),
-    size=st.integers(1, 40),
-    spare=st.integers(0, 80),
-    batch=st.integers(2, 8),
-    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
-    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
-    abort_at=st.integers(1, 20),
-)
+@given(about=sizes(), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path],
-    block_size: int,
-    size: int,
-    spare: int,
-    batch: int,
-    arrivals: list[int],
-    aborted: set[int],
-    abort_at: int,
+    tiny_checkpoints: dict[str, Path], about: dict[str, Any], load: Load
 ) -> None:
-    """Each request that is not aborted has the output that it has alone; nothing leaks."""
     folder = tiny_checkpoints["gemma3_text"]
     if not ALONE:
         ALONE.extend(tokens(serve(make(folder, Waiting, max_seq_len=96), [request])[0][0]) for request in ALIKE)
-    engine = make(
-        folder,
-        max_seq_len=96,
-        max_batch_size=batch,
-        block_size=block_size,
-        num_gpu_blocks=(96 + spare) // block_size + 1,
-        prefill_chunk_size=size,
-    )
-    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
-    for n, alone in enumerate(ALONE):
-        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+    assert_as_alone(make(folder, **about), load, ALONE)
 
 
 ALONE: list[list[int | None]] = []  # the tokens of each request of ALIKE, by phase 8
@@ -259,10 +220,6 @@ def test_a_row_too_many_preempts_no_request(tiny_checkpoints: dict[str, Path]) -
     assert all(late <= waiting for waiting, late in preempted), preempted
 
 
-class Interrupt(BaseException):
-    """As KeyboardInterrupt, which pytest would take as its own."""
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -282,33 +239,9 @@ def test_an_interrupted_step_is_repeated_and_loses_nothing(
     folder, about = tiny_checkpoints["llama"], SMALL | {"max_batch_size": 4}
     expected = seen(serve(make(folder, Waiting, **about), ALIKE, ARRIVE)[0])
     engine = make(folder, Engine, **about)
-    owner, name = broken.split(".")
-    call, calls = getattr(getattr(engine, owner), name), []
-
-    def interrupted(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) % 7 == 2:
-            raise Interrupt
-        result = call(*args)
-        if len(calls) % 7 == 5:
-            raise Interrupt
-        return result
-
-    monkeypatch.setattr(getattr(engine, owner), name, interrupted)
-    step, num_interrupts = engine.step, 0
-
-    def persistent() -> list[StepOutput]:
-        nonlocal num_interrupts
-        while True:
-            try:
-                return step()
-            except Interrupt:
-                num_interrupts += 1
-                assert engine.in_flight is None
-
-    monkeypatch.setattr(engine, "step", persistent)
+    interrupts = interrupt(engine, broken, monkeypatch)
     assert seen(serve(engine, ALIKE, ARRIVE)[0]) == expected
-    assert num_interrupts > 5
+    assert len(interrupts) > 5
 
 
 def test_an_end_is_not_lost_between_the_text_and_the_scheduler(

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,26 +11,13 @@ from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.request import RequestStatus
 from shared.errors import ConfigError
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import UNMEASURED
 from shared.text.stopping import FinishReason
-from tests.drafts import Foresight, states_of
-from tests.mixed_requests import (
-    ALIKE,
-    ARRIVALS,
-    ARRIVE,
-    GREEDY,
-    MIXED,
-    PENALISED,
-    SMALL,
-    Requests,
-    seen,
-    serve,
-    serve_with_aborts,
-    tokens,
-)
+from tests.drafts import Foresight, assert_no_trace, check_commits
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve, tokens
+from tests.random_loads import Load, assert_as_alone, interrupt, loads, sizes
 
 NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
 
@@ -41,16 +27,7 @@ class Speculative(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        commit = self.scheduler.commit
-
-        def checking(schedule: Schedule, sampled: Any) -> None:
-            commit(schedule, sampled)
-            for request in schedule.requests:
-                if request.status is RequestStatus.RUNNING:
-                    assert self.pool.length(request) == request.num_computed_tokens
-            assert len(self.pool.audit()) == len(self.pool.holdings()[1])
-
-        self.scheduler.commit = checking  # type: ignore[method-assign]
+        check_commits(self)
 
     @property
     def num_accepted(self) -> int:
@@ -131,50 +108,18 @@ def test_drafts_respect_the_token_budget(tiny_checkpoints: dict[str, Path]) -> N
 
 @settings(max_examples=8, deadline=None)
 @given(
-    block_size=st.sampled_from([1, 2, 5, 16]),
-    size=st.integers(1, 40),
-    spare=st.integers(0, 80),
-    batch=st.integers(2, 8),
-    length=st.integers(1, 8),
+    about=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()),
     error_rate=st.sampled_from([0.0, 0.3, 1.0]),
-    overlaps=st.booleans(),
-    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
-    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
-    abort_at=st.integers(1, 20),
+    load=loads(),
 )
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path],
-    block_size: int,
-    size: int,
-    spare: int,
-    batch: int,
-    length: int,
-    error_rate: float,
-    overlaps: bool,
-    arrivals: list[int],
-    aborted: set[int],
-    abort_at: int,
+    tiny_checkpoints: dict[str, Path], about: dict[str, Any], error_rate: float, load: Load
 ) -> None:
-    """Each request that is not aborted has the output that it has alone; nothing leaks."""
     folder = tiny_checkpoints["gemma3_text"]
     if not ALONE:
         ALONE.extend(serve(make(folder, Plain, max_seq_len=96), [request])[0][0] for request in ALIKE)
-    engine = make(
-        folder,
-        answers=ALONE,
-        error_rate=error_rate,
-        max_seq_len=96,
-        max_batch_size=batch,
-        block_size=block_size,
-        num_gpu_blocks=(96 + spare) // block_size + 1,
-        prefill_chunk_size=size,
-        spec_length=length,
-        overlap_scheduling=overlaps,
-    )
-    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
-    for n, answer in enumerate(ALONE):
-        alone = tokens(answer)
-        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+    engine = make(folder, answers=ALONE, error_rate=error_rate, **about)
+    assert_as_alone(engine, load, list(map(tokens, ALONE)))
     assert engine.num_accepted > 0 or error_rate == 1
     assert engine.num_rejected > 0 or error_rate < 1
 
@@ -225,25 +170,13 @@ def test_an_end_of_sequence_inside_a_run(tiny_checkpoints: dict[str, Path]) -> N
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
 def test_rejected_drafts_leave_no_trace(model_folder: Path, backend: str) -> None:
-    """At each length that both runs reach, counts, tables, tree, keys and values are those of a run without drafts."""
     about: dict[str, Any] = {"max_seq_len": 80, "kv_cache_backend": backend}
     about |= {"block_size": 3, "num_gpu_blocks": 40} if backend == "paged" else {}
     request: Requests = [("A text, and more", PENALISED | {"max_new_tokens": 40, "ignore_eos": True})]
-    plain = make(model_folder, Plain, **about)
-    states = [states_of(plain, request)]
     answers = serve(make(model_folder, Plain, **about), request)[0]
     engine = make(model_folder, answers=answers, **about)
-    states.append(states_of(engine, request))
+    assert_no_trace(make(model_folder, Plain, **about), engine, request)
     assert has_guessed(engine)
-    assert len(states[1]) < len(states[0])
-    for length, (counts, keys) in states[1].items():
-        expected, expected_keys = states[0][length]
-        assert counts == expected
-        torch.testing.assert_close(keys, expected_keys, rtol=1e-4, atol=1e-5)
-
-
-class Interrupt(BaseException):
-    """As KeyboardInterrupt, which pytest would take as its own."""
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -257,49 +190,10 @@ def test_an_interrupted_step_is_repeated_and_loses_nothing(
     folder, about = tiny_checkpoints["llama"], SMALL | {"max_batch_size": 4}
     answers = serve(make(folder, Plain, **about), ALIKE, ARRIVE)[0]
     engine = make(folder, answers=answers, overlap_scheduling=overlaps, **about)
-    owner, name = broken.split(".")
-    call, calls = getattr(getattr(engine, owner), name), []
-
-    def interrupted(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) % 7 == 2:
-            raise Interrupt
-        result = call(*args)
-        if len(calls) % 7 == 5:
-            raise Interrupt
-        return result
-
-    monkeypatch.setattr(getattr(engine, owner), name, interrupted)
-    step, num_interrupts = engine.step, 0
-
-    def persistent() -> list[StepOutput]:
-        nonlocal num_interrupts
-        while True:
-            try:
-                return step()
-            except Interrupt:
-                num_interrupts += 1
-                assert engine.in_flight is None
-
-    monkeypatch.setattr(engine, "step", persistent)
+    interrupts = interrupt(engine, broken, monkeypatch)
     assert seen(serve(engine, ALIKE, ARRIVE)[0]) == seen(answers)
-    assert num_interrupts > 2
+    assert len(interrupts) > 2
     assert has_guessed(engine)
-
-
-def test_requests_with_and_without_drafts_share_steps(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
-    requests: Requests = [
-        (ids, params | {"use_speculative_decoding": n % 2 == 0}) for n, (ids, params) in enumerate(ALIKE)
-    ]
-    answers = serve(make(folder, Plain, max_seq_len=128), requests)[0]
-    engine = make(folder, answers=answers, max_seq_len=128)
-    found = serve(engine, requests)[0]
-    assert seen(found) == seen(answers)
-    drafted = [answer[-1].num_accepted_drafts + answer[-1].num_rejected_drafts > 0 for answer in found]
-    assert drafted == [n % 2 == 0 for n in range(len(requests))]
-    assert sum(answer[-1].num_rejected_drafts for answer in found) == engine.num_rejected
-    assert sum(engine.scheduler.num_accepted_by_position) == engine.num_accepted
 
 
 def test_without_drafts_it_is_the_loop_of_phase_9(tiny_checkpoints: dict[str, Path]) -> None:
@@ -354,10 +248,16 @@ def test_requests_with_and_without_drafts_share_a_batch(tiny_checkpoints: dict[s
         commit(schedule, sampled)
 
     engine.scheduler.commit = noted
-    assert seen(serve(engine, requests)[0]) == seen(answers)
+    found = serve(engine, requests)[0]
+    assert seen(found) == seen(answers)
     assert has_guessed(engine)
     drafted = {number for step in steps for number, num_drafts in step if num_drafts}
     assert drafted <= set(range(0, len(requests), 2))
+    tried = [answer[-1].num_accepted_drafts + answer[-1].num_rejected_drafts > 0 for answer in found]
+    assert not any(tried[1::2])
+    assert is_adaptive or all(tried[: len(ALIKE) : 2])
+    assert sum(answer[-1].num_rejected_drafts for answer in found) == engine.num_rejected
+    assert sum(engine.scheduler.num_accepted_by_position) == engine.num_accepted
     assert any(any(n for _, n in step) and any(number % 2 for number, _ in step) for step in steps), "in one batch"
 
 

@@ -4,34 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.request import RequestStatus
 from shared.errors import ConfigError, ModelFolderError
 from shared.scheduling.multi_token import MultiTokenSchedule
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import UNMEASURED
 from tests.adapters import random_adapter_of
-from tests.drafts import Foresight, states_of
-from tests.mixed_requests import (
-    ALIKE,
-    ARRIVALS,
-    ARRIVE,
-    GREEDY,
-    MIXED,
-    PENALISED,
-    SMALL,
-    Requests,
-    seen,
-    serve,
-    serve_with_aborts,
-    tokens,
-)
+from tests.drafts import Foresight, assert_no_trace, check_commits
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve, tokens
+from tests.random_loads import Load, assert_as_alone, interrupt, loads, sizes
 
 MULTI: dict[str, Any] = {"use_speculative_decoding": True, "adapt_spec_length": False}
 
@@ -41,16 +27,7 @@ class Checked(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        commit = self.scheduler.commit
-
-        def checking(schedule: Schedule, sampled: Any) -> None:
-            commit(schedule, sampled)
-            for request in schedule.requests:
-                if request.status is RequestStatus.RUNNING:
-                    assert self.pool.length(request) == request.num_computed_tokens
-            assert len(self.pool.audit()) == len(self.pool.holdings()[1])
-
-        self.scheduler.commit = checking  # type: ignore[method-assign]
+        check_commits(self)
 
     def has_guessed(self) -> bool:
         """Whether some guesses were accepted and some rejected."""
@@ -134,73 +111,29 @@ def test_masks_respect_the_token_budget_and_the_number_of_masks(tiny_checkpoints
 
 @settings(max_examples=10, deadline=None)
 @given(
-    block_size=st.sampled_from([1, 2, 5, 16]),
-    size=st.integers(1, 40),
-    spare=st.integers(0, 120),
-    batch=st.integers(2, 8),
-    length=st.integers(1, 3),
+    about=sizes(120, spec_length=st.integers(1, 3), overlap_scheduling=st.booleans()),
     error_rate=st.sampled_from([0.0, 0.3, 1.0]),
-    overlaps=st.booleans(),
-    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
-    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
-    abort_at=st.integers(1, 20),
+    load=loads(),
 )
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path],
-    block_size: int,
-    size: int,
-    spare: int,
-    batch: int,
-    length: int,
-    error_rate: float,
-    overlaps: bool,
-    arrivals: list[int],
-    aborted: set[int],
-    abort_at: int,
+    tiny_checkpoints: dict[str, Path], about: dict[str, Any], error_rate: float, load: Load
 ) -> None:
-    """Each request that is not aborted has the output that it has alone; nothing leaks."""
     folder = tiny_checkpoints["gemma3_text"]
     if not ALONE:
         ALONE.extend(serve(plain(folder, max_seq_len=96), [request])[0][0] for request in ALIKE)
-    engine = guessing(
-        folder,
-        ALONE,
-        error_rate,
-        max_seq_len=96,
-        max_batch_size=batch,
-        block_size=block_size,
-        num_gpu_blocks=(96 + spare) // block_size + 1,
-        prefill_chunk_size=size,
-        spec_length=length,
-        overlap_scheduling=overlaps,
-    )
-    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
-    for n, answer in enumerate(ALONE):
-        alone = tokens(answer)
-        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+    assert_as_alone(guessing(folder, ALONE, error_rate, **about), load, list(map(tokens, ALONE)))
 
 
 ALONE: list[list[StepOutput]] = []  # the answer to each request of ALIKE, without guesses
 
 
 def test_masks_and_rejected_guesses_leave_no_trace(model_folder: Path) -> None:
-    """At each length that both runs reach, counts, tables, tree, keys and values are those of a run without guesses."""
     about: dict[str, Any] = {"max_seq_len": 80, "block_size": 3, "num_gpu_blocks": 40}
     request: Requests = [("A text, and more", PENALISED | {"max_new_tokens": 40, "ignore_eos": True})]
-    states = [states_of(plain(model_folder, **about), request)]
     answers = serve(plain(model_folder, **about), request)[0]
     engine = guessing(model_folder, answers, **about)
-    states.append(states_of(engine, request))
+    assert_no_trace(plain(model_folder, **about), engine, request)
     assert engine.has_guessed()
-    assert len(states[1]) < len(states[0])
-    for length, (counts, keys) in states[1].items():
-        expected, expected_keys = states[0][length]
-        assert counts == expected
-        torch.testing.assert_close(keys, expected_keys, rtol=1e-4, atol=1e-5)
-
-
-class Interrupt(BaseException):
-    """As KeyboardInterrupt, which pytest would take as its own."""
 
 
 @pytest.mark.parametrize("broken", ["drafter.propose", "runner.forward", "scheduler.commit", "pool.layout"])
@@ -210,33 +143,9 @@ def test_an_interrupted_step_is_repeated_and_loses_nothing(
     folder, about = tiny_checkpoints["llama"], SMALL | {"max_batch_size": 4}
     answers = serve(plain(folder, **about), ALIKE, ARRIVE)[0]
     engine = guessing(folder, answers if broken != "drafter.propose" else None, overlap_scheduling=True, **about)
-    owner, name = broken.split(".")
-    call, calls = getattr(getattr(engine, owner), name), []
-
-    def interrupted(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) % 7 == 2:
-            raise Interrupt
-        result = call(*args)
-        if len(calls) % 7 == 5:
-            raise Interrupt
-        return result
-
-    monkeypatch.setattr(getattr(engine, owner), name, interrupted)
-    step, num_interrupts = engine.step, 0
-
-    def persistent() -> list[StepOutput]:
-        nonlocal num_interrupts
-        while True:
-            try:
-                return step()
-            except Interrupt:
-                num_interrupts += 1
-                assert engine.in_flight is None
-
-    monkeypatch.setattr(engine, "step", persistent)
+    interrupts = interrupt(engine, broken, monkeypatch)
     assert seen(serve(engine, ALIKE, ARRIVE)[0]) == seen(answers)
-    assert num_interrupts > 2
+    assert len(interrupts) > 2
     assert engine.scheduler.num_rejected_drafts > 0
 
 

@@ -11,17 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli.bench_options import (
-    Device,
-    Dtype,
-    Model,
-    Seed,
-    Threads,
-    computing_device,
-    present,
-    step_progress,
-)
-from shared.cli.options import DEFAULT_MODEL, fetch_if_known
+from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, measuring, present
+from shared.cli.options import DEFAULT_MODEL
 from shared.cli.terminal import examples
 from shared.engine.config import EngineConfig
 
@@ -89,23 +80,17 @@ def generation(
     """
     from benchmarks.bench_generation import DEMO, W1, measure_generation, view
 
-    device = computing_device(device)
-    fetch_if_known(model)
-    size = W1 if device.startswith("cuda") else DEMO
     given = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "trials": trials}
-    with step_progress() as progress:
+    with measuring(device, dtype, threads, seed, model) as where:
+        size = W1 if where["device"].startswith("cuda") else DEMO
         report = measure_generation(
             model,
             phases=phase or None,
             peers=[] if no_peers else peer or None,
             size=replace(size, **{name: value for name, value in given.items() if value is not None}),
             pack_weights=pack_weights,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            threads=threads,
             max_seconds=max_seconds,
-            progress=progress,
+            **where,
         )
     present(report, view(report), out)
 
@@ -138,21 +123,8 @@ def profile(
     """
     from benchmarks.profile_generation import measure_profile, view
 
-    device = computing_device(device)
-    fetch_if_known(model)
-    with step_progress() as progress:
-        report = measure_profile(
-            model,
-            phase=phase,
-            prompt_tokens=prompt_tokens,
-            steps=steps,
-            trace=trace,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            progress=progress,
-        )
+    with measuring(device, dtype, threads, seed, model) as where:
+        report = measure_profile(model, phase=phase, prompt_tokens=prompt_tokens, steps=steps, trace=trace, **where)
     present(report, view(report, top), out, [trace] if trace is not None else [])
 
 
@@ -182,18 +154,9 @@ def sanity(
     """
     from benchmarks.sanity_check import check_models, view
 
-    device = computing_device(device)
-    with step_progress() as progress:
+    with measuring(device, dtype, threads, seed) as where:
         report = check_models(
-            models=model or None,
-            phases=phase or None,
-            shapes=shape or None,
-            new_tokens=new_tokens,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            progress=progress,
+            models=model or None, phases=phase or None, shapes=shape or None, new_tokens=new_tokens, **where
         )
     present(report, view(report), out)
     if report.results["num_failed"]:

@@ -7,15 +7,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared.cli.options import fetch_if_known
 from shared.cli.terminal import stderr_console, stdout_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from benchmarks.report import Report
     from benchmarks.view import View
     from shared.checkpoints.progress import Progress
@@ -59,19 +58,22 @@ def step_progress() -> "Iterator[Progress]":
         yield report
 
 
-def tell_written(console: "Console", paths: list[Path]) -> None:
-    """A line for each file, behind an empty one."""
-    for index, path in enumerate(paths):
-        console.print(("\n" if index == 0 else "") + f"wrote {path}", style="bright_black", soft_wrap=True)
+@contextmanager
+def measuring(
+    device: str, dtype: str | None, threads: int | None, seed: int, model: str | None = None
+) -> "Iterator[dict[str, Any]]":
+    """Where a benchmark runs, as `benchmarks.setup.Setup` takes it, with a bar of its steps; a known model is fetched
+    first.
+    """
+    device = computing_device(device)
+    if model is not None:
+        fetch_if_known(model)
+    with step_progress() as progress:
+        yield {"device": device, "dtype": dtype, "threads": threads, "seed": seed, "progress": progress}
 
 
 def present(report: "Report", view: "View", out: Path | None = None, written: Sequence[Path] = ()) -> None:
-    """Print a report, write it into ``out``, name the files that were written, and print the JSON line last."""
-    from benchmarks.report import write_report
-    from benchmarks.view import show
+    """See :func:`benchmarks.command.present`."""
+    from benchmarks.command import present
 
-    console = stdout_console()
-    show(view, console)
-    tell_written(console, [*written, *(write_report(report, out, view=view) if out is not None else [])])
-    typer.echo("")
-    typer.echo(report.line())
+    present(report, view, out, stdout_console(), written)

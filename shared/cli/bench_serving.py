@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, computing_device, present, step_progress
-from shared.cli.options import DEFAULT_MODEL, fetch_if_known
+from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, measuring, present
+from shared.cli.options import DEFAULT_MODEL
 from shared.cli.terminal import examples
 
 SERVING_EPILOG = examples(
@@ -87,16 +87,14 @@ def serving(
     from benchmarks.setup import Setup
     from benchmarks.workloads.serving import default_size
 
-    device = computing_device(device)
-    size = default_size(device)
-    if tail_requests is not None:
-        size = replace(size, tail=replace(size.tail, num_requests=tail_requests))
-    if trials is not None:
-        size = replace(size, trials=trials)
-    fetch_if_known(model)
-    with step_progress() as progress:
+    with measuring(device, dtype, threads, seed, model) as where:
+        size = default_size(where["device"])
+        if tail_requests is not None:
+            size = replace(size, tail=replace(size.tail, num_requests=tail_requests))
+        if trials is not None:
+            size = replace(size, trials=trials)
         report = measure_serving(
-            Setup(model, device, dtype, threads, seed, progress),
+            Setup(model, **where),
             experiments=experiment or None,
             contenders=contender or None,
             phase=phase,
@@ -127,11 +125,8 @@ def matrix(
     from benchmarks.run_matrix import run_matrix, view
     from benchmarks.setup import Setup
 
-    device = computing_device(device)
-    fetch_if_known(model)
-    with step_progress() as progress:
-        setup = Setup(model, device, dtype, threads, seed, progress)
-        report = run_matrix(setup, phases=phase or None, max_seconds=max_seconds)
+    with measuring(device, dtype, threads, seed, model) as where:
+        report = run_matrix(Setup(model, **where), phases=phase or None, max_seconds=max_seconds)
     present(report, view(report), out)
 
 

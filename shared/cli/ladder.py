@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, computing_device, present, step_progress
-from shared.cli.options import DEFAULT_MODEL, fetch_if_known
+from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, measuring, present
+from shared.cli.options import DEFAULT_MODEL
 from shared.cli.terminal import examples
 from shared.errors import ConfigError
 
@@ -58,9 +58,8 @@ def ladder(
     """
     from benchmarks.ladder import DEFAULT, QUICK, measure_ladder, view
 
-    fetch_if_known(model)
     size = QUICK if quick else DEFAULT
-    with step_progress() as progress:
+    with measuring(device, dtype, threads, seed, model) as where:
         report = measure_ladder(
             model,
             prompt_tokens=size.prompt_tokens if prompt_tokens is None else prompt_tokens,
@@ -68,11 +67,7 @@ def ladder(
             trials=size.trials if trials is None else trials,
             phases=phase or None,
             context_lengths=size.context_lengths if contexts is None else _lengths(contexts),
-            seed=seed,
-            dtype=dtype,
-            device=computing_device(device),
-            threads=threads,
-            progress=progress,
+            **where,
         )
     present(report, view(report), out)
 

@@ -3,7 +3,7 @@
 Every optimization is a field that can be turned off. A field's metadata names the phase that introduces it, so an
 engine refuses the settings of later phases by name, and holds its help, so the command line makes an option of it
 (:mod:`shared.cli.options`; its help must appear without torch, hence the late import). Invariant: every EngineConfig is
-consistent; the constructor refuses contradictions and states the rule in the message.
+consistent; the constructor refuses contradictions, by the rules of :mod:`shared.engine.config_rules`.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shared.engine.config_rules import EXCLUSIVE, check, unmet
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,49 +25,6 @@ ACCEPTANCE_METHODS = ("coupled", "rejection")
 COMPRESS_METHODS = ("snapkv", "rkv", "topp", "streaming", "none")
 ATTN_REDUCE_METHODS = ("mean", "raw", "sum", "max")
 DEFAULT_MAX_SEQ_LEN = 4096
-
-NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "block_size": (("kv_cache_backend", "paged"),),
-    "num_gpu_blocks": (("kv_cache_backend", "paged"),),
-    "prefill_chunk_size": (("use_chunked_prefill", True),),
-    "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
-    "use_chunked_prefill": (("batching_mode", "continuous"),),
-    "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
-    "compress_method": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
-    "kv_cache_dtype": (("kv_cache_backend", "paged"),),
-    "use_cuda_graphs": (
-        ("batching_mode", "continuous"),
-        ("kv_cache_backend", "paged"),
-        ("attention_backend", "planned"),
-    ),
-    "use_speculative_decoding": (("batching_mode", "continuous"),),
-    "drafter": (("use_speculative_decoding", True),),
-    "draft_model": (("use_speculative_decoding", True), ("drafter", "model")),
-    "adapter": (("use_speculative_decoding", True), ("kv_cache_backend", "paged")),
-    "spec_length": (("use_speculative_decoding", True),),
-    "acceptance_method": (("use_speculative_decoding", True),),
-    "adapt_spec_length": (("use_speculative_decoding", True),),
-}
-"""Fields that depend on others: if changed, they require the named fields to have the given values. An optimization
-left to the phase (None) is off without its requirements; one set to True is refused."""
-
-COMPRESSION = (
-    "if_fake_compress",
-    "if_log_compress",
-    "if_log_num_topp",
-    "layer_budget",
-    "layer_upper_budget",
-    "query_window_size",
-    "steps_between_compressions",
-    "p_attn",
-    "attn_reduce_method",
-)
-"""Fields that have no meaning without ``compress_method``."""
-
-WITHOUT_COMPRESSION = {
-    "use_prefix_caching": ("if_fake_compress", "a block with masked tokens cannot be shared"),
-}
-"""Optimizations that are off with a setting of compression, and refused if set to True; with the reason."""
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
 """Side tracks: no later phase supports their settings."""
@@ -267,109 +225,21 @@ class EngineConfig:
                 raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(choices)}.")
             if at_least is not None and not is_default and (type(value) is not int or value < at_least):
                 raise ConfigError(f"{field.name} is {value!r}; it must be an integer of at least {at_least}.")
-            unmet = None if is_default or value is False else self._unmet(field.name)
-            if unmet is not None:
-                other, needed = unmet
+            missing = None if is_default or value is False else unmet(self, field.name)
+            if missing is not None:
+                other, needed = missing
                 raise ConfigError(
                     f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; {field.name}, which arrives "
                     f"in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too, or leave "
                     f"{field.name} out."
                 )
-        self._check_contradictions()
+        check(self)
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(
                 f"max_seq_len is {self.max_seq_len}; it must be at least 2: one prompt token and one output token."
             )
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^64 - 1.")
-
-    def _check_contradictions(self) -> None:
-        """Raise ConfigError for settings that are each valid but exclude each other."""
-        if self.batching_mode == "static":
-            for name in ("scheduler_policy", "max_decode_interval"):
-                value = getattr(self, name)
-                if value != self.__dataclass_fields__[name].default:
-                    raise ConfigError(
-                        f"{name} is {value!r} and batching_mode is 'static'; a static batch admits no request while "
-                        f"it runs, so no step mixes prefill and decode: leave {name} out, or choose batching_mode "
-                        "'continuous'."
-                    )
-        if self.attention_backend == "planned" and self.kv_cache_backend == "contiguous":
-            raise ConfigError(
-                "attention_backend is 'planned' and kv_cache_backend is 'contiguous'; planned attention works on "
-                "blocks: leave attention_backend out, or choose kv_cache_backend 'paged'."
-            )
-        self._check_compression()
-        if self.quantize_head and self.quantization is None:
-            raise ConfigError(
-                "quantize_head is True and quantization is None; choose what the head is rounded to: fp8, int8 or int4."
-            )
-        if self.pack_weights and self.quantization is not None:
-            raise ConfigError(
-                f"pack_weights is True and quantization is {self.quantization!r}; packing keeps 16-bit weights: leave "
-                "one of them out."
-            )
-        for name in ("drafter", "draft_model"):
-            if self.adapter is not None and getattr(self, name) is not None:
-                raise ConfigError(
-                    f"adapter is {self.adapter!r} and {name} is {getattr(self, name)!r}; with an adapter the model "
-                    "drafts for itself: leave one of them out."
-                )
-        if self.adapter is not None and self.kv_cache_dtype == "fp8":
-            raise ConfigError(
-                f"adapter is {self.adapter!r} and kv_cache_dtype is 'fp8'; mask tokens need keys and values of the "
-                "weights' dtype: leave one of them out."
-            )
-        for name in ("adapter", "quantization", "pack_weights"):
-            if self.execution == "compile" and getattr(self, name):
-                raise ConfigError(
-                    f"execution is 'compile' and {name} is {getattr(self, name)!r}; compiled products have plain "
-                    "weights: leave one of them out."
-                )
-        if self.pack_weights and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"pack_weights is True and tensor_parallel_size is {self.tensor_parallel_size}; packed matrices are "
-                "whole: leave one of them out."
-            )
-        if self.draft_ranks > 1 and (self.draft_model is None or self.draft_ranks > self.tensor_parallel_size):
-            raise ConfigError(
-                f"draft_ranks is {self.draft_ranks}, draft_model is {self.draft_model!r} and tensor_parallel_size is "
-                f"{self.tensor_parallel_size}; a draft model is cut among at most as many processes as the model."
-            )
-        has_drafter = self.drafter == "ngram" or self.draft_model is not None or self.adapter is not None
-        if self.use_speculative_decoding and not has_drafter:
-            raise ConfigError(
-                f"use_speculative_decoding is True, drafter is {self.drafter!r} and draft_model is None; set "
-                "draft_model to the model that proposes tokens, or choose drafter 'ngram', which needs none."
-            )
-
-    def _check_compression(self) -> None:
-        """Raise ConfigError for settings of a compressed KV cache that contradict others."""
-        if not 0 < self.p_attn < 1:
-            raise ConfigError(f"p_attn is {self.p_attn!r}; it must lie between 0 and 1.")
-        if self.layer_upper_budget < self.layer_budget:
-            raise ConfigError(
-                f"layer_upper_budget is {self.layer_upper_budget} and layer_budget is {self.layer_budget}; the most "
-                "that a head keeps cannot be below the least: raise layer_upper_budget too."
-            )
-        if self.compress_method is None:
-            for name in COMPRESSION:
-                if (value := getattr(self, name)) != self.__dataclass_fields__[name].default:
-                    raise ConfigError(
-                        f"{name} is {value!r} and compress_method is None; {name}, which arrives in phase 09.2, is of "
-                        f"a compressed KV cache: choose a compress_method too, or leave {name} out."
-                    )
-            return
-        for name, (other, reason) in WITHOUT_COMPRESSION.items():
-            if getattr(self, name) and getattr(self, other):
-                raise ConfigError(
-                    f"{name} is True and {other} is {getattr(self, other)!r}; {reason}: leave one of them out."
-                )
-        if self.attention_backend in ("flash", "planned"):
-            raise ConfigError(
-                f"attention_backend is {self.attention_backend!r} and compress_method is {self.compress_method!r}; "
-                "compressed sequences have a kernel of their own: leave attention_backend out, or choose sdpa or naive."
-            )
 
     def check(self, supported: Collection[str]) -> None:
         """Raise ConfigError for a changed setting that the engine does not support, and name its phase.
@@ -394,18 +264,9 @@ class EngineConfig:
     def is_on(self, name: str) -> bool:
         """Whether an optimization that the phase supports is on; None means on if its requirements are met."""
         value = getattr(self, name)
-        if value is None and name in WITHOUT_COMPRESSION and getattr(self, WITHOUT_COMPRESSION[name][0]):
-            return False
-        return bool(value) if value is not None else self._unmet(name) is None
-
-    def _unmet(self, name: str) -> tuple[str, Any] | None:
-        """The first requirement of a field that is not met, as in NEEDS; also one of a field that it requires."""
-        for other, needed in NEEDS.get(name, ()):
-            value = getattr(self, other)
-            unmet = (other, needed) if value not in (needed, None) else None if value else self._unmet(other)
-            if unmet is not None:
-                return unmet
-        return None
+        if value is not None:
+            return bool(value)
+        return unmet(self, name) is None and not any(rule.name == name and rule.has_other(self) for rule in EXCLUSIVE)
 
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
         """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""

@@ -19,8 +19,6 @@ from shared.grammar.limits import Budget, GrammarError
 
 Entries = dict[int, int]
 """What a state does with a byte; bytes that are missing are refused."""
-Clauses = tuple[tuple[int, int, int], ...]
-"""(trigger, keys, least), as in ``Automaton.clauses``, of one group of alternatives."""
 MAX_CLASSES = 10
 
 

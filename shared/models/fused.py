@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shared.kernels import gemv
-from shared.kernels.launch import check_launchable
+from shared.kernels.launch import check_head_size, check_launchable
 from shared.kernels.rmsnorm import add_rms_norm, rms_norm
 from shared.kernels.tiling import MAX_ROWS
 from shared.models.causal_lm import CausalLM
@@ -118,9 +118,11 @@ def fuse(model: CausalLM) -> CausalLM:
     """Replace, in place, every block and the head by its fused version, and free the unmerged matrices.
 
     Extra memory is needed for the merged matrices of one layer at a time. Raises ConfigError, and leaves the model
-    unchanged, if the machine's GPU, Triton or compiler cannot run the kernels.
+    unchanged, if the machine's GPU, Triton or compiler cannot run the kernels, or they do not take its head size.
     """
     check_launchable(model.device)
+    if model.device.type == "cuda":
+        check_head_size(model.config.head_dim)
     for layer in range(len(model.blocks)):
         model.blocks[layer] = FusedBlock(model.blocks[layer])
         if model.device.type == "cuda":

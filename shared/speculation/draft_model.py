@@ -91,10 +91,7 @@ class DraftModel:
         quantize = quantizer(None, False)
         self.model = load(folder, dtype=target.dtype, device=target.device, quantize=quantize)
         check_vocabulary(config.draft_model, (self.model, Tokenizer.load(folder)), (target, tokenizer))
-        if config.pack_weights:
-            pack(self.model)
-        else:
-            fuse(self.model)
+        (pack if config.pack_weights else fuse)(self.model)
         self.config = config
         self.most_tokens = config.prefill_chunk_size if config.is_on("use_chunked_prefill") else None
         self.distributions: dict[tuple[int, int], torch.Tensor] = {}

@@ -6,17 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = [
     "The capital of France is Paris. The cat sat on the mat, and the dog didn't.",
@@ -98,11 +88,7 @@ def text_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             root / "llama3",
             _with_bos(_byte_level(split, [*llama3, "<|eot_id|>"]), "<|begin_of_text|>"),
             "llama",
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<|begin_of_text|>",
-                "eos_token": "<|eot_id|>",
-            },
+            {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
             ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
         ),
         "qwen3": _save(

@@ -1,8 +1,9 @@
 """Code that uses the KV cache depends on protocols only: no implementation class, no probing, no name of a backend.
 
 Read from the source: of the engines, of what they are made of, and of the models. Only the tables that turn a setting
-into a memory may say which kinds there are, and ``shared.engine.config``, which names the settings. The memory has two
-sides, of which neither knows the other: the accounts on the host, without a tensor, and views on the device.
+into a memory may say which kinds there are, and ``shared.engine.config`` with its rules, which name the settings. The
+memory has two sides, of which neither knows the other: the accounts on the host, without a tensor, and views on the
+device.
 """
 
 import ast
@@ -27,7 +28,7 @@ PARTS = sorted(
     path
     for folder in ("engine", "scheduling", "models")
     for path in (ROOT / "shared" / folder).glob("*.py")
-    if path.name not in ("__init__.py", "config.py") or folder == "models"
+    if path.name not in ("__init__.py", "config.py", "config_rules.py") or folder == "models"
 )
 BACKENDS = re.compile(r"\b(paged|contiguous|planned|contiguous)", re.IGNORECASE)
 PROBES = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "delattr", "type", "vars", "dir"}

@@ -73,11 +73,7 @@ def module(tmp_path: Path) -> Path:
         ("TABLE", True, 'TABLE = {\n    "a": 1,  # with a comment\n}'),
         ("size", True, "size: int = 3"),
         ("Box.limit", True, "limit = 2"),
-        (
-            "cached",
-            False,
-            '@functools.cache\ndef cached(n: int) -> str:\n    return "# hint: this is no hint"',
-        ),
+        ("cached", False, '@functools.cache\ndef cached(n: int) -> str:\n    return "# hint: this is no hint"'),
         ("Box.open", True, 'async def open(self) -> None:\n    """All there is."""'),
         ("Box.open", False, 'async def open(self) -> None:\n    """All there is."""'),
         (

@@ -6,7 +6,7 @@ reads what it should not.
 """
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -36,33 +36,23 @@ class ChunkMachine(RuleBasedStateMachine):
     met: ClassVar[dict[str, int]] = dict.fromkeys(MET, 0)
 
     @initialize(
+        about=st.fixed_dictionaries(
+            {
+                "block_size": st.sampled_from([1, 2, 3, 4]),
+                "max_batch_size": st.integers(1, 4),
+                "prefill_chunk_size": st.integers(1, 9),
+                "use_prefix_caching": st.booleans(),
+            }
+        ),
         num_blocks=st.integers(4, 16),
-        block_size=st.sampled_from([1, 2, 3, 4]),
-        places=st.integers(1, 4),
         num_in_flight=st.integers(0, 1),
-        is_sharing=st.booleans(),
-        prefill=st.integers(1, 9),
         max_bytes=st.integers(2000, 6000),
     )
-    def begin(
-        self,
-        num_blocks: int,
-        block_size: int,
-        places: int,
-        num_in_flight: int,
-        is_sharing: bool,
-        prefill: int,
-        max_bytes: int,
-    ) -> None:
-        config = EngineConfig(
-            max_batch_size=places,
-            block_size=block_size,
-            prefill_chunk_size=prefill,
-            use_prefix_caching=is_sharing,
-        )
+    def begin(self, about: dict[str, Any], num_blocks: int, num_in_flight: int, max_bytes: int) -> None:
+        config = EngineConfig(**about)
         self.registry = ChunkRegistry(max_bytes)
-        sizes = PagedSizes(num_blocks, block_size, places, 64, MAX_SEQ_LEN)
-        self.pool = ChunkKVCachePool(sizes, None, self.registry, is_sharing)
+        sizes = PagedSizes(num_blocks, config.block_size, config.max_batch_size, 64, MAX_SEQ_LEN)
+        self.pool = ChunkKVCachePool(sizes, None, self.registry, about["use_prefix_caching"])
         self.scheduler = ChunkScheduler(config, self.pool, MAX_SEQ_LEN, self.registry)
         self.loop = Loop(self.scheduler, self.tokenizer, lambda request, index: 1000 + index, num_in_flight)
         self.slots: dict[int, tuple[int, ...]] = {}

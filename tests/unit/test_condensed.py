@@ -13,7 +13,7 @@ from shared.cache.condensed_layout import Cells, Packed
 from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.compression.masked import masked_attention
-from shared.engine.config import COMPRESS_METHODS, WITHOUT_COMPRESSION, EngineConfig
+from shared.engine.config import COMPRESS_METHODS, EngineConfig
 from shared.errors import CapacityError, ConfigError
 from shared.ops.attention import naive_attention
 from shared.scheduling.compressing import CompressingScheduler
@@ -274,9 +274,8 @@ def test_settings_that_contradict_are_refused(about: dict[str, Any], message: st
 
 
 def test_what_compression_excludes_is_off() -> None:
-    assert all(EngineConfig().is_on(name) for name in WITHOUT_COMPRESSION)
+    assert EngineConfig().is_on("use_prefix_caching")
     for method in COMPRESS_METHODS:
         for is_fake in (False, True):
             config = EngineConfig(compress_method=method, if_fake_compress=is_fake)
-            for name, (other, _) in WITHOUT_COMPRESSION.items():
-                assert config.is_on(name) == (not getattr(config, other))
+            assert config.is_on("use_prefix_caching") == (not is_fake)

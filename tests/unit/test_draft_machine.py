@@ -17,7 +17,6 @@ from shared.cache.paged_layout import PagedSizes
 from shared.cache.paired import PairedPool
 from shared.cache.prefix import PrefixKVCachePool
 from shared.engine.batch import Batch
-from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
@@ -97,42 +96,27 @@ class DraftMachine(SpeculativeMachine):
     num_preempted_in_all: ClassVar[int] = 0
 
     @initialize(
+        about=st.fixed_dictionaries(
+            {
+                "block_size": st.sampled_from([1, 2, 3]),
+                "max_batch_size": st.integers(1, 5),
+                "max_num_batched_tokens": st.integers(1, 40),
+                "prefill_chunk_size": st.integers(1, 9),
+                "spec_length": st.integers(1, 5),
+                "adapt_spec_length": st.booleans(),
+                "draft_model": st.just("a draft model"),
+            }
+        ),
         num_blocks=st.integers(2, 12),
-        block_size=st.sampled_from([1, 2, 3]),
-        places=st.integers(1, 5),
-        budget=st.integers(1, 40),
-        size=st.integers(1, 9),
-        length=st.integers(1, 5),
-        is_adaptive=st.booleans(),
         num_in_flight=st.integers(0, 1),
         chance=st.randoms(use_true_random=False),
     )
-    def begin(
-        self,
-        num_blocks: int,
-        block_size: int,
-        places: int,
-        budget: int,
-        size: int,
-        length: int,
-        is_adaptive: bool,
-        num_in_flight: int,
-        chance: Random,
-    ) -> None:
-        config = EngineConfig(
-            max_decode_interval=10_000,  # an empty step, before which ends must be known, counts as a step
-            max_batch_size=places,
-            max_num_batched_tokens=budget,
-            prefill_chunk_size=size,
-            block_size=block_size,
-            use_speculative_decoding=True,
-            draft_model="a draft model",
-            spec_length=length,
-            adapt_spec_length=is_adaptive,
-        )
-        sizes = PagedSizes(num_blocks, block_size, places, 64, MAX_SEQ_LEN)
+    def begin(self, about: dict[str, Any], num_blocks: int, num_in_flight: int, chance: Random) -> None:
+        config = self.speculating(**about)
+        sizes = PagedSizes(num_blocks, config.block_size, config.max_batch_size, 64, MAX_SEQ_LEN)
         self.drafter = Followed()
-        self.drafter.config, self.drafter.most_tokens, self.drafter.distributions = config, size, {}
+        self.drafter.config, self.drafter.distributions = config, {}
+        self.drafter.most_tokens = config.prefill_chunk_size
         self.drafter.room = config.most_tokens_of_a_step(MAX_SEQ_LEN)
         self.drafter.pool = PrefixKVCachePool(sizes, None)
         self.drafter.pair = PairedPool(PrefixKVCachePool(sizes, None), self.drafter.pool)

@@ -18,8 +18,9 @@ from shared.engine.request import RequestStatus
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve, serve_with_aborts
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve
 from tests.mixed_requests import tokens as tokens_of
+from tests.random_loads import Load, assert_as_alone, loads, sizes
 
 
 @pytest.fixture(scope="session")
@@ -113,48 +114,15 @@ ALONE: list[list[int | None]] = []
 
 
 @settings(max_examples=6, deadline=None)
-@given(
-    block_size=st.sampled_from([1, 2, 5, 16]),
-    size=st.integers(1, 40),
-    spare=st.integers(0, 80),
-    batch=st.integers(2, 8),
-    length=st.integers(1, 8),
-    overlaps=st.booleans(),
-    arrivals=st.lists(st.integers(0, 14), min_size=len(ALIKE), max_size=len(ALIKE)),
-    aborted=st.sets(st.integers(0, len(ALIKE) - 1), max_size=2),
-    abort_at=st.integers(1, 20),
-)
+@given(about=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path],
-    drafts: dict[str, Path],
-    block_size: int,
-    size: int,
-    spare: int,
-    batch: int,
-    length: int,
-    overlaps: bool,
-    arrivals: list[int],
-    aborted: set[int],
-    abort_at: int,
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], about: dict[str, Any], load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
     if not ALONE:
         plain = EngineConfig(model=str(folder), max_seq_len=96)
         ALONE.extend(tokens_of(serve(Plain(plain), [request])[0][0]) for request in ALIKE)
-    engine = make(
-        folder,
-        drafts["gemma3_text"],
-        max_seq_len=96,
-        max_batch_size=batch,
-        block_size=block_size,
-        num_gpu_blocks=(96 + spare) // block_size + 1,
-        prefill_chunk_size=size,
-        spec_length=length,
-        overlap_scheduling=overlaps,
-    )
-    outputs, aborted = serve_with_aborts(engine, ALIKE, arrivals, aborted, abort_at)
-    for n, alone in enumerate(ALONE):
-        assert outputs[n] == (alone[: len(outputs[n])] if n in aborted else alone), f"request {n}"
+    assert_as_alone(make(folder, drafts["gemma3_text"], **about), load, ALONE)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

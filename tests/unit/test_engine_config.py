@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from shared.engine.config import NEEDS, SIDE_TRACKS, EngineConfig
+from shared.engine.config import SIDE_TRACKS, EngineConfig
+from shared.engine.config_rules import COMPRESSION, EXCLUSIVE, NEEDS
 from shared.errors import ConfigError
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
@@ -55,7 +56,7 @@ def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value:
         ({"draft_model": "small"}, "requires use_speculative_decoding = True"),
         ({"spec_length": 2}, "spec_length is 2 and use_speculative_decoding is False"),
         ({"use_speculative_decoding": True}, "draft_model is None; set draft_model to the model that proposes"),
-        ({"batching_mode": "static", "scheduler_policy": "prefill_first"}, "a static batch admits no request while it"),
+        ({"batching_mode": "static", "scheduler_policy": "prefill_first"}, "requires batching_mode = 'continuous'"),
         (
             {"batching_mode": "static", "max_decode_interval": 2},
             "max_decode_interval is 2 and batching_mode is 'static'",
@@ -147,7 +148,8 @@ def test_what_comes_later_is_refused_by_the_name_of_its_phase(settings: dict, re
 
 
 def test_every_rule_is_about_fields_that_exist() -> None:
-    assert {*NEEDS, *(other for needs in NEEDS.values() for other, _ in needs)} <= {*FIELDS}
+    assert {*NEEDS, *(other for needs in NEEDS.values() for other, _ in needs), *COMPRESSION} <= {*FIELDS}
+    assert {name for rule in EXCLUSIVE for name in (rule.name, rule.other)} <= {*FIELDS}
     for field in FIELDS.values():
         assert set(field.metadata["values"]) <= {*field.metadata["choices"]}
 

@@ -40,12 +40,7 @@ MISTAKES = {
     "no first layer": ("phase_01b", "in self.layers:", "in self.layers[1:]:", "none is right"),
     "a token too few": ("phase_02", "mass_before >=", "mass_before + probabilities >=", "its probability is"),
     "no top-k": ("phase_02", "probabilities[params.top_k :] = 0", "pass", "top-k or top-p excludes"),
-    "another seed": (
-        "phase_02",
-        "manual_seed(params.seed or 0)",
-        "manual_seed(0)",
-        "seeds 7 and 8 sampled the same",
-    ),
+    "another seed": ("phase_02", "manual_seed(params.seed or 0)", "manual_seed(0)", "seeds 7 and 8 sampled the same"),
     "the first logits": ("phase_02", "hidden[-1]", "hidden[0]", "token 0: expected"),
     "positions from 0": (
         "phase_03",
@@ -53,12 +48,7 @@ MISTAKES = {
         "torch.arange(len(ids) - start)",
         "token 1: expected",
     ),
-    "no cache": (
-        "phase_03",
-        "start = self.model.layers[0].length",
-        "start = 0",
-        "each once would be",
-    ),
+    "no cache": ("phase_03", "start = self.model.layers[0].length", "start = 0", "each once would be"),
     "not emptied": ("phase_03", "layer.length = 0", "pass", "torch.arange(start, len(ids))"),
 }
 ON_PAGES = ("no mask", "no first layer", "a token too few", "positions from 0")

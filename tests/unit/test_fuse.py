@@ -161,10 +161,7 @@ MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         lambda patch: patch.setattr(launch.shutil, "which", lambda compiler: None),
         r"there is neither gcc nor clang; install gcc .*environment variable CC",
     ),
-    "another compiler": (
-        lambda patch: patch.setenv("CC", "icc"),
-        r"CC names 'icc', which does not exist; install gcc",
-    ),
+    "another compiler": (lambda patch: patch.setenv("CC", "icc"), r"CC names 'icc', which does not exist; install gcc"),
     "no headers": (
         lambda patch: patch.setattr(launch.Path, "is_file", lambda path: False),
         r"there is no Python\.h in .*python3-dev",

@@ -154,11 +154,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 2}, {"a": 3, "b": 0}, {"a": "x"}],
         [{"a": 4}, {"a": 0}, {}],
     ),
-    "one of overlaps": (
-        {"oneOf": [{"type": "integer"}, {"minimum": 2}]},
-        [1, 2.5, 0],
-        [3, 1.5, 2, 4],
-    ),
+    "one of overlaps": ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, [1, 2.5, 0], [3, 1.5, 2, 4]),
     "one of required": (
         {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
         [{"a": 1}, {"x": 1, "b": 2}],

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks import hardware, machine, timing
+from benchmarks import command, hardware, machine, timing
 from benchmarks.report import Report, describe_model, engine_settings, read_value, write_report
 from benchmarks.roofline import DecodeWork
-from benchmarks.timing import Run, SyntheticPrompts, answer_with, rotated, run, timed
-from benchmarks.view import Bar, Bars, Column, Table, View, text
+from benchmarks.timing import Run, SyntheticPrompts, answer_with, in_turns, rotated, run, timed
+from benchmarks.view import Bar, Bars, Column, Table, View, table_of, text
 from shared.checkpoints.make import checkpoint_tensors
 from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
@@ -146,6 +146,35 @@ def test_the_file_tells_everything_and_no_path(report, tmp_path):
     assert "\n" not in report.line()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report(report, paths[0] / "reports", view=view)
+
+
+def test_a_command_has_an_option_for_each_argument_and_ends_with_one_json_line(tmp_path, monkeypatch, capsys):
+    def measure(model: str, trials: int = 3, dtype: str | None = None, sizes: tuple[int, ...] = (1, 8), peers=True):
+        found = {"one": {"trials": trials, "of": sizes, "peers": peers}, "two": {"list": [1]}}
+        return Report(model, {"name": "tiny"}, {}, 0, {"dtype": dtype}, found)
+
+    def view(report: Report) -> View:
+        return View("A view", [], [table_of("", "row", report.results, peers=str)])
+
+    asked = "x --model m --trials 5 --sizes 2 16 --no-peers --out"
+    monkeypatch.setattr("sys.argv", [*asked.split(), str(tmp_path)])
+    command.run(measure, view, "A description.")
+    lines = capsys.readouterr().out.splitlines()
+    found = {"one": {"trials": 5, "of": [2, 16], "peers": False}, "two": {"list": [1]}}
+    assert json.loads(lines[-1])["results"] == found
+    (file,) = tmp_path.glob("*.json")
+    assert read_value(file, "results") == found
+    assert "| one | 5.00 | False |" in file.with_suffix(".md").read_text()
+    monkeypatch.setattr("sys.argv", ["x"])
+    with pytest.raises(SystemExit):
+        command.run(measure, view, None)
+    assert "--model" in capsys.readouterr().err
+
+
+def test_turns_go_forwards_and_backwards_behind_a_warm_up():
+    order: list[str] = []
+    found = in_turns({name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}, 2, warm_ups=1)
+    assert ("".join(order), found) == ("abbaab", {"a": [4.0, 5.0], "b": [3.0, 6.0]})
 
 
 def test_a_value_is_read_by_its_dotted_key_and_a_missing_one_names_those_there_are(report, tmp_path):

@@ -11,13 +11,7 @@ from tests.comparison import assert_equal
 
 @pytest.mark.parametrize(
     ("steps_since", "turns"),
-    [
-        ([], []),
-        ([1], [False]),
-        ([1, 2, 1], [False] * 3),
-        ([1, 3, 1], [True] * 3),
-        ([7, 1], [True] * 2),
-    ],
+    [([], []), ([1], [False]), ([1, 2, 1], [False] * 3), ([1, 3, 1], [True] * 3), ([7, 1], [True] * 2)],
 )
 def test_prefill_first_decodes_all_when_one_is_due(steps_since: list[int], turns: list[bool]) -> None:
     assert_equal(when_due(steps_since, 3), turns, f"who decodes after {steps_since} steps, interval 3", ("request",))
@@ -63,11 +57,7 @@ def test_without_prompts_all_decode(policy: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "shared"),
-    [
-        ("fcfs", (["a", "b", "c"], "xyz")),
-        ("prefill_first", ([], "xyz")),
-        ("decode_round_robin", (["b"], "x")),
-    ],
+    [("fcfs", (["a", "b", "c"], "xyz")), ("prefill_first", ([], "xyz")), ("decode_round_robin", (["b"], "x"))],
 )
 def test_beside_prompts_a_policy_says_what_takes_part(policy: str, shared: tuple[list[str], str]) -> None:
     assert POLICIES[policy].share("xyz", "abc", [1, 2, 1], 3) == shared

@@ -4,7 +4,7 @@ request ends."""
 
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -30,40 +30,34 @@ class Machine(SchedulingMachine):
     num_in_flight_preempted = 0  # requests that lost their memory while a step computed them
 
     @initialize(
+        about=st.fixed_dictionaries(
+            {
+                "block_size": st.sampled_from([1, 2, 3, 4, 16]),
+                "scheduler_policy": st.sampled_from(SCHEDULER_POLICIES),
+                "max_decode_interval": st.integers(1, 4),
+                "max_batch_size": st.integers(1, 6),
+                "max_num_batched_tokens": st.integers(1, 60),
+            }
+        ),
         num_blocks=st.integers(1, 12),
-        block_size=st.sampled_from([1, 2, 3, 4, 16]),
         watermark=st.integers(0, 3),
-        policy=st.sampled_from(SCHEDULER_POLICIES),
-        interval=st.integers(1, 4),
-        places=st.integers(1, 6),
-        budget=st.integers(1, 60),
         shuffled=st.randoms(use_true_random=False),
         num_in_flight=st.integers(0, 1),
         chunks=st.none() | st.tuples(st.integers(1, 9), st.none() | st.integers(1, 3)),
     )
     def begin(
         self,
+        about: dict[str, Any],
         num_blocks: int,
-        block_size: int,
         watermark: int,
-        policy: str,
-        interval: int,
-        places: int,
-        budget: int,
         shuffled: Random,
         num_in_flight: int,
         chunks: tuple[int, int | None] | None,
     ) -> None:
         size, most = chunks or (512, None)
-        config = EngineConfig(
-            scheduler_policy=policy,
-            max_decode_interval=interval,
-            max_batch_size=places,
-            max_num_batched_tokens=budget,
-            prefill_chunk_size=size,
-            max_prefill_chunks_per_step=most,
-        )
-        pool = self.make_pool(num_blocks, block_size, places)
+        config = EngineConfig(prefill_chunk_size=size, max_prefill_chunks_per_step=most, **about)
+        block_size = config.block_size
+        pool = self.make_pool(num_blocks, block_size, config.max_batch_size)
         pool.watermark_tokens = watermark * block_size
         shuffled.shuffle(stack := pool.allocator.stack.tolist())
         pool.allocator.stack[:] = stack

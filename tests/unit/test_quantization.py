@@ -170,11 +170,7 @@ STORED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]] 
     ),
     "packed int4": (
         CT | {"format": "pack-quantized", "config_groups": PACKED},
-        {
-            "weight_packed": packed_one_by_one(NUMBERS),
-            "weight_scale": SCALES,
-            "weight_shape": torch.tensor([N, K]),
-        },
+        {"weight_packed": packed_one_by_one(NUMBERS), "weight_scale": SCALES, "weight_shape": torch.tensor([N, K])},
         in_groups(8),
     ),
     "packed int4 with zeros": (

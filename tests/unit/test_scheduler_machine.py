@@ -35,11 +35,7 @@ class Machine(SchedulingMachine):
     def begin(self, mode: str, policy: str, interval: int, regions: int, budget: int, num_in_flight: int) -> None:
         sharing = {"scheduler_policy": policy, "max_decode_interval": interval} if mode == "continuous" else {}
         config = EngineConfig(
-            batching_mode=mode,
-            max_batch_size=regions,
-            max_num_batched_tokens=budget,
-            max_waiting_requests=5,
-            **sharing,
+            batching_mode=mode, max_batch_size=regions, max_num_batched_tokens=budget, max_waiting_requests=5, **sharing
         )
         pool = ContiguousKVCachePool(regions, MAX_SEQ_LEN)
         made: type[Scheduler] = {"static": StaticScheduler, "continuous": ContinuousScheduler}[mode]

@@ -4,7 +4,7 @@ no token is lost or doubled, nothing leaks, and what was rejected leaves no trac
 from collections.abc import Collection
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -51,52 +51,37 @@ class SpeculativeMachine(SchedulingMachine):
     num_preemptions: ClassVar[int] = 0
 
     @initialize(
+        about=st.fixed_dictionaries(
+            {
+                "block_size": st.sampled_from([1, 2, 3, 16]),
+                "scheduler_policy": st.sampled_from(SCHEDULER_POLICIES),
+                "max_batch_size": st.integers(1, 6),
+                "max_num_batched_tokens": st.integers(1, 60),
+                "prefill_chunk_size": st.integers(1, 9),
+                "spec_length": st.integers(1, 6),
+                "adapt_spec_length": st.booleans(),
+                "use_prefix_caching": st.booleans(),
+                "drafter": st.just("ngram"),
+            }
+        ),
         num_blocks=st.integers(1, 12),
-        block_size=st.sampled_from([1, 2, 3, 16]),
-        policy=st.sampled_from(SCHEDULER_POLICIES),
-        places=st.integers(1, 6),
-        budget=st.integers(1, 60),
-        size=st.integers(1, 9),
-        length=st.integers(1, 6),
-        is_adaptive=st.booleans(),
-        is_sharing=st.booleans(),
         num_in_flight=st.integers(0, 1),
         chance=st.randoms(use_true_random=False),
     )
-    def begin(
-        self,
-        num_blocks: int,
-        block_size: int,
-        policy: str,
-        places: int,
-        budget: int,
-        size: int,
-        length: int,
-        is_adaptive: bool,
-        is_sharing: bool,
-        num_in_flight: int,
-        chance: Random,
-    ) -> None:
-        config = EngineConfig(
-            scheduler_policy=policy,
-            max_decode_interval=10_000,  # an empty step, before which ends must be known, counts as a step
-            max_batch_size=places,
-            max_num_batched_tokens=budget,
-            prefill_chunk_size=size,
-            block_size=block_size,
-            use_prefix_caching=is_sharing,
-            use_speculative_decoding=True,
-            drafter="ngram",
-            spec_length=length,
-            adapt_spec_length=is_adaptive,
-        )
+    def begin(self, about: dict[str, Any], num_blocks: int, num_in_flight: int, chance: Random) -> None:
+        config = self.speculating(**about)
+        block_size, places = config.block_size, config.max_batch_size
         sizes = PagedSizes(num_blocks, block_size, places, 64, MAX_SEQ_LEN)
         pool: PagedKVCachePool = PrefixKVCachePool(sizes, None)
-        if not is_sharing:
+        if not config.use_prefix_caching:
             pool = PagedKVCachePool(num_blocks, block_size, places, MAX_SEQ_LEN)
         self.chance = chance
         self.set_up(SpeculativeScheduler(config, pool, MAX_SEQ_LEN), num_in_flight)
         self.loop = DraftLoop(self.scheduler, self.tokenizer, self.token_at, num_in_flight)
+
+    def speculating(self, **about: Any) -> EngineConfig:
+        """A configuration; an empty step, before which ends must be known, counts as a step of the interval."""
+        return EngineConfig(max_decode_interval=10_000, use_speculative_decoding=True, **about)
 
     def add_request(self, name: str, num_prompt_tokens: int, max_new_tokens: int) -> None:
         super().add_request(name, num_prompt_tokens, max_new_tokens)

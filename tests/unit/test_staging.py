@@ -21,10 +21,7 @@ PLACES = {
     "exact": (5, np.float64),
     "long": (1000, np.int32),
 }
-Lengths = st.fixed_dictionaries(
-    {},
-    optional={name: st.integers(0, count) for name, (count, _) in PLACES.items()},
-)
+Lengths = st.fixed_dictionaries({}, optional={name: st.integers(0, count) for name, (count, _) in PLACES.items()})
 
 
 def arrays_of(lengths: dict[str, int], seed: int = 0) -> dict[str, Any]:

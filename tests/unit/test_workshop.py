@@ -77,10 +77,7 @@ def test_markers_are_read() -> None:
             ('"""A module."""\n', "# exercise 07x3: outside\nx = 1\n# end exercise\n"),
             "07x3 must stand inside one function",
         ),
-        (
-            ("07x2: count down", "07.2: count down"),
-            r"source:15: `# exercise 07\.2: count down` does not begin",
-        ),
+        (("07x2: count down", "07.2: count down"), r"source:15: `# exercise 07\.2: count down` does not begin"),
         (("07x2: count down", "07x2 count down"), r"write `# exercise NUMBER: title`, where NUMBER is its phase, an x"),
         (("07x2: count down", "07x0: count down"), "`# exercise 07x0: count down` does not begin an exercise"),
     ],

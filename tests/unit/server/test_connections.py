@@ -66,11 +66,7 @@ def refusal(answer: bytes) -> tuple[int, str]:
     return int(status.split()[1]), error_of(response)["code"]
 
 
-HALVES = {
-    "a request line": b"GET /hea",
-    "headers": HEAD + b"X-A: b\r\n",
-    "a second request": LIVE + b"GET /hea",
-}
+HALVES = {"a request line": b"GET /hea", "headers": HEAD + b"X-A: b\r\n", "a second request": LIVE + b"GET /hea"}
 
 
 @pytest.mark.parametrize("sent", HALVES.values(), ids=HALVES)

@@ -16,18 +16,7 @@ import pytest
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
-from shared.server.engine_loop import (
-    Add,
-    Answered,
-    Ask,
-    Crashed,
-    Event,
-    NewRequest,
-    Question,
-    Refused,
-    Stepped,
-    Stop,
-)
+from shared.server.engine_loop import Add, Answered, Ask, Crashed, Event, NewRequest, Question, Refused, Stepped, Stop
 from shared.server.engine_process import MAX_UNDELIVERED, EngineProcess
 from shared.server.engine_thread import EngineThread
 from tests.unit.server.echo import EchoEngine, serving, wait_until

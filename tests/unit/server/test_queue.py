@@ -137,11 +137,7 @@ def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None
 
 def test_silence_is_broken_by_comments(folder: Path) -> None:
     engine = EchoEngine(folder)
-    with (
-        serving(engine, keep_alive=0.1) as running,
-        running.client() as client,
-        contextlib.ExitStack() as silence,
-    ):
+    with serving(engine, keep_alive=0.1) as running, running.client() as client, contextlib.ExitStack() as silence:
         silence.enter_context(engine.held())
         with client.stream("POST", "/v1/completions", json=completion(max_tokens=2)) as response:
             parts, text = response.iter_text(), ""

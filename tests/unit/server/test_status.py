@@ -130,11 +130,7 @@ def test_a_server_without_drafts_counts_none(client: httpx.Client) -> None:
 
 def test_the_memory_between_two_steps(folder: Path) -> None:
     engine = EchoEngine(folder, max_batch_size=2)
-    with (
-        serving(engine, keep_alive=0.1) as running,
-        running.client() as client,
-        contextlib.ExitStack() as open_streams,
-    ):
+    with serving(engine, keep_alive=0.1) as running, running.client() as client, contextlib.ExitStack() as open_streams:
         nothing = client.get("/debug/memory").json()
         assert (nothing["unit"], nothing["num_blocks"], nothing["num_free"]) == ("region", 4, 4)
         assert (nothing["holdings"], nothing["written_share"]) == ([], None)

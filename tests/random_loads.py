@@ -1,0 +1,126 @@
+"""Random requests, arrivals and aborts; requests that fail, and steps that are interrupted."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from shared.engine.output import StepOutput
+from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
+from tests.mixed_requests import ALIKE, Requests, serve_with_aborts
+
+MAX_SEQ_LEN = 96
+Load = tuple[list[int], set[int], int]
+"""The step before which each request arrives, the requests that are aborted, and the step before which they are."""
+SIZES: dict[str, st.SearchStrategy[Any]] = {
+    "block_size": st.sampled_from([1, 2, 5, 16]),
+    "prefill_chunk_size": st.integers(1, 40),
+    "max_batch_size": st.integers(2, 8),
+}
+
+
+@st.composite
+def loads(draw: st.DrawFn, num_requests: int = len(ALIKE), last_arrival: int = 14) -> Load:
+    arrivals = draw(st.lists(st.integers(0, last_arrival), min_size=num_requests, max_size=num_requests))
+    return arrivals, draw(st.sets(st.integers(0, num_requests - 1), max_size=2)), draw(st.integers(1, 20))
+
+
+@st.composite
+def sizes(draw: st.DrawFn, most_spare: int = 80, **more: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Settings of an engine whose blocks hold one whole sequence and up to ``most_spare`` tokens more."""
+    about = {name: draw(strategy) for name, strategy in (SIZES | more).items()}
+    num_blocks = (MAX_SEQ_LEN + draw(st.integers(0, most_spare))) // about["block_size"] + 1
+    return about | {"max_seq_len": MAX_SEQ_LEN, "num_gpu_blocks": num_blocks}
+
+
+def assert_as_alone(engine: Any, load: Load, alone: Sequence[list[int | None]], requests: Requests = ALIKE) -> None:
+    """Each request that is not aborted has the tokens that it has ``alone``; nothing leaks."""
+    outputs, aborted = serve_with_aborts(engine, requests, *load)
+    for n, expected in enumerate(alone):
+        assert outputs[n] == (expected[: len(outputs[n])] if n in aborted else expected), f"request {n}"
+
+
+def assert_failures_stay_apart(engine: Any, alone: Callable[[Requests], list[list[int | None]]]) -> None:
+    """Of forty random requests some are aborted at random moments, and some make the model raise; the others have the
+    tokens that they have ``alone``.
+    """
+    chance, culprit = random.Random(0), 511  # no prompt has it; an answer that has it fails at its next token
+    requests: Requests = [
+        (
+            [chance.randrange(20, 500) for _ in range(chance.randrange(1, 30))],
+            {"seed": n, "temperature": chance.choice([0.0, 0.8]), "max_new_tokens": chance.randrange(1, 12)},
+        )
+        for n in range(40)
+    ]
+    expected, forward = alone(requests), engine.model.forward
+    for n in (3, 17, 18):
+        requests[n][0][-1] = culprit  # type: ignore[index]
+
+    def raising(step: Any, kv: Any) -> torch.Tensor:
+        if culprit in step.ids.tolist():
+            raise RuntimeError("injected")
+        result: torch.Tensor = forward(step, kv)
+        return result
+
+    engine.model.forward = raising
+    got: dict[str, list[StepOutput]] = {
+        engine.add_request(prompt, SamplingParams(**params), str(n)): [] for n, (prompt, params) in enumerate(requests)
+    }
+    aborted = set[str]()
+    while engine.has_work():
+        for output in engine.step():
+            assert output.request_id not in aborted
+            got[output.request_id].append(output)
+        if chance.random() < 0.3 and engine.abort(name := str(chance.randrange(40))):
+            aborted.add(name)
+        assert len(engine.pool.audit()) == len(engine.scheduler.running)
+    assert engine.pool.audit() == []
+    assert len(aborted) >= 3
+    for n, (name, outputs) in enumerate(got.items()):
+        ids = [output.token_id for output in outputs if output.token_id is not None]
+        if n not in (3, 17, 18):
+            assert ids == expected[n][: len(ids)], n
+        if name in aborted:
+            continue
+        if n in (3, 17, 18) or culprit in expected[n][:-1]:
+            assert outputs[-1].finish_reason is FinishReason.ERROR, n
+        else:
+            assert ids == expected[n], n
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which pytest would take as its own."""
+
+
+def interrupt(engine: Any, broken: str, monkeypatch: pytest.MonkeyPatch) -> list[Interrupt]:
+    """Interrupt steps before and after calls of the method ``broken`` of a part of the engine, such as
+    ``runner.forward``; an interrupted step is repeated. Returns a list that gets the interrupts.
+    """
+    owner, name = broken.split(".")
+    call, step = getattr(getattr(engine, owner), name), engine.step
+    calls, interrupts = list[Any](), list[Interrupt]()
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) % 7 == 2:
+            raise Interrupt
+        result = call(*args)
+        if len(calls) % 7 == 5:
+            raise Interrupt
+        return result
+
+    def persistent() -> list[StepOutput]:
+        while True:
+            try:
+                return step()
+            except Interrupt as error:
+                interrupts.append(error)
+                assert engine.in_flight is None
+
+    monkeypatch.setattr(getattr(engine, owner), name, interrupted)
+    monkeypatch.setattr(engine, "step", persistent)
+    return interrupts
