@@ -124,10 +124,16 @@ def test_a_trace_has_a_lane_for_each_other_rank(engines: tuple[Engine, Whole]) -
         recorder.add_request("x", params)
         while engine.has_work():
             recorder.step()
-        time.sleep(0.05)  # another rank's last note may come a little later than the last token
-        trace = recorder.trace("ranks")
-        lanes = dict(activity_lanes(trace))
         num_others = group.config.tensor_parallel_size - 1 if engine is group else 0
+        ends = time.monotonic() + 60
+        while True:
+            trace = recorder.trace("ranks")
+            num_launches = sum(any(span.name == "launch" for span in step.host) for step in trace.steps)
+            num_notes = sum(len(notes) for step in trace.steps for notes in step.ranks)
+            if num_notes >= num_others * num_launches or time.monotonic() > ends:
+                break
+            time.sleep(0.01)  # another rank's last note may come later than the last token
+        lanes = dict(activity_lanes(trace))
         assert list(lanes) == ["host", *(f"rank {n + 1}" for n in range(num_others))]
         for n in range(num_others):
             spans = lanes[f"rank {n + 1}"]
@@ -286,13 +292,11 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
     engine.add_request("x", SamplingParams(**GREEDY, max_new_tokens=90))
     engine.step()
     fail(engine)
-    started = time.monotonic()
     with pytest.raises(RankError, match=sentence):
         drain(engine)
-    assert time.monotonic() - started < 10
     with pytest.raises(RankError, match=sentence):
         engine.step()
-    assert all(process.wait(5) for process in engine.group.watch.processes)
+    assert all(process.wait(60) for process in engine.group.watch.processes)
 
 
 SCRIPT = """
@@ -314,7 +318,7 @@ def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
         assert process.stdout is not None
         other = psutil.Process(int(process.stdout.readline()))
         process.kill()
-        other.wait(10)
+        other.wait(60)
 
 
 # On GPUs: on machines with 2 and 4 of them.

@@ -85,6 +85,18 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
 
+    # It also patches its language anew for each call of a device function, tl.sum among them, and checks sums and
+    # products of integers for overflows that it then does not tell: two thirds of the time of many kernels.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    _patch_language = interpreter._patch_lang
+
+    @functools.cache
+    def _patch_language_once(function: Any) -> Any:
+        _patch_language(function)
+        return interpreter._LangPatchScope()  # of no changes: what is patched stays so
+
+    interpreter._patch_lang = _patch_language_once
+
 LAUNCHES: Counter[str] = Counter()  # launches so far, by the kernel's name; read it before and after, or clear() it
 
 

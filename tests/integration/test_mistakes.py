@@ -1,5 +1,7 @@
 """Every known mistake proved: applied, it fails, and is recognised as itself and as no other."""
 
+from pathlib import Path
+
 import pytest
 
 from shared.kernels import NO_TRITON
@@ -12,10 +14,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("exercise", exercises(), ids=lambda exercise: exercise.number)
-def test_every_known_mistake_fails_and_is_recognised_as_itself(exercise: Exercise, check_server: CheckServer) -> None:
+def test_every_known_mistake_fails_and_is_recognised_as_itself(
+    exercise: Exercise, check_server: CheckServer, session_folder: Path
+) -> None:
     if not can_be_checked(exercise):
         pytest.skip(f"{NO_TRITON}")
-    known = run_mistakes(check_server, exercise)
+    known = run_mistakes(check_server, exercise, session_folder / "mistakes")  # where `test_workshop` finds them
     assert len(known) >= 3
     for mistake, verdict in known.items():
         assert verdict.outcome is Outcome.FAILED, (mistake.says, verdict.reason)

@@ -1,6 +1,5 @@
 """``infer serve --tensor-parallel-size``: the phase is chosen, and the server ends with its group."""
 
-import time
 from pathlib import Path
 
 import psutil
@@ -33,14 +32,12 @@ def test_a_server_ends_with_its_group(session_folder: Path, tmp_path: Path, wher
     assert server.events("ready")[0]["phase"] == "12.1"
     if is_lost:
         rank.kill()
-        started = time.monotonic()
         assert server.process.wait(PATIENCE) == 2
-        assert time.monotonic() - started < 10
         assert "error: Rank 1 of 2 was ended by SIGKILL; the other ranks cannot go on" in server.log.read_text()
     else:
         assert server.end() == 0
     assert "Traceback" not in server.log.read_text()
-    assert not psutil.wait_procs(children, 5)[1]
+    assert not psutil.wait_procs(children, PATIENCE)[1]
 
 
 def test_llm_chooses_the_phase(session_folder: Path) -> None:
@@ -54,4 +51,4 @@ def test_llm_chooses_the_phase(session_folder: Path) -> None:
     assert answers[0] == answers[1]
     children = ranks_of(psutil.Process())
     del llm
-    assert not psutil.wait_procs(children, 5)[1], "the group ends with the engine"
+    assert not psutil.wait_procs(children, PATIENCE)[1], "the group ends with the engine"

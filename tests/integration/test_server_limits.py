@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.server_process import MODEL, PATIENCE, ServerProcess
+from tests.integration.server_process import MODEL, PATIENCE, ServerProcess, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 MEGABYTE = 10**6
@@ -69,23 +69,26 @@ def test_a_head_without_end_is_cut_off(
     assert server.events("connection refused")[-1]["status"] == int(status)
 
 
-def test_connections_without_a_request_leave_room_for_others(server: ServerProcess) -> None:
+def test_few_descriptors_make_room_for_few_connections(server: ServerProcess) -> None:
+    """That those without a request are closed after a while, `test_connections` proves with shorter limits."""
     (warning,) = server.events("fewer connections than configured")
     most = warning["max_connections"]
     assert 100 < most < 256
     halves = (b"", b"GET /health HTTP/1.1\r\n", HEAD + b"X-A: b\r\n")
     with contextlib.ExitStack() as connections:
-        started = time.monotonic()
-        opened = [connections.enter_context(connected(server, halves[index % 3])) for index in range(most)]
+        for index in range(most):
+            connections.enter_context(connected(server, halves[index % 3]))
         with connected(server) as refused:
             answer = refused.recv(4096)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert server.events("connection refused")[-1]["error"] == "too_many_connections"
-        ends = [connection.recv(4096) for connection in opened]
-        assert time.monotonic() - started > 8
-    assert [end[9:12] for end in ends] == [b"", b"408", b"408"] * (most // 3) + [b"", b"408", b"408"][: most % 3]
-    with server.client() as client:
-        assert client.get("/health").status_code == 200
+
+    def has_room() -> bool:
+        with contextlib.suppress(httpx.TransportError), server.client() as client:
+            return client.get("/health").status_code == 200
+        return False  # closed before the request was read
+
+    wait_until(has_room)
 
 
 def test_when_the_engine_is_killed_its_requests_have_failed_and_nothing_runs(folder: Path, tmp_path: Path) -> None:

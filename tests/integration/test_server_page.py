@@ -374,9 +374,10 @@ def test_a_stream_that_fails_in_the_middle_keeps_its_text(page: Any, body: str, 
 
 
 def test_the_death_of_the_engine_and_of_the_server_is_told(browser: Any, tiny_checkpoints: dict[str, Path]) -> None:
-    """Each is killed while it answers."""
+    """Each is killed while it answers: sixteen answers one by one, which last long and come no faster than the page can
+    show them."""
     with (
-        serving(tiny_checkpoints["llama"], "--engine-process") as (address, server),
+        serving(tiny_checkpoints["llama"], "--engine-process", "--max-batch-size", "1") as (address, server),
         opened(browser, address, "500", "503", "net::ERR_") as tab,
     ):
         expect(tab, "#model", "tiny-llama")

@@ -47,6 +47,7 @@ def folder(tiny_checkpoints: dict[str, Path]) -> Path:
 def _few_requests() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder, "TOGETHER", replace(ladder.TOGETHER, num_requests=24, new_tokens=(1, 20)))
+        patch.setattr(ladder, "ARRIVALS", 50.0)  # at two a second, each rung would sleep for most of its time
         short = (each if each.phase == "09.2" else replace(each, max_tokens=8) for each in options.OPTIONS)
         patch.setattr(options, "OPTIONS", tuple(short))
         yield

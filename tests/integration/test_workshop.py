@@ -1,5 +1,5 @@
-"""``infer workshop`` as a learner uses it, and their code inside other commands: real files, and real processes except
-that most checks are made from this one, with a server that many of them share."""
+"""``infer workshop`` as a learner uses it, and their code inside other commands: real files, and real processes where
+more than the command itself counts; other commands run in this one, with a server of checks that all of them share."""
 
 import os
 import signal
@@ -34,24 +34,32 @@ class Learner:
         self.workspace = workspace
         self.server = server
 
-    def check(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """``infer workshop check`` in this process."""
+    def workshop(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """``infer workshop`` in this process."""
         environment = {"INFER_WORKSPACE": str(self.workspace), "NO_COLOR": "1"}
-        done = CliRunner().invoke(app, ["workshop", "check", *arguments], env=environment)
+        done = CliRunner().invoke(app, ["workshop", *arguments], env=environment)
         return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+    def check(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.workshop("check", *arguments)
 
     def fork(self, code: str, *, is_interpreted: bool = False, **variables: str) -> str:
         """What these lines print in a process that has imported nothing of the project."""
         self.workspace.mkdir(exist_ok=True)
         file = self.workspace / "test_lines.py"
         file.write_text("def test_lines():\n" + textwrap.indent(code, "    "))
-        options = ["-s", "--tb=native", "-p", "no:cacheprovider", "--rootdir", str(self.workspace), "-c", os.devnull]
-        variables |= {"INFER_WORKSHOP": "1", "INFER_WORKSPACE": str(self.workspace)}
+        options = ("-s", "--tb=native", "--rootdir", str(self.workspace), "-c", os.devnull, str(file))
+        return self.pytest(*options, is_interpreted=is_interpreted, INFER_WORKSHOP="1", **variables)[1]
+
+    def pytest(self, *arguments: str, is_interpreted: bool = False, **variables: str) -> tuple[int, str]:
+        """The exit code and the output of pytest in such a process."""
+        variables |= {"INFER_WORKSPACE": str(self.workspace)}
         with tempfile.TemporaryFile() as printed:
-            process = self.server._start([*options, str(file)], variables, is_interpreted, printed.fileno(), None)
-            process.wait(300)
+            options = ["-p", "no:cacheprovider", *arguments]
+            process = self.server._start(options, variables, is_interpreted, printed.fileno(), None)
+            code = process.wait(300)
             printed.seek(0)
-            return printed.read().decode()
+            return code, printed.read().decode()
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "INFER_WORKSPACE": str(self.workspace), "NO_COLOR": "1", **variables}
@@ -61,9 +69,6 @@ class Learner:
 
     def infer(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return self.run(sys.executable, "-c", "from shared.cli import app; app()", *arguments, **variables)
-
-    def workshop(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.infer("workshop", *arguments)
 
     @property
     def cache(self) -> Path:
@@ -77,7 +82,9 @@ class Learner:
 
 
 @pytest.fixture
-def learner(tmp_path: Path, one_server: CheckServer) -> Learner:
+def learner(tmp_path: Path, one_server: CheckServer, session_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Learner:
+    """What known mistakes do is kept for all of them, and by `test_mistakes`."""
+    monkeypatch.setattr("tutorial.workshop.session.KEPT", str(session_folder / "mistakes"))
     return Learner(tmp_path / "workspace", one_server)
 
 
@@ -101,7 +108,7 @@ def test_from_start_to_passed(learner: Learner) -> None:
     assert "test_cache_bytes_equal_the_formula" in wrong.stdout
 
     learner.write("num_heads", "num_kv_heads")
-    right = learner.workshop("check", "--only", "03x1")
+    right = learner.check("--only", "03x1")
     assert right.returncode == 0, right.stdout + right.stderr
     assert "6 tests, run on kv_bytes of" in right.stdout
     assert "passed" in learner.workshop("status").stdout
@@ -190,9 +197,9 @@ def test_the_learner_s_code_runs_in_the_engine_s_process(learner: Learner, tiny_
 def test_under_pytest_a_gap_raises(learner: Learner) -> None:
     learner.workshop("start", "03", "--only", "03x1")
     tests = "phases/phase_03/test_parity.py::test_cache_bytes_equal_the_formula"
-    run = learner.run(sys.executable, "-m", "pytest", "--workshop", "-q", "-p", "no:cacheprovider", tests)
-    assert run.returncode == 1
-    assert "NotImplementedError: exercise 03x1: what one token costs, in bytes" in run.stdout
+    code, printed = learner.pytest("--workshop", "-q", tests)
+    assert code == 1
+    assert "NotImplementedError: exercise 03x1: what one token costs, in bytes" in printed
 
 
 def test_inspect_sees_the_text_that_runs(learner: Learner) -> None:

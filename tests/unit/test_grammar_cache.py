@@ -21,18 +21,18 @@ def test_a_grammar_is_compiled_once_for_all_that_ask_meanwhile() -> None:
 
     def slow(grammar: Grammar) -> str:
         begun.release()
-        may_end.wait(10)
+        may_end.wait(60)
         return grammar.text
 
     cache = GrammarCache(slow, len)
     with ThreadPoolExecutor(6) as threads:
         same = [threads.submit(cache.get, GRAMMARS[0]) for _ in range(4)]
         other = threads.submit(cache.get, GRAMMARS[1])
-        assert begun.acquire(timeout=10)
-        assert begun.acquire(timeout=10), "another grammar does not wait for the first"
+        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=60), "another grammar does not wait for the first"
         assert cache.known(GRAMMARS[0]) is None
         may_end.set()
-        assert [future.result(10) for future in [*same, other]] == ["a{1}"] * 4 + ["a{2}"]
+        assert [future.result(60) for future in [*same, other]] == ["a{1}"] * 4 + ["a{2}"]
     assert cache.num_compiled == 2
     assert cache.get(Grammar.regex("a{1}")) is cache.known(GRAMMARS[0])
     assert cache.num_compiled == 2

@@ -7,6 +7,7 @@ leads to cannot differ.
 
 import ast
 import re
+from collections.abc import KeysView
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -23,13 +24,13 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @cache
-def source_files() -> tuple[PurePosixPath, ...]:
-    """Every file that is shown, relative to the root."""
+def source_files() -> KeysView[PurePosixPath]:
+    """Every file that is shown, relative to the root, in order."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
     paths = [PurePosixPath(path.relative_to(ROOT)) for path in found if path.is_file()]
     shown = [path for path in paths if not any(part.startswith((".", "__pycache__")) for part in path.parts)]
     top = [PurePosixPath(name) for name in TOP_FILES if (ROOT / name).exists()]
-    return tuple(sorted([*shown, *top]))
+    return dict.fromkeys(sorted([*shown, *top])).keys()  # asked for each name of each page, so found by hash
 
 
 @cache
