@@ -155,6 +155,13 @@ def outputs(phase: Any, folder: Path, **config: Any) -> Any:
     return seen(serve(engine, [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS])[0])
 
 
+@pytest.fixture
+def dequantizes_int4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """INT4 is dequantized, so activations keep their 32 bits on a CPU too."""
+    monkeypatch.setattr("shared.ops.quantized.CPU_GROUPS", ())
+
+
+@pytest.mark.usefixtures("dequantizes_int4")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "int8 rows"])
 def test_tokens_are_those_of_the_weights_that_are_meant(
@@ -171,14 +178,15 @@ def test_tokens_are_those_of_the_weights_that_are_meant(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_tokens_of_int8_are_the_likeliest_of_the_weights_that_are_meant(
-    folders: dict[str, Path], tmp_path: Path, family: str
+@pytest.mark.parametrize("kind", ["int8 rows", "awq"])
+def test_tokens_of_integers_are_the_likeliest_of_the_weights_that_are_meant(
+    folders: dict[str, Path], tmp_path: Path, kind: str, family: str
 ) -> None:
-    """A CPU rounds activations to bf16 for INT8, so a token may differ where two logits are near each other.
+    """A CPU rounds activations to bf16 for INT8 and INT4, so a token may differ where two logits are near each other.
 
     Not for Gemma: with random weights it repeats its last token, whatever the blocks compute.
     """
-    small, plain = write(folders[family], tmp_path, "int8 rows")
+    small, plain = write(folders[family], tmp_path, kind)
     engine = Engine(EngineConfig(model=str(small), **ABOUT))
     prompt = list(range(5, 45))
     params = SamplingParams(max_new_tokens=64, temperature=0.0, ignore_eos=True)
@@ -191,6 +199,7 @@ def test_tokens_of_int8_are_the_likeliest_of_the_weights_that_are_meant(
     assert (logits.amax(1) - chosen).max() <= 0.02 * logits.std()
 
 
+@pytest.mark.usefixtures("dequantizes_int4")
 def test_a_module_that_was_left_out_stays_plain_beside_quantized_ones(folders: dict[str, Path], tmp_path: Path) -> None:
     """Values beside queries and keys, up beside gate, which are one product each; and a product of its own."""
     for number, left_out in enumerate(("0.self_attn.v_proj", "1.mlp.up_proj", "1.mlp.down_proj")):

@@ -13,7 +13,7 @@ from shared.engine.output import StepOutput
 from shared.errors import ConfigError, ModelFolderError
 from shared.scheduling.multi_token import MultiTokenSchedule
 from shared.scheduling.schedule import Schedule
-from shared.speculation.adaptive import UNMEASURED
+from shared.speculation.adaptive import UNMEASURED, StepTimes
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight, assert_no_trace, check_commits
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve, tokens
@@ -190,6 +190,33 @@ def test_useless_guesses_are_given_up_and_tried_again(tiny_checkpoints: dict[str
     tried = [n for n, record in enumerate(records) if record.verified]
     assert len(tried) < len(records) / 8
     assert 1 <= len([n for n in tried if n > 100]) <= 2, "every 64 steps"
+
+
+def test_useless_guesses_cost_few_steps_where_steps_are_bound_by_launches(tiny_checkpoints: dict[str, Path]) -> None:
+    """With the times of the demo model's shape on an H100; steps between attempts are those of plain decoding."""
+    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 512, "max_batch_size": 2, "overlap_scheduling": True}
+    requests: Requests = [([5, 6, 7], GREEDY | {"max_new_tokens": 300})]
+    reference = plain(folder, **about)
+    answers = serve(reference, requests)[0]
+    wrong = [[output._replace(token_id=(output.token_id or 0) ^ 1) for output in answers[0]]]
+    engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **about)
+    engine.scheduler.lengths.times = StepTimes([1], [0.528], [1.292], [1.299], [0.107], [0.107])
+    before, launch = engine.stats(), engine.runner.forward
+    kinds: list[tuple[bool, bool]] = []
+
+    def forward(batch: Any) -> Any:
+        kinds.append((batch.num_tokens == 1 and not len(batch.num_masks), engine.in_flight is not None))
+        return launch(batch)
+
+    engine.runner.forward = forward  # type: ignore[method-assign]
+    assert seen(serve(engine, requests)[0]) == seen(answers)
+    found, wanted = engine.stats(), reference.stats()
+    assert found["forward passes"] - before["forward passes"] <= 1.02 * wanted["forward passes"]
+    assert wanted["tokens computed"] < found["tokens computed"] - before["tokens computed"]
+    assert found["tokens computed"] - before["tokens computed"] <= 1.02 * wanted["tokens computed"]
+    plainly = [is_in_flight for is_plain, is_in_flight in kinds if is_plain]
+    assert sum(plainly) >= 0.96 * len(kinds), "launched while the step before it runs"
+    assert engine.scheduler.num_rejected_drafts >= 2
 
 
 def test_the_settings_say_what_is_missing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

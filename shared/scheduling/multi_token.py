@@ -39,6 +39,8 @@ class MultiTokenScheduler(SpeculativeScheduler):
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
+        if config.adapter is not None:
+            self.lengths.attempt_steps = 2
         self.guesses: dict[Request, int] = {}  # made in the last step
         self.wanted: dict[Request, int] = {}  # in the step that is planned
 

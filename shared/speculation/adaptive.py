@@ -7,9 +7,10 @@ probability, and the first n are computed, with n such that the step gives most 
 measured when the engine starts (:mod:`shared.speculation.step_times`).
 
 The best n may be 0 for a request, or for all; then a single draft is tried from time to time, since a text that could
-not be guessed may turn into one that can. The intervals grow fourfold up to ``LONGEST_WAIT``, and end in the same steps
-for all requests: a step with drafts cannot be prepared while the one before it runs. A drafter that repeatedly finds
-nothing is asked at such intervals too.
+not be guessed may turn into one that can. The intervals grow fourfold, and end in the same steps for all requests: a
+step with drafts cannot be prepared while the one before it runs. They are longer where an attempt costs more, so that
+attempts take a few percent of the time. A drafter that repeatedly finds nothing is asked at such intervals too. Where
+even drafts that are always right would take more time than they save, none is tried.
 
 Invariants: the estimate of a request depends on its own drafts alone; a length decides how fast tokens come, never
 which.
@@ -17,6 +18,7 @@ which.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,6 +29,9 @@ from shared.engine.request import Request
 MEMORY = 0.9
 """What a step's evidence is worth a step later: the estimate is that of the last ten steps or so."""
 LONGEST_WAIT = 64
+"""Steps between attempts, at most, if an attempt costs no more than two plain steps."""
+FIRST_WAIT_PER_COST, LONGEST_WAIT_PER_COST = 8, 32
+"""Plain steps between attempts for each plain step that an attempt costs, at least: at first, and at last."""
 PATIENCE = 4
 """Steps in a row in which a drafter may find nothing before it is asked less often."""
 
@@ -79,13 +84,31 @@ class Acceptance:
         return self.num_accepted / self.num_judged
 
 
+class Stakes(NamedTuple):
+    """What drafts of so many requests can win and cost."""
+
+    times: tuple[float, float, float, float, float]  # of :class:`StepTimes`
+    can_pay: bool  # if all are accepted
+    first_wait: int  # plain steps, a power of 4, as the longest
+    longest_wait: int
+
+
 class DraftLengths:
-    """The number of drafts of each request, at most ``longest``; ``is_adaptive`` False gives each the longest."""
+    """The number of drafts of each request, at most ``longest``; ``is_adaptive`` False gives each the longest.
+
+    Args:
+        attempt_steps: the steps that cannot be prepared while another runs, for one draft: 2 if a step makes the draft
+            and the next one verifies it (phase 11.1).
+    """
 
     num_certain: Callable[[Request], int] = staticmethod(lambda request: 0)  # drafts that need no estimate (phase 12)
 
-    def __init__(self, longest: int, *, is_adaptive: bool = True, times: StepTimes = UNMEASURED) -> None:
-        self.longest, self.is_adaptive, self.times = longest, is_adaptive, times
+    def __init__(
+        self, longest: int, *, is_adaptive: bool = True, times: StepTimes = UNMEASURED, attempt_steps: int = 1
+    ) -> None:
+        self.longest, self.is_adaptive, self.times, self.attempt_steps = longest, is_adaptive, times, attempt_steps
+        self.stakes: dict[tuple[int, int], Stakes] = {}
+        self.stakes_times = times  # from which they were made
         self.known: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self.num_steps = 0
 
@@ -94,10 +117,16 @@ class DraftLengths:
         if not self.is_adaptive or not requests:
             return [self.longest] * len(requests)
         self.num_steps += 1
+        certain = [min(self.num_certain(request), self.longest) for request in requests]
+        stakes = self._stakes(len(requests))
+        if not stakes.can_pay:
+            return certain
         known = [self.known.setdefault(request, Acceptance()) for request in requests]
-        is_waiting = [self._waits(acceptance) for acceptance in known]
+        is_waiting = [self._waits(acceptance, stakes) for acceptance in known]
+        if all(is_waiting):  # most steps of texts that cannot be guessed: the host must not be slower in them
+            return certain
         rates = [0.0 if waits else acceptance.rate for acceptance, waits in zip(known, is_waiting, strict=True)]
-        lengths = best_lengths(rates, self.longest, *self.times.of(len(requests)))
+        lengths = best_lengths(rates, self.longest, *stakes.times)
         for n, (acceptance, waits) in enumerate(zip(known, is_waiting, strict=True)):
             if waits:
                 continue
@@ -106,9 +135,8 @@ class DraftLengths:
             elif acceptance.is_due:
                 lengths[n] = 1
             else:
-                self._back_off(acceptance)
+                self._back_off(acceptance, stakes)
             acceptance.is_due, acceptance.is_asked = False, lengths[n] > 0
-        certain = [min(self.num_certain(request), self.longest) for request in requests]
         return [max(pair) for pair in zip(lengths, certain, strict=True)]
 
     def count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -125,23 +153,44 @@ class DraftLengths:
         known.num_accepted = MEMORY * known.num_accepted + num_accepted
         known.num_judged = MEMORY * known.num_judged + min(num_accepted + 1, num_drafts)
 
-    def _waits(self, known: Acceptance) -> bool:
+    def _stakes(self, num_requests: int) -> Stakes:
+        if self.stakes_times is not self.times:
+            self.stakes, self.stakes_times = {}, self.times
+        about = num_requests, self.longest
+        if about not in self.stakes:
+            times = self.times.of(num_requests)
+            plain, short, _, first, _ = times
+            cost = (self.attempt_steps * (short - plain) + first) / plain
+            can_pay = any(best_lengths([1.0] * num_requests, self.longest, *times))
+            waits = FIRST_WAIT_PER_COST * cost, max(LONGEST_WAIT_PER_COST * cost, LONGEST_WAIT)
+            self.stakes[about] = Stakes(times, can_pay, *map(_power_of_4, waits))
+        return self.stakes[about]
+
+    def _waits(self, known: Acceptance, stakes: Stakes) -> bool:
         """Whether a request has no drafts in this step, whatever they are worth."""
         if known.is_asked:  # in the step before, and nothing was counted
             known.is_asked = False
             known.num_empty += 1
             if known.num_empty >= PATIENCE:
-                self._back_off(known)
+                self._back_off(known, stakes)
         if known.wait == 0:
             return False
         known.wait -= 1
         known.is_due = known.wait == 0
         return True
 
-    def _back_off(self, known: Acceptance) -> None:
-        """Wait until a step whose number is a multiple of ``next_wait``."""
-        known.wait = known.next_wait - self.num_steps % known.next_wait
-        known.next_wait = min(4 * known.next_wait, LONGEST_WAIT)
+    def _back_off(self, known: Acceptance, stakes: Stakes) -> None:
+        """Wait until a step whose number is a multiple of the wait."""
+        wait = min(max(known.next_wait, stakes.first_wait), stakes.longest_wait)
+        known.wait, known.next_wait = wait - self.num_steps % wait, 4 * wait
+
+
+def _power_of_4(least: float) -> int:
+    """The smallest that is not below ``least``, nor below 1."""
+    power = 1
+    while power < least:
+        power *= 4
+    return power
 
 
 def best_lengths(

@@ -97,6 +97,52 @@ def test_useless_drafts_cost_less_than_three_percent_of_a_long_answer() -> None:
     assert num_drafts * (UNMEASURED.short[0] - 1) < 0.03 * 500
 
 
+def seconds(times: StepTimes, attempt_steps: int, rate: float, num_steps: int) -> tuple[float, int]:
+    """The time that steps take in plain steps, and the drafts in them; an attempt's first steps have masks alone."""
+    lengths, request, chance = DraftLengths(3, times=times, attempt_steps=attempt_steps), make_request(), Random(0)
+    plain, short, _, first, _ = times.of(1)
+    taken, num_drafts, num_tokens = 0.0, 0, 0
+    while num_tokens < num_steps:
+        drafts = min(lengths.next_lengths([request])[0], 1)
+        num_drafts += drafts
+        taken += attempt_steps * short + first if drafts else plain
+        accepted = int(drafts and chance.random() < rate)
+        num_tokens += (attempt_steps if drafts else 1) + accepted
+        if drafts:
+            lengths.count(request, 1, accepted)
+    return taken / plain, num_drafts
+
+
+BOUND_BY_LAUNCHES = StepTimes([1], [0.528], [1.292], [1.299], [0.107], [0.107])
+"""Milliseconds on an H100 of the demo model's shape, with an adapter."""
+
+
+@pytest.mark.parametrize(
+    ("times", "attempt_steps"),
+    [
+        (BOUND_BY_LAUNCHES, 2),
+        (StepTimes([1], [0.462], [0.992], [0.998], [0.0], [0.0]), 1),  # the same with drafts by lookup
+        (StepTimes([1], [2.50], [3.61], [3.90], [0.176], [0.176]), 2),  # Llama-3.2-3B with an adapter
+        (StepTimes([1], [1.0], [1.0], [1.0], [0.3], [0.2]), 1),  # a draft model
+        (StepTimes([1], [1.0], [2.2], [2.2], [0.0], [0.0]), 2),
+    ],
+    ids=["adapter", "lookup", "3B", "draft model", "steep"],
+)
+def test_attempts_are_rarer_where_they_cost_more(times: StepTimes, attempt_steps: int) -> None:
+    for num_steps in (200, 500, 2000):
+        taken, num_drafts = seconds(times, attempt_steps, 0.0, num_steps)
+        assert num_drafts >= 2, "it is tried again"
+        assert taken <= 1.05 * num_steps
+
+
+def test_no_draft_is_tried_where_right_ones_would_not_pay() -> None:
+    times = StepTimes([1, 2], [1.0, 1.0], [3.0, 1.2], [3.2, 1.4], [0.3, 0.0], [0.3, 0.0])
+    lengths, requests = DraftLengths(3, times=times), [make_request(), make_request()]
+    assert not any(lengths.next_lengths(requests[:1])[0] for _ in range(300))
+    assert any(lengths.next_lengths(requests)), "two requests share the cost"
+    assert best_lengths([0.7], 3, *BOUND_BY_LAUNCHES.of(1)) == [0]
+
+
 def test_a_text_that_becomes_predictable_is_noticed() -> None:
     lengths, request = DraftLengths(5), make_request()
     run(lengths, request, 0.0, 300)
