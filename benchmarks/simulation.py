@@ -23,15 +23,17 @@ from shared.simulation.replica import EngineLimits
 from shared.simulation.results import serve
 from shared.simulation.step_times import StepTimes
 
-REPLICAS = (10, 100, 1000, 10000)
+REPLICAS = (10, 30, 100, 300, 1000, 10000)
 KEYS = MAX_KEYS * 16 // 512
 """Of a router's table: as many tokens of text as the gateway's, whose keys are of about 16 tokens each."""
+NODE = 8
 ROUTERS = {
-    "two-choices": ("two-choices", KEYS),
-    "prefix": ("prefix", KEYS),
-    "prefix-large-table": ("prefix", 32 * KEYS),
+    "two-choices": ("two-choices", KEYS, None),
+    "prefix": ("prefix", KEYS, None),
+    "prefix-large-table": ("prefix", 32 * KEYS, None),
+    "prefix-each-node": ("prefix", KEYS, NODE),
 }
-"""A name, the router, and the keys of its table."""
+"""A name, the router, the keys of its table, and for how many replicas there is a gateway; None: one for all."""
 RATES = [rounded(1.1**n, 3) for n in range(15, 40)]
 """Requests a second of each replica that are tried."""
 LIMIT_MS = 250.0
@@ -71,8 +73,9 @@ def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[
 
     def at(place: int) -> dict[str, Any]:
         moments = arrival_times("poisson", RATES[place] * replicas, SECONDS, seed=0)
-        name, keys = ROUTERS[router]
-        fleet = Fleet(FleetPlan(replicas, name, table_keys=keys), times, LIMITS)
+        name, keys, share = ROUTERS[router]
+        plan = FleetPlan(replicas, name, gateways=-(-replicas // share) if share else 1, table_keys=keys)
+        fleet = Fleet(plan, times, LIMITS)
         return serve(fleet, conversations(moments, ABOUT, seed=0), WARM_UP, price=0.0)
 
     def is_kept(found: dict[str, Any]) -> bool:
