@@ -81,15 +81,20 @@ def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[
     def is_kept(found: dict[str, Any]) -> bool:
         return bool(found["first_token_ms"]["p99"] <= LIMIT_MS)
 
-    best = at(guess)
-    if is_kept(best):
-        while guess + 1 < len(RATES) and is_kept(found := at(guess + 1)):
-            guess, best = guess + 1, found
-    else:
-        while guess and not is_kept(best):
-            guess -= 1
-            best = at(guess)
-    return guess, best
+    found: dict[int, dict[str, Any]] = {}
+    kept, lost, place, step = -1, len(RATES), guess, 1
+    while lost - kept > 1:
+        found[place] = at(place)
+        if is_kept(found[place]):
+            kept = place
+        else:
+            lost = place
+        if kept < 0 or lost == len(RATES):  # away from the guess, in steps that double, until the rate is between two
+            place = max(guess - step, 0) if kept < 0 else min(guess + step, len(RATES) - 1)
+            step *= 2
+        else:
+            place = (kept + lost) // 2
+    return max(kept, 0), found[max(kept, 0)]
 
 
 def measure_capacity(replicas: Sequence[int]) -> Report:
