@@ -25,7 +25,7 @@ MAX_KEYS = 2**18
 """Of a gateway's table: some thousand conversations. A large fleet needs more, see `infer simulate --table-keys`."""
 MOST_REPLICAS = 256
 """Replicas that are known for a key. Too few of them get all requests with a popular beginning, up to the slack: with
-32, a thousand simulated replicas kept up with a third of the requests."""
+32, a thousand simulated replicas kept up with fewer requests than by two choices."""
 
 Key = TypeVar("Key", bound=Hashable)
 Replica = TypeVar("Replica")
