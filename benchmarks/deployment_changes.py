@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,9 @@ FEWEST, MOST, TARGET = 1, 4, 4
 LOADS = ((2, 20.0), (16, 60.0), (2, 90.0))
 """Streams open at a time, and for how many seconds."""
 SAMPLE_SECONDS = 0.5
-PAUSE = 0.5
-"""Seconds between the streams of an update, so that processors are left for the replicas that start."""
+PACE = (0.02,)
+"""The least seconds of a step while updates are made: streams are always open then, and take few processor seconds from
+the replicas that start."""
 
 
 def measure_changes(
@@ -41,16 +43,18 @@ def measure_changes(
     results: dict[str, Any] = {}
     with setup.running(1):
         if num_updates:
-            with served_by(
-                setup.folder, 2, {"max_batch_size": 16, "max_seq_len": 256, "num_gpu_blocks": 256}
-            ) as served:
+            settings = {"max_batch_size": 16, "max_seq_len": 256, "num_gpu_blocks": 256}
+            with (
+                tempfile.TemporaryDirectory() as notes,
+                served_by(setup.folder, 2, settings, Path(notes), PACE) as served,
+            ):
                 results["updates"] = asyncio.run(updated(setup, *served, num_updates, most_seconds, num_open))
         if loads:
             scaling = ["--replicas", str(FEWEST), "--max-replicas", str(MOST), "--target-ongoing-requests", str(TARGET)]
             delays = ["--upscale-delay", "4", "--downscale-delay", "20"]
             with deployed(setup.folder, [*options, *scaling, *delays]) as url:
                 results["scaling"] = asyncio.run(scaled(setup, url, loads))
-        flags = {"updates": num_updates, "open": num_open, "loads": loads, "new_tokens": NEW_TOKENS}
+        flags = {"updates": num_updates, "open": num_open, "loads": loads, "new_tokens": NEW_TOKENS, "pace": PACE}
         engine = setup.config(max_batch_size=16, max_seq_len=256)
         return setup.report("deployment-changes", {"deploy": engine}, flags, results)
 
@@ -69,14 +73,14 @@ async def updated(
             seconds.append(time.perf_counter() - start)
             replicas.update(await asyncio.to_thread(samples, url, "infer:generation_tokens_total"))
 
-    streams = await keep_busy(url, num_open, _prompt(setup), NEW_TOKENS, update_often(), PAUSE)
-    return ended(streams) | {
+    streams = await keep_busy(url, num_open, _prompt(setup), NEW_TOKENS, update_often())
+    found = {
+        "runs": 1,
         "updates": len(seconds),
         "replicas": len(replicas),
-        "update_seconds": rounded(statistics.median(seconds)),
-        "longest_update_seconds": rounded(max(seconds)),
-        "open": num_open,
+        "seconds": [rounded(each) for each in seconds],
     }
+    return ended(streams) | found | {"update_seconds": rounded(statistics.median(seconds)), "open": num_open}
 
 
 async def scaled(setup: Setup, url: str, loads: tuple[tuple[int, float], ...]) -> dict[str, Any]:
@@ -112,7 +116,11 @@ def view(report: Report) -> View:
     if "updates" in results:
         found = results["updates"]
         rows.append(
-            {**found, "what": f"{found['updates']} updates of 2 replicas", "replicas": f"{found['replicas']} in all"}
+            {
+                **found,
+                "what": f"{found['updates']} updates of 2 replicas, in {found['runs']} runs",
+                "replicas": f"{found['replicas']} in all",
+            }
         )
     for each in results["scaling"]["loads"] if "scaling" in results else ():
         rows.append(
@@ -150,8 +158,8 @@ def main() -> None:
     report = measure_changes(setup, asked.updates, asked.seconds, asked.open, () if asked.no_scaling else LOADS)
     if asked.after:
         before, found = read_value(asked.after, "results.updates"), report.results["updates"]
-        found |= {name: found[name] + before[name] for name in ("streams", "lost", "updates", "replicas", "errors")}
-        found["longest_update_seconds"] = max(each["longest_update_seconds"] for each in (before, found))
+        found |= {name: before[name] + found[name] for name in found if name not in ("open", "update_seconds")}
+        found["update_seconds"] = rounded(statistics.median(found["seconds"]))
     for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
         print(f"wrote {path}")
     print(report.line())

@@ -23,16 +23,18 @@ from shared.simulation.replica import EngineLimits
 from shared.simulation.results import serve
 from shared.simulation.step_times import StepTimes
 
-REPLICAS = (10, 100, 1000, 10000)
+REPLICAS = (10, 30, 100, 300, 1000)
 KEYS = MAX_KEYS * 16 // 512
 """Of a router's table: as many tokens of text as the gateway's, whose keys are of about 16 tokens each."""
+NODE = 8
 ROUTERS = {
-    "two-choices": ("two-choices", KEYS),
-    "prefix": ("prefix", KEYS),
-    "prefix-large-table": ("prefix", 32 * KEYS),
+    "two-choices": ("two-choices", KEYS, None),
+    "prefix": ("prefix", KEYS, None),
+    "prefix-large-table": ("prefix", 32 * KEYS, None),
+    "prefix-each-node": ("prefix", KEYS, NODE),
 }
-"""A name, the router, and the keys of its table."""
-RATES = [rounded(1.1**n, 3) for n in range(15, 40)]
+"""A name, the router, the keys of its table, and for how many replicas there is a gateway; None: one for all."""
+RATES = [rounded(1.1**n, 3) for n in range(40)]
 """Requests a second of each replica that are tried."""
 LIMIT_MS = 250.0
 SECONDS, WARM_UP = 2.5, 1.0
@@ -71,22 +73,28 @@ def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[
 
     def at(place: int) -> dict[str, Any]:
         moments = arrival_times("poisson", RATES[place] * replicas, SECONDS, seed=0)
-        name, keys = ROUTERS[router]
-        fleet = Fleet(FleetPlan(replicas, name, table_keys=keys), times, LIMITS)
+        name, keys, share = ROUTERS[router]
+        plan = FleetPlan(replicas, name, gateways=-(-replicas // share) if share else 1, table_keys=keys)
+        fleet = Fleet(plan, times, LIMITS)
         return serve(fleet, conversations(moments, ABOUT, seed=0), WARM_UP, price=0.0)
 
     def is_kept(found: dict[str, Any]) -> bool:
         return bool(found["first_token_ms"]["p99"] <= LIMIT_MS)
 
-    best = at(guess)
-    if is_kept(best):
-        while guess + 1 < len(RATES) and is_kept(found := at(guess + 1)):
-            guess, best = guess + 1, found
-    else:
-        while guess and not is_kept(best):
-            guess -= 1
-            best = at(guess)
-    return guess, best
+    found: dict[int, dict[str, Any]] = {}
+    kept, lost, place, step = -1, len(RATES), guess, 1
+    while lost - kept > 1:
+        found[place] = at(place)
+        if is_kept(found[place]):
+            kept = place
+        else:
+            lost = place
+        if kept < 0 or lost == len(RATES):  # away from the guess, in steps that double, until the rate is between two
+            place = max(guess - step, 0) if kept < 0 else min(guess + step, len(RATES) - 1)
+            step *= 2
+        else:
+            place = (kept + lost) // 2
+    return max(kept, 0), found[max(kept, 0)]
 
 
 def measure_capacity(replicas: Sequence[int]) -> Report:
@@ -96,7 +104,7 @@ def measure_capacity(replicas: Sequence[int]) -> Report:
     times = StepTimes.of(dict(zip(COUNTS, times_of_reports()[0], strict=True)))
     results: dict[str, Any] = {}
     for router in ROUTERS:
-        place = len(RATES) // 2
+        place = 2 * len(RATES) // 3
         for num in replicas:
             place, found = capacity(num, router, times, place)
             kept = {name: found[name] for name in ("hit_rate", "balance", "engine_ms")}

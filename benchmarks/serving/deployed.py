@@ -62,11 +62,8 @@ def deployed(folder: Path, options: Sequence[str]) -> Iterator[str]:
             process.wait(START_SECONDS)
 
 
-async def keep_busy(
-    url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any], pause: float = 0.0
-) -> Streams:
-    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends; the next one
-    comes ``pause`` seconds after the one before.
+async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any]) -> Streams:
+    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends.
 
     Each prompt has one token more than ``prompt``, of its own.
     """
@@ -81,7 +78,7 @@ async def keep_busy(
             body = options | {"prompt": [*prompt, len(streams.requests) % 256]}
             await stream(client, f"busy-{len(streams.requests)}", body, request, start)
             streams.errors += [request.error] if request.error else []
-            await asyncio.sleep(0.1 if request.error else pause)
+            await asyncio.sleep(0.1 if request.error else 0.0)
 
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=START_SECONDS, trust_env=False) as client:
         await asyncio.gather(work, *(one_after_another(client) for _ in range(num_open)))

@@ -23,8 +23,9 @@ SLACK = 4
 """Ongoing requests that the replica with the prefix may have above the less busy of two others."""
 MAX_KEYS = 2**18
 """Of a gateway's table: some thousand conversations. A large fleet needs more, see `infer simulate --table-keys`."""
-MOST_REPLICAS = 32
-"""Replicas that are known for a key: enough to find one among them that is not busy."""
+MOST_REPLICAS = 256
+"""Replicas that are known for a key. Too few of them get all requests with a popular beginning, up to the slack: with
+32, a thousand simulated replicas kept up with fewer requests than by two choices."""
 
 Key = TypeVar("Key", bound=Hashable)
 Replica = TypeVar("Replica")
@@ -53,29 +54,32 @@ def prefix_keys(body: bytes, session: str | None = None) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
+def drawn(replicas: Sequence[Replica], draw: random.Random) -> list[Replica]:
+    """Two of the replicas at random, in any order, or the only one. The others are not looked at."""
+    return draw.sample(replicas, min(2, len(replicas)))
+
+
 def ranked(
+    two: list[Replica],
     loads: Mapping[Replica, int],
     matches: Mapping[Replica, int],
     num_keys: int,
-    draw: random.Random,
     *,
     min_share: float = MIN_SHARE,
     slack: int = SLACK,
 ) -> list[list[Replica]]:
     """Groups of replicas, the best first; the least busy one of a group is meant.
 
-    Two replicas are drawn: the less busy of two is hardly worse than the least busy of all, and many gateways do not
-    choose the same one (Mitzenmacher, "The power of two choices in randomized load balancing", 2001). The replica with
-    the longest matching prefix comes before them, if it has at least ``min_share`` of the keys and at most ``slack``
-    ongoing requests more than the less busy of the two.
+    The less busy of two replicas is hardly worse than the least busy of all, and many gateways do not choose the same
+    one (Mitzenmacher, "The power of two choices in randomized load balancing", 2001). The replica with the longest
+    matching prefix comes before them, if it has at least ``min_share`` of the keys and at most ``slack`` ongoing
+    requests more than the less busy of the two.
 
     Args:
-        loads: the ongoing requests of each replica that may be chosen.
+        two: from :func:`drawn`.
+        loads: the ongoing requests of the two, and of each one of ``matches`` that may be chosen.
         matches: how many keys of the request each replica has, from :meth:`PrefixTable.matches`.
     """
-    if not loads:
-        return []
-    two = draw.sample(list(loads), min(2, len(loads)))
     # exercise 12.1x4: the replica that has the prefix comes first, unless it has too little of it or is much busier
     # hint: a replica that is in `matches` and not in `loads` is gone
     # hint: of several replicas with the same prefix, the less busy one
@@ -92,8 +96,7 @@ class PrefixTable(Generic[Key, Replica]):
     """Which replicas were sent which keys; the keys that were not used for longest are forgotten.
 
     It says where a prefix was computed, not whether the replica still has it: a replica never reports evictions. Of a
-    key the last ``MOST_REPLICAS`` replicas are known, so a system prompt that all replicas have costs no more than
-    another one.
+    key the last ``MOST_REPLICAS`` replicas are known, so the table is bounded also where all have a system prompt.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:

@@ -18,7 +18,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from shared.deployment.affinity import PrefixTable, ranked
+from shared.deployment.affinity import PrefixTable, drawn, ranked
 from shared.deployment.exchange import Exchange
 
 
@@ -64,10 +64,11 @@ class PrefixChoice(RequestRouter):
             pending_request.routing_context.should_backoff = True  # between two tries while every replica is full
         if not candidate_replicas or exchange is None:
             return [candidate_replicas]
-        replicas = {replica.replica_id: replica for replica in candidate_replicas}
-        loads = {replica_id: self.replica_queue_len_cache.get(replica_id) or 0 for replica_id in replicas}
-        matches = self._table.matches(exchange.prefix)
-        groups = ranked(loads, matches, len(exchange.prefix), self._draw, **self._settings)
+        two = [replica.replica_id for replica in drawn(candidate_replicas, self._draw)]
+        matches, replicas = self._table.matches(exchange.prefix), self.curr_replicas
+        queues = self.replica_queue_len_cache
+        loads = {replica_id: queues.get(replica_id) or 0 for replica_id in (*two, *matches) if replica_id in replicas}
+        groups = ranked(two, loads, matches, len(exchange.prefix), **self._settings)
         return [[replicas[replica_id] for replica_id in group] for group in groups]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:

@@ -15,7 +15,7 @@ from shared.deployment.affinity import MAX_KEYS
 from shared.errors import ConfigError
 from shared.simulation.arrivals import Request
 from shared.simulation.replica import EngineLimits, Replica
-from shared.simulation.routing import ROUTERS
+from shared.simulation.routing import ROUTERS, LeastBusy
 from shared.simulation.step_times import StepTimes
 
 _RUN_ENDS, _STARTED, _REPORT, _UPDATE = range(4)
@@ -64,9 +64,11 @@ class Fleet:
         self.routers = [
             make(random.Random(f"{seed} {n}"), limits.block_size, plan.table_keys) for n in range(plan.gateways)
         ]
+        self.listeners = [router for router in self.routers if isinstance(router, LeastBusy)]
         self.replicas: dict[int, Replica] = {}  # by name; a name is never given again
         self.loads: dict[int, int] = {}  # ongoing requests of each replica that gets new ones
         self.seen = self.loads  # what the routers know of them
+        self.names: list[int] = []  # the same replicas, of which routers draw some
         self.old: list[int] = []  # replicas that are still to be replaced
         self.events: list[tuple[float, int, int, int]] = []  # a heap: moment, kind, number, replica
         self.num_events = 0
@@ -107,7 +109,7 @@ class Fleet:
 
     def _arrive(self, request: Request) -> None:
         router = self.routers[self.draw.randrange(len(self.routers)) if len(self.routers) > 1 else 0]
-        request.replica = router.choose(request, self.seen)
+        request.replica = router.choose(request, self.names, self.seen)
         replica = self.replicas[request.replica]
         replica.add(request)
         self._set_load(request.replica, replica.num_ongoing)
@@ -140,12 +142,14 @@ class Fleet:
             if not self.replicas[name].num_ongoing:
                 self._push(now + self.plan.start_seconds, _STARTED)
             # end exercise
+            self.names = list(self.seen)
 
     def _start(self) -> None:
         """A replica more; the routers know at once which replicas there are."""
         name = len(self.replicas)
         self.replicas[name] = Replica(self.times, self.limits)
         self.loads[name] = self.seen[name] = 0
+        self.names.append(name)
         self._tell(name, 0)
 
     def _set_load(self, name: int, load: int) -> None:
@@ -154,12 +158,13 @@ class Fleet:
             self._tell(name, load)
 
     def _tell(self, name: int, load: int) -> None:
-        for router in self.routers:
+        for router in self.listeners:
             router.report(name, load)
 
     def _report(self, now: float) -> None:
         """The routers learn the loads, and know no more until the next report."""
         self.seen = dict(self.loads)
+        self.names = list(self.seen)
         for name, load in self.seen.items():
             self._tell(name, load)
         if self.has_arrivals:

@@ -7,14 +7,16 @@ where it sent the prompts before.
 import heapq
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.deployment.affinity import PrefixTable, ranked
+from shared.deployment.affinity import PrefixTable, drawn, ranked
 from shared.simulation.arrivals import Request
 
+Names = Sequence[int]
+"""The replicas that may be chosen."""
 Loads = Mapping[int, int]
-"""The ongoing requests of each replica that may be chosen."""
+"""The ongoing requests of each of them."""
 
 
 class Router(ABC):
@@ -25,12 +27,8 @@ class Router(ABC):
         self.table: PrefixTable[int, int] = PrefixTable(table_keys)  # empty but by prefix
 
     @abstractmethod
-    def choose(self, request: Request, loads: Loads) -> int:
-        """One of the replicas of ``loads``."""
-
-    def report(self, replica: int, load: int) -> None:
-        """A replica says how many requests it has; the plain dict of loads is enough for most routers."""
-        return
+    def choose(self, request: Request, names: Names, loads: Loads) -> int:
+        """One of ``names``. Invariant: a request does not cost time for each replica."""
 
 
 class RoundRobin(Router):
@@ -40,9 +38,9 @@ class RoundRobin(Router):
         super().__init__(*settings)
         self.left: list[int] = []
 
-    def choose(self, request: Request, loads: Loads) -> int:
+    def choose(self, request: Request, names: Names, loads: Loads) -> int:
         while True:
-            self.left = self.left or list(loads)[::-1]
+            self.left = self.left or list(names)[::-1]
             if (replica := self.left.pop()) in loads:
                 return replica
 
@@ -55,9 +53,10 @@ class LeastBusy(Router):
         self.heap: list[tuple[int, float, int]] = []
 
     def report(self, replica: int, load: int) -> None:
+        """A replica says how many requests it has."""
         heapq.heappush(self.heap, (load, self.draw.random(), replica))
 
-    def choose(self, request: Request, loads: Loads) -> int:
+    def choose(self, request: Request, names: Names, loads: Loads) -> int:
         while loads.get(self.heap[0][2]) != self.heap[0][0]:
             heapq.heappop(self.heap)
         load, _, replica = self.heap[0]
@@ -68,17 +67,16 @@ class LeastBusy(Router):
 class TwoChoices(Router):
     """The less busy of two replicas that are drawn."""
 
-    def choose(self, request: Request, loads: Loads) -> int:
-        (two,) = ranked(loads, {}, 0, self.draw)
-        return min(two, key=loads.__getitem__)
+    def choose(self, request: Request, names: Names, loads: Loads) -> int:
+        return min(drawn(names, self.draw), key=loads.__getitem__)
 
 
 class ByPrefix(Router):
     """The replica that was sent the longest prefix, unless it is much busier: as the gateway chooses."""
 
-    def choose(self, request: Request, loads: Loads) -> int:
+    def choose(self, request: Request, names: Names, loads: Loads) -> int:
         keys = request.blocks[: request.prompt_tokens // self.block_tokens]
-        best, *_ = ranked(loads, self.table.matches(keys), len(keys), self.draw)
+        best, *_ = ranked(drawn(names, self.draw), loads, self.table.matches(keys), len(keys))
         replica = min(best, key=loads.__getitem__)
         self.table.record(keys, replica)
         return replica

@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +16,11 @@ import httpx
 import psutil
 import pytest
 
+from shared.engine.llm import LLM
+from shared.sampling.params import SamplingParams
 from tests.integration.infer_process import INFER, heed_interrupts
 from tests.integration.server_process import MODEL, PATIENCE, ServerProcess, wait_until
+from tests.ranks import checkpoint_for_ranks
 
 pytest.importorskip("ray", reason="Ray is not installed; pip install '.[ray]'")
 pytestmark = pytest.mark.slow
@@ -32,10 +37,10 @@ LONG = 2000
 class Deployed:
     """``infer deploy`` in the foreground, with the Ray that it started."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, *options: str) -> None:
         self.log = log
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [*INFER, "deploy", str(folder), *FLEET]
+        command = [*INFER, "deploy", str(folder), *FLEET, *options]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=output, preexec_fn=heed_interrupts
@@ -85,9 +90,35 @@ def infer(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*INFER, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS)
 
 
-def test_an_interrupt_ends_everything_that_was_started(folder: Path, tmp_path: Path) -> None:
+GROUPS = """
+import json, ray
+ray.init("auto", log_to_driver=False, logging_level="error")
+groups = ray.util.placement_group_table().values()
+print(json.dumps([[group["state"], group["strategy"], group["bundles"]] for group in groups]))
+"""
+
+
+def test_two_ranks_stand_in_one_placement_group_and_an_interrupt_ends_everything(
+    session_folder: Path, tmp_path: Path
+) -> None:
     """The first test, because later ones share a cluster that this command would join."""
-    running = Deployed(folder, tmp_path / "log")
+    model = checkpoint_for_ranks("llama", session_folder)
+    running = Deployed(model, tmp_path / "log", "--replicas", "1", "--cpus", "1", "--tensor-parallel-size", "2")
+    assert "phase 12.1" in running.text()
+
+    found = subprocess.run([sys.executable, "-c", GROUPS], capture_output=True, text=True, timeout=START_SECONDS)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout.splitlines()[-1]) == [["CREATED", "STRICT_PACK", {"0": {"CPU": 1.0}}]]
+    (replica,) = running.replica_pids()
+    started = psutil.Process(replica).children(recursive=True)
+    assert len([one for one in started if any("shared.parallel.worker" in part for part in one.cmdline())]) == 1
+
+    with running.client() as client:
+        answer = client.post("/v1/completions", json=completion("Once upon a time")).json()
+    params = SamplingParams(temperature=0.0, max_new_tokens=8)
+    (alone,) = LLM(str(model), max_seq_len=64).generate(["Once upon a time"], params, progress=False)
+    assert answer["choices"][0]["text"] == alone.text
+
     processes = psutil.Process(running.process.pid).children(recursive=True)
     assert len(processes) > 5
     running.process.send_signal(signal.SIGTERM)
@@ -233,12 +264,34 @@ def test_a_killed_replica_loses_its_own_streams_alone(deployed: Deployed) -> Non
     assert victim.pid not in deployed.replica_pids()
 
 
-def test_an_update_under_load_loses_nothing(deployed: Deployed, folder: Path) -> None:
-    with ThreadPoolExecutor(4) as threads:
-        update = threads.submit(infer, "deploy", str(folder), *FLEET)
+def test_an_update_and_scaling_under_load_lose_nothing(deployed: Deployed, folder: Path) -> None:
+    """Three streams are a load for one replica, so one of two drains and leaves after the update; nine are for two."""
+    scaling = ("--replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "4")
+    delays = ("--upscale-delay", "1", "--downscale-delay", "15")
+    is_over = threading.Event()
+
+    def one_after_another(index: int) -> list[tuple[str, list[dict[str, Any]]]]:
         ended = []
-        while not update.done():
-            ended += [*threads.map(lambda index: deployed.stream(f"{index} update", 100), range(3))]
-    assert update.result().returncode == 0, update.result().stderr
-    assert len({replica for replica, _ in ended}) > 2  # old ones and new ones
+        while not is_over.is_set():
+            ended.append(deployed.stream(f"{index} update", 300))
+        return ended
+
+    def is_running(num_replicas: int) -> bool:
+        return deployed.health()["replicas"] == {"RUNNING": num_replicas}
+
+    before = deployed.replica_pids()
+    with ThreadPoolExecutor(9) as threads:
+        try:
+            loads = [threads.submit(one_after_another, index) for index in range(3)]
+            update = infer("deploy", str(folder), *FLEET, *scaling, *delays)
+            assert update.returncode == 0, update.stderr
+            assert not {*before} & {*deployed.replica_pids()}
+            wait_until(lambda: is_running(1), START_SECONDS)
+            loads += [threads.submit(one_after_another, index) for index in range(3, 9)]
+            wait_until(lambda: is_running(2), START_SECONDS)
+            wait_until(lambda: min(deployed.num_running()) > 0)  # the new one has a share of the load
+        finally:
+            is_over.set()
+        ended = [stream for load in loads for stream in load.result()]
+    assert len({replica for replica, _ in ended}) > 3  # old ones, new ones, and the one that came with the load
     assert {events[-1].get("choices", [{}])[0].get("finish_reason") for _, events in ended} == {"length"}

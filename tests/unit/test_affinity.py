@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.deployment.affinity import CHUNK, MOST_REPLICAS, PrefixTable, prefix_keys, ranked
+from shared.deployment.affinity import CHUNK, MOST_REPLICAS, PrefixTable, drawn, prefix_keys, ranked
 
 LOADS = st.dictionaries(st.integers(0, 20), st.integers(0, 50), min_size=1)
 
@@ -21,9 +21,11 @@ def test_the_first_group_has_the_prefix_or_is_two_random_ones(loads: dict[int, i
     num_keys = data.draw(st.integers(1, 20))
     matches = data.draw(st.dictionaries(st.integers(0, 25), st.integers(1, num_keys)))
     slack = data.draw(st.integers(0, 10))
-    groups = ranked(loads, matches, num_keys, random.Random(0), min_share=0.5, slack=slack)
+    two = drawn(list(loads), random.Random(0))
+    groups = ranked(two, loads, matches, num_keys, min_share=0.5, slack=slack)
     assert {replica for group in groups for replica in group} <= set(loads)
-    assert len(groups[-1]) == len(set(groups[-1])) == min(2, len(loads))
+    assert len(two) == len(set(two)) == min(2, len(loads))
+    assert groups[-1] == two
     known = {replica: matches[replica] for replica in loads if replica in matches}
     if len(groups) == 2:
         (best,) = groups[0]
@@ -37,7 +39,7 @@ def test_the_first_group_has_the_prefix_or_is_two_random_ones(loads: dict[int, i
 
 def test_the_replica_with_the_longest_prefix_comes_first() -> None:
     def groups(loads: dict[str, int], matches: dict[str, int]) -> list[list[str]]:
-        return [sorted(group) for group in ranked(loads, matches, 8, random.Random(0))]
+        return [sorted(group) for group in ranked(list(loads), loads, matches, 8)]
 
     two = [["a", "b"]]
     assert groups({"a": 3, "b": 3}, {"a": 8}) == [["a"], *two], "a has all keys, and the two stand behind it"
@@ -49,13 +51,13 @@ def test_the_replica_with_the_longest_prefix_comes_first() -> None:
 
 def test_a_much_busier_replica_is_left_out_whatever_it_has() -> None:
     for load, is_first in ((5, True), (6, False)):
-        found = ranked({"a": load, "b": 1}, {"a": 8}, 8, random.Random(0), slack=4)
+        found = ranked(["a", "b"], {"a": load, "b": 1}, {"a": 8}, 8, slack=4)
         assert (found[0] == ["a"]) is is_first, f"a has {load} requests, the less busy of two 1, and slack is 4"
 
 
 def test_a_short_common_beginning_decides_nothing() -> None:
     for num, is_first in ((4, True), (3, False)):
-        found = ranked({"a": 0, "b": 0}, {"a": num}, 8, random.Random(0), min_share=0.5)
+        found = ranked(["a", "b"], {"a": 0, "b": 0}, {"a": num}, 8, min_share=0.5)
         assert (found[0] == ["a"]) is is_first, f"a has {num} of 8 keys, and half are wanted"
 
 
