@@ -250,6 +250,9 @@ class EngineConfig:
     draft_ranks: int = setting(
         1, "12.1", "Processes that share the draft model; 1: the first has all of it.", at_least=1
     )
+    draft_on_each_rank: bool = setting(
+        False, "12.1", "Each process has all of the draft model, and computes all of it; by default the first alone."
+    )
     all_reduce_backend: str | None = setting(
         None,
         "12.1",
@@ -335,6 +338,12 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_ranks is {self.draft_ranks}, draft_model is {self.draft_model!r} and tensor_parallel_size is "
                 f"{self.tensor_parallel_size}; a draft model is cut among at most as many processes as the model."
+            )
+        if self.draft_on_each_rank and (self.draft_model is None or self.draft_ranks > 1):
+            raise ConfigError(
+                f"draft_on_each_rank is True, draft_model is {self.draft_model!r} and draft_ranks is "
+                f"{self.draft_ranks}; each process then has all of a draft model: set draft_model, and leave "
+                "draft_ranks out."
             )
         has_drafter = self.drafter == "ngram" or self.draft_model is not None or self.adapter is not None
         if self.use_speculative_decoding and not has_drafter:
