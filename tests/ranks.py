@@ -1,17 +1,19 @@
 """Ranks as threads of one process: collectives through gloo, without the seconds that processes take to start."""
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from filelock import FileLock
 
 from shared.checkpoints.make import make_checkpoint
+from shared.engine.config import EngineConfig
 from shared.parallel.collectives import Collectives
 
 R = TypeVar("R")
@@ -39,6 +41,20 @@ def checkpoint_for_ranks(family: str, folder: Path) -> Path:
     shape = f"tiny-{family}-ranks"
     with FileLock(folder / f"{shape}.lock"):
         return make_checkpoint(shape, folder / shape, seed=1)
+
+
+class LosingConfig(EngineConfig):
+    """Settings with which the other ranks are lost: they do ``lose()`` when they read the setting ``where``."""
+
+    def losing(self, where: str, lose: Callable[[], object]) -> Self:
+        vars(self)["lost"] = where, lose, os.getpid()
+        return self
+
+    def __getattribute__(self, name: str) -> Any:
+        where, lose, of_rank_0 = super().__getattribute__("__dict__").get("lost", (None, None, None))
+        if name == where and os.getpid() != of_rank_0:
+            lose()
+        return super().__getattribute__(name)
 
 
 @dataclass

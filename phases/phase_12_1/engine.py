@@ -84,6 +84,7 @@ SUPPORTED = {
     "tensor_parallel_size",
     "all_reduce_backend",
     "draft_ranks",
+    "draft_on_each_rank",
 }
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}

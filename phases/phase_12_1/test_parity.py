@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+import shared.loading.weights
+import shared.parallel.collectives
 import shared.parallel.watch
 from phases.phase_12.engine import Engine as Whole
 from phases.phase_12_1.engine import Engine
@@ -20,6 +24,7 @@ from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, RankError
 from shared.grammar.grammar import Grammar
 from shared.lessons import find_lesson
+from shared.parallel.checkpoint import CutCheckpoint
 from shared.sampling.params import SamplingParams
 from shared.tracing.lanes import activity_lanes
 from shared.tracing.recorder import Recorder
@@ -38,9 +43,10 @@ from tests.mixed_requests import (
     serve,
     tokens,
 )
-from tests.ranks import FAMILIES, Poison, checkpoint_for_ranks
+from tests.ranks import FAMILIES, LosingConfig, Poison, checkpoint_for_ranks
 
 NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
+DRAFTING: dict[str, Any] = {"use_speculative_decoding": True, "draft_model": "x"}
 GRAMMAR: Requests = [
     (STEM[:9], {"temperature": 0.0, "max_new_tokens": 40, "structured_output": Grammar.regex(r"\[\d(, \d){2,9}\]")}),
     ("x", {"seed": 3, "max_new_tokens": 40, "structured_output": Grammar.choice(["red", "green", "greenish"])}),
@@ -161,10 +167,11 @@ def test_an_engine_of_one_rank_is_that_of_phase_12(session_folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("size", "draft_ranks", "acceptance"), [(2, 1, "coupled"), (2, 2, "rejection"), (4, 2, "coupled")]
+    ("size", "draft_ranks", "on_each", "acceptance"),
+    [(2, 1, False, "coupled"), (2, 1, True, "coupled"), (2, 2, False, "rejection"), (4, 2, False, "coupled")],
 )
 def test_a_draft_model_is_whole_or_cut_among_ranks(
-    session_folder: Path, size: int, draft_ranks: int, acceptance: str
+    session_folder: Path, size: int, draft_ranks: int, on_each: bool, acceptance: str
 ) -> None:
     """Two ranks with quantized weights of the model, which are cut too."""
     folder = checkpoint_for_ranks("llama", session_folder)
@@ -174,10 +181,13 @@ def test_a_draft_model_is_whole_or_cut_among_ranks(
         "draft_model": str(folder),
     }
     config |= {"adapt_spec_length": False, "spec_length": 3, "num_gpu_blocks": 200, "acceptance_method": acceptance}
-    group = make(folder, tensor_parallel_size=size, draft_ranks=draft_ranks, **config)
+    group = make(folder, tensor_parallel_size=size, draft_ranks=draft_ranks, draft_on_each_rank=on_each, **config)
     answers, expected = (serve(engine, MIXED, ARRIVALS)[0] for engine in (group, make(folder, Whole, **config)))
     assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]
     assert group.stats()["drafts accepted (tokens)"] > 0
+    assert (group.stats()["drafts rejected (tokens)"] > 0) is (size == 2)
+    num_sent, is_drafter_heard = group.group.sender.number, on_each or draft_ranks > 1
+    assert num_sent == group.runner.num_forwards + is_drafter_heard * group.drafter.drafter.runner.num_forwards
     drafter = group.drafter.drafter
     whole, part = make(folder, Whole).model, drafter.model
     assert (sum(p.nbytes for p in part.parameters()) < 0.6 * sum(p.nbytes for p in whole.parameters())) is (
@@ -197,6 +207,10 @@ def test_a_draft_model_is_whole_or_cut_among_ranks(
         (
             {"tensor_parallel_size": 2, "draft_ranks": 2},
             "draft_ranks is 2, draft_model is None and tensor_parallel_size",
+        ),
+        (
+            DRAFTING | {"tensor_parallel_size": 2, "draft_ranks": 2, "draft_on_each_rank": True},
+            "draft_on_each_rank is True, draft_model is 'x' and draft_ranks is 2; .* leave draft_ranks out",
         ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be an integer of at least 1"),
     ],
@@ -297,6 +311,44 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
     with pytest.raises(RankError, match=sentence):
         engine.step()
     assert all(process.wait(60) for process in engine.group.watch.processes)
+
+
+@pytest.mark.parametrize(
+    ("where", "lose", "sentence"),
+    [
+        ("all_reduce_backend", partial(time.sleep, 1000), "Rank 1 of 2 made no progress for 2 s;"),
+        (
+            "quantization",
+            partial(signal.raise_signal, signal.SIGSTOP),
+            "Rank 1 of 2 made no progress for 2 s; the other",
+        ),
+        ("quantization", partial(signal.raise_signal, signal.SIGKILL), "Rank 1 of 2 was ended by SIGKILL; the other"),
+    ],
+    ids=["hangs as it meets rank 0", "stops while it loads", "dies while it loads"],
+)
+def test_a_rank_that_is_lost_at_the_start_is_named(
+    session_folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, lose: Any, sentence: str
+) -> None:
+    """Rank 0 reads for longer than it takes to find it."""
+    monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
+    monkeypatch.setattr(shared.parallel.collectives, "MEETING", timedelta(seconds=3))
+    monkeypatch.setattr(shared.loading.weights, "WORKERS", 1)
+    read, num_read = CutCheckpoint.tensor, 0
+
+    def slowly(self: CutCheckpoint, name: str) -> torch.Tensor:
+        nonlocal num_read
+        num_read += 1
+        time.sleep(0.5)
+        return read(self, name)
+
+    monkeypatch.setattr(CutCheckpoint, "tensor", slowly)
+    folder = checkpoint_for_ranks("llama", session_folder)
+    config = LosingConfig(model=str(folder), tensor_parallel_size=2, max_seq_len=64).losing(where, lose)
+    started = time.monotonic()
+    with pytest.raises(RankError, match=sentence):
+        Engine(config)
+    assert time.monotonic() - started < 10
+    assert (0 < num_read < 15) is (where == "quantization"), "of 20 tensors"
 
 
 SCRIPT = """

@@ -113,7 +113,7 @@ class PagedKVCachePool:
         self.lengths[row] = length
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``; blocks that are free without an eviction are allocated at once."""
+        """See ``CachePoolProtocol``; all blocks that the step lacks are allocated at once, or none of them."""
         rows, granted, num_held, size = self.rows, self.granted, self.num_held, self.block_size
         others: list[Request] = []
         for request in requests:
@@ -122,10 +122,11 @@ class PagedKVCachePool:
                 others.append(request)
             elif num_tokens > granted[row]:
                 granted[row] = num_tokens
-        if len(others) > self.allocator.num_free:
+        if not others:
+            return []
+        blocks = self._allocate(len(others))
+        if blocks is None:
             return others
-        blocks = self.allocator.allocate(len(others))
-        assert blocks is not None
         growing = [rows[request] for request in others]
         self.tables[growing, [num_held[row] for row in growing]] = blocks
         for row in growing:

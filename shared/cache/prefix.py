@@ -105,12 +105,14 @@ class PrefixKVCachePool(PlannedKVCachePool):
     def _allocate(self, count: int) -> Blocks | None:
         """See :class:`shared.cache.paged.PagedKVCachePool`; evicts cached blocks if too few are free."""
         missing = count - self.allocator.num_free
-        if 0 < missing <= self.tree.num_unused_blocks:
-            evicted = self.tree.evict(missing)
-            if missing == count:
-                return evicted  # the tree's reference becomes the table's
-            self.allocator.free(evicted)
-        return super()._allocate(count)
+        if not 0 < missing <= self.tree.num_unused_blocks:
+            return super()._allocate(count)
+        evicted = self.tree.evict(missing)  # the tree's reference becomes the table's
+        if missing == count:
+            return evicted
+        free = super()._allocate(count - missing)
+        assert free is not None
+        return np.concatenate([free, evicted])
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; the blocks that are full now enter the tree."""

@@ -142,18 +142,22 @@ class PrefixTree:
         return sum(len(ancestor.blocks) for ancestor in _path(node) if ancestor.num_users == 1)
 
     def evict(self, count: int) -> Blocks:
-        """Remove ``count`` blocks that no request holds, least recently used first; there must be that many."""
+        """Remove ``count`` blocks that no request holds, least recently used first; there must be that many.
+
+        Returns the blocks in the order in which ``count`` calls would evict one each.
+        """
         assert count <= self.num_unused_blocks, f"{count} blocks of {self.num_unused_blocks} unused ones"
         evicted: list[Blocks] = []
         self.num_blocks -= count
         self.num_unused_blocks -= count
         # exercise 08x4: evict the least recently used blocks
-        # hint: the first node of `unused` is a leaf; take blocks from its end, as many as are still to be evicted
+        # hint: the first node of `unused` is a leaf; take blocks from its end, as many as are still to be evicted, the
+        # hint: last one first
         # hint: a node that keeps some blocks keeps their tokens: self.block_bytes for each
         # hint: a node without blocks is removed from `unused` and from its parent's children
         while count:
             leaf = next(iter(self.unused))
-            evicted.append(leaf.blocks[-count:])
+            evicted.append(leaf.blocks[: -count - 1 : -1])
             count -= len(evicted[-1])
             leaf.blocks = leaf.blocks[: -len(evicted[-1])]
             leaf.tokens = leaf.tokens[: len(leaf.blocks) * self.block_bytes]

@@ -208,6 +208,9 @@ class EngineConfig:
     draft_ranks: int = setting(
         1, "12.1", "Processes that share the draft model; 1: the first has all of it.", at_least=1
     )
+    draft_on_each_rank: bool = setting(
+        False, "12.1", "Each process has all of the draft model, and computes all of it; by default the first alone."
+    )
     all_reduce_backend: str | None = setting(
         None,
         "12.1",

@@ -127,6 +127,12 @@ def check(config: Any) -> None:
             f"draft_ranks is {config.draft_ranks}, draft_model is {config.draft_model!r} and tensor_parallel_size is "
             f"{config.tensor_parallel_size}; a draft model is cut among at most as many processes as the model."
         )
+    if config.draft_on_each_rank and (config.draft_model is None or config.draft_ranks > 1):
+        raise ConfigError(
+            f"draft_on_each_rank is True, draft_model is {config.draft_model!r} and draft_ranks is "
+            f"{config.draft_ranks}; each process then has all of a draft model: set draft_model, and leave "
+            "draft_ranks out."
+        )
     has_drafter = config.drafter == "ngram" or config.draft_model is not None or config.adapter is not None
     if config.use_speculative_decoding and not has_drafter:
         raise ConfigError(

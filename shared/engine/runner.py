@@ -107,23 +107,30 @@ class Runner:
             is_left = ~np.isin(sequences, list(errors))
             rows, sequences = list(compress(rows, is_left)), sequences[is_left]
 
-        is_first = np.ones(len(sequences) + 1, np.bool_)  # row of its sequence, which succeeds or fails as a whole
-        is_first[1:-1] = sequences[1:] != sequences[:-1]
-        ends = np.flatnonzero(is_first)
-        first_rows = ends[:-1]
-        numbers = np.arange(len(sequences)) - first_rows.repeat(ends[1:] - first_rows)  # within their sequences
-        places = launched.batch.layout.rows[sequences] * self.most_logit_rows + numbers
+        ends, places = self._rows_of(launched.batch, sequences)
 
         def run(part: range) -> Draws:
             chosen = slice(ends[part.start], ends[part.stop])
             return self._draw(launched, chosen, rows[chosen], places[chosen])
 
-        for part, result in run_isolated(run, range(len(first_rows))):
+        for part, result in run_isolated(run, range(len(ends) - 1)):
             if isinstance(result, Exception):
                 errors[int(sequences[ends[part.start]])] = result
             else:
                 draws.append(result)
         return SamplerOutput(draws, errors, launched.prompts)
+
+    def _rows_of(self, batch: Batch, sequences: Integers) -> tuple[Sequence[int] | Integers, Integers]:
+        """Where the logit rows of each sequence begin, with n at the end, and the place of each row ``[n]``."""
+        places, ends = batch.layout.rows[sequences] * self.most_logit_rows, range(len(sequences) + 1)
+        if batch.is_decode:  # at most one row each
+            return ends, places
+        is_first = np.ones(len(ends), np.bool_)  # row of its sequence, which succeeds or fails as a whole
+        is_first[1:-1] = sequences[1:] != sequences[:-1]
+        starts = np.flatnonzero(is_first)
+        first_rows = starts[:-1]
+        numbers = np.arange(len(sequences)) - first_rows.repeat(starts[1:] - first_rows)  # within their sequences
+        return starts, places + numbers
 
     def _draw(self, launched: Launched, chosen: slice, rows: Sequence[SamplingRow], places: Integers) -> Draws:
         """Sample for the ``chosen`` logit rows; ``places`` are their rows in the sampler's tables."""

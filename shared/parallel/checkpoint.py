@@ -3,6 +3,7 @@
 Invariant: shapes and tensors are those of the rank's part; the rest of a matrix is not read.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,11 +12,24 @@ from shared.loading.checkpoint import Checkpoint
 from shared.parallel.cut import ROWS, Cut, ModelCut
 
 
-class CutCheckpoint(Checkpoint):
-    """As :class:`Checkpoint`, cut by ``cut``."""
+class WatchedCheckpoint(Checkpoint):
+    """As :class:`Checkpoint`; ``check`` is called before each tensor is read, and raises if another rank is lost."""
 
-    def __init__(self, folder: Path, cut: ModelCut) -> None:
+    def __init__(self, folder: Path, check: Callable[[], None]) -> None:
         super().__init__(folder)
+        self.check = check
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See :class:`Checkpoint`."""
+        self.check()
+        return super().tensor(name)
+
+
+class CutCheckpoint(WatchedCheckpoint):
+    """As :class:`WatchedCheckpoint`, cut by ``cut``."""
+
+    def __init__(self, folder: Path, cut: ModelCut, check: Callable[[], None] = lambda: None) -> None:
+        super().__init__(folder, check)
         self.cut = cut
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -30,6 +44,7 @@ class CutCheckpoint(Checkpoint):
         cut = self._cut(name)
         if cut is None:
             return super().tensor(name)
+        self.check()
         whole, part = self._files[self._file_of[name]].get_slice(name), slice(cut.part.start, cut.part.stop)
         return whole[part] if cut.dim == ROWS else whole[:, part].contiguous()
 

@@ -9,6 +9,7 @@ run. NCCL adds in an order of its own, which is the same in each run of one conf
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -30,8 +31,8 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # PyTorch's own watch would end the engine's process
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-MEETING = timedelta(seconds=60)
-"""Within this the ranks must have connected to each other, on CPUs."""
+MEETING = timedelta(seconds=8)
+"""Within this the ranks, which have all started, must have connected to each other, on CPUs."""
 NEVER = timedelta(days=1)
 """Collectives have no time limit: :mod:`shared.parallel.watch` ends a group that makes no progress."""
 
@@ -51,7 +52,7 @@ class Collectives:
     Args:
         device: of the tensors; a CPU or a GPU of this rank alone.
         count: called at the beginning and at the end of each collective.
-        waiting: within it, the other ranks are waited for.
+        waiting: within it, the other ranks are waited for; called with seconds to be patient, or without.
         is_shared: whether GPUs share memory, for small sums; if they cannot, the log says so, and NCCL adds all.
     """
 
@@ -62,7 +63,7 @@ class Collectives:
         size: int,
         device: torch.device,
         count: Callable[[], None] = lambda: None,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        waiting: Callable[..., AbstractContextManager[Any]] = nullcontext,
         is_shared: bool = True,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -79,7 +80,8 @@ class Collectives:
                 option.asyncOp = False  # on the current stream
             if is_shared:
                 try:
-                    self.peers = PeerMemory(store, rank, size, device)
+                    with self.waiting(math.inf):  # which has a time limit of its own
+                        self.peers = PeerMemory(store, rank, size, device)
                 except RuntimeError as error:
                     _log.warning("NCCL adds small sums too: %s", error)
         else:
@@ -87,7 +89,10 @@ class Collectives:
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
             options._timeout = MEETING
-            self.group = gloo(store, rank, size, options)
+            self.count()
+            with self.waiting(0.8 * MEETING.total_seconds()):  # the watch names the missing rank before gloo gives up
+                self.group = gloo(store, rank, size, options)
+            self.count()
             self.group._set_default_timeout(NEVER)
 
     def all_sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ Invariants: all ranks have KV caches of the same size; the other ranks end when 
 forgotten, and when rank 0 ends in whatever way.
 """
 
+import math
 import os
 import socket
 import subprocess
@@ -39,6 +40,7 @@ from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.parallel.board import CALLS, Board
 from shared.parallel.channel import Sender
+from shared.parallel.checkpoint import WatchedCheckpoint
 from shared.parallel.collectives import Collectives
 from shared.parallel.model import load_part
 from shared.parallel.runner import rank_runner
@@ -47,7 +49,7 @@ from shared.parallel.watch import Watch
 
 START = "from shared.parallel.worker import main; main()"
 START_SECONDS = 120
-"""Within these all ranks must have met, before any has loaded its part."""
+"""Within these all ranks must have imported PyTorch and have their devices. From then on each counts heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Group:
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
         with self._starting():
+            torch.zeros(1, device=device)  # a GPU's context takes seconds
             self.sender = Sender(self.board, pipes, self.watch.check)
             self._meet(store)
             self.ranks = Collectives(
@@ -125,7 +128,7 @@ class Group:
             quantize = quantizer(config.quantization, config.quantize_head)
             return load_model(self.folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
         with self._starting():
-            return load_rank(config, self.folder, self.ranks)
+            return load_rank(config, self.folder, self.ranks, self.watch.check)
 
     def memory(self, model: CausalLM, max_seq_len: int) -> tuple[CachePoolProtocol, BatchView]:
         """The pool, and the view of rank 0's part."""
@@ -144,20 +147,24 @@ class Group:
 
     def load_draft(self, folder: Path, **about: Any) -> CausalLM:
         """A draft model, or rank 0's part of it; arguments as those of ``load_model``."""
-        if self.config.draft_ranks == 1:
+        if self.watch is None:
             return load_model(folder, **about)
-        assert self.watch is not None
         with self._starting():
+            if self.config.draft_ranks == 1:
+                watched = partial(WatchedCheckpoint, check=self.watch.check)
+                return load_model(folder, **about, open_checkpoint=watched)
             self.drafting = draft_collectives(self.config, self.store, self.ranks)
             self.watch.collectives.append(self.drafting)
-            return load_part(folder, self.drafting, dtype=about["dtype"])
+            return load_part(folder, self.drafting, dtype=about["dtype"], check=self.watch.check)
 
     def draft_runner(self, model: CausalLM, view: BatchView, max_sequences: int, **sampling: Any) -> Runner:
         """The runner of the draft model; arguments as those of :class:`shared.engine.runner.Runner`."""
-        if self.config.draft_ranks == 1:
+        is_whole = self.config.draft_ranks == 1
+        if self.watch is None or (is_whole and not self.config.draft_on_each_rank):
             return self.make_runner(model, view, max_sequences, **sampling)
         with self._starting():
-            sampling |= {"ranks": self.drafting, "sender": self.sender, "watch": self.watch, "number": 1}
+            ranks = self.ranks if is_whole else self.drafting
+            sampling |= {"ranks": ranks, "sender": self.sender, "watch": self.watch, "number": 1, "is_whole": is_whole}
             return rank_runner(self.make_runner)(model, view, max_sequences, **sampling)
 
     def wait(self, sampled: SamplerOutput) -> SampledTokens:
@@ -181,18 +188,19 @@ class Group:
         """Wait until all ranks have come to the store."""
         assert self.watch is not None
         deadline = time.monotonic() + START_SECONDS
-        while not store.check([f"rank {rank}" for rank in range(1, self.size)]):
+        while missing := [rank for rank in range(1, self.size) if not store.check([here(rank)])]:
             self.watch.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all of {self.size} ranks started within {START_SECONDS} s")
+                raise TimeoutError(f"rank {missing[0]} of {self.size} did not start within {START_SECONDS} s")
             time.sleep(0.01)
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """End the group if what is done within fails."""
+        """End the group if what is done within fails, or if a rank is lost meanwhile."""
         assert self.watch is not None
         try:
-            yield
+            with self.watch.waiting(math.inf):  # loading has no time limit
+                yield
         except ConfigError:
             self.close()
             raise
@@ -211,6 +219,11 @@ def start_process(passed: tuple[int, ...]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path})
 
 
+def here(rank: int) -> str:
+    """What a rank sets in the store when it has started."""
+    return f"rank {rank}"
+
+
 def local_store() -> dist.TCPStore:
     """A store where the ranks meet, which listens on the loopback interface alone."""
     with socket.socket() as listener:
@@ -226,14 +239,17 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 
 
-def load_rank(config: EngineConfig, folder: Path, ranks: Collectives) -> CausalLM:
-    """A rank's part of the model."""
+def load_rank(
+    config: EngineConfig, folder: Path, ranks: Collectives, check: Callable[[], None] = lambda: None
+) -> CausalLM:
+    """A rank's part of the model; ``check`` as for ``load_part``."""
     return load_part(
         folder,
         ranks,
         dtype=config.torch_dtype,
         quantization=config.quantization,
         quantize_head=config.quantize_head,
+        check=check,
     )
 
 

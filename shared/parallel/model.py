@@ -4,6 +4,7 @@ Invariant: the model is the whole one in everything that it returns, but for log
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Any
 
 import torch
 
-from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
-from shared.parallel.checkpoint import CutCheckpoint
+from shared.parallel.checkpoint import CutCheckpoint, WatchedCheckpoint
 from shared.parallel.collectives import Collectives
 from shared.parallel.cut import ModelCut
 from shared.parallel.projection import RowParallelProjection, VocabularyEmbedding
@@ -34,11 +34,13 @@ def load_part(
     dtype: torch.dtype | None = None,
     quantization: str | None = None,
     quantize_head: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> CausalLM:
     """This rank's part of a model, whose config is that of the part but for ``vocab_size``.
 
     Args:
         quantization, quantize_head: as of :func:`shared.loading.quantized.quantizer`.
+        check: called before each tensor is read; raises if another rank is lost.
 
     Raises ConfigError for numbers of ranks that do not divide the model, and what ``load_model`` raises.
     """
@@ -50,9 +52,9 @@ def load_part(
         folder,
         dtype=dtype,
         device=ranks.device,
-        quantize=lambda model, names, _, device: place(model, names, Checkpoint(folder), device),
+        quantize=lambda model, names, _, device: place(model, names, WatchedCheckpoint(folder, check), device),
         make_model=partial(_part_of, cut),
-        open_checkpoint=partial(CutCheckpoint, cut=cut),
+        open_checkpoint=partial(CutCheckpoint, cut=cut, check=check),
     )
     model.embedding = VocabularyEmbedding(model.embedding, cut.shard.part(whole.vocab_size), ranks)  # type: ignore[assignment]
     block: Any

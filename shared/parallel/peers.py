@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from shared.kernels.all_reduce import CHANNELS, num_words
 
-PATIENCE = timedelta(seconds=20)
-"""Within this all ranks, which have met before, must have answered."""
+PATIENCE = timedelta(seconds=4)
+"""Within this all ranks, which have met before, must have answered; if one is lost, two answers are waited for."""
 _log = logging.getLogger("infer.engine")
 _groups: list[dist.ProcessGroup] = []  # PyTorch's registry does not keep them, and counts their meetings in a process
 

@@ -39,6 +39,7 @@ class RankRunner(OverlappedRunner):
         ranks: the collectives.
         sender, watch: those of rank 0; None on another rank, whose batches come by :meth:`follow`.
         number: of the model, which messages name: 0, or 1 for a draft model.
+        is_whole: whether each rank has all of the model, so that there is nothing to gather.
         sampling: the keyword arguments of :class:`shared.engine.runner.Runner`.
     """
 
@@ -52,9 +53,10 @@ class RankRunner(OverlappedRunner):
         sender: Sender | None = None,
         watch: Watch | None = None,
         number: int = 0,
+        is_whole: bool = False,
         **sampling: Any,
     ) -> None:
-        self.ranks, self.sender, self.watch, self.number = ranks, sender, watch, number
+        self.ranks, self.sender, self.watch, self.number, self.is_whole = ranks, sender, watch, number, is_whole
         self.vocabulary = Vocabulary(model.config.vocab_size, ranks)
         super().__init__(model, view, max_sequences, **sampling)
 
@@ -83,6 +85,8 @@ class RankRunner(OverlappedRunner):
         if len(batch.pending):
             self.ranks.broadcast(self.last_ids)
         hidden, logits = super()._compute(batch, inputs)
+        if self.is_whole:
+            return hidden, logits
         if len(logits) == 0:
             return hidden, self._no_logits()
         if takes_argmax(batch):

@@ -49,21 +49,24 @@ class Watch:
         self.size = len(processes) + 1
         self.collectives: list[Collectives] = []
         self.failure: RankError | None = None
-        self.waiting_since: float | None = None  # when rank 0 began to wait for the others
+        self.waits: list[tuple[float, float]] = []  # since when rank 0 waits, and the patience; the innermost last
         self.is_closing = False
         self.when_lost: Callable[[RankError], None] = lambda failure: None
         self.reported: dict[int, Failed] = {}
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Within, rank 0 waits for the other ranks; raises RankError if the group has failed."""
+    def waiting(self, patience: float = LONG_PATIENCE) -> Iterator[None]:
+        """Within, rank 0 waits for the other ranks; raises RankError if the group has failed.
+
+        ``patience``: seconds without the begin or end of a collective, of the innermost wait, after which ranks hang.
+        """
         self.check()
-        self.waiting_since = time.monotonic()
+        self.waits.append((time.monotonic(), patience))
         try:
             yield
         finally:
-            self.waiting_since = None
+            self.waits.pop()
         self.check()
 
     def check(self) -> None:
@@ -107,15 +110,17 @@ class Watch:
             now = time.monotonic()
             is_new = self.board.counters != counts
             counts, changed = self.board.counters.copy(), np.where(is_new, now, changed)
-            began = self.waiting_since
-            if began is None:
+            waits = self.waits[:]
+            if not waits:
                 continue
-            quiet = [rank for rank in range(1, self.size) if now - max(began, changed[rank, BEATS]) > PATIENCE]
+            (first, _), (began, patience) = waits[0], waits[-1]
+            since = np.maximum(first, changed[:, BEATS])
+            quiet = [r for r in range(1, self.size) if counts[r, BEATS] and now - since[r] > PATIENCE]  # has started
             if quiet:
                 self._fail(f"Rank {quiet[0]} of {self.size} made no progress for {PATIENCE:.0f} s")
-            elif now - max(began, changed[:, CALLS].max()) > LONG_PATIENCE:
+            elif now - max(began, changed[:, CALLS].max()) > patience:
                 last = int(counts[:, CALLS].argmin())
-                self._fail(f"Rank {last} of {self.size} made no progress for {LONG_PATIENCE:.0f} s")
+                self._fail(f"Rank {last} of {self.size} made no progress for {patience:.0f} s")
 
     def _read(self) -> None:
         """Read why ranks have ended, and fail with the first cause."""

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from shared.errors import InferError
+from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.parallel.board import BEATS, CALLS, NUM_TIMED, Board
@@ -35,6 +37,7 @@ from shared.parallel.group import (
     agreed_memory,
     count_call,
     draft_collectives,
+    here,
     load_rank,
     rank_device,
 )
@@ -81,13 +84,20 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
     else:
         torch.set_num_threads(about.num_threads)
     store = dist.TCPStore("127.0.0.1", about.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
-    store.set(f"rank {rank}", "here")
+    torch.zeros(1, device=device)  # a GPU's context takes seconds
+    board.counters[rank, BEATS] = 1
+    store.set(here(rank), "")
+    store.wait([here(other) for other in range(1, size)])
     is_shared = config.all_reduce_backend != "nccl"
     ranks = Collectives(store, rank, size, device, partial(count_call, board, rank), is_shared=is_shared)
     model = fuse(load_rank(config, about.folder, ranks))
     max_seq_len = config.sequence_limit(model.max_positions)
     make_runner, drafting = rank_runner(about.runner), None
-    if config.draft_ranks > 1 and rank < config.draft_ranks:
+    if config.draft_on_each_rank:
+        drafting = ranks
+        whole: dict[str, Any] = {"dtype": model.dtype, "device": device, "quantize": quantizer(None, False)}
+        draft = fuse(load_model(config.draft_model or "", **whole))
+    elif config.draft_ranks > 1 and rank < config.draft_ranks:
         drafting = draft_collectives(config, store, ranks)
         draft = fuse(load_part(resolve_model(config.draft_model or ""), drafting, dtype=model.dtype))
     pool, view = agreed_memory(config, model, max_seq_len, about.make_memory, ranks)
@@ -95,7 +105,8 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
     if drafting is not None:
         own, longest = memory_settings(config, pool), min(max_seq_len, draft.max_positions)
         draft_pool, draft_view = about.make_memory(own, draft, longest)
-        runners[1] = make_runner(draft, draft_view, draft_pool.max_sequences, ranks=drafting, number=1)
+        about_draft: dict[str, Any] = {"ranks": drafting, "number": 1, "is_whole": config.draft_on_each_rank}
+        runners[1] = make_runner(draft, draft_view, draft_pool.max_sequences, **about_draft)
     runners[0] = make_runner(model, view, pool.max_sequences, ranks=ranks, most_logit_rows=config.most_logit_rows)
     receiver = Receiver(board, pipe, rank)
     while True:
@@ -111,11 +122,13 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
 def beat(board: Board, rank: int, lifeline: int, idle: threading.Event) -> None:
     """Count heartbeats until rank 0 ends, and end the process then.
 
-    There is none while the rank neither computes, nor waits for a message (``idle``) or in a collective.
+    The first is counted by the rank itself, when it has started. There is none while it neither computes, nor waits for
+    a message (``idle``) or in a collective.
     """
     used = time.process_time()
     while not select.select([lifeline], [], [], BEAT_SECONDS)[0]:
         before, used = used, time.process_time()
-        if used - before > LEAST_SECONDS or idle.is_set() or board.counters[rank, CALLS] % 2:
+        is_well = used - before > LEAST_SECONDS or idle.is_set() or board.counters[rank, CALLS] % 2
+        if is_well and board.counters[rank, BEATS]:
             board.counters[rank, BEATS] += 1
     os._exit(1)

@@ -59,6 +59,7 @@ OF_TARGET = (
     "acceptance_method",
     "adapt_spec_length",
     "draft_ranks",
+    "draft_on_each_rank",
 )
 """Settings that do not apply to the draft model, whose weights are as in its checkpoint."""
 Asking = tuple[Request, Request, int]

@@ -183,6 +183,30 @@ def test_a_refusal_evicts_nothing() -> None:
     assert_equal(len(pool.cached_blocks()), 2, "cached blocks")
 
 
+@pytest.mark.parametrize("num_free", [0, 1])
+def test_a_step_evicts_all_blocks_that_it_lacks_at_once_or_none(num_free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free blocks come first, then evicted ones, as if each request had reserved its own."""
+    pool, old = make_pool(6 + num_free), make("1", "abcdefghijkl")
+    run(pool, old)
+    pool.release(old)
+    running = [make(str(n), ids) for n, ids in enumerate(("ssss", "tttt", "uuuu"), 2)]
+    for request in running:
+        run(pool, request)
+        request.append(ord("x"))
+    evict, evicted = pool.tree.evict, []
+    monkeypatch.setattr(pool.tree, "evict", lambda count: evicted.append(count) or evict(count))
+    assert_equal(pool.reserve_next(running), [], "requests for which there is no block")
+    assert_equal(evicted, [3 - num_free], "blocks of each eviction")
+    given = [int(pool.table(request)[1]) for request in running]
+    assert_equal(given, [*[6] * num_free, 2, 1, 0][:3], "new block of each request", ("request",))
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
+    for request in running:
+        for letter in "yyyy":
+            request.append(ord(letter))
+    assert_equal(pool.reserve_next(running), running, "requests, where no block is cached and too few are free")
+    assert_equal(len(evicted), 1, "evictions")
+
+
 def test_requests_that_begin_alike_wait_for_the_first() -> None:
     pool = make_pool(30, max_sequences=8)
     leader, follower, other = make("1", "abcdefghijkl"), make("2", "abcdefghxxxx"), make("3", "stuvwxyz")

@@ -140,10 +140,10 @@ def test_a_held_path_is_not_evicted_and_using_it_makes_it_recent() -> None:
         tree.release(node)
     held, _ = tree.acquire(pack("aabbcc"))
     assert_equal(tree.num_unused_blocks, 2, "unused blocks: dd and ee")
-    assert_equal(sorted(tree.evict(2).tolist()), [3, 4], "evicted while aabbcc is held", ("block",))
+    assert_equal(tree.evict(2).tolist(), [3, 4], "evicted while aabbcc is held", ("block",))
     tree.release(held)
     insert(tree, "ff", 5)
-    assert_equal(sorted(tree.evict(2).tolist()), [1, 2], "evicted: a part of a node, from its end", ("block",))
+    assert_equal(tree.evict(2).tolist(), [2, 1], "evicted: a part of a node, from its end", ("block",))
     assert_equal(tree.match(pack("aabbcc"))[2], 1, "blocks that aabbcc still matches")
     assert_equal(tree.acquire(pack("aabbcc"))[1].tolist(), [0], "what is left of aabbcc", ("block",))
 
