@@ -94,13 +94,22 @@ class Measured:
 
 
 def measure(
-    model: str, length: int, budget: int, every: int, num_requests: int, num_new: int, from_length: int, device: str
+    model: str,
+    length: int,
+    budget: int,
+    every: int,
+    num_requests: int,
+    num_new: int,
+    from_length: int,
+    device: str,
+    dtype: str | None = None,
 ) -> Report:
     """Both engines with ``num_requests`` requests of ``length`` tokens, of which ``num_new`` are decoded; then as many
-    with prompts of ``from_length`` tokens in the small pool."""
+    with prompts of ``from_length`` tokens in the small pool, unless that is 0."""
     plain: dict[str, Any] = {
         "model": model,
         "device": device,
+        "dtype": dtype,
         "max_seq_len": length,
         "max_batch_size": num_requests,
         "num_gpu_blocks": num_requests * length // BLOCK,
@@ -128,23 +137,26 @@ def measure(
     }
     results: dict[str, Any] = {phase: {"blocks": one.most_blocks} | one.median_ms for phase, one in engines.items()}
     results[COMPRESSED]["share"] = rounded(engines[COMPRESSED].share(every))
+    weights = sum(parameter.nbytes for parameter in engines[FULL].engine.model.parameters())
+    results["bytes"] = {"weights": weights, "keys_and_values": engines[FULL].engine.view.num_bytes}
     del engines, one
     free_memory()
-    measured = Measured(COMPRESSED, plain | compressed | {"num_gpu_blocks": HELD * length // BLOCK})
-    measured.add([prompt[:from_length] for prompt in prompts], length - from_length)
-    measured.run()
-    results["together"] = {
-        "held": HELD,
-        "requests": measured.most_decoded,
-        "preemptions": measured.engine.load().num_preemptions,
-        "compressions": measured.engine.num_compressions,
-    }
     full, ours = results[FULL], results[COMPRESSED]
     results["ratios"] = {
         "memory": rounded(ours["blocks"] / full["blocks"]),
-        "together": rounded(measured.most_decoded / HELD),
         "step": rounded(full["ms_per_step"] / ours["ms_per_step"]),
     }
+    if from_length:
+        measured = Measured(COMPRESSED, plain | compressed | {"num_gpu_blocks": HELD * length // BLOCK})
+        measured.add([prompt[:from_length] for prompt in prompts], length - from_length)
+        measured.run()
+        results["together"] = {
+            "held": HELD,
+            "requests": measured.most_decoded,
+            "preemptions": measured.engine.load().num_preemptions,
+            "compressions": measured.engine.num_compressions,
+        }
+        results["ratios"]["together"] = rounded(measured.most_decoded / HELD)
     if device == "cpu":
         results["ratios"]["attention"] = rounded(full["attention_ms"] / ours["attention_ms"])
     flags = {
@@ -195,13 +207,14 @@ def view(report: Report) -> View:
     said = f"{flags['requests']} requests of {flags['length']} tokens, the last {flags['new_tokens']} decoded"
     kept = f"SnapKV, at most {flags['budget']} keys a head, every {flags['every']} tokens"
     about = [f"{said}; {kept}", f"{report.machine_title}; {report.date[:10]}"]
-    ran = report.results["together"]
-    lengths = f"from {flags['from']} tokens to {flags['length']}"
-    note = (
-        f"In the memory of {ran['held']} requests without compression {ran['requests']} ran together, {lengths}, "
-        f"with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
-    )
-    notes = [note]
+    notes = []
+    if ran := report.results.get("together"):
+        lengths = f"from {flags['from']} tokens to {flags['length']}"
+        note = (
+            f"In the memory of {ran['held']} requests without compression {ran['requests']} ran together, {lengths}, "
+            f"with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
+        )
+        notes.append(note)
     if "shares" in report.results:
         parts = ", ".join(f"{method} {share:.1%}" for method, share in report.results["shares"].items())
         notes.append(f"Time in compressions of requests of {flags['budget'] + flags['every']} tokens or more: {parts}.")
@@ -216,13 +229,16 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=32)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--from-length", type=int, default=SHORT, help="tokens of the prompts in the small pool")
+    parser.add_argument(
+        "--from-length", type=int, default=SHORT, help="tokens of the prompts in the small pool; 0: no such run"
+    )
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default=None)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--shares", action="store_true", help="the time in compressions of other methods too")
     given = parser.parse_args()
     sizes = given.length, given.budget, given.every, given.requests, given.new_tokens, given.from_length
-    measured = measure(given.model, *sizes, given.device)
+    measured = measure(given.model, *sizes, given.device, given.dtype)
     print(measured.line())
     if given.out is not None:
         write_report(measured, given.out, view=view(measured))

@@ -116,6 +116,10 @@ TINY_LLAMA_ROPE = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(**_sizes(2048, 8192, 16, 32), head_dim=64),
+    # The keys and values of a token as above, and a sixteenth of the weights: for steps that read keys on a CPU.
+    "llama-3.2-1b-sixteenth": _llama(
+        **_sizes(512, 1024, 16, 32), head_dim=64, vocab_size=16032, bos_token_id=0, eos_token_id=[1, 4, 5]
+    ),
     "llama-3.2-3b": _llama(**_sizes(3072, 8192, 28, 24), head_dim=128),
     "llama-3.1-70b": _llama(
         **_sizes(8192, 28672, 80, 64),
