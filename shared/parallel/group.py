@@ -124,7 +124,7 @@ class Group:
     def load(self) -> CausalLM:
         """The model, or rank 0's part of it."""
         config = self.config
-        if self.size == 1:
+        if self.watch is None:
             quantize = quantizer(config.quantization, config.quantize_head)
             return load_model(self.folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
         with self._starting():
