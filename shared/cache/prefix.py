@@ -186,8 +186,8 @@ class PrefixKVCachePool(PlannedKVCachePool):
         return self.tree.unused_blocks().tolist()
 
     def drop_cached(self) -> None:
-        """See ``CachePoolProtocol``."""
-        self.allocator.free(self.tree.evict(self.tree.num_unused_blocks))
+        """See ``CachePoolProtocol``; the next allocation gets the blocks of a path in their order."""
+        self.allocator.free(self.tree.evict(self.tree.num_unused_blocks)[::-1])
 
     def audit_blocks(self) -> list[str]:
         """See :class:`shared.cache.paged.PagedKVCachePool`; the tree too."""

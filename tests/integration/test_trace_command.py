@@ -125,7 +125,7 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
         (["--phase", "04", "--compare", "static,continuous"], "arrives in phase 05"),
         (["--batching-mode", "dynamic"], "batching_mode is 'dynamic'"),
         (["--scheduler-policy", "lifo"], "scheduler_policy is 'lifo'"),
-        (["--batching-mode", "static", "--scheduler-policy", "prefill_first"], "a static batch admits no request"),
+        (["--batching-mode", "static", "--scheduler-policy", "prefill_first"], "requires batching_mode = 'continuous'"),
         (["--compare", "static"], "two or more different"),
         (["--compare", "static,static"], "two or more different"),
         (["--compare", "static,lifo"], "must be two or more different ones of static, continuous, fcfs"),
