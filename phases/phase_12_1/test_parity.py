@@ -232,6 +232,7 @@ def test_an_interrupt_waits_for_the_end_of_a_step(
 ) -> None:
     """The other ranks have begun it, and the engine goes on afterwards."""
     group, whole = engines
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process begins by ignoring it
     requests = [(STEM, GREEDY | {"max_new_tokens": 12}), ("x", GREEDY | {"max_new_tokens": 9})]
     expected = [tokens(answer) for answer in serve(whole, requests)[0]]
     names = [group.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
