@@ -212,7 +212,8 @@ def test_every_token_is_computed_once(tiny_checkpoints: dict[str, Path]) -> None
 def test_an_answer_left_in_the_middle_leaves_nothing_behind(tiny_checkpoints: dict[str, Path]) -> None:
     engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
     expected = ids(engine, PROMPTS[0], 10)
-    left = engine.generate("another prompt, left after two tokens", SamplingParams(max_new_tokens=50))
+    params = SamplingParams(temperature=0, max_new_tokens=50, ignore_eos=True)
+    left = engine.generate("another prompt, left after two tokens", params)
     next(left)
     next(left)
     assert ids(engine, PROMPTS[0], 10) == expected
