@@ -300,7 +300,7 @@ def test_the_first_run_uses_the_key_that_was_just_typed(locked: Any) -> None:
     locked.fill("#max_tokens", "3")
     locked.click("#run")
     expect(locked, "#key-complaint", "needs the API key")
-    locked.wait_for_function("document.activeElement.id === 'key'")
+    locked.wait_for_selector("#key:focus")  # waiting for a function would need eval, which the page forbids
     locked.keyboard.type("wrong")
     locked.keyboard.press("Enter")
     expect(locked, "#key-complaint", "refuses this key")
