@@ -122,7 +122,7 @@ class Engine:
             distributions = self.drafter.distributions
             sampling["make_sampler"] = partial(RedirectingRejectionSampler, distributions=distributions)
         if isinstance(self.drafter, MultiTokenDrafter):
-            sampling["states"] = self.drafter.states
+            sampling |= {"states": self.drafter.states, "follow": self.drafter.follow}
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
         if self.drafter is not None:
             tune(self.scheduler, self.runner, self.drafter)

@@ -1,8 +1,9 @@
-"""Runners that keep the hidden states of mask tokens for the drafter. Introduced in phase 11.1.
+"""Runners that give the drafter the hidden states of mask tokens, and then what was drawn. Introduced in phase 11.1.
 
 Invariant: what is kept is a copy, so the next step may overwrite the buffers of a captured one.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.overlapped_runner import OverlappedRunner
-from shared.engine.runner import Runner
+from shared.engine.runner import Launched, Runner
+from shared.engine.sampler import SamplerOutput
+from shared.sampling.sampler import SamplingRow
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,35 @@ class MaskStates:
     hidden: torch.Tensor  # [groups, k, H], before the final norm
 
 
+Follow = Callable[[Launched, Sequence[SamplingRow], SamplerOutput], None]
+"""Gets what a step has drawn, and from which rows, as soon as it is launched."""
+
+
 class _KeepsStates(Runner):
     """Puts the states of each step in ``states``, by request id; its owner takes them out."""
 
-    def __init__(self, *args: Any, states: dict[str, MaskStates] | None = None, **sampling: Any) -> None:
-        """``args``, ``sampling``: those of the runner; ``states``: None if no drafter wants them."""
-        self.states = states
+    def __init__(
+        self,
+        *args: Any,
+        states: dict[str, MaskStates] | None = None,
+        follow: Follow | None = None,
+        **sampling: Any,
+    ) -> None:
+        """``args``, ``sampling``: those of the runner; ``states``, ``follow``: None if no drafter wants them."""
+        self.states, self.follow = states, follow
         super().__init__(*args, **sampling)
+
+    @property
+    def most_drafts(self) -> int:
+        """Those behind each of a sequence's logit rows."""
+        return self.most_logit_rows * (self.most_logit_rows - 1)
+
+    def sample(self, launched: Launched, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """See :class:`Runner`."""
+        sampled = super().sample(launched, rows)
+        if self.states and self.follow is not None:
+            self.follow(launched, rows, sampled)
+        return sampled
 
     def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = super()._compute(batch, inputs)

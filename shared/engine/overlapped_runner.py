@@ -29,8 +29,13 @@ class OverlappedRunner(Runner):
     def __init__(self, model: CausalLM, view: BatchView, max_sequences: int, **sampling: Any) -> None:
         """``sampling``: the keyword arguments of :class:`Runner`."""
         super().__init__(model, view, max_sequences, **sampling)
-        num_ids = max_sequences * self.most_logit_rows
+        num_ids = max_sequences * (1 + self.most_drafts)
         self.last_ids = torch.zeros(num_ids, dtype=torch.int64, device=model.device)  # by the pool's row; then drafts
+
+    @property
+    def most_drafts(self) -> int:
+        """The drafts that a drafter may leave on the device for each sequence."""
+        return self.most_logit_rows - 1
 
     def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         if batch.has_pending:

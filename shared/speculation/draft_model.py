@@ -137,7 +137,7 @@ class DraftModel:
         if self.pending is None or not drawn:
             self.collect()
             return
-        ids = self.pending.put([ids for _, _, sampled in drawn for ids in sampled.ids])
+        ids = iter(self.pending.put([ids for _, _, sampled in drawn for ids in sampled.ids]))
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.errors, ids)
 

@@ -7,7 +7,7 @@ A model draws its drafts on the device. There the step that verifies them can fi
 launches it meanwhile, and waits for the ids when it needs them: to sample, and to accept.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,12 +25,12 @@ class PendingDrafts:
     def __init__(self, last_ids: torch.Tensor, num_rows: int) -> None:
         self.drafts, self.num_rows = last_ids[num_rows:], num_rows
 
-    def put(self, drawn: Sequence[torch.Tensor]) -> Iterator[int]:
+    def put(self, drawn: Sequence[torch.Tensor]) -> range:
         """Put the drafts of a step in the table, in place of the last step's; returns the id of each."""
         count = sum(map(len, drawn))
         if drawn:  # else all have failed
             torch.cat(tuple(drawn), out=self.drafts[:count])
-        return iter(range(-1 - self.num_rows, -1 - self.num_rows - count, -1))
+        return range(-1 - self.num_rows, -1 - self.num_rows - count, -1)
 
 
 class Drafter(Protocol):

@@ -4,6 +4,10 @@ No second model runs, and no second KV cache is kept. The runner keeps the hidde
 once the step's tokens are known, the group behind the last accepted one is the right one. The sampler head of the
 adapter makes drafts of it, one after the other, since each depends on the draft before.
 
+Where the passes of the head are recorded and the drafts are the likeliest tokens, the GPU does not wait for the host to
+learn which group is the right one: it makes the drafts of all groups, right behind the step, and the host takes those
+that count.
+
 Drafts are drawn as those of a draft model: with the noise of the request, or, for rejection, from a stream of their own
 (:mod:`shared.speculation.draft_model`).
 
@@ -11,10 +15,12 @@ Invariant: states are used in the step after the one that computed them, or neve
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shared.cache.pool import CachePoolProtocol
@@ -25,11 +31,12 @@ from shared.engine.graphs import CudaGraphCapture
 from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.multi_token_runner import MaskStates
 from shared.engine.request import Request, RequestStatus
-from shared.engine.runner import MakeRunner, Runner
+from shared.engine.runner import Launched, MakeRunner, Runner
 from shared.engine.sampler import Draws, Sampler, SamplerOutput
 from shared.models.causal_lm import CausalLM
 from shared.models.lora import adapt
 from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 from shared.scheduling.multi_token import with_masks
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
@@ -41,10 +48,19 @@ from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
 ROUNDS = 3  # of a measurement; the fastest counts
-Asking = tuple[Request, torch.Tensor, int]
-"""A request, the hidden states ``[k, H]`` of its masks, and the number of drafts it may have."""
+Asking = tuple[Request, torch.Tensor, int, int]
+"""A request, the hidden states ``[groups, k, H]`` of its masks, the group that counts, and the drafts it may have."""
 Drawn = tuple[Sequence[Request | None], SamplerOutput]
-"""Drafts in the order of their requests; None: the request may have no such draft."""
+"""Drafts in the order of their requests; None: of no request, or not to be verified."""
+
+
+class Ahead(NamedTuple):
+    """Drafts behind each token of a step, made before it is known which tokens count: ``k`` behind each row."""
+
+    k: int
+    first_rows: Mapping[str, int]  # by request id
+    ids: range  # where the drafts lie on the device
+    sampled: SamplerOutput
 
 
 class MultiTokenDrafter:
@@ -61,6 +77,7 @@ class MultiTokenDrafter:
     pending: PendingDrafts | None = None
     drawn: Sequence[Drawn] = ()  # the drafts of the step, until they are collected
     captured: CapturedHead | None = None
+    ahead: Ahead | None = None  # of the step before
 
     def __init__(self, config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> None:
         assert config.adapter is not None
@@ -94,12 +111,39 @@ class MultiTokenDrafter:
                 group = None if states is None else group_of_next(request.num_tokens, states.start)
                 is_running = request.status is RequestStatus.RUNNING
                 if states is not None and group is not None and is_running and 0 <= group < len(states.hidden):
-                    asking.append((request, states.hidden[group], num_drafts))
+                    asking.append((request, states.hidden, group, num_drafts))
+        ahead, self.ahead = self.ahead, None
         self.states.clear()
-        if asking:
-            captured = self.captured if all(_takes_likeliest(request.params) for request, _, _ in asking) else None
-            self.drawn = self._draw(asking) if captured is None else [self._guess(asking, captured)]
+        if asking and ahead is not None:
+            self.drawn = [(_chosen(asking, ahead), ahead.sampled)]
+            _append(self.drawn[0][0], ahead.ids)
+        elif asking:
+            self.drawn = self._draw(asking)
             self._hand_out()
+
+    def follow(self, launched: Launched, rows: Sequence[SamplingRow], sampled: SamplerOutput) -> None:
+        """Draw behind every token of the step just launched that masks follow, if the likeliest tokens will do.
+
+        Args:
+            rows: those of the step's logits.
+            sampled: what was drawn from them.
+        """
+        captured, pending, batch = self.captured, self.pending, launched.batch
+        if captured is None or pending is None or sampled.errors or len(sampled.ids) != 1:
+            return
+        first_rows, num_rows, previous = dict[str, int](), 0, []
+        for name, states in self.states.items():
+            first, count = (
+                int(np.searchsorted(batch.logit_sequences, batch.request_ids.index(name))),
+                len(states.hidden),
+            )
+            if not _takes_likeliest(rows[first].params):
+                return
+            previous.append(sampled.ids[0][first : first + count])
+            first_rows[name], num_rows = num_rows, num_rows + count
+        guesses = captured.guess(previous, [states.hidden for states in self.states.values()])
+        k, guesses = guesses.shape[1], guesses.flatten()
+        self.ahead = Ahead(k, first_rows, pending.put([guesses]), SamplerOutput([Draws(guesses)]))
 
     def num_certain(self, request: Request) -> int:
         """See :class:`shared.speculation.drafter.Drafter`."""
@@ -109,26 +153,18 @@ class MultiTokenDrafter:
         """See :class:`shared.speculation.drafter.Drafter`: the time of one pass of the head, and the output head."""
         return (seconds := [self._pass_seconds(size) for size in sizes]), seconds
 
-    def _guess(self, asking: Sequence[Asking], captured: CapturedHead) -> Drawn:
-        """The likeliest drafts of all requests, in one replay."""
-        previous = [request.last_token_id for request, _, _ in asking]
-        places = range(max(num_drafts for _, _, num_drafts in asking))
-        ids = captured.guess(previous, [states for _, states, _ in asking])[:, : len(places)]
-        requests = [request if place < num_drafts else None for request, _, num_drafts in asking for place in places]
-        return requests, SamplerOutput([Draws(ids.flatten())])
-
     def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:
         """Draw one draft after the other, all requests at a time."""
         self.sampler.penalties.forget()  # they count the drafts of the step before
         places = list(range(len(asking)))
-        previous = self.sampler.upload(torch.tensor([request.last_token_id for request, _, _ in asking]))
+        previous = self.sampler.upload(torch.tensor([request.last_token_id for request, *_ in asking]))
         drawn: list[Drawn] = []
-        for number in range(max(num_drafts for _, _, num_drafts in asking)):
-            going_on = [place for place in places if asking[place][2] > number]
+        for number in range(max(num_drafts for *_, num_drafts in asking)):
+            going_on = [place for place in places if asking[place][3] > number]
             if len(going_on) < len(places):
                 previous = previous[self.sampler.upload(torch.tensor([places.index(place) for place in going_on]))]
                 places = going_on
-            hidden = torch.stack([asking[place][1][number] for place in places])
+            hidden = torch.stack([asking[place][1][asking[place][2], number] for place in places])
             logits = self.logits(previous, hidden)
             rows = [asking[place][0].sampling_row(number)._replace(num_drafts=0) for place in places]
             draws = self.sampler.sample(logits, rows, places)
@@ -141,7 +177,7 @@ class MultiTokenDrafter:
         if self.pending is None:
             self.collect()
             return
-        ids = self.pending.put([ids for _, sampled in self.drawn for ids in sampled.ids])
+        ids = iter(self.pending.put([ids for _, sampled in self.drawn for ids in sampled.ids]))
         for requests, _ in self.drawn:
             _append(requests, ids)
 
@@ -168,6 +204,15 @@ class MultiTokenDrafter:
                 self.logits(ids, hidden).argmax(-1).tolist()  # waits for the device
                 seconds.append(time.perf_counter() - started)
         return min(seconds)
+
+
+def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:
+    """The request of each draft, of those made ahead, that is to be verified."""
+    chosen: list[Request | None] = [None] * len(ahead.ids)
+    for request, _, group, num_drafts in asking:
+        first = ahead.k * (ahead.first_rows[request.request_id] + group)
+        chosen[first : first + num_drafts] = [request] * num_drafts
+    return chosen
 
 
 def _takes_likeliest(params: SamplingParams) -> bool:

@@ -24,6 +24,7 @@ from shared.kernels.pending_ids import fill_pending
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
+from shared.speculation.captured_head import CapturedHead
 from shared.speculation.drafter import PendingDrafts
 from tests.adapters import random_adapter_of
 from tests.mixed_requests import seen, serve
@@ -135,18 +136,29 @@ def test_replayed_steps_verify_drafts(tiny_checkpoints: dict[str, Path], family:
 
 
 def test_replayed_steps_have_mask_tokens(tiny_checkpoints: dict[str, Path]) -> None:
-    """Nine tokens verify two guesses and make the next ones; the guesses are those of steps that are not captured."""
-    folder, requests = tiny_checkpoints["gemma3_text"], REQUESTS[:1]
+    """Nine tokens verify two guesses and make the next ones; the guesses are those of steps that are not captured.
+
+    Of greedy requests they are made behind every token of a step, right behind it; with one that is drawn, as ever.
+    """
+    greedy, drawn = REQUESTS[0][1], {"seed": 2, "max_new_tokens": 4, "ignore_eos": True}
+    short = greedy | {"max_new_tokens": 8}
+    folder, requests = tiny_checkpoints["gemma3_text"], [([5, 9] * 3, greedy), ([7], short), ([3] * 6, drawn)]
     expected, _ = serve(make_engine(folder, use_cuda_graphs=False), requests)
     about: dict[str, Any] = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder))}
-    about |= {"adapt_spec_length": False, "spec_length": 2, "max_batch_size": 1}
+    about |= {"adapt_spec_length": False, "spec_length": 2, "prefill_chunk_size": 18}
     guessed: list[list[list[int]]] = []
+    num_ahead: list[int] = []
     for captures in (False, True):
         engine = make_engine(folder, MultiToken, **about, use_cuda_graphs=None if captures else False)
         if captures:
-            sampling = {"most_logit_rows": engine.config.most_logit_rows, "states": engine.drafter.states}
-            capture = Repeat() if INTERPRETED else None
-            engine.runner = CapturedMultiTokenRunner(engine.model, engine.view, 1, capture, **sampling)
+            drafter, most_rows = engine.drafter, engine.pool.max_sequences
+            sampling = {"most_logit_rows": engine.config.most_logit_rows, "states": drafter.states}
+            sampling["follow"] = noted(drafter, num_ahead)
+            engine.runner = CapturedMultiTokenRunner(
+                engine.model, engine.view, most_rows, Repeat() if INTERPRETED else None, **sampling
+            )
+            if INTERPRETED:
+                drafter.logits = drafter.captured = CapturedHead(drafter.adapter, engine.model, most_rows, Repeat())
             show_drafts(engine)
         propose, collect = engine.drafter.propose, engine.drafter.collect
         found: list[list[int]] = []
@@ -163,6 +175,17 @@ def test_replayed_steps_have_mask_tokens(tiny_checkpoints: dict[str, Path]) -> N
         assert (engine.runner.num_replays > 8) == captures
     assert sum(map(len, guessed[0])) > 12
     assert guessed[0] == guessed[1]
+    assert {0, 3, 6} <= set(num_ahead), "none beside the request that is drawn; behind the tokens of one, and of two"
+
+
+def noted(drafter: Any, num_ahead: list[int]) -> Any:
+    """``follow`` of a drafter; notes the rows behind which drafts are made ahead."""
+
+    def follow(*about: Any) -> None:
+        drafter.follow(*about)
+        num_ahead.append(0 if drafter.ahead is None else len(drafter.ahead.ids) // drafter.ahead.k)
+
+    return follow
 
 
 @pytest.mark.parametrize(("family", "is_same"), [("llama", True), ("gemma3_text", False)])

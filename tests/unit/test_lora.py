@@ -160,17 +160,22 @@ def test_a_captured_pass_of_the_head_is_the_pass(tiny_checkpoints: dict[str, Pat
 
         return CapturedStep(replay, results)
 
-    head = CapturedHead(adapter, model, 6, capture)
-    assert sizes == [6, 6, 4, 4, 2, 2, 1, 1], "a pass, and all passes"
+    head, k = CapturedHead(adapter, model, 6, capture), adapter.config.num_masks
+    assert sorted(head.chains) == [1, 2, 4, 8, 16, 6 * (k + 1)]
+    assert sorted(head.passes) == [1, 2, 4, 8]
+    assert sizes == sorted(sizes, reverse=True), "the largest first"
     for n in (1, 2, 3, 5, 6, 1):
         ids, hidden = torch.arange(n) * 7, torch.randn(n, model.config.hidden_size)
         torch.testing.assert_close(head(ids, hidden), adapter.logits(model, ids, hidden))
-        counts = [1 + (place + n) % adapter.config.num_masks for place in range(n)]
-        states = [torch.randn(count, model.config.hidden_size) for count in counts]
-        for guesses, count, previous, of_request in zip(
-            head.guess(ids.tolist(), states), counts, ids, states, strict=True
-        ):
-            for guess, state in zip(guesses[:count], of_request, strict=False):
-                assert guess == adapter.logits(model, previous[None], state[None]).argmax()
-                previous = guess
-    assert CapturedHead(adapter, model, 1, capture).sizes == [1]
+        counts = [1 + (place + n) % k for place in range(n)]
+        states = [
+            torch.randn(1 + place % (k + 1), count, model.config.hidden_size) for place, count in enumerate(counts)
+        ]
+        drawn = [torch.arange(len(of_request)) * 7 + n for of_request in states]
+        guessed = iter(head.guess(drawn, states))
+        for tokens, of_request in zip(drawn, states, strict=True):
+            for previous, group in zip(tokens, of_request, strict=True):
+                for guess, state in zip(next(guessed), group, strict=False):
+                    assert guess == adapter.logits(model, previous[None], state[None]).argmax()
+                    previous = guess
+    assert list(CapturedHead(adapter, model, 1, capture).passes) == [1]
