@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decoding import WARM, Decoding, decoding
+from benchmarks.host_parts import loop_ns
 from benchmarks.report import Report, describe_model, ratio, rounded
-from benchmarks.setup import Setup
+from benchmarks.setup import Setup, free_memory, freeze_memory
 from benchmarks.timing import in_turns
 from benchmarks.view import Column, Lines, Table, View, percent, text, times
 from shared.lessons import find_lesson
@@ -84,7 +85,9 @@ class Lot:
             drafts = request.draft_ids[:num_drafts]
             if drafts:
                 self.lot = (self.lot + GOLDEN) % 1
-                num_accepted = sum(self.lot < self.acceptance**n for n in range(1, num_drafts + 1))
+                num_accepted, chance = 0, self.acceptance
+                while num_accepted < num_drafts and self.lot < chance:
+                    num_accepted, chance = num_accepted + 1, chance * self.acceptance
                 drafts[num_accepted : num_accepted + 1] = [draft ^ 1 for draft in drafts[num_accepted:][:1]]
                 ids[first : first + num_drafts] = drafts
             first += num_rows
@@ -176,6 +179,7 @@ def measure_imposed(
     setup, blocks = Setup(target, device), max(sizes) * (max_seq_len // 16 + 1)
     about = {"max_batch_size": max(sizes), "max_seq_len": max_seq_len, "num_gpu_blocks": blocks}
     engines = make_engines(setup, flags, longest, **about)
+    freeze_memory()
     lots = {name: Lot(engine) for name, engine in engines.items() if name != PLAIN}
     cases = [(size, PLAIN, 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
     cases += [(size, name, k, a) for size in sizes for name in lots for k in chosen for a in rates]
@@ -190,7 +194,9 @@ def measure_imposed(
         num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become few with time
         return tokens_per_second(engine, size, num_steps)
 
+    before = loop_ns()
     speeds = in_turns({case: partial(speed, *case) for case in cases}, trials, warm_ups=1)
+    loops = before, loop_ns()  # steps with drafts wait for the host
     times = {name: engines[name].scheduler.lengths.times for name in lots}
     medians = {case: statistics.median(found) for case, found in speeds.items()}
     rows = [
@@ -207,6 +213,8 @@ def measure_imposed(
         for size, name, length, acceptance in cases
     ]
     results = {"rows": rows, "times": {name: dataclasses.asdict(found) for name, found in times.items()}}
+    results |= {"loop_ns": loops}
+    free_memory()
     return report_of("speculation" if lookup or draft else "speculation-adapter", setup, engines, flags, results)
 
 

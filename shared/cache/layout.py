@@ -7,7 +7,7 @@ derived from the other. Invariant: the sequences are in the order of the schedul
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self
 
 import numpy as np
@@ -48,10 +48,17 @@ def ranges(first: Integers, counts: Integers) -> Integers:
     """Concatenates ``range(first[b], first[b] + counts[b])`` for all b."""
     if (counts == 1).all():
         return first
-    ends: Integers = counts.cumsum()
-    numbers: Integers = (first - ends + counts).repeat(counts)
-    numbers += np.arange(len(numbers))
+    owners, offsets = _cut(counts.tobytes(), counts.dtype.char)
+    numbers: Integers = first[owners] + offsets
     return numbers
+
+
+@lru_cache(maxsize=16)
+def _cut(counts: bytes, dtype: str) -> tuple[Integers, Integers]:
+    """The range of each number, and its place there; the counts of a step are mostly those of the step before."""
+    lengths = np.frombuffer(counts, dtype)
+    owners = np.arange(len(lengths)).repeat(lengths)
+    return owners, np.arange(len(owners)) - (lengths.cumsum() - lengths)[owners]
 
 
 def before_and_after(

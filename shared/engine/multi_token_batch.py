@@ -9,7 +9,7 @@ Invariant: those of :class:`shared.engine.batch.Batch`, but for the positions of
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 
@@ -36,28 +36,19 @@ class MultiTokenBatch(Batch):
             return super().of(schedule, pool)
         plain = super().of(schedule, cast(CachePoolProtocol, _WithMasks(schedule, pool)))
         num_masks = np.array([schedule.masks.get(request, 0) for request in schedule.requests], np.int64)
-        added = num_masks * plain.num_new_tokens  # of each sequence
-        shifts = added.cumsum() - added
-        num_new = plain.num_new_tokens + added
-        real = np.arange(plain.num_tokens) + shifts.repeat(plain.num_new_tokens)
-        ids, places = np.zeros(int(num_new.sum()), np.int64), np.zeros(int(num_new.sum()), np.int64)
-        ids[real], places[real] = plain.token_ids, plain.positions
-        starts = num_new.cumsum() - num_new
-        for n in np.flatnonzero(num_masks):
-            start, num_real = int(starts[n]), int(plain.num_new_tokens[n])
-            masks, offsets = _masks(num_real, int(num_masks[n]))
-            own = slice(start + num_real, start + num_real + len(masks))
-            ids[own], places[own] = masks, places[start] + offsets
+        shape = _shape(plain.num_new_tokens.tobytes(), num_masks.tobytes())
+        ids = shape.mask_ids.copy()
+        ids[shape.real_rows] = plain.token_ids
         prompt_rows = plain.prompt_rows
         if prompt_rows is not None:
-            prompt_rows = replace(prompt_rows, rows=prompt_rows.rows + shifts[prompt_rows.sequences])
+            prompt_rows = replace(prompt_rows, rows=prompt_rows.rows + shape.shifts[prompt_rows.sequences])
         return replace(
             plain,
             token_ids=ids,
-            pending=plain.pending + shifts[plain.pending_sequences],
-            positions=places,
-            num_new_tokens=num_new,
-            logit_rows=plain.logit_rows + shifts[plain.logit_sequences],
+            pending=plain.pending + shape.shifts[plain.pending_sequences],
+            positions=schedule.starts[shape.sequences] + shape.offsets,
+            num_new_tokens=shape.num_new_tokens,
+            logit_rows=plain.logit_rows + shape.shifts[plain.logit_sequences],
             prompt_rows=prompt_rows,
             num_masks=num_masks,
         )
@@ -75,11 +66,28 @@ class MultiTokenBatch(Batch):
         return part if part is self else replace(part, num_masks=self.num_masks[sequences.start : sequences.stop])
 
 
-@lru_cache(maxsize=256)
-def _masks(num_real: int, num_masks: int) -> tuple[Integers, Integers]:
-    """The ids of the mask tokens behind ``num_real`` tokens, and their distances from the first of these."""
-    ranks = groups_and_ranks(num_real, num_masks)[1][num_real:]
-    return FIRST_MASK + ranks - 1, positions(0, num_real, num_masks)[num_real:]
+class _Shape(NamedTuple):
+    """What a batch with masks takes from its numbers alone, which are mostly those of the step before."""
+
+    num_new_tokens: Integers  # [B], with masks
+    shifts: Integers  # [B], masks of the sequences before
+    real_rows: Integers  # of the real tokens
+    sequences: Integers  # [T], the index of each token's sequence
+    offsets: Integers  # [T], its distance from the sequence's first new token
+    mask_ids: Integers  # [T], 0 for real tokens
+
+
+@lru_cache(maxsize=16)
+def _shape(num_real: bytes, num_masks: bytes) -> _Shape:
+    """The shape of sequences with ``num_real`` tokens and ``num_masks`` masks behind each, int64 ``[B]``."""
+    counts, masks = np.frombuffer(num_real, np.int64), np.frombuffer(num_masks, np.int64)
+    about = list(zip(counts.tolist(), masks.tolist(), strict=True))
+    ranks = np.concatenate([groups_and_ranks(*each)[1] for each in about])
+    offsets = np.concatenate([positions(0, *each) for each in about])
+    added = counts * masks
+    sequences = np.arange(len(counts)).repeat(counts + added)
+    mask_ids = np.where(ranks > 0, FIRST_MASK + ranks - 1, 0)
+    return _Shape(counts + added, added.cumsum() - added, np.flatnonzero(ranks == 0), sequences, offsets, mask_ids)
 
 
 class _WithMasks:

@@ -97,7 +97,7 @@ class MultiTokenScheduler(SpeculativeScheduler):
 def settle(schedule: Schedule, pool: CachePoolProtocol) -> Schedule:
     """See :func:`shared.scheduling.speculative.settle`; a request with fewer drafts than granted loses its masks."""
     settled = speculative.settle(schedule, pool)
-    if not isinstance(schedule, MultiTokenSchedule):
+    if settled is schedule or not isinstance(schedule, MultiTokenSchedule):
         return settled
     granted = {entry.request: entry.num_drafts for entry in schedule}
     lost = {entry.request for entry in settled if entry.num_drafts != granted[entry.request]}

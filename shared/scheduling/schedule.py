@@ -69,9 +69,8 @@ class Schedule:
     @cached_property
     def is_decode(self) -> bool:
         """Whether each entry computes one token and samples one."""
-        return bool(
-            len(self) == self.num_decoding and (self.num_tokens == 1).all() and (self.num_logit_rows == 1).all()
-        )
+        tokens, logit_rows, n = self.columns["num_tokens"], self.columns["num_logit_rows"], len(self)
+        return n == self.num_decoding and tokens.count(1) == n and logit_rows.count(1) == n
 
     @property
     def decoding(self) -> "Schedule":

@@ -119,6 +119,8 @@ class SpeculativeScheduler(OverlappedScheduler):
 
 def settle(schedule: Schedule, pool: CachePoolProtocol) -> Schedule:
     """The schedule with the drafts that were proposed; gives back what was granted for more."""
+    if all(len(entry.request.draft_ids) >= entry.num_drafts for entry in schedule):
+        return schedule
     entries = []
     for entry in schedule.decoding:
         if len(entry.request.draft_ids) < entry.num_drafts:
