@@ -212,7 +212,10 @@ def measure_imposed(
         }
         for size, name, length, acceptance in cases
     ]
-    results = {"rows": rows, "times": {name: dataclasses.asdict(found) for name, found in times.items()}}
+    results: dict[str, Any] = {
+        "rows": rows,
+        "times": {name: dataclasses.asdict(found) for name, found in times.items()},
+    }
     results |= {"loop_ns": loops}
     free_memory()
     return report_of("speculation" if lookup or draft else "speculation-adapter", setup, engines, flags, results)
