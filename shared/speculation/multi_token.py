@@ -47,7 +47,6 @@ from shared.speculation.draft_sampler import DraftSampler
 from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
-ROUNDS = 3  # of a measurement; the fastest counts
 Asking = tuple[Request, torch.Tensor, int, int]
 """A request, the hidden states ``[groups, k, H]`` of its masks, the group that counts, and the drafts it may have."""
 Drawn = tuple[Sequence[Request | None], SamplerOutput]
@@ -197,13 +196,10 @@ class MultiTokenDrafter:
     def _pass_seconds(self, size: int) -> float:
         ids = torch.zeros(size, dtype=torch.int64, device=self.model.device)
         hidden = torch.zeros(size, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
-        seconds = []
         with torch.inference_mode():
-            for _ in range(ROUNDS):
-                started = time.perf_counter()
-                self.logits(ids, hidden).argmax(-1).tolist()  # waits for the device
-                seconds.append(time.perf_counter() - started)
-        return min(seconds)
+            started = time.perf_counter()
+            self.logits(ids, hidden).argmax(-1).tolist()  # waits for the device
+            return time.perf_counter() - started
 
 
 def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:

@@ -1,7 +1,8 @@
 """Measures what steps with and without drafts take, so that drafts are weighed against them. Introduced in phase 11.
 
 It runs steps of made-up requests when the engine starts, through the pool and the runner that serve. Plain steps are
-launched one behind the other, as they run with ``overlap_scheduling``; a step with drafts is waited for.
+launched one behind the other, as they run with ``overlap_scheduling``; a step with drafts is waited for. All are
+measured in turns, and the fastest of each counts: what slows a machine for a moment would else slow one of them alone.
 
 Invariant: nothing of it stays in the pool.
 """
@@ -22,7 +23,8 @@ from shared.speculation.adaptive import StepTimes
 from shared.speculation.drafter import Drafter
 
 MOST_ON_CPU = 4  # requests; the time of a CPU's step grows evenly from there
-ROUNDS = {"cuda": (3, 4), "cpu": (2, 1)}  # the fastest round counts, and the steps of each
+TURNS = 3
+STEPS = {"cuda": 4, "cpu": 1}
 
 
 LayOut = Callable[[Schedule, CachePoolProtocol], Batch]
@@ -56,9 +58,13 @@ def tune(
         about: dict[str, Any] = {"waits": waits, "lay_out": lay_out, "num_tokens": num_tokens(num_drafts)}
         return [step_seconds(runner, pool, size, num_drafts, **about) for size in sizes]
 
-    measured = seconds(0, waits=False), seconds(1, waits=True), seconds(longest, waits=True)
+    turns = []
+    for _ in range(TURNS):
+        measured = seconds(0, waits=False), seconds(1, waits=True), seconds(longest, waits=True)
+        turns.append((*measured, *drafter.forward_seconds(sizes)))
+    fastest = ([min(of_size) for of_size in zip(*rows, strict=True)] for rows in zip(*turns, strict=True))
     scheduler.lengths.num_certain = drafter.num_certain
-    scheduler.lengths.times = StepTimes(sizes, *measured, *drafter.forward_seconds(sizes))
+    scheduler.lengths.times = StepTimes(sizes, *fastest)
 
 
 def step_seconds(
@@ -80,9 +86,8 @@ def step_seconds(
     params = SamplingParams(temperature=0.0, max_new_tokens=1)
     size = num_drafts + 1
     requests = [Request(f"timing {n}", [0], params, 0, draft_ids=[0] * num_drafts) for n in range(num_requests)]
-    num_rounds, num_steps = ROUNDS[runner.model.device.type]
+    num_steps = STEPS[runner.model.device.type]
     num_ahead = min(num_steps, pool.request_capacity - size) if repeats else 0
-    rounds = []
     try:
         for request in requests:
             pool.admit(request)
@@ -90,17 +95,15 @@ def step_seconds(
         schedule = Schedule(
             0, tuple(Scheduled(request, 0, size, num_drafts, size) for request in requests), num_requests, (), num_ahead
         )
-        for _ in range(num_rounds):
-            started, launched = time.perf_counter(), None
-            for _ in range(num_steps):
-                again = runner.repeat(launched) if repeats and launched is not None else None
-                launched = again or runner.forward(lay_out(schedule, pool))
-                sampled = runner.sample(launched, schedule.sampling_rows())
-                if waits:
-                    sampled.wait()
-            sampled.wait()
-            rounds.append(time.perf_counter() - started)
+        started, launched = time.perf_counter(), None
+        for _ in range(num_steps):
+            again = runner.repeat(launched) if repeats and launched is not None else None
+            launched = again or runner.forward(lay_out(schedule, pool))
+            sampled = runner.sample(launched, schedule.sampling_rows())
+            if waits:
+                sampled.wait()
+        sampled.wait()
+        return (time.perf_counter() - started) / num_steps
     finally:
         for request in requests:
             pool.release(request)
-    return min(rounds) / num_steps
