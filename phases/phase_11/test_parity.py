@@ -269,8 +269,11 @@ def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_che
     for engine in (good, useless):
         engine.scheduler.lengths.times = UNMEASURED  # a tiny model's are mostly noise
     useless.drafter.answers = [[token_id ^ 1 for token_id in answer] for answer in useless.drafter.answers]
+    short, plan = [0], useless.scheduler._next_tokens
+    useless.scheduler._next_tokens = lambda decoding: short.append(len(decoding)) or plan(decoding)
     for engine in (good, useless):
         assert seen(serve(engine, requests)[0]) == seen(answers)
     assert good.runner.num_forwards < plain.runner.num_forwards / 2
     assert useless.num_accepted == 0
+    assert sum(short) > 0.8 * 400, "a step without drafts is planned the short way"
     assert useless.num_rejected * 0.1 < 0.03 * 400, "of the time of 400 plain steps, if a draft takes a tenth of one"

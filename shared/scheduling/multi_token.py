@@ -42,11 +42,14 @@ class MultiTokenScheduler(SpeculativeScheduler):
         if config.adapter is not None:
             self.lengths.attempt_steps = 2
         self.guesses: dict[Request, int] = {}  # made in the last step
-        self.wanted: dict[Request, int] = {}  # in the step that is planned
+        self.masks_wanted: dict[Request, int] = {}  # in the step that is planned
+
+    def _wants_drafts(self, decoding: list[Request]) -> bool:
+        return super()._wants_drafts(decoding) or bool(self.guesses)
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """As :class:`SpeculativeScheduler` does, and mask tokens within the rest of the budget."""
-        self.wanted = {}
+        self.masks_wanted = {}
         schedule = super()._plan(decoding, prompts, preempted)
         budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
         masks: dict[Request, int] = {}
@@ -60,7 +63,7 @@ class MultiTokenScheduler(SpeculativeScheduler):
     def _grant_drafts(self, entry: Scheduled, wanted: int, budget: int) -> Scheduled:
         if self.config.adapter is None:
             return super()._grant_drafts(entry, wanted, budget)
-        self.wanted[entry.request] = wanted
+        self.masks_wanted[entry.request] = wanted
         return super()._grant_drafts(entry, min(max(wanted, 1), self.guesses.get(entry.request, 0)), budget)
 
     def _grant_masks(self, entry: Scheduled, budget: int) -> int:
@@ -68,7 +71,7 @@ class MultiTokenScheduler(SpeculativeScheduler):
         request, n = entry.request, entry.num_tokens
         end, room = entry.start + n, self.pool.request_capacity
         useful = self._longest(request) - entry.start - 3  # drafts that the next step could verify
-        count = min(self.wanted.get(request, 0), useful, self.max_seq_len - end, budget // n, (room - end) // n)
+        count = min(self.masks_wanted.get(request, 0), useful, self.max_seq_len - end, budget // n, (room - end) // n)
         while count > 0 and not self.pool.reserve(request, end + n * count):
             count -= 1
         return max(count, 0)

@@ -27,14 +27,18 @@ class OverlappedScheduler(PrefixScheduler):
         """See :class:`shared.scheduling.scheduler.Scheduler`; empty if the step in flight must be finished first."""
         has_room = self.pool.free_tokens >= len(self.running) * self.config.block_size  # for a block for each
         decoding = self._all_decoding() if has_room and self.decodes_plainly else []
-        if decoding:
+        if decoding and not self._wants_drafts(decoding):
             return self._next_tokens(decoding)
         return super().schedule() if has_room or not self._must_know_ends() else Schedule(self.num_steps)
 
     @property
     def decodes_plainly(self) -> bool:
-        """Whether a request that decodes gets its next token in every step, and no drafts."""
+        """Whether a request that decodes gets its next token in every step."""
         return True
+
+    def _wants_drafts(self, decoding: list[Request]) -> bool:
+        """Whether one of the requests is to have drafts in the step that is planned (phase 11); asked once a step."""
+        return False
 
     def _all_decoding(self) -> list[Request]:
         """What ``_decoding`` returns, with memory reserved for what each writes; empty if the next step admits or

@@ -30,14 +30,28 @@ class SpeculativeScheduler(OverlappedScheduler):
         super().__init__(config, pool, max_seq_len)
         self.is_speculating = config.use_speculative_decoding
         self.lengths = DraftLengths(config.spec_length, is_adaptive=config.is_on("adapt_spec_length"))
+        self.wanted: dict[Request, int] | None = None  # drafts, in the step that is planned; None: not asked yet
+        self.had_drafts = False  # in the last step that was planned
         if self.is_speculating:
             self.num_drafts_by_position = [0] * config.spec_length
             self.num_accepted_by_position = [0] * config.spec_length
 
     @property
     def decodes_plainly(self) -> bool:
+        """See :class:`OverlappedScheduler`; a step that follows one with drafts mostly has drafts too."""
+        return not self.had_drafts
+
+    def _wants_drafts(self, decoding: list[Request]) -> bool:
         """See :class:`OverlappedScheduler`."""
-        return not self.is_speculating
+        if not self.is_speculating:
+            return False
+        self.wanted = self._wanted(decoding)
+        return any(self.wanted.values())
+
+    def _wanted(self, decoding: Sequence[Request]) -> dict[Request, int]:
+        """The drafts that requests are to have in the next step; call it once a step."""
+        asking = [request for request in decoding if request.params.use_speculative_decoding]
+        return dict(zip(asking, self.lengths.next_lengths(asking), strict=True))
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """As :class:`shared.scheduling.chunked.ChunkedScheduler` does, and drafts within the rest of the budget."""
@@ -45,14 +59,16 @@ class SpeculativeScheduler(OverlappedScheduler):
         if not self.is_speculating:
             return schedule
         budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
-        entries = []
-        asking = [request for request in schedule.decoding.requests if request.params.use_speculative_decoding]
-        lengths = dict(zip(asking, self.lengths.next_lengths(asking), strict=True))
+        entries, wanted, self.wanted = [], self.wanted, None
+        if wanted is None:
+            wanted = self._wanted(schedule.decoding.requests)
         for entry in schedule.decoding:
-            entry = self._grant_drafts(entry, lengths.get(entry.request, 0), budget)
+            entry = self._grant_drafts(entry, wanted.get(entry.request, 0), budget)
             budget -= entry.num_drafts
             entries.append(entry)
-        return _ordered(schedule, entries)
+        ordered = _ordered(schedule, entries)
+        self.had_drafts = ordered.has_drafts
+        return ordered
 
     def _grant_drafts(self, entry: Scheduled, wanted: int, budget: int) -> Scheduled:
         """The entry of a decoding request with up to ``wanted`` drafts, for which KV cache is reserved."""
@@ -112,6 +128,7 @@ class SpeculativeScheduler(OverlappedScheduler):
     def drop_in_flight(self) -> None:
         """See :class:`shared.scheduling.scheduler.Scheduler`; what was reserved for drafts is given back."""
         super().drop_in_flight()
+        self.wanted = None
         if self.is_speculating:
             for request in self.running.values():
                 self.pool.shrink(request, request.num_tokens)
