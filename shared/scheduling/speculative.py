@@ -39,7 +39,7 @@ class SpeculativeScheduler(OverlappedScheduler):
     @property
     def decodes_plainly(self) -> bool:
         """See :class:`OverlappedScheduler`; a step that follows one with drafts mostly has drafts too."""
-        return not self.had_drafts
+        return not (self.is_speculating and self.had_drafts)
 
     def _wants_drafts(self, decoding: list[Request]) -> bool:
         """See :class:`OverlappedScheduler`."""
@@ -49,19 +49,19 @@ class SpeculativeScheduler(OverlappedScheduler):
         return any(self.wanted.values())
 
     def _wanted(self, decoding: Sequence[Request]) -> dict[Request, int]:
-        """The drafts that requests are to have in the next step; call it once a step."""
+        """The drafts that requests are to have in the step that is planned; call it once, before tokens are granted."""
         asking = [request for request in decoding if request.params.use_speculative_decoding]
         return dict(zip(asking, self.lengths.next_lengths(asking), strict=True))
 
     def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
         """As :class:`shared.scheduling.chunked.ChunkedScheduler` does, and drafts within the rest of the budget."""
-        schedule = super()._plan(decoding, prompts, preempted)
         if not self.is_speculating:
-            return schedule
-        budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
-        entries, wanted, self.wanted = [], self.wanted, None
+            return super()._plan(decoding, prompts, preempted)
+        wanted, self.wanted = self.wanted, None
         if wanted is None:
-            wanted = self._wanted(schedule.decoding.requests)
+            wanted = self._wanted(decoding)
+        schedule = super()._plan(decoding, prompts, preempted)
+        budget, entries = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum()), []
         for entry in schedule.decoding:
             entry = self._grant_drafts(entry, wanted.get(entry.request, 0), budget)
             budget -= entry.num_drafts
