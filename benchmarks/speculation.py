@@ -212,11 +212,11 @@ def measure_imposed(
         }
         for size, name, length, acceptance in cases
     ]
-    results: dict[str, Any] = {
+    results = {
         "rows": rows,
         "times": {name: dataclasses.asdict(found) for name, found in times.items()},
+        "loop_ns": loops,
     }
-    results |= {"loop_ns": loops}
     free_memory()
     return report_of("speculation" if lookup or draft else "speculation-adapter", setup, engines, flags, results)
 

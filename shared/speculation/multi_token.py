@@ -132,10 +132,8 @@ class MultiTokenDrafter:
             return
         first_rows, num_rows, previous = dict[str, int](), 0, []
         for name, states in self.states.items():
-            first, count = (
-                int(np.searchsorted(batch.logit_sequences, batch.request_ids.index(name))),
-                len(states.hidden),
-            )
+            count, sequence = len(states.hidden), batch.request_ids.index(name)
+            first = int(np.searchsorted(batch.logit_sequences, sequence))
             if not _takes_likeliest(rows[first].params):
                 return
             previous.append(sampled.ids[0][first : first + count])
