@@ -339,7 +339,7 @@ def test_a_rank_that_is_lost_at_the_start_is_named(
     def slowly(self: CutCheckpoint, name: str) -> torch.Tensor:
         nonlocal num_read
         num_read += 1
-        time.sleep(0.5)
+        time.sleep(2)
         return read(self, name)
 
     monkeypatch.setattr(CutCheckpoint, "tensor", slowly)
@@ -348,7 +348,7 @@ def test_a_rank_that_is_lost_at_the_start_is_named(
     started = time.monotonic()
     with pytest.raises(RankError, match=sentence):
         Engine(config)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 35, "to read all takes 40"
     assert (0 < num_read < 15) is (where == "quantization"), "of 20 tensors"
 
 

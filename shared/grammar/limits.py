@@ -15,6 +15,11 @@ class GrammarError(RequestError):
     """A grammar cannot be compiled. The message names the keyword or the construct, and where it stands."""
 
 
+PAUSE = 0.25
+"""Of the time between two checks, the most seconds that count: a longer gap is the garbage collector's, or the machine
+stood still, and the grammar is not to blame."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Of one grammar: states of its automaton and of any automaton on the way to it, bytes of its tables, seconds that
@@ -38,10 +43,11 @@ class Budget:
     limits: Limits = Limits()
     clock: Callable[[], float] = time.thread_time
     num_states: int = field(default=0, init=False)  # of finished parts
-    deadline: float = field(init=False)
+    seconds: float = field(default=0.0, init=False)
+    checked: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.deadline = self.clock() + self.limits.seconds
+        self.checked = self.clock()
 
     def check(self, num_states: int) -> None:
         """Raise GrammarError if an automaton under construction, with those that are kept, exceeds a limit."""
@@ -50,7 +56,9 @@ class Budget:
                 f"The grammar needs more than {self.limits.states} states; shorten bounded repeats, minLength and "
                 "maxLength, or the number of alternatives."
             )
-        if self.clock() > self.deadline:
+        now = self.clock()
+        self.seconds, self.checked = self.seconds + min(now - self.checked, PAUSE), now
+        if self.seconds > self.limits.seconds:
             raise GrammarError(
                 f"The grammar took more than {self.limits.seconds:g} s to compile; shorten bounded repeats, or reduce "
                 "the number of alternatives."

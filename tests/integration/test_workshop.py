@@ -296,6 +296,7 @@ def test_wrong_numbers_are_refused_with_those_that_exist(
     assert not learner.workspace.exists()
 
 
+@pytest.mark.measured
 def test_skeletons_of_a_phase_take_less_than_a_second_of_the_processor(tmp_path: Path) -> None:
     code = (
         "import time, sys; start = time.process_time()\n"

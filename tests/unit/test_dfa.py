@@ -120,3 +120,12 @@ def test_a_budget_ends_what_is_too_large() -> None:
     ticks = itertools.count()
     with pytest.raises(GrammarError, match="more than 5 s to compile"):
         determinize(nfa, Budget(Limits(seconds=5), clock=lambda: next(ticks)))
+
+
+def test_a_machine_that_stands_still_for_a_while_refuses_no_grammar() -> None:
+    times = iter([0.0, 0.4, 60.0, 60.3, 60.7, 60.8])
+    budget = Budget(clock=lambda: next(times))
+    for _ in range(4):
+        budget.check(0)
+    with pytest.raises(GrammarError, match="more than 1 s to compile"):
+        budget.check(0)

@@ -110,7 +110,7 @@ def test_a_hostile_pattern_ends_within_its_budget(pattern: str) -> None:
     began = time.thread_time()
     with pytest.raises(GrammarError, match="more than"):
         compile_regex(pattern, Budget(), spelling=Spelling.JSON)
-    assert time.thread_time() - began < 3, "a second, and what a busy machine adds"
+    assert time.thread_time() - began < 10, "a second, and what a busy machine adds"
 
 
 @pytest.mark.parametrize("part", ["{", r"\p{Lu}"])
@@ -119,9 +119,10 @@ def test_a_long_pattern_is_parsed_within_the_budget(part: str) -> None:
     began = time.thread_time()
     with pytest.raises(GrammarError, match="more than 1 s"):
         compile_regex(part * (1_000_000 // len(part)), Budget())
-    assert time.thread_time() - began < 3, "a second, and what a busy machine adds"
+    assert time.thread_time() - began < 10, "a second, and what a busy machine adds"
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("pattern", ["[^x]{0,500}", "[^x]{500,}", "y[^x]{500}", "(ab?){0,500}"])
 def test_long_counted_repeats_compile(pattern: str) -> None:
     """In some 0.3 s, more on a busy machine; with a round for each place of the chain, three."""

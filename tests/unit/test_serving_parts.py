@@ -174,9 +174,9 @@ def test_a_refusal_is_an_error_that_frees_its_place_and_a_cut_leaves_nothing_beh
     assert [r.error is None for r in run.requests] == [True, True, False, False, False, False]
     assert [len(r.token_ids) for r in run.finished] == [2, 2]
     engine = Clockwork(max_running=2, seconds=0.01)
-    run = drive(engine, Trace((TraceRequest((1,), 1000),) * 3, concurrency=3), max_seconds=0.05)
+    run = drive(engine, Trace((TraceRequest((1,), 1000),) * 3, concurrency=3), max_seconds=0.5)
     assert (run.is_cut, run.finished, engine.has_work(), figures(run, 2, 4)["num_errors"]) == (True, [], False, 0)
-    assert 0 < run.num_tokens < 20
+    assert 0 < run.num_tokens < 200
 
 
 def test_a_turn_of_a_conversation_begins_with_all_before_it_and_follows_at_once() -> None:
