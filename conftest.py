@@ -3,6 +3,7 @@ tokens of transformers that answers are compared with."""
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from shared.cli import app  # with the variable set, this puts the workspace's modules over the reference's
     from tutorial.checker.references import INFER
 
-    config.stash[INFER] = typer.main.get_command(app)
+    config.stash[INFER] = cache(lambda: typer.main.get_command(app))
     if config.getoption("from_empty"):  # a learner wants the message, and what their own code printed
         config.option.tbstyle = "short" if config.option.tbstyle == "auto" else config.option.tbstyle
         config.option.showcapture = "stdout"

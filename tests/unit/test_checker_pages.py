@@ -21,7 +21,7 @@ def pytest_addoption(parser):
     parser.addoption("--fix", action="store_true")
 
 def pytest_configure(config):
-    config.stash[INFER] = typer.main.get_command(app)
+    config.stash[INFER] = lambda: typer.main.get_command(app)
 """
 NOT_NEEDED = ("cacheprovider", "hypothesispytest", "benchmark", "anyio", "timeout", "schemathesis", "xdist")
 PLAIN = ["--assert=plain", *(f"-pno:{plugin}" for plugin in NOT_NEEDED)]

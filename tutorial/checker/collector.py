@@ -85,7 +85,7 @@ class ChapterFile(pytest.File):
         return checks.get(fence.kind)
 
     def _unknown_commands(self) -> list[Problem]:
-        return list(unknown_commands(self.chapter, self.root, self.config.stash[INFER]))
+        return list(unknown_commands(self.chapter, self.root, self.config.stash[INFER]()))
 
     def _item(self, kind: str, line: int | None, check: Check, is_demo: bool = False) -> "ChapterItem":
         name = kind if line is None else f"{kind}:{line}"

@@ -8,7 +8,7 @@ function yields a `Problem` for each reference that leads nowhere.
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +22,8 @@ TOP_FILES = ("README.md", "Makefile", "LICENSE", "pyproject.toml", "conftest.py"
 LEARNERS = "workspace/"
 """A learner's copy of ``shared/…`` lies at the same path below this folder, which is not in the repository."""
 PLACEHOLDER = "NAME"
-INFER = pytest.StashKey[Any]()
-"""Where pytest's configuration keeps the click command ``infer``; the root's conftest.py puts it there."""
+INFER = pytest.StashKey[Callable[[], Any]]()
+"""Where pytest's configuration keeps what makes the click command ``infer``; the root's conftest.py puts it there."""
 _LINK = re.compile(r"""!?\[[^\]]*\]\(([^)\s]+)[^)\n]*\)|\b(?:src|srcset|href)=["']([^"']+)["']""")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _DOTTED = re.compile(r"\b(?:shared|benchmarks|phases|tutorial)(?:\.\w+)+")

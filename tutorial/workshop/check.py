@@ -24,7 +24,7 @@ from shared.errors import ConfigError
 from shared.kernels import NO_TRITON
 from tutorial.workshop.exercises import ROOT, Exercise
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkedProcess, ForkServer
-from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS
+from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS, SAID
 from tutorial.workshop.recorder import RECORD
 from tutorial.workshop.verdicts import Case, Verdict, judge
 
@@ -126,6 +126,7 @@ class CheckServer:
             raise ConfigError(
                 f"The tests of the exercises are not in {ROOT}; run this in a checkout of the repository."
             )
+        functions = {exercise.number: (exercise.module, exercise.target) for exercise in wanted}
         last = time.monotonic() + seconds
         entries: list[dict] = []
         printed: list[str] = []
@@ -134,6 +135,7 @@ class CheckServer:
             ENABLED: "1",
             FOLDER: str(workspace),
             GAPS: "raise" if gaps_raise else "reference",
+            SAID: "1",
             **(environment or {}),
         }
         with tempfile.TemporaryDirectory(prefix="workshop-") as folder:
@@ -148,7 +150,7 @@ class CheckServer:
                 try:
                     code, output = self._run_pytest(
                         ["--tb=short" if tracebacks else "--tb=no", *part],
-                        variables | {RECORD: str(record)},
+                        variables | {RECORD: json.dumps({"file": str(record), "functions": functions})},
                         is_interpreted,
                         last - time.monotonic(),
                         before,

@@ -24,7 +24,8 @@ from tutorial.workshop.skeleton import filled
 ENABLED = "INFER_WORKSHOP"
 FOLDER = "INFER_WORKSPACE"
 GAPS = "INFER_WORKSHOP_GAPS"
-_SAID = "INFER_WORKSHOP_SAID"
+SAID = "INFER_WORKSHOP_SAID"
+"""Set where it need not be said whose code runs."""
 _PACKAGE = "shared"
 
 
@@ -47,8 +48,8 @@ def install() -> None:
     if loaded:
         raise ConfigError(f"The workshop cannot replace {', '.join(loaded)}, which this program has already imported.")
     sys.meta_path.insert(0, finder)
-    if not os.environ.get(_SAID):
-        os.environ[_SAID] = "1"  # for the processes that this one starts
+    if not os.environ.get(SAID):
+        os.environ[SAID] = "1"  # for the processes that this one starts
         print(f"workshop: {finder.summary()}", file=sys.stderr)
 
 

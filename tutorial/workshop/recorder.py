@@ -1,9 +1,10 @@
 """A pytest plugin that writes down what became of each test, and whose code the exercises' functions were.
 
-Loaded with ``-p tutorial.workshop.recorder``; ``INFER_WORKSHOP_RECORD`` names the file, one JSON object a line. A line
-is written as soon as it is known: a program that ends in the middle leaves what it had proved, and what is missing
-counts as not passed. Only the process that began writes, a copy of it made by ``fork`` does not, and the variable is
-gone before any code of the learner's runs: nothing finds the file by accident.
+Loaded with ``-p tutorial.workshop.recorder``; ``INFER_WORKSHOP_RECORD`` holds JSON: the file to write, and of each
+exercise, by number, its module and the function in it. The file has one JSON object a line, written as soon as it is
+known: a program that ends in the middle leaves what it had proved, and what is missing counts as not passed. Only the
+process that began writes, a copy of it made by ``fork`` does not, and the variable is gone before any code of the
+learner's runs: nothing finds the file by accident.
 """
 
 import inspect
@@ -12,7 +13,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
@@ -29,8 +30,8 @@ class Recorder:
     """Writes lines: first ``collected``, the number of tests; then what became of each, as the fields of a `Case`; and
     last ``files``, whose code each exercise's function was."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, file: str, functions: Mapping[str, tuple[str, str]]) -> None:
+        self.path, self.functions = Path(file), functions
         self.process = os.getpid()
         self.places: dict[tuple[str, int], int] = {}
 
@@ -67,10 +68,8 @@ class Recorder:
         self._write(collected=len(session.items))
 
     def pytest_sessionfinish(self) -> None:
-        from tutorial.workshop.exercises import exercises
-
-        files = {e.number: _file(sys.modules[e.module], e.target) for e in exercises() if e.module in sys.modules}
-        self._write(files=files)
+        loaded = {number: each for number, each in self.functions.items() if each[0] in sys.modules}
+        self._write(files={number: _file(sys.modules[module], name) for number, (module, name) in loaded.items()})
 
     def _hide_the_reference(self, errors: Sequence[BaseException]) -> str | None:
         """Take the reference's lines, which ran in gaps, out of the tracebacks; the last line of the learner's left."""
@@ -110,7 +109,7 @@ class Recorder:
 
 def pytest_configure(config: pytest.Config) -> None:
     if RECORD in os.environ:
-        config.pluginmanager.register(Recorder(Path(os.environ.pop(RECORD))))
+        config.pluginmanager.register(Recorder(**json.loads(os.environ.pop(RECORD))))
 
 
 def _chain(error: BaseException | None) -> Any:

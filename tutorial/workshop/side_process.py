@@ -14,7 +14,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 from tutorial.workshop.exercises import ROOT
-from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS
+from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS, SAID
 
 
 class SideProcess:
@@ -29,7 +29,7 @@ class SideProcess:
         variables = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-            "INFER_WORKSHOP_SAID": "1",
+            SAID: "1",
             ENABLED: "0" if workspace is None else "1",
             GAPS: "reference",
             "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait stand in the way of busy neighbours
