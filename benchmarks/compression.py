@@ -8,7 +8,6 @@ above 40; p is searched, so that the mean meets the budget. The texts are chapte
     python -m benchmarks.compression --out benchmarks/reports
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Report, describe_model, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, describe_model, rounded
 from benchmarks.view import Column, Lines, Row, Table, View, percent, text
 from benchmarks.workloads.retrieval import NUM_PAIRS, Case, needles, pairs
 from shared.cache.condensed import CondensedKVCachePool
@@ -178,16 +178,16 @@ def name(share: float) -> str:
     return f"{100 * share:.0f}"
 
 
-def measure(model: str, num_context: int) -> Report:
+def measure(model: str = "smollm2-135m", context: int = 1024) -> Report:
     """All of it, for one model."""
     folder = resolve_model(model)
-    scorer, tokenizer = Scorer(load_model(folder), num_context + NUM_SCORED), Tokenizer.load(folder)
+    scorer, tokenizer = Scorer(load_model(folder), context + NUM_SCORED), Tokenizer.load(folder)
     results = {
-        "texts": texts(scorer, tokenizer, num_context),
-        "needles": retrieval(scorer, needles(tokenizer, CHAPTERS, num_context)),
-        "pairs": retrieval(scorer, pairs(tokenizer, num_context)),
+        "texts": texts(scorer, tokenizer, context),
+        "needles": retrieval(scorer, needles(tokenizer, CHAPTERS, context)),
+        "pairs": retrieval(scorer, pairs(tokenizer, context)),
     }
-    flags = {"context": num_context, "scored": NUM_SCORED, "window": WINDOW, "pairs": NUM_PAIRS, "floor": FLOOR}
+    flags = {"context": context, "scored": NUM_SCORED, "window": WINDOW, "pairs": NUM_PAIRS, "floor": FLOOR}
     return Report("compression", describe_model(model), {}, 0, flags, results)
 
 
@@ -223,12 +223,4 @@ def _get(share: str, key: str, row: Row) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    measured = measure(given.model, given.context)
-    print(measured.line())
-    if given.out is not None:
-        write_report(measured, given.out, view=view(measured))
+    run(measure, view, __doc__)

@@ -6,7 +6,6 @@ follow. Invariant: a stream counts as lost unless it had every token that it ask
     python -m benchmarks.deployment_changes --model ./tiny-llama --updates 100 --out benchmarks/reports
 """
 
-import argparse
 import asyncio
 import math
 import statistics
@@ -18,7 +17,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.report import Report, read_value, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, read_value, rounded
 from benchmarks.serving.deployed import Streams, deployed, keep_busy, samples, served_by
 from benchmarks.setup import Setup
 from benchmarks.view import Column, Table, View, count, text
@@ -35,26 +35,54 @@ the replicas that start."""
 
 
 def measure_changes(
-    setup: Setup, num_updates: int, most_seconds: float, num_open: int, loads: tuple[tuple[int, float], ...]
+    model: str = "smollm2-135m",
+    device: str = "cpu",
+    dtype: str | None = None,
+    updates: int = 100,
+    seconds: float = math.inf,
+    streams: int = 6,
+    scaling: bool = True,
+    after: str | None = None,
 ) -> Report:
-    """Updates, then scaling; with no updates or no loads, the other alone."""
+    """Updates, none of which begins after so many ``seconds`` of them, with so many ``streams`` open; then scaling.
+
+    ``after``: a report whose updates, streams and replicas count too.
+    """
+    setup = Setup(model, device, dtype, 1)
     options = ["--device", setup.device, "--max-batch-size", "16", "--max-seq-len", "256", "--cpus", "0.5"]
     options += ["--dtype", setup.dtype] if setup.dtype else []
     results: dict[str, Any] = {}
     with setup.running(1):
-        if num_updates:
+        if updates:
             settings = {"max_batch_size": 16, "max_seq_len": 256, "num_gpu_blocks": 256}
             with (
                 tempfile.TemporaryDirectory() as notes,
                 served_by(setup.folder, 2, settings, Path(notes), PACE) as served,
             ):
-                results["updates"] = asyncio.run(updated(setup, *served, num_updates, most_seconds, num_open))
-        if loads:
-            scaling = ["--replicas", str(FEWEST), "--max-replicas", str(MOST), "--target-ongoing-requests", str(TARGET)]
+                results["updates"] = asyncio.run(updated(setup, *served, updates, seconds, streams))
+            if after:
+                before, found = read_value(Path(after), "results.updates"), results["updates"]
+                found |= {name: before[name] + found[name] for name in found if name not in ("open", "update_seconds")}
+                found["update_seconds"] = rounded(statistics.median(found["seconds"]))
+        if scaling:
+            replicas = [
+                "--replicas",
+                str(FEWEST),
+                "--max-replicas",
+                str(MOST),
+                "--target-ongoing-requests",
+                str(TARGET),
+            ]
             delays = ["--upscale-delay", "4", "--downscale-delay", "20"]
-            with deployed(setup.folder, [*options, *scaling, *delays]) as url:
-                results["scaling"] = asyncio.run(scaled(setup, url, loads))
-        flags = {"updates": num_updates, "open": num_open, "loads": loads, "new_tokens": NEW_TOKENS, "pace": PACE}
+            with deployed(setup.folder, [*options, *replicas, *delays]) as url:
+                results["scaling"] = asyncio.run(scaled(setup, url))
+        flags = {
+            "updates": updates,
+            "open": streams,
+            "loads": LOADS if scaling else (),
+            "new_tokens": NEW_TOKENS,
+            "pace": PACE,
+        }
         engine = setup.config(max_batch_size=16, max_seq_len=256)
         return setup.report("deployment-changes", {"deploy": engine}, flags, results)
 
@@ -83,7 +111,7 @@ async def updated(
     return ended(streams) | found | {"update_seconds": rounded(statistics.median(seconds)), "open": num_open}
 
 
-async def scaled(setup: Setup, url: str, loads: tuple[tuple[int, float], ...]) -> dict[str, Any]:
+async def scaled(setup: Setup, url: str) -> dict[str, Any]:
     """The streams, and how many replicas ran, while one load followed the other."""
     running: list[tuple[float, int]] = []  # since which second how many
     nums: list[int] = []
@@ -100,7 +128,7 @@ async def scaled(setup: Setup, url: str, loads: tuple[tuple[int, float], ...]) -
                     running.append((rounded(time.perf_counter() - start), num))
                 await asyncio.sleep(SAMPLE_SECONDS)
 
-    for num_open, seconds in loads:
+    for num_open, seconds in LOADS:
         nums.clear()
         streams = await keep_busy(url, num_open, _prompt(setup), NEW_TOKENS, watch(seconds))
         found.append(ended(streams) | {"open": num_open, "fewest": min(nums), "most": max(nums), "last": nums[-1]})
@@ -142,28 +170,5 @@ def _prompt(setup: Setup) -> list[int]:
     return [index % setup.shape.vocab_size for index in range(PROMPT_TOKENS)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype")
-    parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no update begins after so many of updates")
-    parser.add_argument("--open", type=int, default=6, help="streams at a time while updates are made")
-    parser.add_argument("--no-scaling", action="store_true")
-    parser.add_argument("--after", type=Path, help="a report whose updates, streams and replicas count too")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    setup = Setup(asked.model, asked.device, asked.dtype, 1)
-    report = measure_changes(setup, asked.updates, asked.seconds, asked.open, () if asked.no_scaling else LOADS)
-    if asked.after:
-        before, found = read_value(asked.after, "results.updates"), report.results["updates"]
-        found |= {name: before[name] + found[name] for name in found if name not in ("open", "update_seconds")}
-        found["update_seconds"] = rounded(statistics.median(found["seconds"]))
-    for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
-        print(f"wrote {path}")
-    print(report.line())
-
-
 if __name__ == "__main__":
-    main()
+    run(measure_changes, view, __doc__)

@@ -8,7 +8,6 @@ compared. Invariant: no step of a window that is compared takes part in the fit.
     python -m benchmarks.deployment_check --model ./tiny-llama --out benchmarks/reports
 """
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -20,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Report, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, rounded
 from benchmarks.serving.deployed import noted_steps, samples, served_by
 from benchmarks.serving.http_load import MODEL, generate_load
 from benchmarks.serving.results import ServedRequest
@@ -53,13 +53,16 @@ FIGURES = {
 QUERIES, HITS = "infer:prefix_cache_queries_total", "infer:prefix_cache_hits_total"
 
 
-def measure_check(setup: Setup, cases: tuple[tuple[int, float], ...], seconds: float, pace: Sequence[float]) -> Report:
-    """Each number of replicas: the coefficients, what was measured, what was simulated, and the errors."""
+def measure_check(model: str = "smollm2-135m", seconds: float = 36.0, with_pace: bool = True) -> Report:
+    """Each number of replicas: the coefficients, what was measured, what was simulated, and the errors; without a pace
+    steps take as long as the processors need.
+    """
+    setup, pace = Setup(model, "cpu", None, 1), PACE if with_pace else ()
     settings = {"max_batch_size": BATCH, "max_seq_len": ABOUT.max_tokens, "num_gpu_blocks": BLOCKS}
     limits = EngineLimits(max_batch_size=BATCH, block_size=ABOUT.block_tokens, kv_tokens=BLOCKS * ABOUT.block_tokens)
     results: dict[str, Any] = {}
     with setup.running(1):
-        for num, rate in cases:
+        for num, rate in CASES:
             trace = _trace(rate, seconds, setup.seed + num)
             with tempfile.TemporaryDirectory() as notes:
                 with served_by(setup.folder, num, settings, Path(notes), pace) as (url, _):
@@ -178,18 +181,5 @@ def view(report: Report) -> View:
     return View(f"Simulated beside real replicas: {report.model['name']}", about, [Table("", columns, rows)], notes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--seconds", type=float, default=36.0)
-    parser.add_argument("--no-pace", action="store_true", help="steps take as long as the processors need")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    report = measure_check(Setup(asked.model, "cpu", None, 1), CASES, asked.seconds, () if asked.no_pace else PACE)
-    for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
-        print(f"wrote {path}")
-    print(report.line())
-
-
 if __name__ == "__main__":
-    main()
+    run(measure_check, view, __doc__)

@@ -6,30 +6,38 @@ settings and threads, and both are warm before the first trial.
     python -m benchmarks.deployment_cost --out benchmarks/reports
 """
 
-import argparse
 import asyncio
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, ratio, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, ratio, rounded
 from benchmarks.serving.deployed import deployed
 from benchmarks.serving.http_load import MODEL, generate_load, served
 from benchmarks.serving.results import figures
 from benchmarks.setup import Setup
 from benchmarks.timing import rotated
 from benchmarks.view import Column, Table, View, text
-from benchmarks.workloads.serving import Workload, default_size, make_trace
+from benchmarks.workloads.serving import default_size, make_trace
 from shared.lessons import newest_lesson
 
 LEAST_REQUESTS, MOST_MS = 0.9, 5.0
 """Targets: requests a second over those of ``infer serve``, and milliseconds more to the first token."""
 
 
-def measure_cost(setup: Setup, workloads: list[Workload], trials: int) -> Report:
-    """Medians of the trials, of each workload."""
+def measure_cost(
+    model: str = "smollm2-135m",
+    device: str = "cpu",
+    dtype: str | None = None,
+    trials: int = 5,
+    threads: int = 1,
+    requests: int = 0,
+) -> Report:
+    """Medians of the trials, of each workload; it has as many requests as in the serving benchmark, or ``requests``."""
+    setup, size = Setup(model, device, dtype, threads), default_size(device)
+    workloads = [replace(each, num_requests=requests or each.num_requests) for each in (size.w1, size.w2, size.streams)]
     batch = max(workload.concurrency for workload in workloads)
     longest = max(workload.longest for workload in workloads)
     options = ["--device", setup.device, "--max-batch-size", str(batch), "--max-seq-len", str(longest)]
@@ -104,25 +112,5 @@ def view(report: Report) -> View:
     return View(f"Cost of Ray Serve: {report.model['name']}", about, [Table("", columns, rows)], [target])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype")
-    parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--requests", type=int, help="of each workload; default: those of the serving benchmark")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    setup, size = Setup(asked.model, asked.device, asked.dtype, asked.threads), default_size(asked.device)
-    workloads = [size.w1, size.w2, size.streams]
-    if asked.requests:
-        workloads = [replace(each, num_requests=asked.requests) for each in workloads]
-    report = measure_cost(setup, workloads, asked.trials)
-    for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
-        print(f"wrote {path}")
-    print(report.line())
-
-
 if __name__ == "__main__":
-    main()
+    run(measure_cost, view, __doc__)

@@ -8,14 +8,14 @@ Invariant: every router serves the same traces, on replicas that are started for
     python -m benchmarks.deployment_routing --out benchmarks/reports
 """
 
-import argparse
 import asyncio
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, ratio, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, ratio, rounded
 from benchmarks.serving.deployed import deployed, samples
 from benchmarks.serving.http_load import MODEL, generate_load
 from benchmarks.serving.results import figures
@@ -41,18 +41,25 @@ def conversations(device: str, num_turns: int) -> tuple[Workload, Workload]:
 
 
 def measure_routing(
-    setup: Setup, workloads: tuple[Workload, ...], num_replicas: int, routers: tuple[str, ...] = tuple(ROUTERS)
+    model: str = "smollm2-135m",
+    device: str = "cpu",
+    dtype: str | None = None,
+    replicas: int = 4,
+    turns: int = 6,
+    routers: Sequence[str] = tuple(ROUTERS),
+    workloads: Sequence[str] = ("conversations", "shared"),
 ) -> Report:
     """Each workload with each router."""
-    batch, results = 8, dict[str, Any]()
-    longest = max(workload.longest for workload in workloads)
-    blocks = 2 * workloads[0].concurrency * -(-longest // BLOCK)  # no replica need forget what it has computed
+    setup, batch, results = Setup(model, device, dtype, 1), 8, dict[str, Any]()
+    chosen = [each for each in conversations(device, turns) if each.name in workloads]
+    longest = max(workload.longest for workload in chosen)
+    blocks = 2 * chosen[0].concurrency * -(-longest // BLOCK)  # no replica need forget what it has computed
     settings = {"max_batch_size": batch, "max_seq_len": longest, "num_gpu_blocks": blocks}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    options += ["--device", setup.device, "--replicas", str(num_replicas), "--cpus", "0.5"]
+    options += ["--device", setup.device, "--replicas", str(replicas), "--cpus", "0.5"]
     options += ["--dtype", setup.dtype] if setup.dtype else []
     with setup.running(1):
-        for workload in workloads:
+        for workload in chosen:
             found = results[workload.name] = {"title": workload.title, "about": workload.describe(), "routers": {}}
             for router in routers:
                 trace = make_trace(workload, setup.shape.vocab_size, setup.seed)
@@ -70,7 +77,7 @@ def measure_routing(
                     "requests_per_second": speeds["requests_per_second"],
                     "first_token_ms": speeds["time_to_first_token_ms"],
                 }
-        flags = {"replicas": num_replicas, "workloads": [asdict(workload) for workload in workloads]}
+        flags = {"replicas": replicas, "workloads": [asdict(workload) for workload in chosen]}
         return setup.report("deployment-routing", {"deploy": setup.config(**settings)}, flags, results)
 
 
@@ -94,26 +101,5 @@ def view(report: Report) -> View:
     return View(f"Routing: {report.model['name']}", about, tables, panels=panels)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype")
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
-    parser.add_argument(
-        "--workloads", nargs="+", choices=("conversations", "shared"), default=["conversations", "shared"]
-    )
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    setup = Setup(asked.model, asked.device, asked.dtype, 1)
-    workloads = tuple(each for each in conversations(asked.device, asked.turns) if each.name in asked.workloads)
-    report = measure_routing(setup, workloads, asked.replicas, tuple(asked.routers))
-    for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
-        print(f"wrote {path}")
-    print(report.line())
-
-
 if __name__ == "__main__":
-    main()
+    run(measure_routing, view, __doc__)

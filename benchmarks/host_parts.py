@@ -11,16 +11,15 @@ answered by ``LLM.generate``, once with all tokens and once with one; the differ
 Invariant: all requests decode, and none ends, while steps are timed.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, describe_model, engine_settings, rounded
 from benchmarks.setup import free_memory, freeze_memory
 from benchmarks.timing import SyntheticPrompts
 from benchmarks.view import Column, Table, View, text
@@ -107,31 +106,30 @@ def measure_answers(llm: LLM, prompts: Sequence[list[int]], num_new: int) -> dic
 
 
 def measure(
-    model: str,
-    sizes: Sequence[int],
-    *,
+    model: str = "smollm2-135m",
+    sizes: Sequence[int] = (1, 8, 32, 64, 128, 256),
     phase: str = "09",
-    num_prompt_tokens: int = 256,
-    num_new: int = 256,
+    prompt_tokens: int = 256,
+    new_tokens: int = 256,
     device: str = "cpu",
 ) -> Report:
     """The parts of decode steps of so many sequences, greedy, and answers through ``LLM.generate``."""
-    longest = num_prompt_tokens + max(num_new, WARM + STEPS + WATCHED + 8)
+    longest = prompt_tokens + max(new_tokens, WARM + STEPS + WATCHED + 8)
     blocks = max(sizes) * -(-longest // 16)
     about = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}
     llm = LLM(model, phase, overlap_scheduling=True, seed=0, **about)
     engine, results = llm.engine, dict[str, Any]()
     draw = SyntheticPrompts(engine.model.config.vocab_size, 0)
-    params = SamplingParams(temperature=0.0, max_new_tokens=longest - num_prompt_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=longest - prompt_tokens, ignore_eos=True)
     freeze_memory()
     for size in sizes:
-        prompts = [draw.draw(num_prompt_tokens) for _ in range(size)]
+        prompts = [draw.draw(prompt_tokens) for _ in range(size)]
         before = loop_ns()
         results[str(size)] = measure_steps(engine, prompts, params) | {"loop_ns": before}
-        results[str(size)] |= measure_answers(llm, prompts, num_new)
+        results[str(size)] |= measure_answers(llm, prompts, new_tokens)
         print(size, results[str(size)], flush=True)
     settings = {"engine": engine_settings(engine.config, describe_model(model)["name"])}
-    flags = {"phase": phase, "prompt_tokens": num_prompt_tokens, "new_tokens": num_new, "steps": STEPS}
+    flags = {"phase": phase, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "steps": STEPS}
     del engine, llm
     free_memory()
     return Report("host-parts", describe_model(model), settings, 0, flags, results, device)
@@ -160,18 +158,4 @@ def view(report: Report) -> View:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--sizes", default="1,8,32,64,128,256")
-    parser.add_argument("--phase", default="09")
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    lengths = {"num_prompt_tokens": given.prompt_tokens, "num_new": given.new_tokens}
-    numbers = [int(size) for size in given.sizes.split(",")]
-    measured = measure(given.model, numbers, phase=given.phase, device=given.device, **lengths)
-    print(measured.line())
-    if given.out is not None:
-        write_report(measured, given.out, view=view(measured))
+    run(measure, view, __doc__)

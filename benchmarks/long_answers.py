@@ -8,13 +8,12 @@ together has the same number of blocks.
     python -m benchmarks.long_answers --out benchmarks/reports
 """
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, describe_model, engine_settings, rounded
 from benchmarks.setup import free_memory
 from benchmarks.timing import SyntheticPrompts
 from benchmarks.view import Column, Table, View, count, percent, text
@@ -94,37 +93,39 @@ class Measured:
 
 
 def measure(
-    model: str,
-    length: int,
-    budget: int,
-    every: int,
-    num_requests: int,
-    num_new: int,
-    from_length: int,
-    device: str,
+    model: str = "smollm2-135m",
+    length: int = 2048,
+    budget: int = 128,
+    every: int = 32,
+    requests: int = 16,
+    new_tokens: int = 48,
+    from_length: int = SHORT,
+    device: str = "cpu",
     dtype: str | None = None,
+    shares: bool = False,
 ) -> Report:
-    """Both engines with ``num_requests`` requests of ``length`` tokens, of which ``num_new`` are decoded; then as many
-    with prompts of ``from_length`` tokens in the small pool, unless that is 0."""
+    """Both engines with ``requests`` requests of ``length`` tokens, of which ``new_tokens`` are decoded; then as
+    many with prompts of ``from_length`` tokens in the small pool, unless that is 0; with ``shares`` the time in
+    compressions of each method too."""
     plain: dict[str, Any] = {
         "model": model,
         "device": device,
         "dtype": dtype,
         "max_seq_len": length,
-        "max_batch_size": num_requests,
-        "num_gpu_blocks": num_requests * length // BLOCK,
+        "max_batch_size": requests,
+        "num_gpu_blocks": requests * length // BLOCK,
         "use_prefix_caching": False,
         "seed": 0,
     }
     if device == "cuda":
-        plain |= {"prefill_chunk_size": 2048, "max_num_batched_tokens": 2048 + num_requests}
+        plain |= {"prefill_chunk_size": 2048, "max_num_batched_tokens": 2048 + requests}
     compressed = {"compress_method": "snapkv", "layer_budget": budget // 2, "layer_upper_budget": budget}
     compressed |= {"query_window_size": min(128, budget // 4), "steps_between_compressions": every}
     engines = {FULL: Measured(FULL, plain), COMPRESSED: Measured(COMPRESSED, plain | compressed)}
     draw = SyntheticPrompts(engines[FULL].engine.model.config.vocab_size, 0)
-    prompts = [draw.draw(length - num_new) for _ in range(num_requests)]
+    prompts = [draw.draw(length - new_tokens) for _ in range(requests)]
     for one in engines.values():
-        one.add(prompts, num_new)
+        one.add(prompts, new_tokens)
     if device == "cuda":  # where a step runs while the host plans the next one, turns would hide each other's time
         for one in engines.values():
             one.run()
@@ -159,18 +160,20 @@ def measure(
         results["ratios"]["together"] = rounded(measured.most_decoded / HELD)
     if device == "cpu":
         results["ratios"]["attention"] = rounded(full["attention_ms"] / ours["attention_ms"])
+    if shares:
+        results["shares"] = time_shares(model, budget, every, requests, device)
     flags = {
         "from": from_length,
         "length": length,
         "budget": budget,
         "every": every,
-        "requests": num_requests,
-        "new_tokens": num_new,
+        "requests": requests,
+        "new_tokens": new_tokens,
     }
     return Report("long-answers", describe_model(model), settings, 0, flags, results, device)
 
 
-def shares(model: str, budget: int, every: int, num_requests: int, device: str) -> dict[str, float]:
+def time_shares(model: str, budget: int, every: int, num_requests: int, device: str) -> dict[str, float]:
     """The share of the time that compressions of each method take, of requests with prompts longer than the budget."""
     found: dict[str, float] = {}
     num_new = 4 * every
@@ -222,28 +225,4 @@ def view(report: Report) -> View:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--budget", type=int, default=128)
-    parser.add_argument("--every", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument(
-        "--from-length", type=int, default=SHORT, help="tokens of the prompts in the small pool; 0: no such run"
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default=None)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--shares", action="store_true", help="the time in compressions of other methods too")
-    given = parser.parse_args()
-    sizes = given.length, given.budget, given.every, given.requests, given.new_tokens, given.from_length
-    measured = measure(given.model, *sizes, given.device, given.dtype)
-    print(measured.line())
-    if given.out is not None:
-        write_report(measured, given.out, view=view(measured))
-    if given.shares:
-        measured.results["shares"] = shares(given.model, given.budget, given.every, given.requests, given.device)
-        print(measured.line())
-        if given.out is not None:
-            write_report(measured, given.out, view=view(measured))
+    run(measure, view, __doc__)

@@ -6,14 +6,14 @@ The capacity is the highest rate of requests, in steps of a tenth, at which 99 o
     python -m benchmarks.simulation --out benchmarks/reports
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, read_value, rounded, write_report
+from benchmarks.command import run
+from benchmarks.report import Report, read_value, rounded
 from benchmarks.step_times import COUNTS, POINTS, times_of_reports
 from benchmarks.view import Column, Lines, Table, View, percent, text
 from shared.deployment.affinity import MAX_KEYS
@@ -97,7 +97,7 @@ def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[
     return max(kept, 0), found[max(kept, 0)]
 
 
-def measure_capacity(replicas: Sequence[int]) -> Report:
+def measure_capacity(replicas: Sequence[int] = REPLICAS) -> Report:
     """Each number of replicas with each router, on step times of our reports."""
     file, *_ = POINTS[0]
     source = Path(__file__).parent / "reports" / f"{file}-llama-3.2-1b-nvidia-h100-80gb-hbm3.json"
@@ -144,16 +144,5 @@ def view(report: Report) -> View:
     return View(f"Simulated capacity: {report.model['name']}", about, [Table("", columns, rows)], panels=panels)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    report = measure_capacity(asked.replicas)
-    for path in write_report(report, asked.out, view=view(report)) if asked.out else ():
-        print(f"wrote {path}")
-    print(report.line())
-
-
 if __name__ == "__main__":
-    main()
+    run(measure_capacity, view, __doc__)

@@ -7,16 +7,15 @@ the bandwidth of the memory too.
     python -m benchmarks.small_weights --out benchmarks/reports
 """
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.command import run
 from benchmarks.hardware import measure_ceilings
-from benchmarks.report import Report, describe_model, engine_settings, rounded, write_report
+from benchmarks.report import Report, describe_model, engine_settings, rounded
 from benchmarks.timing import SyntheticPrompts
 from benchmarks.view import Column, Table, View, number, text, times
 from shared.engine.config import EngineConfig
@@ -60,9 +59,9 @@ def products_seconds(engine: Any, num_requests: int) -> float:
     return time.perf_counter() - started
 
 
-def measure(model: str, num_steps: int, trials: int) -> Report:
+def measure(model: str = "smollm2-135m", steps: int = 40, trials: int = 3) -> Report:
     """Steps of 1 and 16 requests, and a prompt, with weights of each kind."""
-    room = PROMPT + num_steps + 8
+    room = PROMPT + steps + 8
     about: dict[str, Any] = {"model": model, "max_seq_len": max(LONG + 8, room), "max_batch_size": 16, "seed": 0}
     about |= {"num_gpu_blocks": 16 * (room // 16 + 1) + LONG // 16, "use_prefix_caching": False}
     engines = {name: find_lesson("10").engine(EngineConfig(**about, **kind)) for name, kind in WEIGHTS.items()}
@@ -75,7 +74,7 @@ def measure(model: str, num_steps: int, trials: int) -> Report:
         drawn = [prompts.draw(PROMPT) for _ in range(num_requests)]
         for engine in engines.values():
             for prompt in drawn:
-                engine.add_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=num_steps, ignore_eos=True))
+                engine.add_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=steps, ignore_eos=True))
             while engine.load().num_waiting or engine.last_step is None or engine.last_step.prefilled:
                 engine.step()
         seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -105,7 +104,7 @@ def measure(model: str, num_steps: int, trials: int) -> Report:
             found[f"{what}_x"] = rounded(results["fp32"][f"{what}_ms"] / found[f"{what}_ms"], 3)
     told = describe_model(model)
     settings = {name: engine_settings(engine.config, told["name"]) for name, engine in engines.items()}
-    flags = {"steps": num_steps, "trials": trials, "prompt": PROMPT, "long_prompt": LONG}
+    flags = {"steps": steps, "trials": trials, "prompt": PROMPT, "long_prompt": LONG}
     return Report("small-weights", told, settings, 0, flags, {"engines": results, "gb_per_s": rounded(bandwidth)})
 
 
@@ -122,13 +121,4 @@ def view(report: Report) -> View:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    measured = measure(given.model, given.steps, given.trials)
-    print(measured.line())
-    if given.out is not None:
-        write_report(measured, given.out, view=view(measured))
+    run(measure, view, __doc__)

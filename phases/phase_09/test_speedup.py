@@ -92,7 +92,7 @@ def test_the_host_makes_few_calls_for_a_sequence(tiny_checkpoints: dict[str, Pat
 
 
 def test_the_report_of_the_host_names_each_part(tiny_checkpoints: dict[str, Path]) -> None:
-    report = host_parts.measure(str(tiny_checkpoints["llama"]), [2], num_prompt_tokens=8, num_new=4)
+    report = host_parts.measure(str(tiny_checkpoints["llama"]), [2], prompt_tokens=8, new_tokens=4)
     found = report.results["2"]
     assert found["parts_us"].keys() == {*host_parts.PARTS, "wait"}
     assert found["host_us"] == pytest.approx(sum(found["parts_us"][part] for part in host_parts.PARTS), rel=0.01)
