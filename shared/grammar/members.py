@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from shared.grammar.counting import any_text
-from shared.grammar.dfa import DEAD, DFA, combine, trim, words
+from shared.grammar.dfa import DEAD, DFA, trim
 from shared.grammar.digits import machine
 from shared.grammar.disjuncts import Disjuncts, Unresolved
+from shared.grammar.languages import combine, words
 from shared.grammar.limits import GrammarError
 from shared.grammar.schema_document import SchemaDocument, escape
 from shared.grammar.shapes import ANYTHING, NEVER, Array, Object, Shape, String, Value

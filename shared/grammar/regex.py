@@ -7,8 +7,10 @@ from functools import lru_cache
 
 from shared.grammar.automaton import Automaton
 from shared.grammar.characters import ANY, Characters, Range, Sequence, Spelling, spelled
-from shared.grammar.dfa import DFA, NFA, determinize, words
+from shared.grammar.dfa import DFA
+from shared.grammar.languages import words
 from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.nfa import NFA, determinize
 from shared.grammar.pattern import Alternatives, Anchor, Concatenation, Members, Node, Parser, Repeat, shown
 
 

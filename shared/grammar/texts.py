@@ -13,8 +13,9 @@ import numpy as np
 from shared.grammar.automaton import UNBOUNDED
 from shared.grammar.characters import Spelling
 from shared.grammar.counting import any_text, character_steps, is_free_to_count
-from shared.grammar.dfa import DEAD, DFA, combine, difference, intersection, trim, union, words
+from shared.grammar.dfa import DEAD, DFA, trim
 from shared.grammar.formats import FORMATS
+from shared.grammar.languages import combine, difference, intersection, union, words
 from shared.grammar.limits import Budget, GrammarError
 from shared.grammar.regex import compile_regex
 from shared.grammar.schema_document import SchemaDocument

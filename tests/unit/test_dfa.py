@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.grammar.dfa import DEAD, DFA, NFA, combine, determinize, difference, intersection, minimize, union, words
+from shared.grammar.dfa import DEAD, DFA
+from shared.grammar.languages import combine, difference, intersection, union, words
 from shared.grammar.limits import Budget, GrammarError, Limits
+from shared.grammar.minimization import minimize
+from shared.grammar.nfa import NFA, determinize
 from tests.comparison import assert_equal
 
 LETTERS = b"abc"
