@@ -132,15 +132,15 @@ def quantized_rows_kernel(
                 high = tl.load(x_rows + k + 64, mask=is_x_row, other=0.0, eviction_policy="evict_last")
             if ACTIVATION is not None:
                 up_tile = load_step(up_rows, start, S)
-            this_scale, this_zero, this_up_scale, this_up_zero = scale, zero, up_scale, up_zero
+            this_zero, this_up_zero = zero, up_zero
+            group = tl.minimum(k // 128 + 1, GROUPS - 1)
             if GROUPS > 1:
-                group = tl.minimum(k // 128 + 1, GROUPS - 1)
-                scale, zero = load_scales(scale_rows, group, 1.0), load_scales(zero_rows, group, 8.0)
-                if ACTIVATION is not None:
-                    up_scale, up_zero = load_scales(up_scale_rows, group, 1.0), load_scales(up_zero_rows, group, 8.0)
-            y = add_step(y, tile, low, high, this_scale, this_zero, GROUPS, BITS, WARPS)
+                zero, up_zero = load_scales(zero_rows, group, 8.0), load_scales(up_zero_rows, group, 8.0)
+            y = add_step(y, tile, low, high, scale, this_zero, GROUPS, BITS, WARPS)
             if ACTIVATION is not None:
-                up = add_step(up, up_tile, low, high, this_up_scale, this_up_zero, GROUPS, BITS, WARPS)
+                up = add_step(up, up_tile, low, high, up_scale, this_up_zero, GROUPS, BITS, WARPS)
+            if GROUPS > 1:  # a scale is the last thing that a step needs, so only now its register is free
+                scale, up_scale = load_scales(scale_rows, group, 1.0), load_scales(up_scale_rows, group, 1.0)
     is_storing = True
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M

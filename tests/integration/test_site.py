@@ -77,11 +77,13 @@ FAINTEST = """() => {
 
 @dataclass
 class Visit:
-    """What was found on one page: its anchors, where it leads, and what the browser complained of."""
+    """What was found on one page: its anchors, where it leads, what the browser complained of, and what of a document
+    is wider than a window, by the window's width."""
 
     ids: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+    wide: dict[int, list[str]] = field(default_factory=dict)
 
 
 class Visitor:
@@ -103,6 +105,16 @@ class Visitor:
         empty = [f"picture: {source}" for source in found["empty"]]
         return Visit(set(found["ids"]), found["links"], [*self.complaints, *empty])
 
+    def wide(self) -> dict[int, list[str]]:
+        """What does not fit the windows, of the page that was visited last, with all that can be opened open."""
+        self.page.evaluate("document.querySelectorAll('details').forEach(details => { details.open = true })")
+        found = {}
+        for window in (DESKTOP, TABLET, PHONE):
+            self.page.set_viewport_size(window)
+            found[window["width"]] = [*self.page.evaluate(WIDE), *self.page.evaluate(SCROLLED)]
+        self.page.set_viewport_size(DESKTOP)
+        return {width: elements for width, elements in found.items() if elements}
+
     def crawl(self, folder: Path) -> dict[str, Visit]:
         """Every page that links lead to from ``index.html``, by its address without the origin.
 
@@ -118,6 +130,7 @@ class Visitor:
                 continue
             languages |= {language} if is_source_file(name) else set()
             visits[name] = visit = self.visit(f"{self.origin}/{name}")
+            visit.wide = {} if is_source_file(name) else self.wide()
             waiting += sorted(target for target in targets(visit, self.origin) if (folder / target).is_file())
         return visits
 
@@ -277,28 +290,19 @@ def test_the_crawl_notices_what_is_broken(browser: Any, tmp_path: Path) -> None:
     for origin in serve(tmp_path):
         found = Visitor(page, origin).crawl(tmp_path)
         broken = [line.rpartition("/")[2] for line in broken_links(found, tmp_path, origin)]
-        page.goto(f"{origin}/index.html")
-        wide = page.evaluate(WIDE)
     page.close()
+    wide = found["index.html"].wide
     kinds = {line.partition(":")[0] for line in found["index.html"].complaints}
     assert {"console", "failed", "404", "outside", "picture"} <= kinds
     assert any(line.startswith("script: ") and "thrown" in line for line in found["other.html"].complaints)
     assert broken == ["other.html#nowhere", "gone.html"]
-    assert [element.partition(" ")[0] for element in wide] == ["the", "<p"]
+    assert {width: [element.partition(" ")[0] for element in elements] for width, elements in wide.items()} == {
+        window["width"]: ["the", "<p"] for window in (DESKTOP, TABLET, PHONE)
+    }
 
 
-def test_pages_and_code_fit_the_window(site: Path, origin: str, browser: Any) -> None:
-    page = browser.new_page()
-    wide = {}
-    for name in documents(site):
-        page.goto(f"{origin}/{name}")
-        page.evaluate("document.querySelectorAll('details').forEach(details => { details.open = true })")
-        for window in (DESKTOP, TABLET, PHONE):
-            page.set_viewport_size(window)
-            if found := [*page.evaluate(WIDE), *page.evaluate(SCROLLED)]:
-                wide[name, window["width"]] = found
-    page.close()
-    assert wide == {}
+def test_pages_and_code_fit_the_window(visits: dict[str, Visit]) -> None:
+    assert {name: visit.wide for name, visit in visits.items() if visit.wide} == {}
 
 
 def test_a_wrapped_line_is_indented_marked_and_copied_as_it_is(site: Path, origin: str, browser: Any) -> None:
