@@ -27,9 +27,11 @@ def run(measure: Callable[..., Report], view: Callable[[Report], View], descript
     """Measure what the command line asks for, and present it.
 
     The options are ``--out`` and the arguments of ``measure``, by name and default: an option has the type of its
-    default, a text where that is None; several numbers stand behind an option whose default is a tuple.
+    default, a text where that is None; several values stand behind an option whose default is a tuple. Help shows
+    ``description``, and what ``measure`` says of them.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    about_options = f"{description}\n{inspect.getdoc(measure)}"
+    parser = argparse.ArgumentParser(description=about_options, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, argument in inspect.signature(measure).parameters.items():
         default, option = argument.default, f"--{name.replace('_', '-')}"
         if default is argument.empty:

@@ -65,24 +65,12 @@ def measure_changes(
                 found |= {name: before[name] + found[name] for name in found if name not in ("open", "update_seconds")}
                 found["update_seconds"] = rounded(statistics.median(found["seconds"]))
         if scaling:
-            replicas = [
-                "--replicas",
-                str(FEWEST),
-                "--max-replicas",
-                str(MOST),
-                "--target-ongoing-requests",
-                str(TARGET),
-            ]
-            delays = ["--upscale-delay", "4", "--downscale-delay", "20"]
-            with deployed(setup.folder, [*options, *replicas, *delays]) as url:
+            options += [f"--replicas={FEWEST}", f"--max-replicas={MOST}", f"--target-ongoing-requests={TARGET}"]
+            options += ["--upscale-delay=4", "--downscale-delay=20"]
+            with deployed(setup.folder, options) as url:
                 results["scaling"] = asyncio.run(scaled(setup, url))
-        flags = {
-            "updates": updates,
-            "open": streams,
-            "loads": LOADS if scaling else (),
-            "new_tokens": NEW_TOKENS,
-            "pace": PACE,
-        }
+        flags: dict[str, Any] = {"updates": updates, "open": streams, "loads": LOADS if scaling else ()}
+        flags |= {"new_tokens": NEW_TOKENS, "pace": PACE}
         engine = setup.config(max_batch_size=16, max_seq_len=256)
         return setup.report("deployment-changes", {"deploy": engine}, flags, results)
 

@@ -51,7 +51,8 @@ def measure_routing(
 ) -> Report:
     """Each workload with each router."""
     setup, batch, results = Setup(model, device, dtype, 1), 8, dict[str, Any]()
-    chosen = [each for each in conversations(device, turns) if each.name in workloads]
+    named = {workload.name: workload for workload in conversations(device, turns)}
+    chosen = [named[name] for name in workloads]
     longest = max(workload.longest for workload in chosen)
     blocks = 2 * chosen[0].concurrency * -(-longest // BLOCK)  # no replica need forget what it has computed
     settings = {"max_batch_size": batch, "max_seq_len": longest, "num_gpu_blocks": blocks}

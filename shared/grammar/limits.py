@@ -43,8 +43,8 @@ class Budget:
     limits: Limits = Limits()
     clock: Callable[[], float] = time.thread_time
     num_states: int = field(default=0, init=False)  # of finished parts
-    seconds: float = field(default=0.0, init=False)
-    checked: float = field(init=False)
+    seconds: float = field(default=0.0, init=False)  # that count so far
+    checked: float = field(init=False)  # when the clock was read last
 
     def __post_init__(self) -> None:
         self.checked = self.clock()
