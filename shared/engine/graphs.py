@@ -21,8 +21,9 @@ import torch
 
 from shared.sampling.sampler import SamplingBatch
 
-NUM_BEFORE, MOST_RECORDED = 3, 256
-"""How often a draw is launched before it is recorded, and how many are known; all are dropped when there are more."""
+NUM_BEFORE, MOST_RECORDED = 16, 256
+"""How often a draw is launched before it is recorded, which takes as long as several launches, so that draws of batches
+that shrink from step to step are not; and how many are known: all are dropped when there are more."""
 logger = logging.getLogger("infer.engine")
 
 
@@ -162,5 +163,6 @@ class DrawRecorder:
             return known.replay().clone()
         if known == 0 and len(self.known) == MOST_RECORDED:
             self.known.clear()
+            self.pool = torch.cuda.graph_pool_handle()  # a pool whose graphs have all gone takes no further ones
         self.known[key] = known + 1
         return draw()

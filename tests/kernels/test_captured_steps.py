@@ -10,11 +10,12 @@ import torch
 from phases.phase_09.engine import Engine
 from phases.phase_11.engine import Engine as Speculative
 from phases.phase_11_1.engine import Engine as MultiToken
+from shared.engine import graphs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.config import EngineConfig
-from shared.engine.graphs import CapturedStep, Computed, CudaGraphCapture, DrawRecorder
+from shared.engine.graphs import CapturedStep, Computed, CudaGraphCapture, DrawRecorder, RecordedDraw
 from shared.engine.multi_token_runner import CapturedMultiTokenRunner
 from shared.engine.sampler import Sampler
 from shared.kernels import gemv, rmsnorm, sampler
@@ -298,18 +299,23 @@ def test_graphs_share_memory_and_results_are_where_they_were(device: torch.devic
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.0}])
-def test_recorded_draws_are_those_that_are_launched(device: torch.device, limits: dict[str, Any]) -> None:
-    """Rows come and go, their parameters and logits change, and a graph reads those of its own draw."""
+def test_recorded_draws_are_those_that_are_launched(
+    device: torch.device, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come and go, their parameters and logits change, and a graph reads those of its own draw; the third size
+    drops what is recorded of the others, and is recorded itself."""
+    monkeypatch.setattr(graphs, "NUM_BEFORE", 3)
+    monkeypatch.setattr(graphs, "MOST_RECORDED", 2)
     plain, recording = Sampler(device, 8), Sampler(device, 8)
     logits, ids = torch.empty(8, 5000, device=device, dtype=torch.bfloat16), []
     recording.recorder = recorder = DrawRecorder({logits.data_ptr()})
     for step in range(40):
         logits.copy_(torch.randn(logits.shape, device=device))
-        num_rows = 8 if step % 3 else 5
+        num_rows = 3 if step >= 30 else 8 if step % 3 else 5
         about = {"temperature": 0.5 + step // 10} | limits
         rows = [SamplingRow(SamplingParams(**about), seed=n, index=step) for n in range(num_rows)]
         drawn = [each.sample(logits[:num_rows], rows, range(num_rows)).ids for each in (plain, recording)]
         assert torch.equal(*drawn)
         ids.append((drawn[1], drawn[1].clone()))
     assert all(torch.equal(*pair) for pair in ids), "later draws leave ids as they are"
-    assert sum(not isinstance(known, int) for known in recorder.known.values()) == 2
+    assert [isinstance(known, RecordedDraw) for known in recorder.known.values()] == [True]

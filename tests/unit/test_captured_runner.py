@@ -148,9 +148,11 @@ class Draws:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_launched = self.num_recorded = self.number = 0
         self.is_capturing = self.fails = False
+        self.pools: list[object] = []
         monkeypatch.setattr(graphs.RecordedDraw, "of", self.record)
         monkeypatch.setattr(graphs.RecordedDraw, "replay", lambda recorded: recorded.ids.fill_(self.number))
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+        monkeypatch.setattr(graphs, "NUM_BEFORE", 3)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         self.places: set[int] = set()
         self.recorder = DrawRecorder(self.places)
@@ -159,6 +161,7 @@ class Draws:
         if self.fails:
             raise RuntimeError("injected")
         self.num_recorded += 1
+        self.pools.append(pool)
         return graphs.RecordedDraw(None, torch.zeros(1, dtype=torch.int64))  # type: ignore[arg-type]
 
     def draw(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -201,8 +204,10 @@ def test_what_is_not_recorded_is_launched(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_recorder_keeps_a_bounded_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all are dropped their pool is too: PyTorch records nothing into a pool whose graphs have all gone."""
     draws = Draws(monkeypatch)
     kept = [torch.zeros(1, n + 1) for n in range(graphs.MOST_RECORDED + 1)]
-    for logits in kept:
+    for logits in kept[:1] * 4 + kept + kept[-1:] * 4:
         draws.draw(logits, SamplingBatch(1))
     assert len(draws.recorder.known) == 1
+    assert draws.num_recorded == len(set(draws.pools)) == 2
