@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.report import rounded
 from shared.engine.graphs import Computed, CudaGraphCapture
+from shared.kernels import all_reduce as kernel
 from shared.kernels.all_reduce import all_reduce, fits
 from shared.kernels.launch import check_launchable
 from shared.kernels.rmsnorm import rms_norm
@@ -29,7 +30,7 @@ from shared.parallel.group import local_store
 from shared.parallel.peers import PeerMemory
 
 ROW = 4096  # numbers of 16 bits: 8 KB
-ROWS = {"8KB": 1, "64KB": 8, "512KB": 64, "1MB": 128, "8MB": 1024}
+ROWS = {"8KB": 1, "64KB": 8, "128KB": 16, "256KB": 32, "512KB": 64, "1MB": 128, "8MB": 1024}
 CHAIN = 40  # sums in a graph
 
 
@@ -69,6 +70,8 @@ def measure_sums(size: int, rank: int, port: int, out: Path, save: Callable[[dic
                     continue
                 calls: dict[str, Callable[[], Any]] = {
                     "peer_us": partial(all_reduce, x, ranks.peers),
+                    "one_shot_us": partial(with_shots, 1, x, ranks.peers),
+                    "two_shots_us": partial(with_shots, 2, x, ranks.peers),
                     "residual_us": partial(all_reduce, x, ranks.peers, x),
                     "norm_us": partial(all_reduce, x, ranks.peers, x, norm),
                     "then_norm_us": partial(then_norm, x, ranks.peers, norm),
@@ -84,6 +87,13 @@ def measure_sums(size: int, rank: int, port: int, out: Path, save: Callable[[dic
 def then_norm(x: torch.Tensor, peers: PeerMemory, norm: Any) -> torch.Tensor:
     """The sum, and the norm in a launch behind it."""
     return rms_norm(all_reduce(x, peers, x)[0], norm.weight, norm.eps)
+
+
+def with_shots(shots: int, x: torch.Tensor, peers: PeerMemory) -> None:
+    """The sum with as many shots, 1 or 2, whatever its size."""
+    least, kernel.TWO_SHOT_BYTES = kernel.TWO_SHOT_BYTES, (sys.maxsize, 0)[shots - 1]
+    all_reduce(x, peers)
+    kernel.TWO_SHOT_BYTES = least
 
 
 def end_with(parent: int) -> None:

@@ -1,16 +1,28 @@
 """The sum of a small tensor over the ranks, through memory that their GPUs share. Introduced in phase 12.1.
 
-One shot: each rank writes its numbers into every other rank's memory, waits for theirs, and adds. Nothing is sent to
-say that numbers have come: each 64 bits on the wire are 32 bits of numbers and the number of the call, and a GPU writes
-and reads 64 bits at once, so a rank reads its own memory until every word has the number (NCCL's "LL" protocol). What
-follows the sum is done before the result is written: the addition of the residual, and the norm behind it.
+*One shot*: each rank writes its numbers into every other rank's memory, waits for theirs, and adds. *Two shots*, for
+larger tensors: rank p gets piece p from every rank, adds, and writes the result into every other rank's memory. That is
+a second trip over the wire, but of N ranks each writes 2 (N - 1) / N times the tensor, and not N - 1 times. What
+follows the sum is done before the result is written: the addition of the residual, and, with one shot, the norm.
+
+Nothing is sent but numbers, in words of 32 bits, which a GPU writes and reads at once. Memory begins with the word
+``UNSENT`` everywhere, which is a NaN. A rank reads its own memory until no word that it waits for is ``UNSENT``, and
+then makes them all ``UNSENT`` again. Who has to send just this word sends another NaN. This is the protocol of
+TensorRT-LLM's Lamport kernels, whose word is -0.0; FlashInfer has them too, with one shot and with two.
 
 A program sums a row, or a part of one, and has a *channel*: two slots for the words of each other rank, and a counter
-of its calls. The counter is in memory, and not an argument, so a replayed CUDA graph counts on. Two slots are enough: a
-rank that writes call n + 2 has read call n + 1 of every rank, which wrote it after it had read call n.
+of its calls, whose parity chooses the slot. The counter is in memory, and not an argument, so a replayed CUDA graph
+counts on. In a slot a word stands where it stands among the program's words. Rank r has from rank s the words of piece
+r in the first shot, and those of piece s in the second.
 
-Invariants: numbers are added in fp32 in the order of the ranks, so all ranks have the same bits, again in each run;
-every rank makes the same calls in the same order; ``stop`` ends the wait for a rank that has gone.
+Why two slots are enough: rank B clears a slot in call n. It sends the words of call n + 1 after ``wait_for_previous``,
+when the kernel of call n has ended and its writes are done. Rank A writes to this slot again in call n + 2, so after
+the end of its call n + 1, which had to wait for those words of B. This needs a word from each rank to each other one
+in every call of a channel; so all programs of a call, and all pieces, have equally many words.
+
+Invariants: numbers are added in fp32 in the order of the ranks, so all ranks have the same bits, again in each run, and
+with one shot or two; every rank makes the same calls in the same order, with the same residual; ``stop`` ends the wait
+for a rank that has gone.
 """
 
 from typing import Protocol
@@ -23,21 +35,25 @@ from shared.kernels.rmsnorm import Norm
 CHANNELS = 256  # programs at most
 CHANNEL_WORDS = 4096  # of 32 bits, in a slot: a row of 8,192 numbers in 16 bits
 LEAST_WORDS = 512  # of a part of a row
+WARP_WORDS = 128  # so a thread has 16 bytes; two with the same words would be one that clears what the other waits for
+TWO_SHOT_BYTES = 512 << 10  # of x, times the ranks beyond two: from here on two shots take less time
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # their names in Triton
+UNSENT = tl.constexpr(-1)  # a NaN in 32 bits, and two in 16 bits
+OTHER_NAN = tl.constexpr(0x7FFFFFFF)  # the same, but for a sign
 
 
 class Peers(Protocol):
-    """Memory that all ranks reach: ``[sender, slot, channel, word]`` of 64 bits at each of ``addresses``."""
+    """Memory that all ranks reach: int32 ``[sender, slot, channel, word]`` at each of ``addresses``, first all -1."""
 
     rank: int
     size: int
-    addresses: torch.Tensor  # int64 [size]: of each rank's memory, as this GPU sees it
+    addresses: torch.Tensor  # int64 [size]: of each rank's memory, as this GPU sees it; multiples of 16
     counters: torch.Tensor  # int32 [CHANNELS]: calls so far
     stop: torch.Tensor  # int32 [1]: 1 ends all waiting
 
 
 def num_words(size: int) -> int:
-    """Words of 64 bits of the memory of each of ``size`` ranks."""
+    """Words of 32 bits of the memory of each of ``size`` ranks."""
     return size * 2 * CHANNELS * CHANNEL_WORDS
 
 
@@ -70,6 +86,44 @@ def as_words(first, second, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def sendable(words):
+    """The words without ``UNSENT``, which is never sent."""
+    return tl.where(words == UNSENT, OTHER_NAN, words)
+
+
+@triton.jit
+def send(words, memories, place, stride, inside, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Write ``words[rank]`` at ``place + rank * stride`` of the memory of each other rank, the next one first."""
+    for step in tl.static_range(1, SIZE):
+        outbox = memories[(RANK + step) % SIZE] + place + (RANK + step) % SIZE * stride
+        tl.store(outbox, words[(RANK + step) % SIZE], mask=inside)
+
+
+@triton.jit
+def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """The words of every rank: ``own``, and what each other one writes at ``inbox + rank * stride``.
+
+    All are read again until none is missing, and then cleared. Words that are not ``inside`` are not waited for.
+    """
+    words = (own,) * SIZE
+    num_missing = 1
+    while num_missing > 0:
+        missing = tl.zeros(own.shape, tl.int32)
+        words = ()
+        for rank in tl.static_range(SIZE):
+            if rank == RANK:
+                words += (own,)
+            else:
+                words += (tl.load(inbox + rank * stride, mask=inside, other=0, volatile=True),)
+            missing += (words[rank] == UNSENT).to(tl.int32)
+        num_missing = tl.sum(missing * (1 - tl.load(stop, volatile=True)))  # of all threads, so they leave together
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            tl.store(inbox + rank * stride, UNSENT, mask=inside)
+    return words
+
+
+@triton.jit
 def all_reduce_kernel(
     x,
     residual,
@@ -86,53 +140,55 @@ def all_reduce_kernel(
     OFFSET: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHANNEL_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A program has ``PIECES`` of ``num_words`` words: one with one shot, ``SIZE`` with two."""
     launch_dependents(PDL)
     channel = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < num_words
-    at = channel * num_words + i
-    mine = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64))
+    memories = ()  # type: tuple
+    for rank in tl.static_range(SIZE):
+        memories += (tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16),)
     if weight is not None:
         scales = tl.load(weight + i, mask=inside, other=0)
     wait_for_previous(PDL)
     call = tl.load(counters + channel) + 1
-    words = tl.load(x + at, mask=inside, other=0)
+    at = channel * PIECES * num_words + i
+    stride = num_words if PIECES > 1 else 0  # from a rank's piece to the next one's
+    mine = RANK * stride
+    pieces = ()  # type: tuple
+    for piece in tl.static_range(PIECES):
+        pieces += (sendable(tl.load(x + at + piece * num_words, mask=inside, other=0)),)
+    pieces = pieces * (SIZE // PIECES)
     if residual is not None:
-        added = tl.load(residual + at, mask=inside, other=0)
+        added = tl.load(residual + at + mine, mask=inside, other=0)
+    sender_words = 2 * CHANNELS * CHANNEL_WORDS
     place = ((call & 1) * CHANNELS + channel) * CHANNEL_WORDS + i
-    numbered = (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            theirs = tl.load(addresses + peer).to(tl.pointer_type(tl.int64))
-            tl.store(theirs + RANK * 2 * CHANNELS * CHANNEL_WORDS + place, numbered, mask=inside)
-    tl.debug_barrier()
-    first = tl.zeros([BLOCK], tl.float32)
-    second = tl.zeros([BLOCK], tl.float32)
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            term = words
-        else:
-            inbox = mine + peer * 2 * CHANNELS * CHANNEL_WORDS + place
-            received = tl.load(inbox, mask=inside, other=0, volatile=True)
-            num_missing = tl.sum((((received >> 32).to(tl.int32) != call) & inside).to(tl.int32))
-            while num_missing > 0:
-                is_stopped = tl.load(stop, volatile=True)
-                received = tl.load(inbox, mask=inside, other=0, volatile=True)
-                num_missing = tl.sum((((received >> 32).to(tl.int32) != call) & inside).to(tl.int32)) * (1 - is_stopped)
-            term = received.to(tl.int32)
-        first += first_number(term, DTYPE)
-        second += second_number(term, DTYPE)
-    tl.store(counters + channel, call)
+    outbox, inbox = RANK * sender_words + place, memories[RANK] + place
+    send(pieces, memories, outbox, stride, inside, RANK, SIZE)
+    terms = receive(pieces[RANK], inbox + mine, sender_words, inside, stop, RANK, SIZE)
+    first = first_number(terms[0], DTYPE)
+    second = second_number(terms[0], DTYPE)
+    for rank in tl.static_range(1, SIZE):
+        first += first_number(terms[rank], DTYPE)
+        second += second_number(terms[rank], DTYPE)
     if residual is not None:
         first += first_number(added, DTYPE)
         second += second_number(added, DTYPE)
-    total = as_words(first, second, DTYPE)
-    tl.store(summed + at, total, mask=inside)
+    total = sendable(as_words(first, second, DTYPE))
+    if PIECES > 1:
+        send((total,) * SIZE, memories, outbox + mine, 0, inside, RANK, SIZE)
+        totals = receive(total, inbox, sender_words + stride, inside, stop, RANK, SIZE)
+        for rank in tl.static_range(SIZE):
+            tl.store(summed + at + rank * stride, totals[rank], mask=inside)
+    else:
+        tl.store(summed + at, total, mask=inside)
+    tl.store(counters + channel, call)
     if weight is not None:
         first = first_number(total, DTYPE)
         second = second_number(total, DTYPE)
@@ -152,7 +208,10 @@ def fits(x: torch.Tensor) -> bool:
 def all_reduce(
     x: torch.Tensor, peers: Peers, residual: torch.Tensor | None = None, norm: Norm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sum over the ranks of x ``[T, n]``, plus ``residual``, rounded; and its norm if there is one."""
+    """The sum over the ranks of x ``[T, n]``, plus ``residual`` ``[T, n]``, rounded; and its norm if there is one.
+
+    x must fit, and ``residual`` be the same on all ranks. The results are ``[T, n]`` too, and of the dtype of x.
+    """
     summed = torch.empty_like(x, memory_format=torch.contiguous_format)
     normed = None if norm is None else torch.empty_like(summed)
     if x.numel() == 0:
@@ -161,14 +220,16 @@ def all_reduce(
     def words(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.contiguous().view(torch.int32)
 
-    num_words, num_parts = x.shape[-1] * x.itemsize // 4, 1
+    num_words, num_programs, num_pieces = x.shape[-1] * x.itemsize // 4, x.shape[0], 1
     if norm is None:  # which needs a whole row; without, more programs share a row
-        while num_words % 2 == 0 and num_words // 2 >= LEAST_WORDS and 2 * num_parts * x.shape[0] <= CHANNELS:
-            num_words, num_parts = num_words // 2, 2 * num_parts
-    block = next_power_of_two(num_words)
+        while num_words % 2 == 0 and num_words // 2 >= LEAST_WORDS and 2 * num_programs <= CHANNELS:
+            num_words, num_programs = num_words // 2, 2 * num_programs
+        if x.nbytes * (peers.size - 2) >= TWO_SHOT_BYTES and num_words % peers.size == 0:
+            num_words, num_pieces = num_words // peers.size, peers.size
+    block = max(WARP_WORDS, next_power_of_two(num_words))
     launch(
         all_reduce_kernel,
-        (x.shape[0] * num_parts,),
+        (num_programs,),
         words(x),
         words(residual),
         None if norm is None else words(norm.weight),
@@ -184,9 +245,10 @@ def all_reduce(
         OFFSET=0.0 if norm is None else norm.offset,
         RANK=peers.rank,
         SIZE=peers.size,
+        PIECES=num_pieces,
         CHANNELS=CHANNELS,
         CHANNEL_WORDS=CHANNEL_WORDS,
         BLOCK=block,
-        num_warps=min(16, max(4, block // 128)),
+        num_warps=min(16, block // WARP_WORDS),
     )
     return summed, normed

@@ -38,7 +38,7 @@ NEVER = timedelta(days=1)
 
 
 MOST_BYTES = 2 << 20
-"""Of what a rank writes in a sum by the kernel, its own part included; NCCL sums larger tensors."""
+"""Of what a rank writes in a sum of one shot, its own part included; NCCL sums larger tensors."""
 _log = logging.getLogger("infer.engine")
 
 

@@ -35,7 +35,7 @@ class PeerMemory:
             self.stop = torch.zeros(1, dtype=torch.int32, device=device)
             self._one = torch.ones(1, dtype=torch.int32).pin_memory()
             self._stream = torch.cuda.Stream(device)
-            self.memory.zero_()
+            self.memory.fill_(-1)  # nothing has been sent
             torch.cuda.synchronize(device)
             all_agree(dist.PrefixStore("cleared memory", store), rank, size)
         finally:
@@ -75,7 +75,7 @@ def symmetric(
     _register_process_group(name, group)
     _groups.append(group)
     _SymmetricMemory.set_group_info(name, rank, size, store)  # of which versions before 2.11 take the store
-    memory = _SymmetricMemory.empty_strided_p2p((num_words(size),), (1,), torch.int64, device, name)
+    memory = _SymmetricMemory.empty_strided_p2p((num_words(size),), (1,), torch.int32, device, name)
     handle = _SymmetricMemory.rendezvous(memory, name)
     return memory, list(handle.buffer_ptrs), [handle]
 
@@ -84,8 +84,7 @@ def mapped(
     store: dist.Store, rank: int, size: int, device: torch.device
 ) -> tuple[torch.Tensor, list[int], list[object]]:
     """The same through CUDA's memory handles, of which a process opens those of the others on its own GPU."""
-    memory = torch.zeros(num_words(size), dtype=torch.int64, device=device)
-    torch.cuda.synchronize(device)
+    memory = torch.empty(num_words(size), dtype=torch.int32, device=device)
     store.set(f"memory {rank}", pickle.dumps(memory.untyped_storage()._share_cuda_()).hex())
     storages = [memory.untyped_storage()] * size
     for peer in range(size):

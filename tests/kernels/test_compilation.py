@@ -70,7 +70,7 @@ def test_every_variant_compiles(tmp_path):
 
 
 def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stages=3, **constants):
-    """What :func:`shared.kernels.launch.launch` would compile on an H100, or another GPU, for these arguments."""
+    """The PTX of what :func:`shared.kernels.launch.launch` would compile on an H100, or another GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.runtime.jit import mangle_type
@@ -100,6 +100,7 @@ def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stag
     for instruction in ("griddepcontrol.launch_dependents", "griddepcontrol.wait"):
         assert (instruction in ptx) == compiled.metadata.launch_pdl, instruction
     print(kernel.__name__)
+    return ptx
 
 
 def compile_products():
@@ -340,16 +341,28 @@ def compile_next_token():
 
 
 def compile_all_reduce():
+    """Of one shot and of two; what is written to other GPUs, read from them and cleared is 16 bytes for each thread."""
     from shared.kernels import all_reduce as module
 
-    module.launch = compile_launch
+    def launch(kernel, grid, *args, **options):
+        ptx = compile_launch(kernel, grid, *args, **options)
+        num_others, num_shots = options["SIZE"] - 1, 1 + (options["PIECES"] > 1)
+        num_vectors = num_shots * num_others * max(1, options["BLOCK"] // (128 * options["num_warps"]))
+        assert ptx.count("ld.volatile.global.v4.b32") == num_vectors
+        assert ptx.count("st.global.v4.b32") >= 2 * num_vectors
+
+    module.launch = launch
     ints = [torch.zeros(size, dtype=torch.int32) for size in (256, 1)]
-    peers = SimpleNamespace(rank=1, size=2, addresses=torch.zeros(2, dtype=torch.int64), counters=ints[0], stop=ints[1])
-    for dtype, n in ((torch.bfloat16, 8192), (torch.float16, 1152), (torch.float32, 4096)):
-        x, norm = (
-            torch.zeros(1, n, dtype=dtype),
-            SimpleNamespace(weight=torch.ones(n, dtype=dtype), eps=1e-6, offset=1.0),
-        )
+    for size, T, dtype, n in (
+        (2, 1, torch.bfloat16, 8192),
+        (2, 1, torch.float16, 1152),
+        (4, 1, torch.float32, 4096),
+        (4, 64, torch.bfloat16, 4096),
+    ):
+        addresses = torch.zeros(size, dtype=torch.int64)
+        peers = SimpleNamespace(rank=1, size=size, addresses=addresses, counters=ints[0], stop=ints[1])
+        x = torch.zeros(T, n, dtype=dtype)
+        norm = SimpleNamespace(weight=torch.ones(n, dtype=dtype), eps=1e-6, offset=1.0)
         for more in ((), (x,), (x, norm)):
             module.all_reduce(x, peers, *more)
 
