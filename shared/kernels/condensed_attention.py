@@ -54,14 +54,14 @@ def cell_rows(
 ):
     """Offsets in the whole KV cache, int64, of a head's tokens ``place``, masked by ``end``; ``count`` are packed."""
     PLACES: tl.constexpr = BLOCK_SIZE * HKV
-    number, slot = first_number + place, packed_slots + place - count
+    number, slot = (first_number + place).to(tl.uint32), (packed_slots + place - count).to(tl.uint32)
     is_packed = place < count
     plane = number // PLACES
     entry = tl.where(is_packed, plane // LAYERS, slot // BLOCK_SIZE)
     of_layer = tl.where(is_packed, plane % LAYERS, layer)
     cell = tl.where(is_packed, number % PLACES, slot % BLOCK_SIZE * HKV + kv_head)
-    block = tl.load(table + entry, mask=place < end, other=0).to(tl.int64)
-    return ((of_layer * num_blocks + block) * PLACES + cell) * D
+    block = tl.load(table + entry, mask=place < end, other=0)
+    return (of_layer * num_blocks + block).to(tl.int64) * (PLACES * D) + cell * D
 
 
 @triton.jit

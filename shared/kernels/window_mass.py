@@ -17,7 +17,10 @@ from shared.kernels.condensed_attention import cell_rows
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.kernels.online_softmax import LOG2_E
 
-TILE, TILES, NUM_WARPS = 128, 2, 4  # keys at a time; tiles of a program of the second launch
+TILE, NUM_WARPS = 128, 8  # keys at a time
+REGISTERS = 128  # of a thread, so that a multiprocessor has two programs: one takes exponentials, one multiplies
+NARROW = 128  # bytes of a key; more stages of wider keys would leave no room for a second program
+STAGES = 5, 3  # of the launches for narrow keys. In the first a table entry is loaded, then the keys: two tiles each
 
 TABLE_START = 4  # of the block table in ``CachedSequences.numbers``
 TABLE = tl.constexpr(TABLE_START)
@@ -55,23 +58,10 @@ def head_tokens(numbers, ends, head, HEADS: tl.constexpr):
 
 
 @triton.jit
-def load_window(
-    ring,
-    numbers,
-    layer,
-    head,
-    w,
-    RING_ROWS,
-    LENGTH: tl.constexpr,
-    HQ: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-):
-    """The last w queries of a head, [ROWS, D]."""
+def window_rows(numbers, layer, r, w, RING_ROWS, LENGTH: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr):
+    """Offsets in the ring, int64, of the queries ``r`` of a layer's last w, of head 0."""
     row, num_tokens = tl.load(numbers), tl.load(numbers + 1)
-    r, d = tl.arange(0, ROWS), tl.arange(0, D)
-    place = (layer * RING_ROWS + row).to(tl.int64) * LENGTH + (num_tokens - w + r) % LENGTH
-    return tl.load(ring + (place[:, None] * HQ + head) * D + d[None, :], mask=r[:, None] < w, other=0.0)
+    return ((layer * RING_ROWS + row).to(tl.int64) * LENGTH + (num_tokens - w + r) % LENGTH) * (HQ * D)
 
 
 @triton.jit
@@ -132,15 +122,16 @@ def window_sums_kernel(
     TILE: tl.constexpr,
 ):
     """Program (i, s) has query head i % Hq of layer i // Hq of sequence s; stores the logarithms (base 2) of its
-    queries' sums."""
+    queries' sums, negated."""
     HQ: tl.constexpr = HKV * GROUP
     program = tl.program_id(0)
     layer, head = program // HQ, program % HQ
     numbers += tl.program_id(1) * width
     kv_head = head // GROUP
     first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
-    q = load_window(ring, numbers, layer, head, w, RING_ROWS, LENGTH, HQ, ROWS, D)
-    r = tl.arange(0, ROWS)
+    r, d = tl.arange(0, ROWS), tl.arange(0, D)
+    rows = window_rows(numbers, layer, r, w, RING_ROWS, LENGTH, HQ, D)
+    q = tl.load(ring + rows[:, None] + (head * D + d)[None, :], mask=r[:, None] < w, other=0.0)
     maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for tile in tl.range(0, size, TILE):
         place = tile + tl.arange(0, TILE)
@@ -151,11 +142,12 @@ def window_sums_kernel(
         if tile + TILE > size - w:  # all queries see the tiles before
             scores = tl.where(place[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)  # the scale is positive
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        total = total * tl.exp2(maximum - base) + tl.sum(tl.exp2(scores * scale - base[:, None]), 1)
+        weights = tl.exp2(scores * scale - new_maximum[:, None])  # finite: all queries see the first key
+        total = total * tl.exp2(maximum - new_maximum) + tl.sum(weights, 1)
         maximum = new_maximum
     program += tl.program_id(1) * (LAYERS * HQ)
-    tl.store(sums + program * LENGTH + r, maximum + tl.log2(total), mask=r < w)
+    logarithm = tl.where(r < w, maximum + tl.log2(total), float("inf"))  # padding has no weight
+    tl.store(sums + program * ROWS + r, -logarithm)
 
 
 @triton.jit(do_not_specialize=["w", "width", "longest"])
@@ -180,31 +172,36 @@ def window_mass_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    TILES: tl.constexpr,
 ):
-    """Program (i, j, s) adds up the columns of TILES tiles for query head i % Hq of layer i // Hq of sequence s."""
+    """Program (i, j, s) adds up the columns of tile j for the query heads of KV head i % Hkv of layer i // Hkv of
+    sequence s. Keys are loaded once for all of them."""
     HQ: tl.constexpr = HKV * GROUP
     program = tl.program_id(0)
-    layer, head = program // HQ, program % HQ
+    layer, kv_head = program // HKV, program % HKV
     numbers += tl.program_id(2) * width
-    program += tl.program_id(2) * (LAYERS * HQ)
-    kv_head = head // GROUP
-    first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
-    q = load_window(ring, numbers, layer, head, w, RING_ROWS, LENGTH, HQ, ROWS, D)
-    r = tl.arange(0, ROWS)
-    of_query = tl.load(sums + program * LENGTH + r, mask=r < w, other=float("inf"))  # padding has no weight
-    start = tl.program_id(1) * (TILE * TILES)
-    for tile in tl.range(start, tl.minimum(start + TILE * TILES, longest), TILE):
-        place = tile + tl.arange(0, TILE)
+    first_number, count, size = head_tokens(numbers, ends, program, LAYERS * HKV)
+    head = (tl.program_id(2) * (LAYERS * HKV) + program) * GROUP  # the first of the group, of all sequences
+    r, d = tl.arange(0, ROWS), tl.arange(0, D)
+    tile = tl.program_id(1) * TILE
+    place = tile + tl.arange(0, TILE)
+    mass += head.to(tl.int64) * longest + place
+    if tile < size:
+        rows = window_rows(numbers, layer, r, w, RING_ROWS, LENGTH, HQ, D)
+        queries = ring + rows[:, None] + (kv_head * (GROUP * D) + d)[None, :]
         k = load_keys(
             keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
         )
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - of_query[None, :]  # [TILE, ROWS]
-        if tile + TILE > size - w:
-            is_seen = (place[:, None] <= (size - w + r)[None, :]) & (place < size)[:, None]
-            scores = tl.where(is_seen, scores, float("-inf"))
-        shares = tl.exp2(scores)
-        tl.store(mass + program.to(tl.int64) * longest + place, tl.sum(shares, 1), mask=place < longest)
+        for g in tl.range(GROUP):
+            q = tl.load(queries + g * D, mask=r[:, None] < w, other=0.0)
+            of_query = tl.load(sums + (head + g) * ROWS + r)
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + of_query[None, :]  # [TILE, ROWS]
+            if tile + TILE > size - w:
+                end = count + tl.load(numbers + 2)  # the size, loaded again, or registers would keep the mask
+                scores = tl.where(place[:, None] <= (end - w + r)[None, :], scores, float("-inf"))
+            tl.store(mass + g * longest, tl.sum(tl.exp2(scores), 1), mask=place < longest)
+    else:
+        for g in tl.range(GROUP):
+            tl.store(mass + g * longest, tl.zeros([TILE], tl.float32), mask=place < longest)
 
 
 def window_mass(
@@ -223,13 +220,17 @@ def window_mass(
     L, ring_rows, length, Hq, D = ring.shape
     _, num_blocks, block_size, Hkv, _ = keys.shape
     n, longest = len(sequences), sequences.longest
-    sums = torch.empty(n, L * Hq, length, dtype=torch.float32, device=ring.device)
+    ROWS = max(16, next_power_of_two(length))
+    sums = torch.empty(n, L * Hq, ROWS, dtype=torch.float32, device=ring.device)
     mass = torch.empty(n, L, Hkv, Hq // Hkv, longest, dtype=torch.float32, device=ring.device)
     about = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
-    about |= {"ROWS": max(16, next_power_of_two(length)), "TILE": TILE}
+    about |= {"ROWS": ROWS, "TILE": TILE, "num_warps": NUM_WARPS}
     where, window = (ring, keys, sequences.numbers, sequences.ends, sums), (scale * LOG2_E, w, sequences.width)
-    options = {"num_warps": NUM_WARPS, "num_stages": 3 if keys.element_size() == 2 else 2}
-    launch(window_sums_kernel, (L * Hq, n), *where, *window, num_blocks, ring_rows, **about, **options)
-    grid, sizes = (L * Hq, -(-longest // (TILE * TILES)), n), (longest, num_blocks, ring_rows)
-    launch(window_mass_kernel, grid, *where, mass, *window, *sizes, **about, TILES=TILES, **options)
+    is_short = keys.element_size() == 2
+    if is_short:
+        about["maxnreg"] = REGISTERS
+    stages = STAGES if D * keys.element_size() <= NARROW else (3 if is_short else 2, 2)
+    launch(window_sums_kernel, (L * Hq, n), *where, *window, num_blocks, ring_rows, **about, num_stages=stages[0])
+    grid, sizes = (L * Hkv, -(-longest // TILE), n), (longest, num_blocks, ring_rows)
+    launch(window_mass_kernel, grid, *where, mass, *window, *sizes, **about, num_stages=stages[1])
     return mass
