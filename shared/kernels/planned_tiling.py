@@ -65,7 +65,7 @@ FEW_PAIRS = 64
 DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: few pairs, many
     16: (DecodeTiling(64), DecodeTiling(128)),
     32: (DecodeTiling(64), DecodeTiling(128)),
-    64: (DecodeTiling(64, num_warps=2), DecodeTiling(64)),
+    64: (DecodeTiling(64, num_warps=2, least_split=64), DecodeTiling(64)),
     128: (DecodeTiling(64), DecodeTiling(32)),
     256: (DecodeTiling(32), DecodeTiling(32)),
 }

@@ -17,8 +17,7 @@ from shared.kernels.condensed_attention import cell_rows
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.kernels.online_softmax import LOG2_E
 
-TILE, NUM_WARPS = 128, 8  # keys at a time
-REGISTERS = 128  # of a thread, so that a multiprocessor has two programs: one takes exponentials, one multiplies
+TILE, NUM_WARPS = 128, 4  # keys at a time
 NARROW = 128  # bytes of a key; more stages of wider keys would leave no room for a second program
 STAGES = 5, 3  # of the launches for narrow keys. In the first a table entry is loaded, then the keys: two tiles each
 
@@ -226,10 +225,7 @@ def window_mass(
     about = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
     about |= {"ROWS": ROWS, "TILE": TILE, "num_warps": NUM_WARPS}
     where, window = (ring, keys, sequences.numbers, sequences.ends, sums), (scale * LOG2_E, w, sequences.width)
-    is_short = keys.element_size() == 2
-    if is_short:
-        about["maxnreg"] = REGISTERS
-    stages = STAGES if D * keys.element_size() <= NARROW else (3 if is_short else 2, 2)
+    stages = STAGES if D * keys.element_size() <= NARROW else (3 if keys.element_size() == 2 else 2, 2)
     launch(window_sums_kernel, (L * Hq, n), *where, *window, num_blocks, ring_rows, **about, num_stages=stages[0])
     grid, sizes = (L * Hkv, -(-longest // TILE), n), (longest, num_blocks, ring_rows)
     launch(window_mass_kernel, grid, *where, mass, *window, *sizes, **about, num_stages=stages[1])
