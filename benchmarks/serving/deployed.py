@@ -68,20 +68,18 @@ async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: 
     Each prompt has one token more than ``prompt``, of its own.
     """
     work, streams, start = asyncio.ensure_future(until), Streams(), time.perf_counter()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     options = {"model": MODEL, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
 
-    async def one_after_another(client: httpx.AsyncClient) -> None:
+    async def one_after_another() -> None:
         while not work.done():
             request = ServedRequest(time.perf_counter() - start, len(prompt) + 1)
             streams.requests.append(request)
             body = options | {"prompt": [*prompt, len(streams.requests) % 256]}
-            await stream(client, f"busy-{len(streams.requests)}", body, request, start)
+            await stream(url, f"busy-{len(streams.requests)}", body, request, start)
             streams.errors += [request.error] if request.error else []
             await asyncio.sleep(0.1 if request.error else 0.0)
 
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=START_SECONDS, trust_env=False) as client:
-        await asyncio.gather(work, *(one_after_another(client) for _ in range(num_open)))
+    await asyncio.gather(work, *(one_after_another() for _ in range(num_open)))
     return streams
 
 

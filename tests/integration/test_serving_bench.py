@@ -200,7 +200,7 @@ def test_over_http_the_tokens_are_the_engines_and_an_error_has_its_cause(process
     run = process.serve(Trace((TraceRequest((5,) * 90, 3), TraceRequest((5,) * 4, 3)), concurrency=2))
     assert (run.requests[0].error[:8], run.requests[1].error) == ("HTTP 422", None)
     gone = asyncio.run(generate_load("http://127.0.0.1:9", MODEL, poisson))
-    assert gone.requests[0].error.startswith("ConnectError")
+    assert gone.requests[0].error.startswith("ConnectionRefusedError")
 
 
 def test_a_server_ends_with_its_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
