@@ -22,8 +22,8 @@ import torch
 from shared.sampling.sampler import SamplingBatch
 
 NUM_BEFORE, MOST_RECORDED = 16, 256
-"""How often a draw is launched before it is recorded, which takes as long as several launches, so that draws of batches
-that shrink from step to step are not; and how many are known: all are dropped when there are more."""
+"""How often a draw is launched before it is recorded, since those of a batch that shrinks from step to step seldom come
+again; and how many are known: all are dropped when there are more."""
 logger = logging.getLogger("infer.engine")
 
 

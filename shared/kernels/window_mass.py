@@ -219,11 +219,11 @@ def window_mass(
     L, ring_rows, length, Hq, D = ring.shape
     _, num_blocks, block_size, Hkv, _ = keys.shape
     n, longest = len(sequences), sequences.longest
-    ROWS = max(16, next_power_of_two(length))
-    sums = torch.empty(n, L * Hq, ROWS, dtype=torch.float32, device=ring.device)
+    rows = max(16, next_power_of_two(length))
+    sums = torch.empty(n, L * Hq, rows, dtype=torch.float32, device=ring.device)
     mass = torch.empty(n, L, Hkv, Hq // Hkv, longest, dtype=torch.float32, device=ring.device)
     about = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
-    about |= {"ROWS": ROWS, "TILE": TILE, "num_warps": NUM_WARPS}
+    about |= {"ROWS": rows, "TILE": TILE, "num_warps": NUM_WARPS}
     where, window = (ring, keys, sequences.numbers, sequences.ends, sums), (scale * LOG2_E, w, sequences.width)
     stages = STAGES if D * keys.element_size() <= NARROW else (3 if keys.element_size() == 2 else 2, 2)
     launch(window_sums_kernel, (L * Hq, n), *where, *window, num_blocks, ring_rows, **about, num_stages=stages[0])
