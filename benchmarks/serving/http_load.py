@@ -213,7 +213,7 @@ async def stream(url: str, request_id: str, body: dict[str, Any], into: ServedRe
         try:
             await exchange.wait()
         finally:
-            exchange.ended.cancel()  # nobody asks any more how it ended
+            exchange.ended.cancel()  # an error that comes after this has no reader, and would be logged
             transport.abort()
         if exchange.status != 200:
             into.error = f"HTTP {exchange.status}: {rest.decode(errors='replace')[:200]}"

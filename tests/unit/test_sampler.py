@@ -118,7 +118,7 @@ def make_logits(rows, vocabulary, seed=0):
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@pytest.mark.parametrize(("settings", "axis"), zip(DISTRIBUTIONS, cycle(["seed", "index"])), ids=str)
+@pytest.mark.parametrize(("settings", "axis"), list(zip(DISTRIBUTIONS, cycle(["seed", "index"]))), ids=str)
 def test_draws_follow_the_exact_distribution(settings, axis):
     params = SamplingParams(**settings)
     assert_follows(draw_many(params, axis), exact_distribution(params))
