@@ -206,11 +206,12 @@ def best_lengths(
     chances: NDArray[np.float64] = np.array(rates)[:, None] ** np.arange(1, longest + 1)  # [B, longest]
     most, lengths = B / plain, [0] * B
     for depth in range(1, longest + 1) if first else (longest,):  # of the draft model's forwards
-        sorted_chances = -np.sort(-chances[:, :depth], axis=None)
+        flat = chances[:, :depth].ravel()
+        order = (-flat).argsort(kind="stable")  # of a request's equally likely drafts, the earlier one first
         num_drafts = np.arange(1, B * depth + 1)
         seconds = np.interp(num_drafts, [B, B * longest], [short, long]) + first + (depth - 1) * more
-        speeds = (B + sorted_chances.cumsum()) / seconds
+        speeds = (B + flat[order].cumsum()) / seconds
         n = int(speeds.argmax())
         if speeds[n] > most:
-            most, lengths = speeds[n], (chances[:, :depth] >= sorted_chances[n]).sum(1).tolist()
+            most, lengths = speeds[n], np.bincount(order[: n + 1] // depth, minlength=B).tolist()
     return lengths

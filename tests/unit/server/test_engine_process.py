@@ -44,7 +44,11 @@ def die() -> Any:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork each process from one that has imported the engine once: a spawned one takes seconds to import it."""
+    """Fork each process from one that has imported the engine once: a spawned one takes seconds to import it.
+
+    The fork server writes an exit code before it closes the sentinel, so a process that was joined may seem alive for a
+    moment.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
@@ -80,7 +84,7 @@ def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess)
             assert (state["audit"], state["num_open_requests"]) == ([], 0)
             assert client.get("/debug/memory").json()["holdings"] == []
             assert client.get("/health").json()["status"] == "ok"
-    assert not handle.is_alive
+    wait_until(lambda: not handle.is_alive)
 
 
 @pytest.mark.usefixtures("forked")
@@ -113,7 +117,7 @@ def test_commands_are_answered_between_two_steps_and_in_their_order(handle: Engi
     assert steps[-1].ended < time.perf_counter()  # one clock for both processes
     handle.send(Stop())
     handle.join(60)
-    assert not handle.is_alive
+    wait_until(lambda: not handle.is_alive)
 
 
 @pytest.mark.usefixtures("forked")
@@ -138,7 +142,7 @@ def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, han
 def test_it_ends_when_the_server_is_gone(handle: EngineProcess) -> None:
     handle._pipe.close()
     handle.join(60)
-    assert not handle.is_alive
+    wait_until(lambda: not handle.is_alive)
 
 
 @pytest.mark.usefixtures("forked")
