@@ -28,7 +28,7 @@ import torch
 
 from shared.grammar.automaton import Integers
 from shared.grammar.constraint import Constraint
-from shared.grammar.device import ROW, GrammarTokens, pack_row
+from shared.grammar.device import KEPT, ROW, GrammarTokens, pack_row
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.pool import GrammarPool
 from shared.kernels.grammar_advance import grammar_advance
@@ -210,6 +210,7 @@ class GrammarRows:
         if moved:
             targets, sources = self.upload(torch.tensor([list(moved), list(moved.values())])).unbind()
             self.rows[targets] = self.rows[sources]
+            self.rows[:, KEPT].index_fill_(0, targets, 0)  # the bits in their places are those of other rows
         if sent:
             configurations = self.upload(torch.from_numpy(np.stack(list(sent.values()))))
             self.rows[self.upload(torch.tensor(list(sent)))] = configurations

@@ -30,7 +30,8 @@ HEIGHT = 5  # of the stack
 SEEN = 6  # two numbers, the low half first
 FRAMES = 8
 SEENS = FRAMES + MAX_DEPTH  # two numbers for each frame
-ROW = SEENS + 2 * MAX_DEPTH
+KEPT = SEENS + 2 * MAX_DEPTH  # 1 if the row moved where all tokens walk as before: the bits of its mask stay
+ROW = KEPT + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +125,7 @@ def unpack_row(row: Integers) -> tuple[int, Configuration]:
     """The base and the configuration of a row."""
     base, state, fewest, most, blanks, height = row[:SEEN].tolist()
     numbers = row.view(np.uint32)
-    seen = [int(low) | int(high) << 32 for low, high in numbers[SEENS:].reshape(-1, 2)[:height]]
+    seen = [int(low) | int(high) << 32 for low, high in numbers[SEENS:KEPT].reshape(-1, 2)[:height]]
     low, high = numbers[SEEN:FRAMES].tolist()
     frames = row[FRAMES:][:height].tolist()
     return base, Configuration(state, fewest, most, blanks, low | high << 32, tuple(zip(frames, seen, strict=True)))

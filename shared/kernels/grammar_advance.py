@@ -4,6 +4,9 @@ The next mask depends on the token that a step has just drawn, which the host se
 live on the device, and a launch behind the sampler moves them on. With drafts each position has a configuration: that
 of the next position is that behind a draft, so one launch walks them in a chain.
 
+A token in a text often leaves a row where all tokens walk as before, as most do in a string. Such a row is marked, and
+its mask is not found again.
+
 Invariant: a row whose grammar refuses the token loses its grammar; the mask prevents this, and the host, which walks
 the same tokens, finds it.
 """
@@ -19,6 +22,7 @@ from shared.kernels.grammar_walk import (
     FEWEST,
     FRAMES,
     HEIGHT,
+    KEPT,
     MOST,
     ROW,
     SEEN,
@@ -39,7 +43,7 @@ def store_set(pointers, sets, mask):
 
 
 @triton.jit
-def grammar_advance_kernel(tables, rows, sources, targets, chosen, token_ids, text, ids, num_steps):
+def grammar_advance_kernel(tables, rows, sources, targets, chosen, token_ids, text, ids, longest, num_steps):
     """Program b walks the tokens of chain b, one after the other."""
     b = tl.program_id(0)
     source = tl.load(sources + b)
@@ -63,17 +67,23 @@ def grammar_advance_kernel(tables, rows, sources, targets, chosen, token_ids, te
             else:
                 grammar = tables + base
                 table = grammar + tl.load(grammar + 1)
+                was, free, least, limit, run, known, height = load_configuration(grammar, row)
                 (
                     is_allowed, state, fewest, most, blanks, seen, below, own,
                     frame0, frame1, frame2, frame3, seen0, seen1, seen2, seen3,
                 ) = walk(
-                    grammar, table, row, *load_configuration(grammar, row),
+                    grammar, table, row, was, free, least, limit, run, known, height,
                     text, start, length, length, length * 0,
                 )  # fmt: skip
+                is_kept = is_allowed & (state == was) & (blanks == run) & (seen == known)
+                is_kept &= (own == 0) & (below == height)
+                is_kept &= tl.minimum(fewest, longest) == tl.minimum(least, longest)  # a token counts no further
+                is_kept &= tl.minimum(most, longest) == tl.minimum(limit, longest)
                 tl.debug_barrier()  # the row may be the same
                 tl.store(after + n, numbers, mask=n < ROW)
                 tl.debug_barrier()
                 is_token = length > 0  # an id that ends the sequence leaves the row as it is
+                tl.store(after + KEPT + lane, (is_kept & (source == target + step)).to(tl.int32))
                 tl.store(after + BASE + lane, -1 + lane, mask=is_token & (is_allowed == 0))
                 tl.store(after + STATE + lane, state // tl.load(grammar), mask=is_allowed)
                 tl.store(after + FEWEST + lane, fewest, mask=is_allowed)
@@ -128,6 +138,7 @@ def grammar_advance(
             token_ids,
             tokens.text,
             tokens.ids,
+            tokens.longest,
             num_steps,
             num_warps=1,
         )

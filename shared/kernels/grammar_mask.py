@@ -1,9 +1,10 @@
 """Which tokens a grammar allows, computed on the GPU in every step, and the others' logits removed.
 
 Introduced in phase 12. Engines that compute masks on the CPU must wait for the token before they can begin, and send
-the mask. Here each thread walks the bytes of a token through the automaton of its row; nothing is cached or sent. Two
-launches: the walk sets a bit for each token in the order of :class:`shared.grammar.device.GrammarTokens`, and needs no
-logits, so it can run while the model computes them; the second writes -inf, in the order of the ids.
+the mask. Here each thread walks the bytes of a token through the automaton of its row; nothing is sent, and a mask is
+found anew only if the row has moved to where tokens walk in another way. Two launches: the walk sets a bit for each
+token in the order of :class:`shared.grammar.device.GrammarTokens`, and needs no logits, so it can run while the model
+computes them; the second writes -inf, in the order of the ids.
 
 Invariants: a row without a grammar is neither read nor written; the bits are those of the scalar walk; the host reads
 nothing, and all addresses are fixed, so that a CUDA graph can hold both launches.
@@ -14,11 +15,12 @@ import torch
 
 from shared.grammar.device import AT_END, GROUP, LENGTH_BITS, LONGEST, NEVER, GrammarTokens, unpack_row
 from shared.grammar.fsm import TokenFSM
-from shared.kernels.grammar_walk import BASE, COLUMNS, ROW, load_configuration, walk
+from shared.kernels.grammar_walk import BASE, COLUMNS, KEPT, ROW, load_configuration, walk
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 
 NUM_GROUPS = 8  # of tokens, whose first bytes a program looks up at once; at most 16
-NUM_PROGRAMS = 8192  # of a launch, at least: a few rows get programs with fewer groups
+NUM_PARTS = 8192  # of the groups of all rows, at least: those of a few rows have fewer groups
+NUM_PROGRAMS = 4096  # of a launch, at most; each takes several parts of a row
 APPLY_BLOCK, APPLY_WARPS = 8192, 8
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
 GROUPED = tl.constexpr(GROUP)
@@ -39,15 +41,17 @@ def grammar_mask_kernel(
     firsts,
     words,
     num_groups,
+    num_parts,
     first_plain,
     longest,
     stride,
     NUM_GROUPS: tl.constexpr,
 ):
-    """Program (i, b) finds the bits of groups i, i + the grid's size, … of the b-th slot.
+    """Program (i, b) finds the bits of parts i, i + the grid's size, … of the b-th slot.
 
-    Most groups need no walk: all of their tokens are plain where these are free, or begin with a byte that the state
-    refuses. Groups that need one stand side by side, so adjacent groups go to different programs.
+    Part p has the groups p, p + num_parts, …: most need no walk, since all of their tokens are plain where these are
+    free, or begin with a byte that the state refuses. Those that need one stand side by side, so they go to different
+    parts.
     """
     slot = tl.load(slots + tl.program_id(1)).to(tl.int64)
     if slot >= 0:
@@ -56,7 +60,7 @@ def grammar_mask_kernel(
         base = tl.load(row + BASE)
         if base < 0:
             tl.store(words + stride - 1, NO_GRAMMAR)
-        else:
+        elif tl.load(row + KEPT) == 0:
             grammar = tables + base
             table = grammar + tl.load(grammar + 1)
             state, free, fewest, most, blanks, seen, height = load_configuration(grammar, row)
@@ -65,29 +69,30 @@ def grammar_mask_kernel(
                 tl.store(words + stride - 1, may_end)
             is_open = (free == 1) | ((free == 2) & (most >= longest))
             lane = tl.arange(0, NUM_GROUPS)
-            group = tl.program_id(0) + lane * tl.num_programs(0)
-            is_group = group < num_groups
-            byte = tl.load(firsts + group, mask=is_group, other=-1)
-            column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
-            is_live = (byte < 0) | (tl.load(table + state + column, mask=byte >= 0, other=0) >= 0)
-            is_plain = is_open & (group * GROUPED >= first_plain)
-            is_due = (is_group & is_live & (is_plain == 0)).to(tl.int32)
-            tl.store(words + group, -is_plain.to(tl.int32), mask=is_group & (is_due == 0))
-            waiting = tl.sum(is_due << lane, 0)
-            walked = tl.program_id(0)
-            while waiting != 0:
-                if waiting & 1:
-                    token = walked * GROUPED + tl.arange(0, GROUPED)
-                    numbers = tl.load(about + token)
-                    is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
-                        grammar, table, row, state, free, fewest, most, blanks, seen, height,
-                        text, tl.load(starts + token), numbers & LOWEST, (numbers >> BITS) & LOWEST,
-                        (numbers >> BITS) >> BITS,
-                    )  # fmt: skip
-                    bits = is_allowed.to(tl.int32) << tl.arange(0, GROUPED)
-                    tl.store(words + walked, tl.sum(bits, 0))
-                waiting = waiting >> 1
-                walked += tl.num_programs(0)
+            for part in range(tl.program_id(0), num_parts, tl.num_programs(0)):
+                group = part + lane * num_parts
+                is_group = group < num_groups
+                byte = tl.load(firsts + group, mask=is_group, other=-1)
+                column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
+                is_live = (byte < 0) | (tl.load(table + state + column, mask=byte >= 0, other=0) >= 0)
+                is_plain = is_open & (group * GROUPED >= first_plain)
+                is_due = (is_group & is_live & (is_plain == 0)).to(tl.int32)
+                tl.store(words + group, -is_plain.to(tl.int32), mask=is_group & (is_due == 0))
+                waiting = tl.sum(is_due << lane, 0)
+                walked = part
+                while waiting != 0:
+                    if waiting & 1:
+                        token = walked * GROUPED + tl.arange(0, GROUPED)
+                        numbers = tl.load(about + token)
+                        is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
+                            grammar, table, row, state, free, fewest, most, blanks, seen, height,
+                            text, tl.load(starts + token), numbers & LOWEST, (numbers >> BITS) & LOWEST,
+                            (numbers >> BITS) >> BITS,
+                        )  # fmt: skip
+                        bits = is_allowed.to(tl.int32) << tl.arange(0, GROUPED)
+                        tl.store(words + walked, tl.sum(bits, 0))
+                    waiting = waiting >> 1
+                    walked += num_parts
 
 
 @triton.jit
@@ -121,7 +126,7 @@ def grammar_mask(
     words: torch.Tensor,
     grammars: dict[int, TokenFSM],
 ) -> None:
-    """Write the bits of the allowed tokens of each row of a batch.
+    """Write the bits of the allowed tokens of each row of a batch, but for those whose bits stay.
 
     Args:
         tables: of :class:`shared.grammar.pool.GrammarPool`.
@@ -142,10 +147,10 @@ def grammar_mask(
         _mask_by_numpy(tokens, rows, slots, words, grammars)
         return
     num_groups = len(tokens.firsts)
-    programs_of_row = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PROGRAMS // B))
+    num_parts = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PARTS // B))
     launch(
         grammar_mask_kernel,
-        (programs_of_row, B),
+        (min(num_parts, max(1, NUM_PROGRAMS // B)), B),
         tables,
         rows,
         slots,
@@ -155,6 +160,7 @@ def grammar_mask(
         tokens.firsts,
         words,
         num_groups,
+        num_parts,
         tokens.first_plain,
         tokens.longest,
         stride,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import shared.kernels.grammar_advance as advance_module
 import shared.kernels.grammar_mask as mask_module
 from shared.grammar.automaton import START
-from shared.grammar.device import ROW, GrammarTokens, pack_row, unpack_row
+from shared.grammar.device import KEPT, ROW, GrammarTokens, pack_row, unpack_row
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.limits import GrammarError
 from shared.grammar.pool import GrammarPool, pack
@@ -27,7 +27,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LETTERS = [bytes([byte]) for byte in range(256)]
 END = 256
 if INTERPRETED:
-    mask_module.NUM_GROUPS, mask_module.NUM_PROGRAMS = 16, 1  # the interpreter pays by the program
+    mask_module.NUM_GROUPS, mask_module.NUM_PARTS = 16, 1  # the interpreter pays by the program
 
 
 class Machine:
@@ -89,6 +89,7 @@ class Machine:
             targets = count + 1 + 3 * torch.arange(count, dtype=torch.int32, device=DEVICE)
             grammar_advance(self.pool.tables, self.tokens, rows, sources, targets, ids, self.grammars)
             found = rows[count + 1 :]
+            assert (found[:, KEPT] == 0).all(), "the bits in their places are those of other rows"
         for row, after in zip(found.cpu().numpy(), expected, strict=True):
             base, now = unpack_row(row)
             assert (base >= 0) == (after is not None)
@@ -123,6 +124,33 @@ def test_any_automaton(seed):
     met = [(0, now) for now in random_walk(automaton, chance, 6)]
     machine.check_masks(met)
     machine.check_advance(met, chance, in_place=chance.random() < 0.5)
+
+
+def test_masks_stay_only_where_they_would_be_found_again():
+    words = [b"aa", b"aaa", b'a"', b'"aa', b"aaaaa", b"[[", b"]]", b"]]]", b"b,", b"b}", b"  ", b'{"', b'":']
+    vocabulary = GrammarVocabulary.of_tokens([*LETTERS, b"</s>", *words], [END])
+    machine = Machine(vocabulary, [nested(), objects(), any_json(1, 8), any_json()])
+    about, slot = (machine.pool.tables, machine.tokens), torch.ones(1, dtype=torch.int32, device=DEVICE)
+    for number, texts, num_kept in (
+        (0, '" a a a', 0),  # the characters that may follow become fewer
+        (0, "[ [ [ ] ]", 0),  # the same state, and other frames
+        (1, "{ a , b, c", 0),  # the same state, and other keys behind it
+        (2, '{" a a ": " a a a a a a a', 4),  # of a key, and of a string that may have eight
+        (3, '{" aaa ": " a aaa aa " , \n', 4),
+    ):
+        rows, found = machine.rows([(number, START)]), 0
+        kept = torch.zeros(len(rows), machine.tokens.num_words, dtype=torch.int32, device=DEVICE)
+        for text in texts.split(" "):
+            grammar_mask(*about, rows, slot, kept, machine.grammars)
+            again, fresh = rows.clone(), torch.zeros_like(kept)
+            again[:, KEPT] = 0
+            grammar_mask(*about, again, slot, fresh, machine.grammars)
+            assert torch.equal(kept, fresh), (number, text)
+            token_id = vocabulary.tokens.index(text.encode())
+            grammar_advance(*about, rows, slot, slot, torch.tensor([token_id], device=DEVICE), machine.grammars)
+            assert (rows[1, 0] >= 0).item(), (number, text)
+            found += int(rows[1, KEPT])
+        assert found == num_kept, (number, texts)
 
 
 def test_without_a_gpu_numpy_does_the_same(monkeypatch):
