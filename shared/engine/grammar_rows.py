@@ -6,10 +6,10 @@ stands, and if these are not those of the request that samples next, the host wa
 configuration anew. So a new request, a preempted one, and a step that was interrupted and is repeated need no case of
 their own. Otherwise nothing is sent: the launch behind the draw moves the rows on.
 
-Masks do not depend on logits. So they are found on a stream of their own, while the forward computes these, whose
-programs go first where both wait for a multiprocessor: those of rows that were moved on right behind the draw that
-moved them, before anything is known of the next step. A row's mask stands in a place of its own, so the next step needs
-others only for the rows that are new in it.
+Neither moves nor masks depend on logits. So they are launched on a stream of their own right behind the draw, before
+anything is known of the next step, and run beside its forward, whose programs go first where both wait for a
+multiprocessor. A row's mask stands in a place of its own, so the next step needs others only for the rows that are new
+in it.
 
 A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
 there, and the next step goes on from the one with the accepted drafts.
@@ -80,7 +80,8 @@ class GrammarRows:
         self.last: tuple[tuple[list[int], list[int]], Entered] = ([], []), Entered(nothing, nothing)
         is_cuda = self.rows.is_cuda
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
-        self.moved: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
+        self.drawn: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
+        self.ids = nothing  # of the last draw: its memory is not used again before they are read
         if is_cuda:
             self.read = torch.cuda.Event()
             grammar_pool.readers.append(self.read)
@@ -137,21 +138,18 @@ class GrammarRows:
         remove_refused(self.words, entered.slots, entered.numbers, self.tokens, logits)
 
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
-        """Move each row that was entered to behind the token drawn for it; ``ids`` is int64 ``[n]``, of all rows.
+        """Move each row that was entered to behind the token drawn for it, and find the masks there, unless some stand
+        behind drafts; of these few go on.
 
-        One launch, which a graph may hold; call ``note_advance`` behind it.
+        Args:
+            ids: int64 ``[n]``, of all rows; not changed afterwards.
         """
-        self._walk(entered.slots, entered.slots, ids, None if len(entered.slots) == len(ids) else entered.numbers)
-
-    def note_advance(self, entered: Entered) -> None:
-        """The rows have been moved on: find the masks there, unless some stand behind drafts; of these few go on."""
         (numbers, slots), _ = self.last
-        self.masked = set()
-        if self.moved is not None:
-            self.moved.record()
-        if not self.has_drafts:
-            self._aside(self._mask, entered.slots)
-            self.masked.update(slots)
+        self.ids = ids
+        if self.drawn is not None:
+            self.drawn.record()
+        self._aside(self._move, entered, ids)
+        self.masked = set() if self.has_drafts else set(slots)
         places, serials, indices, has_grammar = self.keys
         if len(numbers) < has_grammar.count(True):
             chosen = set(numbers)
@@ -177,13 +175,13 @@ class GrammarRows:
         return found
 
     def _aside(self, do: Callable[..., None], *about: Any) -> None:
-        """Call on the stream of its own, behind the last move and upload."""
+        """Call on the stream of its own, behind the last draw and upload."""
         if self.stream is None:
             do(*about)
             return
-        assert self.moved is not None
+        assert self.drawn is not None
         assert self.grammar_pool.arrived is not None
-        self.stream.wait_event(self.moved)
+        self.stream.wait_event(self.drawn)
         self.stream.wait_event(self.grammar_pool.arrived)
         with torch.cuda.stream(self.stream):
             do(*about)
@@ -232,6 +230,12 @@ class GrammarRows:
         if due:
             self._mask(all_slots if due == slots else self.upload(torch.tensor(due, dtype=torch.int32)))
             self.masked.update(due)
+
+    def _move(self, entered: Entered, ids: torch.Tensor) -> None:
+        chosen = None if len(entered.slots) == len(ids) else entered.numbers
+        self._walk(entered.slots, entered.slots, ids, chosen)
+        if not self.has_drafts:
+            self._mask(entered.slots)
 
     def _mask(self, slots: torch.Tensor) -> None:
         """Find the masks of rows."""

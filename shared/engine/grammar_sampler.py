@@ -55,7 +55,7 @@ class GrammarSampler(Sampler):
             ids = launch()
         else:
             ids = self.recorder(logits, batch, launch, len(entered.slots))
-        grammar_rows.note_advance(entered)
+        grammar_rows.advance(entered, ids)
         return ids
 
     def _launch(
@@ -66,12 +66,10 @@ class GrammarSampler(Sampler):
         batch: SamplingBatch,
         entered: Entered,
     ) -> torch.Tensor:
-        """Remove what the masks refuse, draw, and move the rows on."""
+        """Remove what the masks refuse, and draw."""
         assert self.grammar_rows is not None
         self.grammar_rows.remove_refused(entered, logits)
-        ids = super()._draw(logits, rows, places, batch)
-        self.grammar_rows.advance(entered, ids)
-        return ids
+        return super()._draw(logits, rows, places, batch)
 
 
 class GrammarRejectionSampler(GrammarSampler, RejectionSampler):

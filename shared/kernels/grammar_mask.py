@@ -19,8 +19,7 @@ from shared.kernels.grammar_walk import BASE, COLUMNS, KEPT, ROW, load_configura
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 
 NUM_GROUPS = 8  # of tokens, whose first bytes a program looks up at once; at most 16
-NUM_PARTS = 8192  # of the groups of all rows, at least: those of a few rows have fewer groups
-NUM_PROGRAMS = 4096  # of a launch, at most; each takes several parts of a row
+NUM_PROGRAMS = 8192  # of a launch, at least: a few rows get programs with fewer groups
 APPLY_BLOCK, APPLY_WARPS = 8192, 8
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
 GROUPED = tl.constexpr(GROUP)
@@ -41,17 +40,15 @@ def grammar_mask_kernel(
     firsts,
     words,
     num_groups,
-    num_parts,
     first_plain,
     longest,
     stride,
     NUM_GROUPS: tl.constexpr,
 ):
-    """Program (i, b) finds the bits of parts i, i + the grid's size, … of the b-th slot.
+    """Program (i, b) finds the bits of groups i, i + the grid's size, … of the b-th slot.
 
-    Part p has the groups p, p + num_parts, …: most need no walk, since all of their tokens are plain where these are
-    free, or begin with a byte that the state refuses. Those that need one stand side by side, so they go to different
-    parts.
+    Most groups need no walk: all of their tokens are plain where these are free, or begin with a byte that the state
+    refuses. Groups that need one stand side by side, so adjacent groups go to different programs.
     """
     slot = tl.load(slots + tl.program_id(1)).to(tl.int64)
     if slot >= 0:
@@ -69,30 +66,29 @@ def grammar_mask_kernel(
                 tl.store(words + stride - 1, may_end)
             is_open = (free == 1) | ((free == 2) & (most >= longest))
             lane = tl.arange(0, NUM_GROUPS)
-            for part in range(tl.program_id(0), num_parts, tl.num_programs(0)):
-                group = part + lane * num_parts
-                is_group = group < num_groups
-                byte = tl.load(firsts + group, mask=is_group, other=-1)
-                column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
-                is_live = (byte < 0) | (tl.load(table + state + column, mask=byte >= 0, other=0) >= 0)
-                is_plain = is_open & (group * GROUPED >= first_plain)
-                is_due = (is_group & is_live & (is_plain == 0)).to(tl.int32)
-                tl.store(words + group, -is_plain.to(tl.int32), mask=is_group & (is_due == 0))
-                waiting = tl.sum(is_due << lane, 0)
-                walked = part
-                while waiting != 0:
-                    if waiting & 1:
-                        token = walked * GROUPED + tl.arange(0, GROUPED)
-                        numbers = tl.load(about + token)
-                        is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
-                            grammar, table, row, state, free, fewest, most, blanks, seen, height,
-                            text, tl.load(starts + token), numbers & LOWEST, (numbers >> BITS) & LOWEST,
-                            (numbers >> BITS) >> BITS,
-                        )  # fmt: skip
-                        bits = is_allowed.to(tl.int32) << tl.arange(0, GROUPED)
-                        tl.store(words + walked, tl.sum(bits, 0))
-                    waiting = waiting >> 1
-                    walked += num_parts
+            group = tl.program_id(0) + lane * tl.num_programs(0)
+            is_group = group < num_groups
+            byte = tl.load(firsts + group, mask=is_group, other=-1)
+            column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
+            is_live = (byte < 0) | (tl.load(table + state + column, mask=byte >= 0, other=0) >= 0)
+            is_plain = is_open & (group * GROUPED >= first_plain)
+            is_due = (is_group & is_live & (is_plain == 0)).to(tl.int32)
+            tl.store(words + group, -is_plain.to(tl.int32), mask=is_group & (is_due == 0))
+            waiting = tl.sum(is_due << lane, 0)
+            walked = tl.program_id(0)
+            while waiting != 0:
+                if waiting & 1:
+                    token = walked * GROUPED + tl.arange(0, GROUPED)
+                    numbers = tl.load(about + token)
+                    is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
+                        grammar, table, row, state, free, fewest, most, blanks, seen, height,
+                        text, tl.load(starts + token), numbers & LOWEST, (numbers >> BITS) & LOWEST,
+                        (numbers >> BITS) >> BITS,
+                    )  # fmt: skip
+                    bits = is_allowed.to(tl.int32) << tl.arange(0, GROUPED)
+                    tl.store(words + walked, tl.sum(bits, 0))
+                waiting = waiting >> 1
+                walked += tl.num_programs(0)
 
 
 @triton.jit
@@ -147,10 +143,10 @@ def grammar_mask(
         _mask_by_numpy(tokens, rows, slots, words, grammars)
         return
     num_groups = len(tokens.firsts)
-    num_parts = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PARTS // B))
+    programs_of_row = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PROGRAMS // B))
     launch(
         grammar_mask_kernel,
-        (min(num_parts, max(1, NUM_PROGRAMS // B)), B),
+        (programs_of_row, B),
         tables,
         rows,
         slots,
@@ -160,7 +156,6 @@ def grammar_mask(
         tokens.firsts,
         words,
         num_groups,
-        num_parts,
         tokens.first_plain,
         tokens.longest,
         stride,

@@ -27,7 +27,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LETTERS = [bytes([byte]) for byte in range(256)]
 END = 256
 if INTERPRETED:
-    mask_module.NUM_GROUPS, mask_module.NUM_PARTS = 16, 1  # the interpreter pays by the program
+    mask_module.NUM_GROUPS, mask_module.NUM_PROGRAMS = 16, 1  # the interpreter pays by the program
 
 
 class Machine:
