@@ -4,9 +4,10 @@ A token's distance from the row's maximum is ``(peak - logit) / temperature``. I
 an integer, sort in the same order: its *key*. The top-k cut is the k-th smallest key, the top-p cut the smallest key up
 to which the probabilities sum to top-p; tokens with a larger key are removed. Three launches find both:
 
-    bracket  one program per row estimates, from a sample of the row, two keys between which the cuts lie
-    collect  one program per block counts the tokens and sums the probability up to the lower key, and appends the keys
-             between the two to a list: some thousands of the 128,000
+    bracket  two programs per row estimate, from a sample of the row, two keys between which the cuts lie
+    collect  one program per block sums the probability, that up to the lower key and that of all tokens, and appends
+             the tokens between the two keys to a list: some thousands of the 128,000. A block is not loaded if its
+             maximum lies beyond the upper key, and weighs nothing if the sum of all is needed
     search   one program per row tests whether the cuts are in the list, and finds them by bisection over integers,
              which ends at the exact key whatever the data. If they are not, it lists the whole row first, which is slow
              and practically never happens
@@ -40,11 +41,12 @@ from shared.kernels.keys import (
     weight_of,
     widen,
 )
-from shared.kernels.launch import tl, triton
+from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 
 GROUP = tl.constexpr(32)  # logits of which one is sampled
 SIGMAS = tl.constexpr(3.5)  # half the bracket's width, in standard deviations of the estimate
-BRACKET_STEPS = tl.constexpr(20)  # of 31: a bound is exact to 2^-12 of itself
+BRACKET_STEPS = tl.constexpr(16)  # of 31: a bound is exact to 2^-8 of itself
+WEIGHTLESS = tl.constexpr(31.0)  # a distance at which a weight is less than a unit
 
 
 @triton.jit
@@ -60,8 +62,8 @@ def bracket_top_k(maxima, k):
 
 
 @triton.jit
-def bracket_top_p(sample, total, p, farthest):
-    """Two keys between which the top-p cut very probably lies, from the keys of every GROUP-th token.
+def bracket_top_p(sample, total, p, farthest, is_upper):
+    """A key below which the top-p cut very probably does not lie, or above, from the keys of every GROUP-th token.
 
     Args:
         total: about the sum of all weights, those that min-p removes included.
@@ -69,22 +71,23 @@ def bracket_top_p(sample, total, p, farthest):
     weights = tl.where(sample <= FARTHEST, weight_of(tl.minimum(sample, FARTHEST)), 0.0) * GROUP
     total -= tl.sum(tl.where(sample > farthest, weights, 0.0), 0)
     weights = tl.where(sample > farthest, 0.0, weights)
-    j = tl.arange(0, 2)
-    side = (2 * j - 1).to(tl.float32)  # [2]: of the lower bound, and of the upper one
+    side = tl.where(is_upper, 1.0, -1.0)
     target = (1 - p).to(tl.float32) * total - side * 1e-5 * total  # the sum is exact to fewer digits than p
-    low, high = j * 0 - 1, j * 0 + FARTHEST
+    low, high = tl.full([], -1, tl.int32), tl.full([], FARTHEST, tl.int32)
     for _ in range(BRACKET_STEPS):
         middle = low + (high - low) // 2
-        beyond = tl.where(sample[None, :] > middle[:, None], weights[None, :], 0.0)  # [2, tokens of the sample]
-        tail = tl.sum(beyond, 1)
-        most = GROUP * weight_of(middle)  # what one token of the sample adds at most
+        beyond = tl.where(sample > middle, weights, 0.0)
+        tail = tl.sum(beyond, 0)
         # Heavy tokens that the sample misses only raise the tail, so the lower bound need not allow for them.
-        variance = tl.where(j == 0, tl.sum(beyond * beyond, 1), most * tail)
-        deviation = SIGMAS * tl.sqrt(variance) + (j * SIGMAS * SIGMAS).to(tl.float32) * most
+        most = tl.where(is_upper, GROUP * weight_of(middle), 0.0)  # what one token of the sample adds at most
+        variance = most * tail
+        if not is_upper:
+            variance = tl.sum(beyond * beyond, 0)
+        deviation = SIGMAS * tl.sqrt(variance) + SIGMAS * SIGMAS * most
         is_reached = tail + side * deviation <= target
         high = tl.where(is_reached, middle, high)
         low = tl.where(is_reached, low, middle)
-    return tl.max(tl.where(j == 0, low, -1), 0), tl.max(tl.where(j == 1, high, -1), 0)
+    return tl.where(is_upper, high, low)
 
 
 @triton.jit
@@ -105,34 +108,41 @@ def bracket_kernel(
     num_blocks,
     GROUPS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Store a row's bracket (low, high]: -1 is below all keys, and a row with top-k has this low.
+    """Store one side of a row's bracket (low, high]: -1 is below all keys, and a row with top-k has this low.
 
     Branches on what the batch does not have are excluded at compile time: Triton 3.6 fails on loops and branches that
     it can prove dead.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, is_upper = tl.program_id(1).to(tl.int64), tl.program_id(0) == 1
     temperature = tl.load(temperatures + row)
     k, p = load_limits(top_k, top_p, row, vocabulary)
+    farthest = load_farthest(log_min_p, row)
+    has_sample = (temperature > 0) & (p < 1) & (k == vocabulary)
+    g = tl.arange(0, GROUPS)
+    sample = tl.full([GROUPS], float("nan"), tl.float32)
+    if top_p is not None:
+        is_sampled = g * GROUP < tl.where(has_sample, vocabulary, 0)
+        at = logits + row * row_stride + g * GROUP
+        sample = tl.load(at, mask=is_sampled, other=float("nan"), cache_modifier=".cg").to(tl.float32)
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
     if (temperature > 0) & ((k < vocabulary) | (p < 1)):
         peak = tl.load(peaks + row)
-        farthest = load_farthest(log_min_p, row)
-        low, high = tl.full([], -1, tl.int32), tl.full([], FARTHEST, tl.int32)
+        bound = tl.where(is_upper, FARTHEST, -1)
         num_groups = tl.cdiv(vocabulary, GROUP)
-        g = tl.arange(0, GROUPS)
-        if top_k is not None and k <= num_groups:
-            high = bracket_top_k(load_keys(maxima + row * num_groups, g, num_groups, peak, temperature, farthest), k)
-        if top_p is not None and (p < 1) & (k == vocabulary):
+        if top_k is not None and is_upper & (k <= num_groups):
+            bound = bracket_top_k(load_keys(maxima + row * num_groups, g, num_groups, peak, temperature, farthest), k)
+        if top_p is not None and has_sample:
             b = tl.arange(0, BLOCKS)
             bests = tl.load(block_values + row * num_blocks + b, mask=b < num_blocks, other=float("nan"))
             keys = keys_of(bests, peak, temperature, FARTHEST)
             partial = tl.load(block_sums + row * num_blocks + b, mask=b < num_blocks, other=0.0)
             total = tl.sum(tl.where(keys <= FARTHEST, partial * weight_of(tl.minimum(keys, FARTHEST)), 0.0), 0)
-            sample = load_keys(logits + row * row_stride, g * GROUP, vocabulary, peak, temperature, FARTHEST)
-            low, high = bracket_top_p(sample, total, p, farthest)
-        low = tl.where(low < 0, -1.0, low.to(tl.float32, bitcast=True))
-        tl.store(brackets + 2 * row, low)
-        tl.store(brackets + 2 * row + 1, widen(high.to(tl.float32, bitcast=True)))
+            bound = bracket_top_p(keys_of(sample, peak, temperature, FARTHEST), total, p, farthest, is_upper)
+        bound = tl.where(bound < 0, -1.0, bound.to(tl.float32, bitcast=True))
+        tl.store(brackets + 2 * row + tl.program_id(0), tl.where(is_upper, widen(bound), bound))
         tl.store(num_listed + row, 0)
 
 
@@ -144,6 +154,7 @@ def collect_kernel(
     log_min_p,
     top_k,
     top_p,
+    block_values,
     brackets,
     num_listed,
     lists,
@@ -151,29 +162,40 @@ def collect_kernel(
     vocabulary,
     row_stride,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperatures + row)
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)  # the cache still holds what was read last
+    temperature, sharpness = tl.load(temperatures + row), load_sharpness(temperatures, row)
     k, p = load_limits(top_k, top_p, row, vocabulary)
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
     if (temperature > 0) & ((k < vocabulary) | (p < 1)):
-        peak, sharpness = tl.load(peaks + row), load_sharpness(temperatures, row)
-        ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        logit = load_kept(logits + row * row_stride, ids, vocabulary, peak, temperature, log_min_p, row)
+        peak = tl.load(peaks + row)
         low, high = tl.load(brackets + 2 * row), tl.load(brackets + 2 * row + 1)
-        distance = distance_of(logit, peak, sharpness)
+        block = row * tl.num_programs(0) + tl.program_id(0)
+        mass, low_mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+        reach = high
         if top_p is not None and k == vocabulary:
-            masses = mass_of(logit, peak, sharpness)
-            at = block_masses + 2 * (row * tl.num_programs(0) + tl.program_id(0))
-            tl.store(at, tl.sum(masses, 0))
-            tl.store(at + 1, tl.sum(tl.where(distance <= low, masses, 0), 0))
-        is_open = (distance > low) & (distance <= high)
-        lists += row * vocabulary
-        # Places in the list: a scan within groups of 8, which one thread does in registers, and one over the groups.
-        within = tl.cumsum(tl.reshape(is_open.to(tl.int32), [BLOCK // 8, 8]), 1)
-        counts = tl.max(within, 1)
-        ends = tl.cumsum(counts, 0)
-        places = tl.reshape(within + (ends - counts)[:, None], [BLOCK])
-        num_open = tl.sum(counts, 0)
-        if num_open > 0:
-            lists += tl.atomic_add(num_listed + row, num_open, sem="relaxed") - 1
-            tl.store(lists + places, logit, mask=is_open)
+            reach = tl.maximum(high, WEIGHTLESS)
+        if distance_of(tl.load(block_values + block), peak, sharpness) <= reach:
+            ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            logit = load_kept(logits + row * row_stride, ids, vocabulary, peak, temperature, log_min_p, row)
+            distance = distance_of(logit, peak, sharpness)
+            if top_p is not None and k == vocabulary:
+                masses = mass_of(logit, peak, sharpness)
+                mass, low_mass = tl.sum(masses, 0), tl.sum(tl.where(distance <= low, masses, 0), 0)
+            is_open = (distance > low) & (distance <= high)
+            num_open = tl.sum(is_open.to(tl.int32), 0)
+            if num_open > 0:
+                # Places in the list: scans within groups of 4, which a thread does in registers, over its groups, and
+                # over the threads.
+                within = tl.cumsum(tl.reshape(is_open.to(tl.int32), [BLOCK // 512, 128, 4]), 2)
+                counts = tl.max(within, 2)
+                ends = tl.cumsum(counts, 0)
+                totals = tl.max(ends, 0)
+                places = within + (ends - counts + (tl.cumsum(totals, 0) - totals)[None, :])[:, :, None]
+                first = tl.atomic_add(num_listed + row, num_open, sem="relaxed") - 1
+                tl.store(lists + row * vocabulary + first + tl.reshape(places, [BLOCK]), logit, mask=is_open)
+        if top_p is not None and k == vocabulary:
+            tl.store(block_masses + 2 * block, mass)
+            tl.store(block_masses + 2 * block + 1, low_mass)

@@ -4,27 +4,44 @@ The draw is a matter of instructions, not of bytes: ten rounds of Philox for fou
 each. Two bounds save most of the work that cannot change the result:
 
 - the noise is made of 23 random bits, so it lies between -2.82 and 16.64, and a token further than their difference
-  below the maximum loses to the token at the maximum, which is never removed. A block of such tokens draws no noise;
+  below the maximum loses to the token at the maximum, which is never removed. A block of such tokens, or of removed
+  ones, is not even loaded: its maximum is known;
 - ``-log(-log(u))`` is at most ``-log(1 - u)``, and close to it for the large noise that wins. That, and a distance
-  without a division, gives a bound on each score. The exact score is computed for the token with the largest bound,
-  and for all tokens of the block only if another's bound reaches it.
+  without a division, gives a bound on each score. Exact scores are computed in the order of the bounds, until no bound
+  exceeds the best score: for one token of most blocks.
 """
 
-from shared.kernels.keys import load_farthest, load_keys, load_limits, load_sharpness, weight_of, widen
-from shared.kernels.launch import tl, triton
+from shared.kernels.keys import (
+    distance_of,
+    load_farthest,
+    load_keys,
+    load_limits,
+    load_sharpness,
+    weight_of,
+    widen,
+)
+from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.peak import store_best
 
 REACH = tl.constexpr(20.0)  # a distance that no noise makes up for
-EXACT = tl.constexpr(1024)  # tokens whose exact scores are held at a time
 SLACK = tl.constexpr(1e-3)  # more than the rounding errors of a score and of its bound
 
 
 @triton.jit
 def load_uniform(seed, index, first_id, STREAM: tl.constexpr, BLOCK: tl.constexpr):
-    """:func:`shared.sampling.noise.uniform` at BLOCK ids from ``first_id``, a multiple of four, on."""
-    groups = first_id // 4 + tl.arange(0, BLOCK // 4)
-    w0, w1, w2, w3 = tl.philox(seed, groups, index.to(tl.int32), STREAM, 0)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
+    """:func:`shared.sampling.noise.uniform` at BLOCK ids from ``first_id``, a multiple of four, on.
+
+    Unlike Triton's own Philox it takes both halves of a product from one multiplication.
+    """
+    c0 = (first_id // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    c1, c2, c3 = index.to(tl.uint32), tl.full([], STREAM, tl.uint32), tl.full([], 0, tl.uint32)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        even, odd = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0, odd.to(tl.uint32)
+        c2, c3 = (even >> 32).to(tl.uint32) ^ c3 ^ k1, even.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [BLOCK])
     return (words >> 9).to(tl.float32) * 2.0**-23 + 2.0**-24  # exact
 
 
@@ -45,9 +62,9 @@ def bound_of(uniform):
 
 
 @triton.jit
-def load_scores(
+def load_score(
     logits,
-    first_id,
+    token_id,
     vocabulary,
     peak,
     temperature,
@@ -57,14 +74,15 @@ def load_scores(
     seed,
     index,
     STREAM: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """The exact scores of BLOCK tokens from ``first_id``, a multiple of four, on; -inf for removed tokens."""
-    keys = load_keys(logits, first_id + tl.arange(0, BLOCK), vocabulary, peak, temperature, farthest)
+    """The exact score of a token; -inf if it is removed."""
+    i = tl.arange(0, 4)
+    first_id = token_id // 4 * 4
+    keys = load_keys(logits, first_id + i, vocabulary, peak, temperature, farthest)
     # Tokens tie in top-p if their weights are equal, even if the distances differ in the last bit.
     is_kept = (keys <= top_p_cut) | ((keys <= top_k_cut) & (weight_of(keys) == weight_of(top_p_cut)))
-    noise = gumbel_of(load_uniform(seed, index, first_id, STREAM, BLOCK))
-    return tl.where(is_kept, noise - keys.to(tl.float32, bitcast=True), float("-inf"))
+    scores = gumbel_of(load_uniform(seed, index, first_id, STREAM, 4)) - keys.to(tl.float32, bitcast=True)
+    return tl.max(tl.where(is_kept & (first_id + i == token_id), scores, float("-inf")), 0)
 
 
 @triton.jit
@@ -78,6 +96,7 @@ def draw_kernel(
     top_k,
     top_p,
     cuts,
+    peak_values,
     block_values,
     block_ids,
     ids_out,
@@ -87,46 +106,45 @@ def draw_kernel(
     STREAM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """``peak_values`` are the blocks' maxima, ``block_values`` will be the blocks' best scores."""
     row = tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperatures + row)
+    if cuts is None:
+        row = tl.num_programs(1) - 1 - row  # the cache still holds what the previous launch read last
+    temperature, sharpness = tl.load(temperatures + row), load_sharpness(temperatures, row)
+    seed, index = tl.load(seeds + row), tl.load(indices + row)
+    farthest = load_farthest(log_min_p, row)
+    k, p = load_limits(top_k, top_p, row, vocabulary)
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
     if temperature > 0:  # greedy rows are done
         logits += row * row_stride
-        first_id = tl.program_id(0) * BLOCK
-        ids = first_id + tl.arange(0, BLOCK)
-        peak, sharpness = tl.load(peaks + row), load_sharpness(temperatures, row)
-        seed, index = tl.load(seeds + row), tl.load(indices + row)
-        farthest = load_farthest(log_min_p, row)
+        peak = tl.load(peaks + row)
+        nearest = distance_of(tl.load(peak_values + row * tl.num_programs(0) + tl.program_id(0)), peak, sharpness)
         top_k_cut, top_p_cut = farthest, farthest
-        k, p = load_limits(top_k, top_p, row, vocabulary)
         if cuts is not None and (k < vocabulary) | (p < 1):
             top_k_cut, top_p_cut = tl.load(cuts + 2 * row), tl.load(cuts + 2 * row + 1)
         reach = tl.minimum(top_p_cut, farthest).to(tl.float32, bitcast=True)
         reach = tl.minimum(widen(reach), REACH)
-        logit = tl.load(logits + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
-        # 0 for NaN: what must not be chosen may have a bound, since the exact scores exclude it. For an infinite
-        # maximum the difference is NaN too.
-        distance = (peak - logit) * sharpness
-        distance = tl.where(distance > 0, distance, 0.0)
-        best, at = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
-        if tl.min(distance, 0) <= reach:
-            uniform = load_uniform(seed, index, first_id, STREAM, BLOCK)
-            bounds = tl.where(distance <= reach, bound_of(uniform) - distance, float("-inf"))
-            at = tl.argmax(bounds, 0)
-            group = at // 4 * 4
-            scores = load_scores(
-                logits, first_id + group, vocabulary, peak, temperature, farthest, top_k_cut, top_p_cut, seed, index,
-                STREAM, 4,
-            )  # fmt: skip
-            best = tl.max(tl.where(tl.arange(0, 4) == at - group, scores, float("-inf")), 0)
-            if tl.sum((bounds >= best).to(tl.int32), 0) > 1:
-                best, at = tl.full([], float("-inf"), tl.float32), at * 0
-                for start in range(0, BLOCK, EXACT):
-                    some_scores = load_scores(
-                        logits, first_id + start, vocabulary, peak, temperature, farthest, top_k_cut, top_p_cut, seed,
-                        index, STREAM, EXACT,
-                    )  # fmt: skip
-                    some_best, some_at = tl.max(some_scores, 0, return_indices=True)
-                    at = tl.where(some_best > best, start + some_at, at)
-                    best = tl.maximum(best, some_best)
-        store_best(best, first_id + at, block_values, block_ids, ids_out, counters + 2 * row + 1, BLOCKS)
+        first_id = tl.program_id(0) * BLOCK
+        best, best_id = tl.full([], float("-inf"), tl.float32), first_id
+        tl.static_assert(BLOCK <= 4096)
+        if nearest <= reach:
+            ids = first_id + tl.arange(0, BLOCK)
+            logit = tl.load(logits + ids, mask=ids < vocabulary, other=float("nan")).to(tl.float32)
+            distance = distance_of(logit, peak, sharpness)
+            bounds = bound_of(load_uniform(seed, index, first_id, STREAM, BLOCK)) - distance
+            # An integer with steps of 2^-13 from -32 on, and the place in the block: one maximum finds both.
+            bounds = ((bounds + 1056).to(tl.int32, bitcast=True) << 12) + tl.arange(0, BLOCK)
+            bounds = tl.where(distance <= reach, bounds, -1)
+            top = tl.max(bounds, 0)
+            while (top >= 0) & ((top >> 12) * 2.0**-13 - 32 > best):
+                token_id = first_id + top % 4096
+                score = load_score(
+                    logits, token_id, vocabulary, peak, temperature, farthest, top_k_cut, top_p_cut, seed, index, STREAM
+                )
+                is_better = (score > best) | ((score == best) & (token_id < best_id))
+                best, best_id = tl.where(is_better, score, best), tl.where(is_better, token_id, best_id)
+                top = tl.max(tl.where(bounds < top, bounds, -1), 0)
+        store_best(best, best_id, row, block_values, block_ids, ids_out, counters + 2 * row + 1, BLOCKS)

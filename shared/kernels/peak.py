@@ -3,20 +3,19 @@
 from shared.kernels.arrival import is_last_arrival
 from shared.kernels.cuts import GROUP
 from shared.kernels.keys import load_sharpness
-from shared.kernels.launch import tl, triton
+from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 
 LEAST = tl.constexpr(-3e38)  # a finite number that is below all finite maxima: -inf - -inf would be NaN
 
 
 @triton.jit
-def store_best(best, best_id, block_values, block_ids, ids_out, counter, BLOCKS: tl.constexpr):
-    """The arg-max of a row, of which this program found ``best`` at ``best_id``.
+def store_best(best, best_id, row, block_values, block_ids, ids_out, counter, BLOCKS: tl.constexpr):
+    """The arg-max of ``row``, of which this program found ``best`` at ``best_id``.
 
     Returns whether this program is the row's last, and if so the row's maximum. Blocks ascend, so the first of tied
     values has the lowest id.
     """
     block, num_blocks = tl.program_id(0), tl.num_programs(0)
-    row = tl.program_id(1).to(tl.int64)
     first = row * num_blocks
     tl.store(block_values + first + block, best)
     tl.store(block_ids + first + block, best_id)
@@ -44,9 +43,12 @@ def peak_kernel(
     row_stride,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``maxima`` and ``block_sums`` are None unless cuts will be sought: each group's maximum, and each block's sum of
     weights relative to the block's maximum."""
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(1).to(tl.int64)
     first_id = tl.program_id(0) * BLOCK
     ids = first_id + tl.arange(0, BLOCK)
@@ -61,6 +63,6 @@ def peak_kernel(
         weights = tl.exp((values - tl.maximum(best, LEAST)) * load_sharpness(temperatures, row))
         tl.store(block_sums + row * tl.num_programs(0) + tl.program_id(0), tl.sum(weights, 0))
     counter = counters + 2 * row
-    is_last, peak = store_best(best, first_id + at, block_values, block_ids, ids_out, counter, BLOCKS)
+    is_last, peak = store_best(best, first_id + at, row, block_values, block_ids, ids_out, counter, BLOCKS)
     if is_last:
         tl.store(peaks + row, peak)

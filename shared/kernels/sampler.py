@@ -10,6 +10,13 @@ is divided into blocks of logits, one program each, and the launches run in orde
 Min-p needs no launch: its cutoff is a distance from the maximum, which is known before. Logit biases and penalties are
 applied before the launches, by PyTorch, to a copy of the logits in a batch that has any.
 
+The launches overlap (:mod:`shared.kernels.launch`). Each waits before it permits the next one to start, and the first
+loads nothing above its wait. So whatever a launch loads above its wait, other than what the previous one writes, is
+complete: the parameters, and the logits.
+
+From about 50 MB on, the cache does not hold all logits until the next pass over them. So every second pass takes the
+rows in reverse order, and finds in the cache what the pass before has loaded last.
+
 Invariants: the noise is that of :mod:`shared.sampling.noise`, word by word; divisions and comparisons are those of the
 CPU bit by bit, so only the rounding of exponentials, logarithms and sums differs; ties go to the lowest id; a row's
 token does not depend on other rows; the host reads nothing.
@@ -30,7 +37,7 @@ from shared.sampling.sampler import SamplingBatch, adjust_logits
 FEW_ROWS = 16  # up to so many, small blocks give every multiprocessor work; above, large ones start fewer programs
 FEW_BLOCK, FEW_WARPS = 1024, 4  # logits per program
 MANY_BLOCK, MANY_WARPS = 2048, 4
-ROW_WARPS = 16  # of the programs that have a row to themselves
+BRACKET_WARPS, SEARCH_WARPS = 8, 16  # of the programs that have a side of a row's bracket, or a row
 LIST_TILE = 8192  # collected logits that the searching program holds in registers
 ARRIVALS = 2  # counters of a row: the programs of the peak and of the draw that have arrived
 
@@ -82,16 +89,16 @@ def sample(
         return torch.empty(B, *size, dtype=dtype, device=logits.device)
 
     peaks, block_values = scratch(dtype=torch.float32), scratch(num_blocks, dtype=torch.float32)
-    block_ids = scratch(num_blocks)
+    block_ids, block_scores = scratch(num_blocks), scratch(num_blocks, dtype=torch.float32)
     maxima = scratch(num_groups, dtype=torch.float32) if has_cuts else None
     block_sums = scratch(num_blocks, dtype=torch.float32) if has_cuts else None
-    bests = (block_values, block_ids)
     launch(
         peak_kernel,
         grid,
         logits,
         batch.temperature,
-        *bests,
+        block_values,
+        block_ids,
         peaks,
         ids,
         maxima,
@@ -112,7 +119,7 @@ def sample(
         masses = scratch(num_blocks, 2, dtype=torch.int64)
         launch(
             bracket_kernel,
-            (B,),
+            (2, B),
             *rows,
             maxima,
             block_values,
@@ -123,9 +130,9 @@ def sample(
             num_blocks,
             GROUPS=next_power_of_two(num_groups),
             BLOCKS=blocks,
-            num_warps=ROW_WARPS,
+            num_warps=BRACKET_WARPS,
         )
-        launch(collect_kernel, grid, *rows, brackets, num_listed, lists, masses, *shape, **by_block)
+        launch(collect_kernel, grid, *rows, block_values, brackets, num_listed, lists, masses, *shape, **by_block)
         launch(
             search_kernel,
             (B,),
@@ -138,7 +145,7 @@ def sample(
             num_blocks,
             BLOCKS=blocks,
             LIST_TILE=LIST_TILE,
-            num_warps=ROW_WARPS,
+            num_warps=SEARCH_WARPS,
         )
     launch(
         draw_kernel,
@@ -150,7 +157,9 @@ def sample(
         batch.indices,
         *limits,
         cuts,
-        *bests,
+        block_values,
+        block_scores,
+        block_ids,
         ids,
         counters,
         *shape,

@@ -1,66 +1,56 @@
 """The exact top-k and top-p cuts of a row, from the list that holds them. Introduced in phase 3.1.
 
 The third launch of :mod:`shared.kernels.cuts`. A list has tokens in any order; sums of integers do not depend on it.
+Each step of the bisection moves one end on to a listed key, so it ends as soon as no key is left between the ends:
+after few steps where few tokens are listed, or where many of them are equal, as logits of 16 bits are.
 """
 
 from shared.kernels.keys import FARTHEST, keys_of, load_kept, load_limits, load_sharpness, mass_of
-from shared.kernels.launch import tl, triton
+from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 
 
 @triton.jit
-def load_listed(lists, num_listed, start, peak, temperature, LIST_TILE: tl.constexpr):
-    """Some listed logits and their keys."""
+def load_listed(lists, num_listed, start, peak, temperature, sharpness, COUNTS: tl.constexpr, LIST_TILE: tl.constexpr):
+    """The keys and masses of some listed logits; with ``COUNTS`` every mass is 1."""
     i = start + tl.arange(0, LIST_TILE)
     logit = tl.load(lists + i, mask=i < num_listed, other=float("nan"))
-    return logit, keys_of(logit, peak, temperature, FARTHEST)
+    keys = keys_of(logit, peak, temperature, FARTHEST)
+    return keys, (keys <= FARTHEST).to(tl.int32) if COUNTS else mass_of(logit, peak, sharpness)
 
 
 @triton.jit
-def listed_mass(lists, num_listed, high, peak, temperature, sharpness, LIST_TILE: tl.constexpr):
-    """The mass of the listed tokens with keys up to ``high``, and the least and the largest of these keys."""
-    mass = tl.full([], 0, tl.int64)
-    least, largest = tl.full([], FARTHEST, tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, num_listed, LIST_TILE):
-        logit, keys = load_listed(lists, num_listed, start, peak, temperature, LIST_TILE)
-        mass += tl.sum(tl.where(keys <= high, mass_of(logit, peak, sharpness), 0), 0)
-        least = tl.minimum(least, tl.min(keys, 0))
-        largest = tl.maximum(largest, tl.max(tl.where(keys <= high, keys, 0), 0))
-    return mass, least, largest
+def listed_mass(
+    held, held_masses, lists, num_listed, high, peak, temperature, sharpness, COUNTS: tl.constexpr,
+    LIST_TILE: tl.constexpr,
+):  # fmt: skip
+    """The mass of the listed tokens with keys up to ``high``. The first tile of the list is held in registers."""
+    mass = tl.sum(tl.where(held <= high, held_masses, 0), 0)
+    for start in range(LIST_TILE, num_listed, LIST_TILE):
+        keys, masses = load_listed(lists, num_listed, start, peak, temperature, sharpness, COUNTS, LIST_TILE)
+        mass += tl.sum(tl.where(keys <= high, masses, 0), 0)
+    return mass
 
 
 @triton.jit
-def find_top_k_cut(lists, num_listed, k, peak, temperature, LIST_TILE: tl.constexpr):
-    """The smallest key up to which k tokens are listed, ``FARTHEST`` if fewer are listed."""
-    low, high = tl.full([], -1, tl.int32), tl.full([], FARTHEST, tl.int32)
-    _, held = load_listed(lists, num_listed, 0, peak, temperature, LIST_TILE)
+def find_cut(
+    held, held_masses, lists, num_listed, limit, high, low_mass, peak, temperature, sharpness, COUNTS: tl.constexpr,
+    LIST_TILE: tl.constexpr,
+):  # fmt: skip
+    """The smallest key up to which the mass of the listed tokens and ``low_mass`` reach ``limit``, ``high`` if none."""
+    low = tl.full([], -1, tl.int32)
     while high - low > 1:
         middle = low + (high - low) // 2
-        count = tl.sum((held <= middle).to(tl.int32), 0)
-        for start in range(LIST_TILE, num_listed, LIST_TILE):
-            _, keys = load_listed(lists, num_listed, start, peak, temperature, LIST_TILE)
-            count += tl.sum((keys <= middle).to(tl.int32), 0)
-        is_reached = count >= k
-        high = tl.where(is_reached, middle, high)
-        low = tl.where(is_reached, low, middle)
-    return high
-
-
-@triton.jit
-def find_top_p_cut(
-    lists, num_listed, limit, low, high, low_mass, peak, temperature, sharpness, LIST_TILE: tl.constexpr
-):
-    """The smallest key up to which the mass of the listed tokens and ``low_mass`` reach ``limit``, in (low, high]."""
-    logit, held = load_listed(lists, num_listed, 0, peak, temperature, LIST_TILE)
-    held_masses = mass_of(logit, peak, sharpness)
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        mass = low_mass + tl.sum(tl.where(held <= middle, held_masses, 0), 0)
-        for start in range(LIST_TILE, num_listed, LIST_TILE):
-            logit, keys = load_listed(lists, num_listed, start, peak, temperature, LIST_TILE)
-            mass += tl.sum(tl.where(keys <= middle, mass_of(logit, peak, sharpness), 0), 0)
+        mass = low_mass + listed_mass(
+            held, held_masses, lists, num_listed, middle, peak, temperature, sharpness, COUNTS, LIST_TILE
+        )
         is_reached = mass.to(tl.float64) >= limit
         high = tl.where(is_reached, middle, high)
         low = tl.where(is_reached, low, middle)
+        if num_listed <= LIST_TILE:  # no listed key lies between middle and the next one
+            if is_reached:
+                high = tl.max(tl.where(held <= middle, held, 0), 0)
+            else:
+                low = tl.min(tl.where(held > middle, held, FARTHEST), 0) - 1
     return high
 
 
@@ -81,23 +71,29 @@ def search_kernel(
     num_blocks,
     BLOCKS: tl.constexpr,
     LIST_TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Store a row's cuts: the largest key that top-k keeps, and the largest that both keep."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
+    temperature, sharpness = tl.load(temperatures + row), load_sharpness(temperatures, row)
     k, p = load_limits(top_k, top_p, row, vocabulary)
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
     if (temperature > 0) & ((k < vocabulary) | (p < 1)):
-        peak, sharpness = tl.load(peaks + row), load_sharpness(temperatures, row)
-        length = tl.load(num_listed + row)
+        peak, length = tl.load(peaks + row), tl.load(num_listed + row)
         lists += row * vocabulary
         top_k_cut = tl.full([], FARTHEST, tl.int32)
         if top_k is not None and k < vocabulary:
             # The list surely holds the cut: it begins at the peak, and has at least k tokens.
-            top_k_cut = find_top_k_cut(lists, length, k, peak, temperature, LIST_TILE)
+            held, ones = load_listed(lists, length, 0, peak, temperature, sharpness, True, LIST_TILE)
+            top_k_cut = find_cut(
+                held, ones, lists, length, k, top_k_cut, 0, peak, temperature, sharpness, True, LIST_TILE
+            )
         top_p_cut = top_k_cut
         if top_p is not None and p < 1:
+            held, masses = load_listed(lists, length, 0, peak, temperature, sharpness, False, LIST_TILE)
             low_mass = tl.full([], 0, tl.int64)
-            mass, least, largest = listed_mass(lists, length, top_k_cut, peak, temperature, sharpness, LIST_TILE)
+            mass = listed_mass(held, masses, lists, length, top_k_cut, peak, temperature, sharpness, False, LIST_TILE)
             if k == vocabulary:
                 b = tl.arange(0, BLOCKS)
                 at = block_masses + 2 * (row * num_blocks + b)
@@ -113,10 +109,10 @@ def search_kernel(
                     tl.debug_barrier()  # a thread may load what another has stored
                     length = length * 0 + vocabulary
                     low_mass = tl.full([], 0, tl.int64)
-                    least, largest = tl.full([], 0, tl.int32), tl.full([], FARTHEST, tl.int32)
+                    held, masses = load_listed(lists, length, 0, peak, temperature, sharpness, False, LIST_TILE)
             limit = p * mass.to(tl.float64)
-            top_p_cut = find_top_p_cut(
-                lists, length, limit, least - 1, largest, low_mass, peak, temperature, sharpness, LIST_TILE
+            top_p_cut = find_cut(
+                held, masses, lists, length, limit, top_k_cut, low_mass, peak, temperature, sharpness, False, LIST_TILE
             )
         tl.store(cuts + 2 * row, top_k_cut)
         tl.store(cuts + 2 * row + 1, top_p_cut)

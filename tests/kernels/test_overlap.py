@@ -11,11 +11,26 @@ import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.attention.plan import plan_decode
-from shared.kernels import gated, gemv, kv_write, launch, merge_states, planned_attention, rmsnorm
+from shared.kernels import (
+    cuts,
+    draw,
+    gated,
+    gemv,
+    kv_write,
+    launch,
+    merge_states,
+    peak,
+    planned_attention,
+    rmsnorm,
+    sampler,
+    search,
+)
 from shared.kernels.launch import INTERPRETED, generation
 from shared.kernels.planned_tiling import DecodeTiling
 from shared.kernels.planned_workspace import PlannedWorkspace
 from shared.ops.gated import swiglu
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch, SamplingRow
 from tests.comparison import assert_equal
 
 NAN = float("nan")
@@ -203,7 +218,7 @@ def test_thousands_of_replays_equal_the_kernels_one_by_one(
     torch._C._set_deterministic_algorithms(False)  # its fills would stand between the kernels
 
     with monkeypatch.context() as patch:
-        one_by_one(patch)
+        one_by_one(patch, MODULES)
         expected = torch.stack(list(results(step, inputs)))
     assert expected.isfinite().all()
     assert not torch.equal(expected[0], expected[1])
@@ -227,7 +242,7 @@ def test_thousands_of_replays_equal_the_kernels_one_by_one(
         assert_equal(torch.stack(replayed), expected.repeat(12, 1, 1), "results of replays")
 
 
-def one_by_one(patch: pytest.MonkeyPatch) -> None:
+def one_by_one(patch: pytest.MonkeyPatch, modules: Iterable[Any]) -> None:
     """The same machine code, launched without overlap; the host waits for each kernel."""
 
     def launch_and_wait(*args: Any, **options: Any) -> None:
@@ -236,7 +251,7 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(launch, "_COMPILED", {})
     patch.setattr(launch, "overlap", lambda kernel, gpu: {"PDL": True})
-    for module in MODULES:
+    for module in modules:
         patch.setattr(module, "launch", launch_and_wait)
 
 
@@ -244,3 +259,119 @@ def results(step: Step, inputs: torch.Tensor) -> Iterable[torch.Tensor]:
     for x in inputs:
         step.poison()
         yield step.run(x)
+
+
+DRAWS: list[list[dict[str, Any]]] = [
+    [{}],
+    [{"top_p": 0.95}],
+    [{"top_k": 50}],
+    [{"top_k": 50, "top_p": 0.9}, {}, {"top_p": 0.8}, {"min_p": 0.01, "top_p": 0.95}, {"temperature": 0.0}],
+]
+"""Parameters that the rows of a draw have in turn."""
+
+
+def batch_of(settings: list[dict[str, Any]], rows: int, device: torch.device) -> SamplingBatch:
+    params = [SamplingParams(**settings[n % len(settings)]) for n in range(rows)]
+    return SamplingBatch.of([SamplingRow(each, n, n) for n, each in enumerate(params)], device=device)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="programs run one after another in the interpreter only")
+@pytest.mark.parametrize("settings", DRAWS, ids=str)
+def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(
+    settings: list[dict[str, Any]], randn: Callable, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the start of a program to its wait, what the previous launch wrote is 0xFF, in floats NaN. For the first
+    launch that is all memory, since any launch may have come before."""
+    logits, batch = randn(5, 1500, scale=2.0), batch_of(settings, 5, device)
+    expected = sampler.sample(logits, batch)
+    builder = launch.interpreter.interpreter_builder
+    set_place = builder.set_grid_idx
+    written: set[int] | None = None
+    launched: list[str] = []
+
+    def launch_late(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        nonlocal written
+        storages = [arg.untyped_storage() for arg in args if isinstance(arg, torch.Tensor)]
+        memory = {
+            storage.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            for storage in storages
+        }
+        late = {place: content for place, content in memory.items() if written is None or place in written}
+        before = {place: content.clone() for place, content in memory.items()}
+        at_start: dict[int, torch.Tensor] = {}
+        num_waits = 0
+
+        def start(*place: int) -> None:
+            assert not at_start, "the program before this one did not wait"
+            set_place(*place)
+            at_start.update({place: content.clone() for place, content in memory.items()})
+            for content in late.values():
+                content.fill_(255)
+
+        def wait(PDL: object) -> None:
+            nonlocal num_waits
+            for place, content in memory.items():
+                is_same = (content == 255).all() if place in late else content.equal(at_start[place])
+                assert is_same, f"{kernel.__name__} writes before it waits"
+                content.copy_(at_start[place])
+            at_start.clear()
+            num_waits += 1
+
+        def permit(PDL: object) -> None:
+            assert not at_start, f"{kernel.__name__} permits the next launch before it waits"
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(builder, "set_grid_idx", start)
+            for module in (peak, cuts, search, draw):
+                patch.setattr(module, "wait_for_previous", wait)
+                patch.setattr(module, "launch_dependents", permit)
+            launch.launch(kernel, grid, *args, **options)
+        assert num_waits == math.prod(grid), f"waits of {kernel.__name__}, which every program must make"
+        written = {place for place, content in memory.items() if not content.equal(before[place])}
+        launched.append(kernel.__name__)
+
+    monkeypatch.setattr(sampler, "launch", launch_late)
+    assert_equal(sampler.sample(logits, batch), expected, "tokens where each previous launch ends late", ("row",))
+    assert len(launched) == (2 if settings == [{}] else 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", DRAWS, ids=str)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_thousands_of_replayed_draws_equal_the_kernels_one_by_one(
+    rows: int, settings: list[dict[str, Any]], randn: Callable, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of draws from different logits, one behind the other; before each replay a copy writes the indices."""
+    if not generation(device).has_pdl:
+        pytest.skip("GPUs before Hopper have no programmatic dependent launch")
+    torch._C._set_deterministic_algorithms(False)  # its fills would stand between the kernels
+    inputs = randn(NUM_INPUTS, rows, 128_256, scale=1.5)
+    batch, counters = batch_of(settings, rows, device), sampler.make_counters(rows, device)
+    indices = torch.arange(4 * rows, device=device).view(4, rows)
+    assert batch.indices is not None
+
+    def draws() -> torch.Tensor:
+        return torch.stack([sampler.sample(logits, batch, counters=counters) for logits in inputs])
+
+    expected = []
+    with monkeypatch.context() as patch:
+        one_by_one(patch, (sampler,))
+        for index in indices:
+            batch.indices.copy_(index)
+            expected.append(draws())
+    assert not torch.equal(expected[0], expected[1])
+
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    draws()
+    assert all(run.launch_pdl for run, *_ in launch._COMPILED.values()), "a kernel of the draw does not overlap"
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        ids = draws()
+    for _ in range(NUM_REPLAYS // (4 * NUM_INPUTS)):
+        replayed = []
+        for index in indices:
+            batch.indices.copy_(index)
+            graph.replay()
+            replayed.append(ids.clone())
+        assert_equal(torch.stack(replayed), torch.stack(expected), "tokens of replays")

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import shared.kernels.sampler as module
+from shared.kernels.cuts import WEIGHTLESS
 from shared.kernels.draw import REACH, bound_of, gumbel_of, load_uniform
+from shared.kernels.keys import UNITS
 from shared.kernels.launch import INTERPRETED, launch, tl, triton
 from shared.kernels.sampler import sample
 from shared.sampling import sampler as op
@@ -306,6 +308,10 @@ def test_no_noise_reaches_further_than_the_draw_looks():
     words = torch.tensor([0, 2**23 - 1]).float()
     least, most = (-(-((words + 0.5) * 2**-23).log()).log()).tolist()
     assert most - least < REACH.value < most - least + 1
+
+
+def test_what_the_sums_leave_out_weighs_nothing():
+    assert math.exp(-WEIGHTLESS.value) * UNITS.value < 1 < math.exp(1 - WEIGHTLESS.value) * UNITS.value
 
 
 @triton.jit
