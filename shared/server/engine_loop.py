@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from shared.chunks.inquiry import Inquiry
 from shared.engine.memory_map import MemoryMap
-from shared.engine.output import StepOutput
+from shared.engine.output import StepOutput, make_output
 from shared.engine.record import EngineLoad
 from shared.errors import InferError, RankError
 from shared.sampling.params import SamplingParams
@@ -112,6 +112,15 @@ class Stepped:
     outputs: list[StepOutput]
     prefilled: tuple[str, ...]
     num_preempted: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the outputs by column: the engine waits for that, and 64 of them alone take four times as long."""
+        columns = tuple(zip(*self.outputs, strict=True))
+        return _stepped, (columns, self.started, self.ended, self.prefilled, self.num_preempted)
+
+
+def _stepped(columns: Any, started: float, ended: float, prefilled: tuple[str, ...], num_preempted: int) -> Stepped:
+    return Stepped(started, ended, list(map(make_output, zip(*columns, strict=True))), prefilled, num_preempted)
 
 
 @dataclass(frozen=True)

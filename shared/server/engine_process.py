@@ -14,6 +14,7 @@ import contextlib
 import logging
 import multiprocessing
 import queue
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -128,10 +129,12 @@ class PipeInbox:
 
     def __init__(self, pipe: "Connection[Any, Any]") -> None:
         self._pipe = pipe
+        self._readable = select.poll()  # kept: the pipe's own ``poll`` makes a selector each time, and steps ask
+        self._readable.register(pipe, select.POLLIN)
 
     def get(self, block: bool = True) -> Command:
         """See :class:`shared.server.engine_loop.Inbox`."""
-        if not block and not self._pipe.poll():
+        if not block and not self._readable.poll(0):
             raise queue.Empty
         try:
             command: Command = self._pipe.recv()
