@@ -212,6 +212,7 @@ class EngineClient:
             stream = self._streams.get(request_id)
             if stream is not None and stream.scheduled is None:  # else it is prefilled again after a preemption
                 stream.scheduled = step.started
+        gaps: dict[float, int] = {}
         for output in step.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:  # cancelled while the step ran
@@ -222,9 +223,11 @@ class EngineClient:
                 if before is None:
                     self._observer.on_first_token(stream)
                 else:
-                    self._observer.on_token(step.ended - before)
+                    gap = step.ended - before
+                    gaps[gap] = gaps.get(gap, 0) + 1
             if not stream.is_open and self._streams.pop(output.request_id, None) is not None:
                 self._observer.on_end(stream)
+        self._observer.on_gaps(gaps)
 
     def _crashed(self, cause: str) -> None:
         """End every open request with an error; an engine that has stopped has no load."""
