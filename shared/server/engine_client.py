@@ -165,7 +165,7 @@ class EngineClient:
             self._handle.send(Abort(request_id))
 
     def _receive(self, event: Event, load: EngineLoad, num_added: int) -> None:
-        """Pass an event to the event loop; called on the thread that reads the engine loop's events."""
+        """Pass an event to the event loop; called on any thread."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._handle_event, event, load, num_added)
@@ -182,7 +182,6 @@ class EngineClient:
             num_accepted = map(sub, load.num_accepted_by_position, before.num_accepted_by_position)
             self._observer.on_drafts(list(num_drafts), list(num_accepted))
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
-        self._handle.delivered()
         match event:
             case Stepped():
                 self._deliver(event)

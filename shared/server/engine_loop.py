@@ -157,13 +157,10 @@ class EngineHandle(Protocol):
     chunk_refusal: str | None  # why the engine has no chunks; None: it has (phase 9.1)
 
     def start(self, publish: Publish) -> None:
-        """Start the loop, which calls ``publish`` on some other thread."""
+        """Start the loop; called on the event loop. Its events are given to ``publish``, on any thread."""
 
     def send(self, command: Command) -> None:
         """Put a command into the loop's inbox without blocking."""
-
-    def delivered(self) -> None:
-        """Acknowledge an event that was published."""
 
     def join(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the loop to end after :class:`Stop`."""
