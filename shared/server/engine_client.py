@@ -57,6 +57,7 @@ class EngineClient:
         self._config = config
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, AnswerStream] = {}
+        self._unflushed: dict[AnswerStream, None] = {}
         self._num_submitted = 0
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -184,6 +185,8 @@ class EngineClient:
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         match event:
             case Stepped():
+                if not self._unflushed:  # behind the other events that have come: a stream is then written once
+                    asyncio.get_running_loop().call_soon(self._flush)
                 self._deliver(event)
             case Refused(request_id, refusal):
                 stream = self._streams.pop(request_id, None)
@@ -224,9 +227,16 @@ class EngineClient:
                 else:
                     gap = step.ended - before
                     gaps[gap] = gaps.get(gap, 0) + 1
-            if not stream.is_open and self._streams.pop(output.request_id, None) is not None:
+            if stream.is_open:
+                self._unflushed[stream] = None
+            elif self._streams.pop(output.request_id, None) is not None:
                 self._observer.on_end(stream)
         self._observer.on_gaps(gaps)
+
+    def _flush(self) -> None:
+        unflushed, self._unflushed = self._unflushed, {}
+        for stream in unflushed:
+            stream.flush()
 
     def _crashed(self, cause: str) -> None:
         """End every open request with an error; an engine that has stopped has no load."""
