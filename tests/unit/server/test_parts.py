@@ -18,6 +18,7 @@ from shared.errors import ConfigError
 from shared.server import process
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
+from shared.server.chat import ChatFrames
 from shared.server.completions import CompletionFrames
 from shared.server.errors import ApiError
 from shared.server.metrics import SHORT, ServerMetrics
@@ -76,6 +77,20 @@ def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_na
     assert chunk["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": None}]
     assert (chunk["token_id"], chunk["model"], chunk["object"]) == (token_id, model, "text_completion")
     assert chunk.get("usage", "none") == ("none" if is_named else None)
+
+
+@given(text=st.text(min_size=1), wants_usage=st.booleans())
+def test_a_chats_frame_is_the_json_of_its_chunk(text: str, wants_usage: bool) -> None:
+    stream, _ = make_stream()
+    frames = ChatFrames(Answer("id", [stream]), "a-model", tokenizer=None, wants_usage=wants_usage)  # type: ignore[arg-type]
+    data, end, last = frames.tokens(stream, [StepOutput("id", 1, text)]).decode().split("\n")
+    assert (end, last) == ("", "")
+    chunk = json.loads(data.removeprefix("data: "))
+    delta = {"content": text}
+    assert chunk["choices"] == [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
+    assert (chunk["id"], chunk["model"], chunk["object"]) == ("id", "a-model", "chat.completion.chunk")
+    assert chunk.get("usage", "none") == (None if wants_usage else "none")
+    assert frames.tokens(stream, [StepOutput("id", 1, "")]) == b""
 
 
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
