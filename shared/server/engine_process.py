@@ -30,7 +30,7 @@ from shared.server.engine_loop import Command, Crashed, EngineLoop, Publish, Sto
 from shared.server.served_engine import ServedEngine, chunk_refusal
 from shared.text.tokenizer import Tokenizer
 
-MAX_EVENTS = 64
+MAX_EVENTS = 16
 _log = logging.getLogger("infer.engine")
 
 
