@@ -40,7 +40,8 @@ class StepOutput(NamedTuple):
     error: str | None = None
 
 
-_output: Callable[[tuple[Any, ...]], StepOutput] = partial(tuple.__new__, StepOutput)  # of all fields, in C
+make_output: Callable[[tuple[Any, ...]], StepOutput] = partial(tuple.__new__, StepOutput)
+"""An output of all its fields, in order; in C."""
 
 
 class OutputStream:
@@ -72,7 +73,7 @@ class OutputStream:
         self.num_tokens += 1
         if token_id not in self.end_ids and self.num_tokens < self.limit and not self.has_stops:
             text = self.decoder.push(token_id)
-            return _output((self.request_id, token_id, text, None, None, logprobs, None, 0, 0, 0, None))
+            return make_output((self.request_id, token_id, text, None, None, logprobs, None, 0, 0, 0, None))
         reason = None
         may_stop = self.num_tokens > self.min_tokens
         if (may_stop or self.has_grammar) and token_id in self.end_ids:

@@ -6,7 +6,7 @@ cancelled answer leaves no request in the engine.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.engine.output import StepOutput
@@ -18,7 +18,9 @@ from shared.text.stopping import FinishReason
 class Answer:
     """The choices of one answer, in the order of their indices: ``n`` for the first prompt, then for the next.
 
-    ``error`` and ``cause`` are those of the choice that failed or was cancelled first.
+    ``error`` and ``cause`` are those of the choice that failed or was cancelled first. ``write`` is called while
+    ``take`` waits, with an open choice that has outputs: it returns True if it has taken them, and ``take`` goes on
+    waiting.
     """
 
     def __init__(self, request_id: str, choices: Sequence[AnswerStream], n: int = 1) -> None:
@@ -28,6 +30,7 @@ class Answer:
         self.num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_choices)
         self.error: ApiError | None = None
         self.cause: str | None = None
+        self.write: Callable[[AnswerStream], bool] = lambda choice: False
         self._num_open = len(choices)
         self._changed: dict[AnswerStream, None] = {}  # a set in the order of arrival
         self._is_nudged = False
@@ -105,6 +108,9 @@ class Answer:
         return min((at for choice in self.choices if (at := choice.first_token) is not None), default=None)
 
     def _on_change(self, choice: AnswerStream) -> None:
+        is_waited_for = self._waiter is not None and not self._waiter.done()
+        if is_waited_for and choice.is_open and self.write(choice):
+            return
         self._changed[choice] = None
         if not choice.is_open:
             self._num_open -= 1

@@ -29,7 +29,7 @@ class AnswerStream:
         num_chunk_tokens: of the chunks before the prompt, which count as tokens of the prompt (phase 9.1).
         abandon: called with the id of a request that is cancelled; must abort it in the engine.
 
-    ``notify`` is called with this stream after each output, and once after the end. ``stop`` is the stop string, or the
+    ``notify`` is called with this stream at each flush, and once after the end. ``stop`` is the stop string, or the
     id of ``stop_token_ids``, that ended the output. ``arrived``, ``scheduled``, ``first_token``, ``last_token`` and
     ``ended`` are readings of ``time.perf_counter``.
     """
@@ -98,7 +98,10 @@ class AnswerStream:
         elif self._unread_bytes > self._max_unread_bytes:
             message = f"The client did not read the answer: more than {self._max_unread_bytes} bytes are unread."
             self.cancel("slow_reader", ApiError(408, "slow_reader", message))
-        else:
+
+    def flush(self) -> None:
+        """Tell of the outputs that were pushed; the end tells of itself."""
+        if self.is_open:
             self.notify(self)
 
     def refuse(self, error: ApiError) -> None:

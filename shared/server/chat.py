@@ -100,14 +100,20 @@ class ChatFrames:
         self._readers = [None if reading is None else ToolAnswer(reading) for _ in answer.choices]
         self._progress = {} if watched is None else {choice: Progress(watched) for choice in answer.choices}
         self._head = {"id": answer.request_id, "created": int(time.time()), "model": model_name}
+        self._parts = [self._prepared(choice.index) for choice in answer.choices]
 
     def start(self) -> bytes:
         return b"".join(self._frame(choice.index, {"role": "assistant", "content": ""}) for choice in self._choices)
 
     def tokens(self, choice: AnswerStream, outputs: Sequence[StepOutput]) -> bytes:
         frames, reader = b"", self._readers[choice.index]
+        before, after = self._parts[choice.index]
+        is_text = reader is None and not self._progress and not self._wants_usage_so_far
         for output in outputs:
             self._num_sent += 1
+            if is_text and output.logprobs is None:
+                frames += b"%b%b%b" % (before, to_json(output.text), after) if output.text else b""
+                continue
             deltas = reader.deltas(output) if reader else [{"content": output.text}] if output.text else []
             logprobs, extra = self._logprobs([output]), at_token(self._progress, choice, output)
             for delta in deltas or ([{"content": ""}] if logprobs or extra else []):
@@ -163,6 +169,11 @@ class ChatFrames:
         if self._wants_usage:
             chunk["usage"] = self._answer.usage_after(self._num_sent) if self._wants_usage_so_far else None
         return frame(to_json(chunk))
+
+    def _prepared(self, index: int) -> tuple[bytes, bytes]:
+        """A frame around its text: made once, since a step writes a frame for each request."""
+        before, _, after = self._frame(index, {"content": "\0"}).partition(rb'"\u0000"')
+        return before, after
 
     def _logprobs(self, outputs: Sequence[StepOutput]) -> dict[str, Any] | None:
         tokens = scored(outputs)

@@ -6,7 +6,6 @@ end-of-sequence token included, and its data is a chunk of OpenAI's ``text_compl
 one ``done`` or ``error``, unnamed frames with ``[DONE]``.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -168,10 +167,9 @@ class CompletionFrames:
         index = choice.index
         if output.logprobs is None and self._is_begun[index] and not self._progress:
             before, between, after = self._parts[index]
-            escaped = json.dumps(output.text, ensure_ascii=False).encode()
             if self._wants_usage_so_far:
                 after = b',"usage":%b}\n\n' % to_json(self._answer.usage_after(self._num_sent))
-            return b"%b%b%b%d%b" % (before, escaped, between, output.token_id, after)
+            return b"%b%b%b%d%b" % (before, to_json(output.text), between, output.token_id, after)
         text, tokens = self._begun(choice)
         shown = self._shown(index, text + output.text, tokens + scored([output]))
         chunk = self._chunk([shown], output.token_id) | at_token(self._progress, choice, output)

@@ -25,7 +25,7 @@ class Connection(HttpToolsProtocol):
     """One connection. The head of a request is its request line and its headers.
 
     The transport is passed to the responses in the scope's state, so that they can abort it: ASGI has no message for
-    that.
+    that. So is the connection, for the parts of a stream.
     """
 
     def __init__(self, *, limits: ServerConfig, metrics: ServerMetrics, **settings: Any) -> None:
@@ -42,7 +42,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "transport": transport}
+        self.app_state = {**self.app_state, "transport": transport, "connection": self}
         most = self._limits.max_connections
         if len(self.connections) > most:
             said = f"This server has {most} open connections, as many as it takes; try again later."
@@ -80,6 +80,15 @@ class Connection(HttpToolsProtocol):
         if self._read_timer is not None:
             self._read_timer.cancel()
             self._read_timer = None
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client is there and reads: little of what was written before waits to be sent."""
+        return not self.flow.write_paused and not self.transport.is_closing()
+
+    def write_part(self, part: bytes) -> None:
+        """Write a part of the body under way, which has no announced length, as ASGI's ``send`` does."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def shutdown(self) -> None:
         super().shutdown()

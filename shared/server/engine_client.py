@@ -57,6 +57,7 @@ class EngineClient:
         self._config = config
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, AnswerStream] = {}
+        self._unflushed: dict[AnswerStream, None] = {}
         self._num_submitted = 0
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -165,7 +166,7 @@ class EngineClient:
             self._handle.send(Abort(request_id))
 
     def _receive(self, event: Event, load: EngineLoad, num_added: int) -> None:
-        """Pass an event to the event loop; called on the thread that reads the engine loop's events."""
+        """Pass an event to the event loop; called on any thread."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._handle_event, event, load, num_added)
@@ -182,9 +183,10 @@ class EngineClient:
             num_accepted = map(sub, load.num_accepted_by_position, before.num_accepted_by_position)
             self._observer.on_drafts(list(num_drafts), list(num_accepted))
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
-        self._handle.delivered()
         match event:
             case Stepped():
+                if not self._unflushed:  # behind the other events that have come: a stream is then written once
+                    asyncio.get_running_loop().call_soon(self._flush)
                 self._deliver(event)
             case Refused(request_id, refusal):
                 stream = self._streams.pop(request_id, None)
@@ -212,6 +214,7 @@ class EngineClient:
             stream = self._streams.get(request_id)
             if stream is not None and stream.scheduled is None:  # else it is prefilled again after a preemption
                 stream.scheduled = step.started
+        gaps: dict[float, int] = {}
         for output in step.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:  # cancelled while the step ran
@@ -222,9 +225,18 @@ class EngineClient:
                 if before is None:
                     self._observer.on_first_token(stream)
                 else:
-                    self._observer.on_token(step.ended - before)
-            if not stream.is_open and self._streams.pop(output.request_id, None) is not None:
+                    gap = step.ended - before
+                    gaps[gap] = gaps.get(gap, 0) + 1
+            if stream.is_open:
+                self._unflushed[stream] = None
+            elif self._streams.pop(output.request_id, None) is not None:
                 self._observer.on_end(stream)
+        self._observer.on_gaps(gaps)
+
+    def _flush(self) -> None:
+        unflushed, self._unflushed = self._unflushed, {}
+        for stream in unflushed:
+            stream.flush()
 
     def _crashed(self, cause: str) -> None:
         """End every open request with an error; an engine that has stopped has no load."""

@@ -5,15 +5,17 @@ the server formats and sends responses, no kernel is launched. Here the engine l
 the outputs of a step cross the pipe in one message (as in vLLM, whose engine core is a process too).
 
 Invariants: the pipe is the process's only connection to the server, and the process ends when the pipe is closed,
-however the server ended; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both; at most
-``MAX_UNDELIVERED`` events are unacknowledged in the server, then the pipe fills and the engine waits.
+however the server ended; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both; the event loop
+reads at most ``MAX_EVENTS`` before it handles them, and if it is behind, the pipe fills and the engine waits.
 """
 
+import asyncio
 import atexit
 import contextlib
 import logging
 import multiprocessing
 import queue
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from shared.server.engine_loop import Command, Crashed, EngineLoop, Publish, Sto
 from shared.server.served_engine import ServedEngine, chunk_refusal
 from shared.text.tokenizer import Tokenizer
 
-MAX_UNDELIVERED = 64
+MAX_EVENTS = 16
 _log = logging.getLogger("infer.engine")
 
 
@@ -80,18 +82,18 @@ class EngineProcess:
         self.chunk_refusal = about.chunk_refusal
         self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
+        self._has_more = readiness(self._pipe)
+        self._num_added = 0
 
     def start(self, publish: Publish) -> None:
-        for work in (self._write, lambda: self._read(publish)):
-            threading.Thread(target=work, name="engine pipe", daemon=True).start()
+        """Publish on the event loop that calls this. A thread would compete with it for Python's lock and get it for
+        one event at a time, so a server that is behind would still write the tokens of each step by themselves.
+        """
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read, publish)
+        threading.Thread(target=self._write, name="engine pipe", daemon=True).start()
 
     def send(self, command: Command) -> None:
         self._commands.put(command)  # a thread writes it to the pipe, which may be full
-
-    def delivered(self) -> None:
-        """Acknowledge an event."""
-        self._undelivered.release()
 
     def join(self, timeout: float) -> None:
         # Only one thread may wait for the exit code, and that is the reader; any thread may wait for the sentinel.
@@ -110,17 +112,22 @@ class EngineProcess:
                     return
 
     def _read(self, publish: Publish) -> None:
-        load, num_added = self.load, 0
+        """Publish the events that have come: several, if the event loop is behind."""
         try:
-            while True:
-                self._undelivered.acquire()
-                event, load, num_added = self._pipe.recv()
-                publish(event, load, num_added)
+            for _ in range(MAX_EVENTS):
+                event, self.load, self._num_added = self._pipe.recv()
+                publish(event, self.load, self._num_added)
+                if not self._has_more(0):
+                    return
         except (EOFError, OSError):
-            self._process.join(1)
-            cause = f"the engine's process ended with exit code {self._process.exitcode}"
-            _log.critical(cause) if self._process.exitcode else _log.debug(cause)
-            publish(Crashed(cause), load, num_added)
+            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            threading.Thread(target=self._end, args=(publish,), daemon=True).start()
+
+    def _end(self, publish: Publish) -> None:
+        self._process.join(1)
+        cause = f"the engine's process ended with exit code {self._process.exitcode}"
+        _log.critical(cause) if self._process.exitcode else _log.debug(cause)
+        publish(Crashed(cause), self.load, self._num_added)
 
 
 class PipeInbox:
@@ -128,16 +135,24 @@ class PipeInbox:
 
     def __init__(self, pipe: "Connection[Any, Any]") -> None:
         self._pipe = pipe
+        self._has_more = readiness(pipe)
 
     def get(self, block: bool = True) -> Command:
         """See :class:`shared.server.engine_loop.Inbox`."""
-        if not block and not self._pipe.poll():
+        if not block and not self._has_more(0):
             raise queue.Empty
         try:
             command: Command = self._pipe.recv()
         except (EOFError, ConnectionError):
             return Stop()
         return command
+
+
+def readiness(pipe: "Connection[Any, Any]") -> Callable[[float], object]:
+    """``pipe.poll``, which makes a selector each time; this keeps one, since every step asks."""
+    readable = select.poll()
+    readable.register(pipe, select.POLLIN)
+    return readable.poll
 
 
 def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None:

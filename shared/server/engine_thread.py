@@ -36,9 +36,6 @@ class EngineThread:
     def send(self, command: Command) -> None:
         self._inbox.put(command)
 
-    def delivered(self) -> None:
-        pass
-
     def join(self, timeout: float) -> None:
         if self._thread is not None:
             self._thread.join(timeout)

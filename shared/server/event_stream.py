@@ -11,6 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from starlette.responses import Response
@@ -19,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from shared.engine.output import StepOutput
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
+from shared.server.connection import Connection
 from shared.server.errors import ApiError
 from shared.server.settings import ServerConfig
 from shared.server.sse import COMMENT
@@ -95,10 +97,11 @@ class AnswerResponse(Response, ABC):
 
 
 class EventStreamResponse(AnswerResponse):
-    """Sends the outputs of each step as server-sent events, in one message.
+    """Sends the outputs of each step as server-sent events, in one part of the body.
 
-    The headers wait for the first outputs, the end, or the first keep-alive comment. An answer that ends with an error
-    before that has the status of the error.
+    The task sends the first outputs and the end, and waits for a client that does not read; all else is written as it
+    comes. The headers wait for the first outputs, the end, or the first keep-alive comment. An answer that ends with
+    an error before that has the status of the error.
     """
 
     def __init__(self, answer: Answer, config: ServerConfig, frames: Frames) -> None:
@@ -117,14 +120,30 @@ class EventStreamResponse(AnswerResponse):
             try:
                 data = (b"" if is_started else self.frames.start()) + self._frames_of(changed)
             except Exception as bug:
-                _log.error("a response could not be formatted", exc_info=bug)
-                error = ApiError(500, "internal_error", "The server failed; see its log.")
-                data, is_open = self.frames.failure(error), False
+                data, is_open = self.frames.failure(_failure(bug)), False
             if not is_started:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 is_started = True
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": is_open})
+            if "connection" in scope["state"]:  # else the application runs in another server
+                self.answer.write = partial(self._write, scope["state"]["connection"])
+
+    def _write(self, connection: Connection, choice: AnswerStream) -> bool:
+        """Write the outputs of an open choice if the client reads: a turn of the task, and ``send`` with all that wraps
+        it, would take as long as everything else that a token costs. See :class:`Answer`.
+        """
+        if not connection.is_writable:
+            return False
+        try:
+            data = self.frames.tokens(choice, choice.take())
+        except Exception as bug:
+            choice.fail(_failure(bug))
+        else:
+            if data:  # an empty part would end the body
+                connection.write_part(data)
+                self._last_sent = time.perf_counter()
+        return True
 
     def _frames_of(self, changed: list[tuple[AnswerStream, list[StepOutput]]]) -> bytes:
         """The frames of the outputs, and of the end if they are the last; without outputs a keep-alive comment."""
@@ -162,6 +181,11 @@ class WholeResponse(AnswerResponse):
             Response(self.make_body(outputs), media_type="application/json") if error is None else error.response()
         )
         await response(scope, receive, send)
+
+
+def _failure(bug: Exception) -> ApiError:
+    _log.error("a response could not be formatted", exc_info=bug)
+    return ApiError(500, "internal_error", "The server failed; see its log.")
 
 
 async def _disconnection(receive: Receive) -> None:

@@ -3,7 +3,7 @@
 Invariant: the server uses only these members of an engine, so every phase that has them can be served.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shared.engine.output import StepOutput
@@ -50,7 +50,8 @@ class Observer(Protocol):
 
     def on_first_token(self, stream: AnswerStream) -> None: ...
 
-    def on_token(self, seconds: float) -> None: ...
+    def on_gaps(self, gaps: Mapping[float, int]) -> None:
+        """A step's tokens that followed others: how many of them by the seconds since."""
 
     def on_preemptions(self, count: int) -> None: ...
 

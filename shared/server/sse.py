@@ -13,9 +13,12 @@ COMMENT = b": keep-alive\n\n"
 """A comment, which clients ignore; it keeps proxies from closing a silent connection."""
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` makes one each time
+
+
 def to_json(value: Any) -> bytes:
     """Compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode(value).encode()
 
 
 def frame(data: bytes, event: str | None = None) -> bytes:

@@ -1,11 +1,13 @@
 """The engine in a process of its own: the same answers, and what becomes of either when the other dies."""
 
+import asyncio
+import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +16,30 @@ from typing import Any
 import pytest
 
 from shared.engine.output import StepOutput
+from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
-from shared.server.engine_loop import Add, Answered, Ask, Crashed, Event, NewRequest, Question, Refused, Stepped, Stop
-from shared.server.engine_process import MAX_UNDELIVERED, EngineProcess
+from shared.server.engine_loop import (
+    Add,
+    Answered,
+    Ask,
+    Command,
+    Crashed,
+    Event,
+    NewRequest,
+    Question,
+    Refused,
+    Stepped,
+    Stop,
+)
+from shared.server.engine_process import EngineProcess
 from shared.server.engine_thread import EngineThread
+from shared.text.stopping import FinishReason
 from tests.unit.server.echo import EchoEngine, serving, wait_until
 
 FATAL = "\x02"
+Told = tuple[Event, int]
+"""An event, and the number of requests that had been added."""
 
 
 class MortalEngine(EchoEngine):
@@ -87,24 +105,37 @@ def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess)
     wait_until(lambda: not handle.is_alive)
 
 
+def follow(handle: EngineProcess, commands: Sequence[Command], blocked_seconds: float = 0.0) -> Iterator[Told]:
+    """The events that follow these commands, from an event loop that does nothing else after it was blocked."""
+    told: list[Told] = []
+    loop = asyncio.new_event_loop()
+
+    async def start() -> None:
+        handle.start(lambda event, _, num_added: told.append((event, num_added)))
+        for command in commands:
+            handle.send(command)
+        time.sleep(blocked_seconds)
+
+    with contextlib.closing(loop):
+        loop.run_until_complete(start())
+        deadline = time.perf_counter() + 60
+        while time.perf_counter() < deadline:
+            loop.run_until_complete(asyncio.sleep(0.005))
+            yield from told
+            told.clear()
+    raise TimeoutError
+
+
 @pytest.mark.usefixtures("forked")
 def test_commands_are_answered_between_two_steps_and_in_their_order(handle: EngineProcess) -> None:
+    add = Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),))
     events: list[Event] = []
     counts: list[int] = []
-    has_asked = threading.Event()  # until then no event is acknowledged, so that the first answer does not end
-
-    def tell(event: Event, _: object, num_added: int) -> None:
+    for event, num_added in follow(handle, (add, add, Ask(7, Question.DESCRIPTION))):
         events.append(event)
         counts.append(num_added)
-        has_asked.wait()
-        handle.delivered()
-
-    handle.start(tell)
-    for _ in range(2):
-        handle.send(Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),)))
-    handle.send(Ask(7, Question.DESCRIPTION))
-    has_asked.set()
-    wait_until(lambda: any(isinstance(event, Answered) for event in events) and isinstance(events[-1], Stepped))
+        if isinstance(event, Stepped) and any(isinstance(before, Answered) for before in events):
+            break
     (refused,) = (event for event in events if isinstance(event, Refused))
     assert (refused.request_id, str(refused.refusal)) == ("a", "The id a is in use.")
     assert counts == sorted(counts)
@@ -147,21 +178,27 @@ def test_it_ends_when_the_server_is_gone(handle: EngineProcess) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last_event(handle: EngineProcess) -> None:
-    told = threading.Semaphore(0)
-    events: list[Event] = []
+    steps: list[Stepped] = []
+    add = Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),))
+    for event, _ in follow(handle, (add,), blocked_seconds=1.0):
+        if isinstance(event, Crashed):
+            break
+        if isinstance(event, Stepped):
+            steps.append(event)
+            if len(steps) == 3000:
+                handle._process.kill()
+    assert event == Crashed("the engine's process ended with exit code -9")
+    assert max(after.started - before.started for before, after in pairwise(steps)) > 0.2
 
-    def tell(event: Event, _: object, __: int) -> None:
-        events.append(event)
-        told.release()
 
-    handle.start(tell)
-    handle.send(Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),)))
-    for _ in range(MAX_UNDELIVERED):
-        assert told.acquire(timeout=60)
-    assert not told.acquire(timeout=0.3)
-    handle.delivered()
-    assert told.acquire(timeout=60)
-    handle._process.kill()
-    while told.acquire(timeout=0.3) or not isinstance(events[-1], Crashed):
-        handle.delivered()
-    assert events[-1] == Crashed("the engine's process ended with exit code -9")
+def test_a_step_is_the_same_behind_the_pipe() -> None:
+    logprobs = TokenLogprobs(-0.5, ((1, -0.5), (2, -1.5)))
+    outputs = [
+        StepOutput("a", 1, "x"),
+        StepOutput("b", 2, "é\u2028", FinishReason.STOP, "é", logprobs, (None, logprobs), 3, 4, 5),
+        StepOutput("c", None, "", FinishReason.ERROR, error="It broke."),
+    ]
+    for step in (Stepped(1.0, 2.0, outputs, ("a",), 1), Stepped(1.0, 2.0, [], (), 0)):
+        behind = pickle.loads(pickle.dumps(step))
+        assert behind == step
+        assert all(type(output) is StepOutput for output in behind.outputs)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from shared.engine.output import StepOutput
+from shared.server.answer_stream import AnswerStream
+from shared.server.completions import CompletionFrames
 from tests.unit.server.echo import POISON, EchoEngine, serving, wait_until
 from tests.unit.server.exchange import completion, error_of, events
 
@@ -86,6 +90,27 @@ def test_a_bug_in_taking_a_request_is_that_requests_alone(folder: Path, monkeypa
         assert failed.status_code == 500
         assert error_of(failed)["type"] == "server_error"
         assert client.post("/v1/completions", json=completion()).status_code == 200
+        assert client.get("/debug/engine").json()["num_open_requests"] == 0
+
+
+@pytest.mark.parametrize("bad", ["!b", "a!b"], ids=["in the first frame", "in a later frame"])
+def test_a_bug_in_formatting_is_that_answers_alone(bad: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    format_tokens = CompletionFrames.tokens
+
+    def fail(self: CompletionFrames, choice: AnswerStream, outputs: Sequence[StepOutput]) -> bytes:
+        assert all(output.text != "!" for output in outputs)
+        return format_tokens(self, choice, outputs)
+
+    monkeypatch.setattr(CompletionFrames, "tokens", fail)
+    engine = EchoEngine(folder)
+    engine.step_seconds = 0.02
+    with serving(engine) as running, running.client() as client, ThreadPoolExecutor(1) as aside:
+        other = aside.submit(client.post, "/v1/completions", json=completion("ab", max_tokens=40))
+        *tokens, (name, data) = events(client.post("/v1/completions", json=completion(bad, max_tokens=4000)).text)
+        assert [data["choices"][0]["text"] for _, data in tokens] == list(bad[: bad.index("!")])
+        assert (name, data["error"]["code"]) == ("error", "internal_error")
+        assert len(events(other.result().text)) == 41
+        wait_until(lambda: not engine.running)
         assert client.get("/debug/engine").json()["num_open_requests"] == 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import Histogram
 
 from shared.engine.output import StepOutput
 from shared.engine.request import TokenLogprobs
@@ -17,9 +18,10 @@ from shared.errors import ConfigError
 from shared.server import process
 from shared.server.answer import Answer
 from shared.server.answer_stream import AnswerStream
+from shared.server.chat import ChatFrames
 from shared.server.completions import CompletionFrames
 from shared.server.errors import ApiError
-from shared.server.metrics import ServerMetrics
+from shared.server.metrics import SHORT, ServerMetrics
 from shared.server.process import bind, is_exposed
 from shared.server.settings import ServerConfig
 from shared.server.sse import frame, to_json
@@ -77,6 +79,20 @@ def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_na
     assert chunk.get("usage", "none") == ("none" if is_named else None)
 
 
+@given(text=st.text(min_size=1), wants_usage=st.booleans())
+def test_a_chats_frame_is_the_json_of_its_chunk(text: str, wants_usage: bool) -> None:
+    stream, _ = make_stream()
+    frames = ChatFrames(Answer("id", [stream]), "a-model", tokenizer=None, wants_usage=wants_usage)  # type: ignore[arg-type]
+    data, end, last = frames.tokens(stream, [StepOutput("id", 1, text)]).decode().split("\n")
+    assert (end, last) == ("", "")
+    chunk = json.loads(data.removeprefix("data: "))
+    delta = {"content": text}
+    assert chunk["choices"] == [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
+    assert (chunk["id"], chunk["model"], chunk["object"]) == ("id", "a-model", "chat.completion.chunk")
+    assert chunk.get("usage", "none") == (None if wants_usage else "none")
+    assert frames.tokens(stream, [StepOutput("id", 1, "")]) == b""
+
+
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
     abandoned: list[str] = []
     stream = AnswerStream(
@@ -99,6 +115,7 @@ def test_a_stream_gives_everything_once_and_then_nothing() -> None:
 
         stream.push(output("a", num_cached_tokens=2), 1.0)
         stream.push(output("b"), 2.0)
+        stream.flush()
         assert await taken() == ["a", "b"]
         taking = asyncio.create_task(taken())
         await asyncio.sleep(0)
@@ -133,7 +150,49 @@ def test_a_nudge_wakes_and_ends_nothing() -> None:
         assert await taking == []
         assert answer.is_open
         stream.push(output("a"), 1.0)
+        stream.flush()
         assert len(await answer.take()) == 1
+
+    asyncio.run(run())
+
+
+def test_outputs_are_written_at_once_only_while_the_task_waits_for_them() -> None:
+    async def run() -> None:
+        stream, _ = make_stream()
+        answer = Answer("id", [stream])
+        written: list[str] = []
+        can_write = True
+
+        def write(choice: AnswerStream) -> bool:
+            if can_write:
+                written.extend(one.text for one in choice.take())
+            return can_write
+
+        async def taken() -> list[str]:
+            return [one.text for _, outputs in await answer.take() for one in outputs]
+
+        def push(text: str, **more: Any) -> None:
+            stream.push(output(text, **more), 1.0)
+            stream.flush()
+
+        answer.write = write
+        push("a")
+        assert await taken() == ["a"]  # the task was not waiting
+        taking = asyncio.create_task(taken())
+        await asyncio.sleep(0)
+        push("b")
+        push("c")
+        assert written == ["b", "c"]
+        can_write = False
+        push("d")
+        can_write = True
+        push("e")  # behind what the task has not taken yet
+        assert await taking == ["d", "e"]
+        taking = asyncio.create_task(taken())
+        await asyncio.sleep(0)
+        push("f", finish_reason=FinishReason.LENGTH)
+        assert await taking == ["f"]
+        assert written == ["b", "c"]
 
     asyncio.run(run())
 
@@ -188,6 +247,20 @@ def test_metrics_take_only_labels_of_small_sets() -> None:
     assert 'handler="other",status="404"} 2.0' in text
     assert "passwd" not in text
     assert "_created" not in text
+
+
+def test_gaps_between_tokens_are_counted_as_the_librarys_histogram_counts() -> None:
+    metrics = ServerMetrics("m")
+    library = Histogram("infer:inter_token_latency_seconds", "", ["model_name"], registry=None, buckets=SHORT)
+    gaps = {0.0: 3, 0.0005: 1, 0.00051: 2, 0.02: 64, 10.0: 1, 11.0: 2}
+    metrics.on_gaps(gaps)
+    for seconds, count in gaps.items():
+        for _ in range(count):
+            library.labels("m").observe(seconds)
+    (expected,), (found,) = library.collect(), metrics._gaps.collect()
+    values = {(sample.name, *sample.labels.values()): sample.value for sample in found.samples}
+    assert values == pytest.approx({(one.name, *one.labels.values()): one.value for one in expected.samples})
+    assert 'infer:generation_tokens_total{model_name="m"} 73.0' in metrics.exposition().decode()
 
 
 def test_errors_are_ascii_whatever_they_repeat() -> None:

@@ -3,8 +3,10 @@
 import contextlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httptools
 import pytest
 
 from tests.unit.server.echo import EchoEngine, serving, unread, wait_until
@@ -133,6 +135,29 @@ def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None
                 while connection.recv(65536):
                     pass
         wait_until(lambda: not engine.running and engine.pool.audit() == [])  # the engine's thread aborts it
+
+
+def test_a_reader_that_pauses_delays_no_other_and_gets_everything_in_its_order(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.max_seq_len = engine.pool.request_capacity = 2**31
+    with serving(engine, max_unread_bytes=2**24) as running, running.client() as client:
+        body = completion("abc", max_tokens=4000, ignore_eos=True)
+        with unread(running, "/v1/completions", body, receive_buffer=4096) as connection:
+            wait_until(lambda: bool(engine.running))
+            (protocol,) = running.server.server_state.connections
+            wait_until(lambda: protocol.flow.write_paused)
+            other = client.post("/v1/completions", json=completion(max_tokens=100, ignore_eos=True))
+            assert protocol.flow.write_paused
+            assert [name for name, _ in events(other.text)] == ["token"] * 100 + ["done"]
+            connection.settimeout(60)
+            answer = b""
+            while not answer.endswith(b"\r\n0\r\n\r\n"):
+                answer += connection.recv(2**16)
+        parts: list[bytes] = []
+        httptools.HttpResponseParser(SimpleNamespace(on_body=parts.append)).feed_data(answer)
+        frames = events(b"".join(parts).decode())
+        assert [name for name, _ in frames] == ["token"] * 4000 + ["done"]
+        assert "".join(data["choices"][0]["text"] for _, data in frames) == ("abc" * 1334)[:4000]
 
 
 def test_silence_is_broken_by_comments(folder: Path) -> None:
