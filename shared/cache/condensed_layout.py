@@ -11,6 +11,7 @@ lengths are physical (slots), positions stay the request's own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Self
 
@@ -28,6 +29,16 @@ class Packed:
     counts: Integers  # [layers, Hkv], kept tokens
     num_tokens: int
     num_slots: int  # of the packed part, a multiple of the block size; 0 if tokens are masked and stay where they are
+
+    @cached_property
+    def total(self) -> int:
+        """The kept tokens of all heads."""
+        return int(self.counts.sum())
+
+    @cached_property
+    def most(self) -> int:
+        """The kept tokens of the head that keeps the most."""
+        return int(self.counts.max())
 
 
 @dataclass(frozen=True)
