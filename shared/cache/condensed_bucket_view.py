@@ -193,19 +193,19 @@ class CondensedBucketView(CondensedView):
         selected = self.selected.pop(sequence.row, None)
         if selected is None or (i := selected.index(sequence)) is None:
             selected, i = self._select(selector, [sequence]), 0
-        counts = selected.wait(i).reshape(self.cells.num_layers, -1)
+        counts, room = selected.wait(i), selected.room
         packed = Packed(counts, sequence.num_tokens, self.cells.slots_for(counts))
         num_before = counts.size * sequence.num_tail + (0 if sequence.packed is None else sequence.packed.total)
         if num_before - packed.total < self.cells.per_block or (table := place(packed)) is None:
             return None
-        known, source, cached = selected.holdings[i].table, sequence.table, selected.room.sequences
+        known, source = selected.holdings[i].table, sequence.table
         with before(selector.stream):
             if not np.array_equal(source, known):  # the prefix tree had the same blocks
                 where = slice(TABLE_START, TABLE_START + len(source))
-                cached.numbers[i, where] = sent(source, self.keys.device)
+                room.sequences.numbers[i, where] = sent(source, self.keys.device)
             target = None if np.array_equal(table, source[: len(table)]) else sent(table, self.keys.device)
-            kept = selected.chosen, selected.counts, packed.most, packed.total
-            move_kept(self.keys, self.values, cached, i, *kept, target)
+            kept = room.chosen, room.counts, packed.most, packed.total
+            move_kept(self.keys, self.values, room.sequences, i, *kept, target)
         self.sent_rows[sequence.row] = packed
         return packed
 

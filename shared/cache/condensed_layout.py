@@ -68,6 +68,9 @@ class Holding:
         return self.num_tail + (0 if self.packed is None else self.packed.num_tokens)
 
 
+_OF_PAGED = [field.name for field in fields(PagedLayout)]
+
+
 @dataclass(frozen=True)
 class CondensedLayout(PagedLayout):
     """The layout of a batch of which some sequences are compressed."""
@@ -77,7 +80,7 @@ class CondensedLayout(PagedLayout):
     @classmethod
     def of_paged(cls, layout: PagedLayout, packed: Sequence[Packed | None]) -> Self:
         """A paged layout, and what is packed of each sequence."""
-        return cls(**{field.name: getattr(layout, field.name) for field in fields(PagedLayout)}, packed=tuple(packed))
+        return cls(**{name: getattr(layout, name) for name in _OF_PAGED}, packed=tuple(packed))
 
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`."""

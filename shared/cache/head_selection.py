@@ -35,8 +35,6 @@ NUM_BEFORE, MOST_ROOMS = 2, 32
 """How often the launches of a room run before they are recorded; and how many rooms are kept, all of which go if there
 are more."""
 logger = logging.getLogger("infer.engine")
-Choice = tuple[Tensor, Tensor]
-"""Chosen places and their counts; see :func:`shared.kernels.key_selection.select_keys`."""
 
 
 def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
@@ -104,21 +102,23 @@ class Room:
     """Fixed buffers for ``num`` sequences, whose heads have at most ``capacity`` tokens each.
 
     Args:
+        memory: keys or values, ``[L, blocks, block_size, Hkv, D]``.
         ends: as in ``KeptTokens``.
-        num_heads: of all layers.
     """
 
-    def __init__(self, num: int, capacity: int, ends: Tensor, num_heads: int, block_size: int) -> None:
+    def __init__(self, num: int, capacity: int, memory: Tensor, ends: Tensor) -> None:
+        L, _, block_size, Hkv, _ = memory.shape
         width = TABLE_START + capacity // block_size + 2  # the packed part and the tail may each end within a block
         shape, is_pinned = (num, -(-width // 4) * 4), ends.is_cuda  # rows are aligned
         self.uploaded = torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned)
         self.rows = self.uploaded.numpy()
         numbers = torch.zeros(shape, dtype=torch.int32, device=ends.device) if is_pinned else self.uploaded
         self.sequences = CachedSequences(numbers, ends, capacity)
-        self.counts = torch.zeros(num, num_heads, dtype=torch.int32, pin_memory=is_pinned)  # on the host
+        self.chosen = torch.empty(num, L, Hkv, capacity, dtype=torch.int32, device=ends.device)
+        self.counts = torch.empty(num, L, Hkv, dtype=torch.int32, device=ends.device)
+        self.received = torch.empty(num, L, Hkv, dtype=torch.int32, pin_memory=is_pinned)  # the counts, on the host
         self.arrived = torch.cuda.Event() if is_pinned else None
-        self.choice: Choice | None = None  # the last
-        self.graph: torch.cuda.CUDAGraph | None = None  # writes `choice`
+        self.graph: torch.cuda.CUDAGraph | None = None  # of a choice
         self.num_choices = 0
 
     def enter(self, sequences: Sequence[Holding]) -> None:
@@ -133,9 +133,8 @@ class Room:
 
     def leave(self) -> None:
         """Send the counts to the host."""
-        assert self.choice is not None
         self.num_choices += 1
-        self.counts.copy_(self.choice[1].flatten(1), non_blocking=True)
+        self.received.copy_(self.counts, non_blocking=True)
         if self.arrived is not None:
             record(self.arrived, self.sequences.numbers.get_device())
 
@@ -144,9 +143,7 @@ class Selected:
     """What the heads of sequences will keep, until their room is used again."""
 
     def __init__(self, room: Room, holdings: Sequence[Holding]) -> None:
-        assert room.choice is not None
         self.room, self.holdings, self.number = room, holdings, room.num_choices
-        self.chosen, self.counts = room.choice
 
     def index(self, holding: Holding) -> int | None:
         """Which of the sequences has the tokens of ``holding``, wherever they are by now; None if none has."""
@@ -161,10 +158,10 @@ class Selected:
             torch.cuda.current_stream(self.room.sequences.numbers.device).wait_event(self.room.arrived)
 
     def wait(self, i: int) -> Integers:
-        """Wait for the device and return how many tokens each head of sequence ``i`` keeps."""
+        """Wait for the device and return how many tokens each head of sequence ``i`` keeps, [layers, Hkv]."""
         if self.room.arrived is not None:
             self.room.arrived.synchronize()
-        return self.room.counts[i].numpy().astype(np.int64)
+        return self.room.received[i].numpy().astype(np.int64)
 
 
 class HeadSelector:
@@ -203,7 +200,7 @@ class HeadSelector:
             room = self._room(key, all(one.packed is not None for one in sequences))
             room.enter(sequences)
             if room.graph is None:
-                room.choice = self.choose(room.sequences, w)
+                self.choose(room, w)
             else:
                 room.graph.replay()
             room.leave()
@@ -212,21 +209,22 @@ class HeadSelector:
                 self._record(room, w)
             return selected
 
-    def choose(self, sequences: CachedSequences, w: int) -> Choice:
+    def choose(self, room: Room, w: int) -> None:
         """The launches of a choice."""
-        keys = CachedKeys(self.ring, self.keys, sequences, w, self.scale)
+        keys = CachedKeys(self.ring, self.keys, room.sequences, w, self.scale)
         mass = keys.mass(w)
         attention = mass.mean(-2)
         attention /= attention.sum(-1, keepdim=True)
         scores = self.compressor.of_all(keys, mass)
-        return select_keys(scores, attention, sequences, self.windows, self.budget, self.p)
+        about = room.sequences, self.windows, self.budget, self.p
+        select_keys(scores, attention, *about, out=(room.chosen, room.counts))
 
     def _room(self, key: tuple[int, int, int], is_kept: bool) -> Room:
         """The room for a number of sequences, queries and tokens; one that is not kept serves once."""
         room = self.rooms.get(key)
         if room is None:
             num, _, capacity = key
-            room = Room(num, capacity, self.ends, self.ends.shape[1] - 2, self.keys.shape[2])
+            room = Room(num, capacity, self.keys, self.ends)
             if is_kept and len(self.rooms) == MOST_ROOMS:
                 self.rooms.clear()
                 self.pool = torch.cuda.graph_pool_handle() if self.is_recording else None
@@ -237,7 +235,7 @@ class HeadSelector:
     def _record(self, room: Room, w: int) -> None:
         """Record the launches of a room's next choices; if that fails, the log says why, and they stay launches."""
         try:
-            room.graph, room.choice = recorded(lambda: self.choose(room.sequences, w), self.pool)
+            room.graph, _ = recorded(lambda: self.choose(room, w), self.pool)
         except Exception as error:
             self.is_recording = False
             logger.warning("compressions are launched, since they could not be recorded: %s", error, exc_info=error)

@@ -1,8 +1,9 @@
 """On a GPU a compressed KV cache gives the attention that PyTorch's operations give, in captured steps too."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from phases.phase_09_2.engine import Engine
 from shared.cache import head_selection
 from shared.cache.condensed_layout import Cells, Holding, Packed
-from shared.cache.head_selection import CachedKeys, Choice, Room, Selected
+from shared.cache.head_selection import CachedKeys, Room, Selected
 from shared.compression.calibration import pack, top_n, top_p_count
 from shared.compression.compressors import COMPRESSORS, BatchedCompressor, window_attention
 from shared.compression.masked import masked_attention
@@ -77,7 +78,7 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> 
             of_heads[-1].append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
             memory.view(2, -1, D)[:, of_heads[-1][-1]] = randn(2, len(of_heads[-1][-1]), D)
     before = memory.clone().view(2, -1, D)
-    room = Room(len(holdings), 384, ends, LAYERS * HKV, BLOCK_SIZE)
+    room = Room(len(holdings), 384, memory[0], ends)
     room.enter(holdings)
     cached = room.sequences
     mass = window_mass(ring, memory[0], cached, w, 0.25)
@@ -223,23 +224,12 @@ def test_captured_steps_give_the_tokens_of_pytorch_s_operations(
     assert (engine.num_freed_blocks > 0) != fake
 
 
-class Repeat:
-    """Stands in for a graph where there is no GPU: launches again, and writes the same results."""
-
-    def __init__(self, launch: Callable[[], Choice]) -> None:
-        self.launch, self.choice = launch, launch()
-
-    def replay(self) -> None:
-        for kept, tensor in zip(self.choice, self.launch(), strict=True):
-            kept.copy_(tensor)
-
-
 def test_recorded_choices_are_those_that_are_launched(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two requests that are due together."""
     if INTERPRETED:
-        monkeypatch.setattr(head_selection, "recorded", lambda launch, pool: ((made := Repeat(launch)), made.choice))
+        monkeypatch.setattr(head_selection, "recorded", lambda launch, pool: (SimpleNamespace(replay=launch), None))
     monkeypatch.setattr(head_selection, "NUM_BEFORE", 1)
     about = SMALL | {"layer_budget": 38, "layer_upper_budget": 38, "steps_between_compressions": 4}
     prompts = [[(n * m) % 250 for n in range(42)] for m in (31, 37)]
