@@ -31,7 +31,7 @@ from shared.kernels.key_redundancy import key_redundancy
 from shared.kernels.key_selection import select_keys
 from shared.kernels.window_mass import TABLE_START, TILE, CachedSequences, window_mass
 
-NUM_BEFORE, MOST_ROOMS = 2, 32
+NUM_BEFORE, MOST_ROOMS = 2, 16
 """How often the launches of a room run before they are recorded; and how many rooms are kept, all of which go if there
 are more."""
 logger = logging.getLogger("infer.engine")
@@ -235,7 +235,7 @@ class HeadSelector:
     def _record(self, room: Room, w: int) -> None:
         """Record the launches of a room's next choices; if that fails, the log says why, and they stay launches."""
         try:
-            room.graph, _ = recorded(lambda: self.choose(room, w), self.pool)
+            room.graph, _ = recorded(lambda: self.choose(room, w), self.pool, self.stream)
         except Exception as error:
             self.is_recording = False
             logger.warning("compressions are launched, since they could not be recorded: %s", error, exc_info=error)

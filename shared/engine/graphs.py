@@ -99,13 +99,15 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
-def recorded(launch: Callable[[], Results], pool: Any) -> tuple[torch.cuda.CUDAGraph, Results]:
+def recorded(
+    launch: Callable[[], Results], pool: Any, stream: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, Results]:
     """Record launches, all of which have run before, without running them; their results are where replays write.
 
     Args:
-        pool: of the graph's memory.
+        pool, stream: of the graph's memory, which is shared by graphs that have both alike; None: a new stream.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

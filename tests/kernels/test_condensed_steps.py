@@ -229,7 +229,7 @@ def test_recorded_choices_are_those_that_are_launched(
 ) -> None:
     """Of two requests that are due together."""
     if INTERPRETED:
-        monkeypatch.setattr(head_selection, "recorded", lambda launch, pool: (SimpleNamespace(replay=launch), None))
+        monkeypatch.setattr(head_selection, "recorded", lambda launch, *_: (SimpleNamespace(replay=launch), None))
     monkeypatch.setattr(head_selection, "NUM_BEFORE", 1)
     about = SMALL | {"layer_budget": 38, "layer_upper_budget": 38, "steps_between_compressions": 4}
     prompts = [[(n * m) % 250 for n in range(42)] for m in (31, 37)]
