@@ -92,13 +92,13 @@ class BlockAllocator:
         if len(blocks) == 1 and 0 <= (block := blocks.item()) < self.num_blocks and self.ref_counts.item(block):
             return block  # a block that has just been filled, as in most steps
         if len(blocks):
-            for block in (int(blocks.min()), int(blocks.max())):
+            in_order = np.sort(blocks)
+            for block in (in_order.item(0), in_order.item(-1)):
                 if not 0 <= block < self.num_blocks:
                     raise BlockError(f"There is no block {block}; blocks are 0 to {self.num_blocks - 1}.")
             counts: Blocks = self.ref_counts[blocks]
-            if counts.min() == 0:
+            if not counts.all():
                 raise BlockError(f"Block {blocks[counts == 0][0]} is free already; each holder frees a block once.")
-            in_order = np.sort(blocks)
             if (in_order[1:] == in_order[:-1]).any():
                 raise BlockError(f"Blocks {blocks.tolist()} contain a duplicate; a holder holds a block once.")
         return blocks

@@ -36,8 +36,18 @@ class CondensedKVCachePool(PagedKVCachePool):
         return super().reserve(request, num_tokens - self.num_saved(request))
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``."""
-        return list(requests) if self.packed else super().reserve_next(requests)
+        """See ``CachePoolProtocol``; if a request is compressed, blocks are left to ``reserve``."""
+        if not self.packed:
+            return super().reserve_next(requests)
+        others: list[Request] = []
+        for request in requests:
+            row, num_tokens = self.rows[request], request.num_tokens + request.num_pending_tokens
+            num_slots = num_tokens - self.num_saved(request)
+            if num_slots > self.num_held[row] * self.block_size:
+                others.append(request)
+            elif num_slots > self.granted[row]:
+                self.granted[row] = num_slots
+        return others
 
     def shrink(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""

@@ -21,7 +21,7 @@ from shared.cache.bucket_view import OF_TOKENS, padded
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
 from shared.cache.condensed_view import CondensedView
-from shared.cache.head_selection import CachedKeys, Selected, beside, longest, sent
+from shared.cache.head_selection import HeadSelector, Selected, before, num_tiles, sent
 from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_view import PagedView
@@ -63,12 +63,12 @@ class CondensedBucketView(CondensedView):
         ends = torch.zeros(sizes.max_sequences + 1, heads + 2, dtype=torch.int32, device=device)
         bits = (sizes.max_sequences + 1, config.num_layers, config.num_kv_heads, -(-sizes.max_seq_len // 8))
         self.kept = KeptTokens(ends, None if self.moves else torch.zeros(bits, dtype=torch.uint8, device=device))
-        is_mean = self.budget.reduction in ("mean", "sum")
-        self.is_batched = self.moves and is_mean and isinstance(self.compressor, BatchedCompressor)
-        self.windows = torch.tensor([window or 0 for window in config.windows], dtype=torch.int32, device=device)
-        self.p = torch.tensor([self.budget.p], dtype=torch.float64, device=device)
+        self.selector: HeadSelector | None = None
+        if self.moves and self.budget.reduction in ("mean", "sum") and isinstance(self.compressor, BatchedCompressor):
+            windows = torch.tensor([window or 0 for window in config.windows], dtype=torch.int32, device=device)
+            where, which = (self.ring, self.keys, ends, windows), (self.compressor, self.budget, config.attention_scale)
+            self.selector = HeadSelector(*where, *which)
         self.selected: dict[int, Selected] = {}  # by row, of sequences whose last step is in flight
-        self.selecting = torch.cuda.Stream(self.keys.device) if self.keys.is_cuda else None
         self.sent_rows: dict[int, Packed] = {}  # what each row of `kept` says; none: nothing is kept
 
     def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
@@ -162,8 +162,8 @@ class CondensedBucketView(CondensedView):
 
     def compress(self, sequence: Holding, place: Place) -> Packed | None:
         """See :class:`shared.cache.compressing.CompressingView`."""
-        if self.is_batched:
-            return self._compress_all(sequence, place)
+        if self.selector is not None:
+            return self._compress_all(self.selector, sequence, place)
         packed = super().compress(sequence, place)
         if packed is not None and self.kept.masks is not None:
             mask = self.masks[sequence.row]
@@ -172,43 +172,40 @@ class CondensedBucketView(CondensedView):
 
     def select(self, sequences: Sequence[Holding]) -> None:
         """See :class:`shared.cache.compressing.CompressingView`; those of about one length are one set of launches."""
+        if self.selector is None:
+            return
         alike: defaultdict[tuple[int, int], list[Holding]] = defaultdict(list)
-        for one in sequences if self.is_batched else ():
-            alike[min(self.num_queries, one.num_tail), longest(one).bit_length()].append(one)
+        for one in sequences:
+            alike[min(self.num_queries, one.num_tail), num_tiles(one).bit_length()].append(one)
         for together in alike.values():
-            self.selected |= dict.fromkeys((one.row for one in together), self._select(together))
+            self.selected |= dict.fromkeys((one.row for one in together), self._select(self.selector, together))
 
-    def _select(self, sequences: Sequence[Holding]) -> Selected:
-        """Choose for all layers and heads at once, behind what the device does now; tails are as long as a window, or
-        equally long.
-        """
+    def _select(self, selector: HeadSelector, sequences: Sequence[Holding]) -> Selected:
+        """Choose of sequences whose tails are as long as a window, or equally long."""
         for one in sequences:
             self._send_kept(one.row, one.packed)
-        w, compressor = min(self.num_queries, sequences[0].num_tail), cast(BatchedCompressor, self.compressor)
-        with beside(self.selecting):
-            located = CachedKeys.located(sequences, self.kept.ends)
-            keys = CachedKeys(self.ring, self.keys, located, w, self.config.attention_scale)
-            return Selected(sequences, keys, compressor, self.windows, self.budget, self.p)
+        return selector.select(sequences, min(self.num_queries, sequences[0].num_tail))
 
-    def _compress_all(self, sequence: Holding, place: Place) -> Packed | None:
-        """``compress`` for all layers and heads at once."""
-        selected, before = self.selected.pop(sequence.row, None), sequence.packed
+    def _compress_all(self, selector: HeadSelector, sequence: Holding, place: Place) -> Packed | None:
+        """``compress`` for all layers and heads at once; what is kept moves beside the step in flight, and before the
+        next one.
+        """
+        selected = self.selected.pop(sequence.row, None)
         if selected is None or (i := selected.index(sequence)) is None:
-            selected, i = self._select([sequence]), 0
-        counts = selected.wait()[i]
-        num_before = counts.size * sequence.num_tail + (0 if before is None else int(before.counts.sum()))
-        if num_before - (total := int(counts.sum())) < self.cells.per_block:
-            return None
-        table = place(packed := Packed(counts, sequence.num_tokens, self.cells.slots_for(counts)))
-        if table is None:
+            selected, i = self._select(selector, [sequence]), 0
+        counts, room = selected.wait(i), selected.room
+        packed = Packed(counts, sequence.num_tokens, self.cells.slots_for(counts))
+        num_before = counts.size * sequence.num_tail + (0 if sequence.packed is None else sequence.packed.total)
+        if num_before - packed.total < self.cells.per_block or (table := place(packed)) is None:
             return None
         known, source = selected.holdings[i].table, sequence.table
-        if not np.array_equal(source, known):  # the prefix tree had the same blocks
-            where = slice(TABLE_START, TABLE_START + len(source))
-            selected.sequences.numbers[i, where] = sent(source, self.keys.device)
-        target = None if np.array_equal(table, source[: len(table)]) else sent(table, self.keys.device)
-        kept = selected.sequences, i, selected.chosen, selected.counts
-        move_kept(self.keys, self.values, *kept, int(counts.max()), total, target)
+        with before(selector.stream):
+            if not np.array_equal(source, known):  # the prefix tree had the same blocks
+                where = slice(TABLE_START, TABLE_START + len(source))
+                room.sequences.numbers[i, where] = sent(source, self.keys.device)
+            target = None if np.array_equal(table, source[: len(table)]) else sent(table, self.keys.device)
+            kept = room.chosen, room.counts, packed.most, packed.total
+            move_kept(self.keys, self.values, room.sequences, i, *kept, target)
         self.sent_rows[sequence.row] = packed
         return packed
 

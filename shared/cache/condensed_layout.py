@@ -11,6 +11,7 @@ lengths are physical (slots), positions stay the request's own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Self
 
@@ -28,6 +29,16 @@ class Packed:
     counts: Integers  # [layers, Hkv], kept tokens
     num_tokens: int
     num_slots: int  # of the packed part, a multiple of the block size; 0 if tokens are masked and stay where they are
+
+    @cached_property
+    def total(self) -> int:
+        """The kept tokens of all heads."""
+        return int(self.counts.sum())
+
+    @cached_property
+    def most(self) -> int:
+        """The kept tokens of the head that keeps the most."""
+        return int(self.counts.max())
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,9 @@ class Holding:
         return self.num_tail + (0 if self.packed is None else self.packed.num_tokens)
 
 
+_OF_PAGED = [field.name for field in fields(PagedLayout)]
+
+
 @dataclass(frozen=True)
 class CondensedLayout(PagedLayout):
     """The layout of a batch of which some sequences are compressed."""
@@ -66,7 +80,7 @@ class CondensedLayout(PagedLayout):
     @classmethod
     def of_paged(cls, layout: PagedLayout, packed: Sequence[Packed | None]) -> Self:
         """A paged layout, and what is packed of each sequence."""
-        return cls(**{field.name: getattr(layout, field.name) for field in fields(PagedLayout)}, packed=tuple(packed))
+        return cls(**{name: getattr(layout, name) for name in _OF_PAGED}, packed=tuple(packed))
 
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`."""

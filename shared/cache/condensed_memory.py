@@ -37,6 +37,8 @@ def condensed_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) ->
         shape = (model.config, sizes, model.dtype, model.device)
         if config.attention_backend is None and launches(model.norm.weight):
             view: CondensedView = CondensedBucketView(*shape, decode_buckets(config, model, max_seq_len), *about)
+            if isinstance(view, CondensedBucketView) and view.selector is not None:
+                view.selector.is_recording &= config.is_on("use_cuda_graphs")
         else:
             view = CondensedView(*shape, config.attention_backend, *about)
         if config.is_on("use_prefix_caching"):

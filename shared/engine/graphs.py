@@ -15,7 +15,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ NUM_BEFORE, MOST_RECORDED = 16, 256
 """How often a draw is launched before it is recorded, since those of a batch that shrinks from step to step seldom come
 again; and how many are known: all are dropped when there are more."""
 logger = logging.getLogger("infer.engine")
+Results = TypeVar("Results")
 
 
 class Computed(NamedTuple):
@@ -98,6 +99,25 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
+def recorded(
+    launch: Callable[[], Results], pool: Any, stream: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, Results]:
+    """Record launches, all of which have run before, without running them; their results are where replays write.
+
+    Args:
+        pool, stream: of the graph's memory, which is shared by graphs that have both alike; None: a new stream.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            results = launch()
+        finally:
+            graph.capture_end()
+    return graph, results
+
+
 class RecordedDraw(NamedTuple):
     """The recorded launches of a draw, and where they write the ids."""
 
@@ -106,16 +126,8 @@ class RecordedDraw(NamedTuple):
 
     @classmethod
     def of(cls, launch: Callable[[], torch.Tensor], pool: Any) -> "RecordedDraw":
-        """Record the launches, all of which have run before, without running them; ``pool`` as of a CUDA graph."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                ids = launch()
-            finally:
-                graph.capture_end()
-        return cls(graph, ids)
+        """See :func:`recorded`."""
+        return cls(*recorded(launch, pool))
 
     def replay(self) -> torch.Tensor:
         """Run the launches."""

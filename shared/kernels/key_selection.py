@@ -149,6 +149,7 @@ def select_keys(
     windows: torch.Tensor,
     budget: Budget,
     p: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys that each head keeps.
 
@@ -157,13 +158,14 @@ def select_keys(
         attention: likewise, not negative, with the sum 1.
         windows: int32 ``[L]``, the window of a layer, all of which is kept and nothing else; 0: none.
         p: fp64 ``[1]``, the budget's, on the device.
+        out: what is returned; None: new tensors.
 
     Returns:
         int32 ``[n, L, Hkv, longest]``, the places of the kept keys in time order, and int32 ``[n, L, Hkv]``, their
         number.
     """
     n, L, Hkv, longest = scores.shape
-    chosen, counts = torch.empty_like(scores, dtype=torch.int32), windows.new_empty(n, L, Hkv)
+    chosen, counts = out or (torch.empty_like(scores, dtype=torch.int32), windows.new_empty(n, L, Hkv))
     bounds = sequences.width, longest, budget.least, budget.most, budget.num_sinks, budget.num_recent
     where = sequences.numbers, sequences.ends, windows
     about = {"HEADS": L * Hkv, "HKV": Hkv, "TILE": TILE, "num_warps": NUM_WARPS, "num_stages": 1}

@@ -13,7 +13,7 @@ scheduled only after the compression there.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 from shared.cache.pool import CachePoolProtocol
@@ -31,15 +31,16 @@ class CompressingScheduler(OverlappedScheduler):
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
         self.is_compressing = config.compress_method is not None
+        self.interval = config.steps_between_compressions
+        self.first = config.layer_budget + self.interval  # the first length of a request whose prompt is shorter
         self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # the last length, since admission
         self.preempted: list[str] = []  # for a compression, since the last schedule
         self.held: set[Request] = set()  # which the next step leaves out
 
     def next_point(self, request: Request, num_tokens: int) -> int:
         """The first length above ``num_tokens`` at which a request is compressed."""
-        interval = self.config.steps_between_compressions
-        first = max(request.num_prompt_tokens, self.config.layer_budget + interval)
-        return first if num_tokens < first else num_tokens + interval - (num_tokens - first) % interval
+        first = max(request.num_prompt_tokens, self.first)
+        return first if num_tokens < first else num_tokens + self.interval - (num_tokens - first) % self.interval
 
     def due(self) -> Iterator[Request]:
         """The running requests to compress before the next step; to be compressed one by one."""
@@ -82,8 +83,11 @@ class CompressingScheduler(OverlappedScheduler):
 
     @property
     def decodes_plainly(self) -> bool:
-        """See :class:`OverlappedScheduler`."""
-        return not self.is_compressing
+        """See :class:`OverlappedScheduler`; a schedule by the short way names no preempted requests."""
+        return not self.preempted
+
+    def _taking_part(self) -> Iterable[Request]:
+        return [request for request in self.running.values() if request not in self.held]
 
     def _decoding(self) -> list[Request]:
         return [request for request in super()._decoding() if request not in self.held]
@@ -126,4 +130,5 @@ class CompressingScheduler(OverlappedScheduler):
         return super()._grant(request, num_tokens)
 
     def _is_point(self, request: Request, num_tokens: int) -> bool:
-        return num_tokens > 0 and self.next_point(request, num_tokens - 1) == num_tokens
+        behind = num_tokens - max(request.num_prompt_tokens, self.first)
+        return behind >= 0 and behind % self.interval == 0

@@ -12,6 +12,7 @@ one pass over the requests in place of one for each question; the schedule, and 
 Invariant: a request is preempted only while no sampled token is in flight.
 """
 
+from collections.abc import Iterable
 from itertools import compress
 
 from shared.engine.request import Request, RequestStatus
@@ -40,6 +41,10 @@ class OverlappedScheduler(PrefixScheduler):
         """Whether one of the requests is to have drafts in the step that is planned (phase 11); asked once a step."""
         return False
 
+    def _taking_part(self) -> Iterable[Request]:
+        """The running requests that the next step may compute."""
+        return self.running.values()
+
     def _all_decoding(self) -> list[Request]:
         """What ``_decoding`` returns, with memory reserved for what each writes; empty if the next step admits or
         prefills a request.
@@ -47,7 +52,7 @@ class OverlappedScheduler(PrefixScheduler):
         if self.waiting and len(self.running) < self.config.max_batch_size:
             return []
         decoding, max_seq_len = [], self.max_seq_len
-        for request in self.running.values():
+        for request in self._taking_part():
             start, num_prompt = request.num_scheduled_tokens, request.num_prompt_tokens
             num_pending = request.num_pending_tokens
             end = request.num_tokens + num_pending

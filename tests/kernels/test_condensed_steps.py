@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from phases.phase_09_2.engine import Engine
+from shared.cache import head_selection
 from shared.cache.condensed_layout import Cells, Holding, Packed
-from shared.cache.head_selection import CachedKeys
+from shared.cache.head_selection import CachedKeys, Room, Selected
 from shared.compression.calibration import pack, top_n, top_p_count
 from shared.compression.compressors import COMPRESSORS, BatchedCompressor, window_attention
 from shared.compression.masked import masked_attention
@@ -76,7 +78,9 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> 
             of_heads[-1].append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
             memory.view(2, -1, D)[:, of_heads[-1][-1]] = randn(2, len(of_heads[-1][-1]), D)
     before = memory.clone().view(2, -1, D)
-    cached = CachedKeys.located(holdings, ends)
+    room = Room(len(holdings), 384, memory[0], ends)
+    room.enter(holdings)
+    cached = room.sequences
     mass = window_mass(ring, memory[0], cached, w, 0.25)
     attention, compressor = mass.mean(-2), COMPRESSORS[method](0.25)
     measures = CachedKeys(ring, memory[0], cached, w, 0.25)
@@ -218,6 +222,34 @@ def test_captured_steps_give_the_tokens_of_pytorch_s_operations(
     assert engine.num_compressions == plain.num_compressions >= 3
     assert engine.runner.num_replays > 8
     assert (engine.num_freed_blocks > 0) != fake
+
+
+def test_recorded_choices_are_those_that_are_launched(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two requests that are due together."""
+    if INTERPRETED:
+        monkeypatch.setattr(head_selection, "recorded", lambda launch, *_: (SimpleNamespace(replay=launch), None))
+    monkeypatch.setattr(head_selection, "NUM_BEFORE", 1)
+    about = SMALL | {"layer_budget": 38, "layer_upper_budget": 38, "steps_between_compressions": 4}
+    prompts = [[(n * m) % 250 for n in range(42)] for m in (31, 37)]
+    requests = [(prompt, {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}) for prompt in prompts]
+    plain = make_engine(tiny_checkpoints["llama"], Engine, **about, use_cuda_graphs=False, attention_backend="sdpa")
+    expected, _ = serve(plain, requests)
+    engine = make_engine(tiny_checkpoints["llama"], Engine, **about, overlap_scheduling=True)
+    engine.view.selector.is_recording = True
+    got, _ = serve(engine, requests)
+    assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
+    assert engine.num_compressions == plain.num_compressions == 6
+    ((num, _, capacity), room), *others = engine.view.selector.rooms.items()
+    assert (num, capacity, others) == (2, 128, [])
+    assert room.graph is not None
+    assert room.num_choices == 2
+    holdings = [Holding(row, np.zeros(1, np.int32), 1, None) for row in range(2)]
+    selected = Selected(room, holdings)
+    assert [selected.index(holding) for holding in holdings] == [0, 1]
+    room.leave()
+    assert selected.index(holdings[0]) is None, "its room serves a later choice"
 
 
 def test_a_row_s_next_request_keeps_all_its_tokens(tiny_checkpoints: dict[str, Path]) -> None:
