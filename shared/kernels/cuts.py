@@ -92,19 +92,18 @@ def bracket_top_p(sample, total, p, farthest, is_upper):
 
 @triton.jit
 def bracket_kernel(
-    logits,
     peaks,
     temperatures,
     log_min_p,
     top_k,
     top_p,
     maxima,
+    samples,
     block_values,
     block_sums,
     brackets,
     num_listed,
     vocabulary,
-    row_stride,
     num_blocks,
     GROUPS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -119,13 +118,7 @@ def bracket_kernel(
     temperature = tl.load(temperatures + row)
     k, p = load_limits(top_k, top_p, row, vocabulary)
     farthest = load_farthest(log_min_p, row)
-    has_sample = (temperature > 0) & (p < 1) & (k == vocabulary)
     g = tl.arange(0, GROUPS)
-    sample = tl.full([GROUPS], float("nan"), tl.float32)
-    if top_p is not None:
-        is_sampled = g * GROUP < tl.where(has_sample, vocabulary, 0)
-        at = logits + row * row_stride + g * GROUP
-        sample = tl.load(at, mask=is_sampled, other=float("nan"), cache_modifier=".cg").to(tl.float32)
     wait_for_previous(PDL)
     launch_dependents(PDL)
     if (temperature > 0) & ((k < vocabulary) | (p < 1)):
@@ -134,13 +127,14 @@ def bracket_kernel(
         num_groups = tl.cdiv(vocabulary, GROUP)
         if top_k is not None and is_upper & (k <= num_groups):
             bound = bracket_top_k(load_keys(maxima + row * num_groups, g, num_groups, peak, temperature, farthest), k)
-        if top_p is not None and has_sample:
+        if top_p is not None and (p < 1) & (k == vocabulary):
             b = tl.arange(0, BLOCKS)
             bests = tl.load(block_values + row * num_blocks + b, mask=b < num_blocks, other=float("nan"))
             keys = keys_of(bests, peak, temperature, FARTHEST)
             partial = tl.load(block_sums + row * num_blocks + b, mask=b < num_blocks, other=0.0)
             total = tl.sum(tl.where(keys <= FARTHEST, partial * weight_of(tl.minimum(keys, FARTHEST)), 0.0), 0)
-            bound = bracket_top_p(keys_of(sample, peak, temperature, FARTHEST), total, p, farthest, is_upper)
+            sample = load_keys(samples + row * num_groups, g, num_groups, peak, temperature, FARTHEST)
+            bound = bracket_top_p(sample, total, p, farthest, is_upper)
         bound = tl.where(bound < 0, -1.0, bound.to(tl.float32, bitcast=True))
         tl.store(brackets + 2 * row + tl.program_id(0), tl.where(is_upper, widen(bound), bound))
         tl.store(num_listed + row, 0)

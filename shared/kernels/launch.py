@@ -115,7 +115,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Args:
         args: the kernel's arguments in order, a tensor first.
-        options: its constexpr arguments by name, except PDL, and ``num_warps`` and ``num_stages``.
+        options: its constexpr arguments by name, except PDL, and ``num_warps``, ``num_stages`` and ``maxnreg``.
     """
     LAUNCHES[kernel.__name__] += 1
     if INTERPRETED:

@@ -37,6 +37,7 @@ def peak_kernel(
     peaks,
     ids_out,
     maxima,
+    samples,
     block_sums,
     counters,
     vocabulary,
@@ -45,8 +46,8 @@ def peak_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``maxima`` and ``block_sums`` are None unless cuts will be sought: each group's maximum, and each block's sum of
-    weights relative to the block's maximum."""
+    """``maxima``, ``samples`` and ``block_sums`` are None unless cuts will be sought: each group's maximum, its first
+    value, and each block's sum of weights relative to the block's maximum."""
     wait_for_previous(PDL)
     launch_dependents(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -60,6 +61,7 @@ def peak_kernel(
         g = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tops = tl.max(tl.reshape(values, [BLOCK // GROUP, GROUP]), 1)
         tl.store(maxima + row * num_groups + g, tops, mask=g < num_groups)
+        tl.store(samples + row * num_groups + ids // GROUP, values, mask=(ids % GROUP == 0) & (ids < vocabulary))
         weights = tl.exp((values - tl.maximum(best, LEAST)) * load_sharpness(temperatures, row))
         tl.store(block_sums + row * tl.num_programs(0) + tl.program_id(0), tl.sum(weights, 0))
     counter = counters + 2 * row

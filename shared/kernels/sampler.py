@@ -38,6 +38,7 @@ FEW_ROWS = 16  # up to so many, small blocks give every multiprocessor work; abo
 FEW_BLOCK, FEW_WARPS = 1024, 4  # logits per program
 MANY_BLOCK, MANY_WARPS = 2048, 4
 BRACKET_WARPS, SEARCH_WARPS = 8, 16  # of the programs that have a side of a row's bracket, or a row
+COLLECT_REGISTERS = 72  # at most, so that seven programs run on a multiprocessor: each waits for sums of its threads
 LIST_TILE = 8192  # collected logits that the searching program holds in registers
 ARRIVALS = 2  # counters of a row: the programs of the peak and of the draw that have arrived
 
@@ -91,6 +92,7 @@ def sample(
     peaks, block_values = scratch(dtype=torch.float32), scratch(num_blocks, dtype=torch.float32)
     block_ids, block_scores = scratch(num_blocks), scratch(num_blocks, dtype=torch.float32)
     maxima = scratch(num_groups, dtype=torch.float32) if has_cuts else None
+    samples = torch.empty_like(maxima) if maxima is not None else None
     block_sums = scratch(num_blocks, dtype=torch.float32) if has_cuts else None
     launch(
         peak_kernel,
@@ -102,6 +104,7 @@ def sample(
         peaks,
         ids,
         maxima,
+        samples,
         block_sums,
         counters,
         *shape,
@@ -113,7 +116,7 @@ def sample(
     limits = (batch.log_min_p, batch.top_k, batch.top_p)
     cuts = None
     if has_cuts:
-        rows = (logits, peaks, batch.temperature, *limits)
+        rows = (peaks, batch.temperature, *limits)
         brackets, lists = scratch(2, dtype=torch.float32), scratch(V, dtype=torch.float32)
         num_listed, cuts = scratch(), scratch(2)
         masses = scratch(num_blocks, 2, dtype=torch.int64)
@@ -122,20 +125,35 @@ def sample(
             (2, B),
             *rows,
             maxima,
+            samples,
             block_values,
             block_sums,
             brackets,
             num_listed,
-            *shape,
+            V,
             num_blocks,
             GROUPS=next_power_of_two(num_groups),
             BLOCKS=blocks,
             num_warps=BRACKET_WARPS,
         )
-        launch(collect_kernel, grid, *rows, block_values, brackets, num_listed, lists, masses, *shape, **by_block)
+        launch(
+            collect_kernel,
+            grid,
+            logits,
+            *rows,
+            block_values,
+            brackets,
+            num_listed,
+            lists,
+            masses,
+            *shape,
+            **by_block,
+            maxnreg=COLLECT_REGISTERS,
+        )
         launch(
             search_kernel,
             (B,),
+            logits,
             *rows,
             num_listed,
             lists,

@@ -69,7 +69,7 @@ def test_every_variant_compiles(tmp_path):
     }
 
 
-def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stages=3, **constants):
+def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stages=3, maxnreg=None, **constants):
     """The PTX of what :func:`shared.kernels.launch.launch` would compile on an H100, or another GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -78,7 +78,7 @@ def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stag
     from shared.kernels.launch import GENERATIONS, overlap
 
     gpu = GENERATIONS[capability]
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     for name, value in overlap(kernel, gpu).items():
         (options if name == "launch_pdl" else constants)[name] = value
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
