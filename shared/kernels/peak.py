@@ -61,7 +61,11 @@ def peak_kernel(
         g = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tops = tl.max(tl.reshape(values, [BLOCK // GROUP, GROUP]), 1)
         tl.store(maxima + row * num_groups + g, tops, mask=g < num_groups)
-        tl.store(samples + row * num_groups + ids // GROUP, values, mask=(ids % GROUP == 0) & (ids < vocabulary))
+        if samples is not None:
+            firsts = tl.where(
+                tl.arange(0, GROUP)[None, :] == 0, tl.reshape(values, [BLOCK // GROUP, GROUP]), float("-inf")
+            )
+            tl.store(samples + row * num_groups + g, tl.max(firsts, 1), mask=g < num_groups)
         weights = tl.exp((values - tl.maximum(best, LEAST)) * load_sharpness(temperatures, row))
         tl.store(block_sums + row * tl.num_programs(0) + tl.program_id(0), tl.sum(weights, 0))
     counter = counters + 2 * row

@@ -92,7 +92,7 @@ def sample(
     peaks, block_values = scratch(dtype=torch.float32), scratch(num_blocks, dtype=torch.float32)
     block_ids, block_scores = scratch(num_blocks), scratch(num_blocks, dtype=torch.float32)
     maxima = scratch(num_groups, dtype=torch.float32) if has_cuts else None
-    samples = torch.empty_like(maxima) if maxima is not None else None
+    samples = scratch(num_groups, dtype=torch.float32) if batch.top_p is not None else None
     block_sums = scratch(num_blocks, dtype=torch.float32) if has_cuts else None
     launch(
         peak_kernel,

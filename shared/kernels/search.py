@@ -9,11 +9,13 @@ the mass grew evenly between the ends, which leaves about the square root of the
 from shared.kernels.keys import FARTHEST, keys_of, load_kept, load_limits, load_sharpness, mass_of
 from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 
+REST = tl.constexpr(1024)  # tokens of a list that are loaded at once in each step, if it is longer than what is held
+
 
 @triton.jit
-def load_listed(lists, num_listed, start, peak, temperature, sharpness, COUNTS: tl.constexpr, LIST_TILE: tl.constexpr):
+def load_listed(lists, num_listed, start, peak, temperature, sharpness, COUNTS: tl.constexpr, TILE: tl.constexpr):
     """The keys and masses of some listed logits; with ``COUNTS`` every mass is 1."""
-    i = start + tl.arange(0, LIST_TILE)
+    i = start + tl.arange(0, TILE)
     logit = tl.load(lists + i, mask=i < num_listed, other=float("nan"))
     keys = keys_of(logit, peak, temperature, FARTHEST)
     return keys, (keys <= FARTHEST).to(tl.int32) if COUNTS else mass_of(logit, peak, sharpness)
@@ -26,10 +28,30 @@ def listed_mass(
 ):  # fmt: skip
     """The mass of the listed tokens with keys up to ``high``. The first tile of the list is held in registers."""
     mass = tl.sum(tl.where(held <= high, held_masses, 0), 0)
-    for start in range(LIST_TILE, num_listed, LIST_TILE):
-        keys, masses = load_listed(lists, num_listed, start, peak, temperature, sharpness, COUNTS, LIST_TILE)
+    for start in range(LIST_TILE, num_listed, REST):
+        keys, masses = load_listed(lists, num_listed, start, peak, temperature, sharpness, COUNTS, REST)
         mass += tl.sum(tl.where(keys <= high, masses, 0), 0)
     return mass
+
+
+@triton.jit
+def last_key(held, lists, num_listed, high, peak, temperature, sharpness, LIST_TILE: tl.constexpr):
+    """The largest listed key up to ``high``, -1 if there is none."""
+    found = tl.max(tl.where(held <= high, held, -1), 0)
+    for start in range(LIST_TILE, num_listed, REST):
+        keys, _ = load_listed(lists, num_listed, start, peak, temperature, sharpness, True, REST)
+        found = tl.maximum(found, tl.max(tl.where(keys <= high, keys, -1), 0))
+    return found
+
+
+@triton.jit
+def next_key(held, lists, num_listed, low, peak, temperature, sharpness, LIST_TILE: tl.constexpr):
+    """The smallest listed key above ``low``, ``FARTHEST`` if there is none."""
+    found = tl.min(tl.where(held > low, held, FARTHEST), 0)
+    for start in range(LIST_TILE, num_listed, REST):
+        keys, _ = load_listed(lists, num_listed, start, peak, temperature, sharpness, True, REST)
+        found = tl.minimum(found, tl.min(tl.where(keys > low, keys, FARTHEST), 0))
+    return tl.minimum(found, FARTHEST)
 
 
 @triton.jit
@@ -42,16 +64,13 @@ def find_cut(
     Args:
         high_mass: the mass up to ``high``, listed and below the list.
     """
-    low = tl.full([], -1, tl.int32)
-    is_whole = num_listed <= LIST_TILE
-    if is_whole:
-        last = tl.max(tl.where(held <= high, held, -1), 0)
-        low = tl.where(last < 0, low, tl.min(held, 0) - 1)
-        high = tl.where((last < 0) | (high_mass.to(tl.float64) < limit), high, last)
+    low = next_key(held, lists, num_listed, -1, peak, temperature, sharpness, LIST_TILE) - 1
+    last = last_key(held, lists, num_listed, high, peak, temperature, sharpness, LIST_TILE)
     below, above = low_mass.to(tl.float64), high_mass.to(tl.float64)  # the masses up to the ends
+    low, high = tl.where(last < 0, -1, low), tl.where((last < 0) | (above < limit), high, last)
     step = tl.full([], 0, tl.int32)
     while high - low > 1:
-        share = tl.where(is_whole & (step % 2 == 0) & (above > below), (limit - below) / (above - below), 0.5)
+        share = tl.where((step % 2 == 0) & (above > below), (limit - below) / (above - below), 0.5)
         share = tl.minimum(tl.maximum(share, 0.0), 1.0).to(tl.float32)
         middle = low + (share * (high - low).to(tl.float32)).to(tl.int32)
         middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
@@ -59,15 +78,12 @@ def find_cut(
         mass = low_mass + listed_mass(
             held, held_masses, lists, num_listed, middle, peak, temperature, sharpness, COUNTS, LIST_TILE
         )
-        is_reached = mass.to(tl.float64) >= limit
-        if is_reached:
-            high, above = middle, mass.to(tl.float64)
-            if is_whole:  # no listed key lies between this one and middle
-                high = tl.max(tl.where(held <= middle, held, 0), 0)
+        if mass.to(tl.float64) >= limit:  # no listed key lies between the new end and middle
+            above = mass.to(tl.float64)
+            high = tl.maximum(last_key(held, lists, num_listed, middle, peak, temperature, sharpness, LIST_TILE), 0)
         else:
-            low, below = middle, mass.to(tl.float64)
-            if is_whole:
-                low = tl.min(tl.where(held > middle, held, FARTHEST), 0) - 1
+            below = mass.to(tl.float64)
+            low = next_key(held, lists, num_listed, middle, peak, temperature, sharpness, LIST_TILE) - 1
     return high
 
 
