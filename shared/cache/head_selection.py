@@ -205,7 +205,7 @@ class HeadSelector:
                 room.graph.replay()
             room.leave()
             selected = Selected(room, sequences)
-            if self.is_recording and room.num_choices == NUM_BEFORE:
+            if self.is_recording and room.num_choices == NUM_BEFORE and key in self.rooms:
                 self._record(room, w)
             return selected
 

@@ -1,14 +1,15 @@
 """The exact top-k and top-p cuts of a row, from the list that holds them. Introduced in phase 3.1.
 
 The third launch of :mod:`shared.kernels.cuts`. A list has tokens in any order; sums of integers do not depend on it.
-The search tests a key in each step, and moves one end on to a listed key. Every second key is where the cut would be if
-the mass grew evenly between the ends, which leaves about the square root of the tokens (Perl, Itai and Avni,
-"Interpolation search", 1978); the others halve the range, whatever the data.
+The search tests a key in each step, and moves one end on to a listed key. The key is where the cut would be if the mass
+grew evenly between the ends, which leaves about the square root of the tokens (Perl, Itai and Avni, "Interpolation
+search", 1978); every eighth key halves the range, whatever the data.
 """
 
 from shared.kernels.keys import FARTHEST, keys_of, load_kept, load_limits, load_sharpness, mass_of
 from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 
+HALVING = tl.constexpr(8)  # one of so many keys halves the range
 REST = tl.constexpr(1024)  # tokens of a list that are loaded at once in each step, if it is longer than what is held
 
 
@@ -70,7 +71,7 @@ def find_cut(
     low, high = tl.where(last < 0, -1, low), tl.where((last < 0) | (above < limit), high, last)
     step = tl.full([], 0, tl.int32)
     while high - low > 1:
-        share = tl.where((step % 2 == 0) & (above > below), (limit - below) / (above - below), 0.5)
+        share = tl.where((step % HALVING != HALVING - 1) & (above > below), (limit - below) / (above - below), 0.5)
         share = tl.minimum(tl.maximum(share, 0.0), 1.0).to(tl.float32)
         middle = low + (share * (high - low).to(tl.float32)).to(tl.int32)
         middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
