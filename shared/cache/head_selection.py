@@ -189,7 +189,7 @@ class HeadSelector:
         self.stream = torch.cuda.Stream(keys.device) if keys.is_cuda else None
         self.rooms: dict[tuple[int, int, int], Room] = {}  # by number of sequences, queries, capacity
         self.is_recording = keys.is_cuda
-        self.pool = torch.cuda.graph_pool_handle() if self.is_recording else None
+        self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
 
     def select(self, sequences: Sequence[Holding], w: int) -> Selected:
         """Choose for all layers and heads of sequences at once, behind what the device does now, from the last ``w``
@@ -227,7 +227,7 @@ class HeadSelector:
             room = Room(num, capacity, self.keys, self.ends)
             if is_kept and len(self.rooms) == MOST_ROOMS:
                 self.rooms.clear()
-                self.pool = torch.cuda.graph_pool_handle() if self.is_recording else None
+                self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
             if is_kept:
                 self.rooms[key] = room
         return room
@@ -235,7 +235,7 @@ class HeadSelector:
     def _record(self, room: Room, w: int) -> None:
         """Record the launches of a room's next choices; if that fails, the log says why, and they stay launches."""
         try:
-            room.graph, _ = recorded(lambda: self.choose(room, w), self.pool, self.stream)
+            room.graph, _ = recorded(lambda: self.choose(room, w), self.graph_memory, self.stream)
         except Exception as error:
             self.is_recording = False
             logger.warning("compressions are launched, since they could not be recorded: %s", error, exc_info=error)

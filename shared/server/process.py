@@ -152,14 +152,14 @@ def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: A
     if config.api_key is None and is_exposed(bound):
         log_event(logging.WARNING, "other machines may send requests: there is no API key (--api-key)")
     server = Server(app, replace(config, max_connections=_affordable(config.max_connections)))
-    bound.listen(BACKLOG)
-    log_event(logging.INFO, "ready", url=address_of(bound), **described)
     gc.collect()
     gc.freeze()  # a collection then visits what requests allocated, and not every module: 0.1 s less for a large body
     sys.setswitchinterval(SWITCH_INTERVAL)
-    # uvicorn raises the signal again when it is done, for the previous handler; SIGTERM must then have no effect.
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    # SIGTERM may come before uvicorn's handler is there; and uvicorn raises it again for this handler when it is done.
+    before = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     try:
+        bound.listen(BACKLOG)
+        log_event(logging.INFO, "ready", url=address_of(bound), **described)
         server.run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)
