@@ -41,10 +41,10 @@ def names(schedule: Schedule) -> str:
 def run_machine(
     machine: type[RuleBasedStateMachine], has_met: Callable[[], bool], max_examples: int, stateful_step_count: int
 ) -> None:
-    """Run a state machine, which does random things, and up to four times more until it ``has_met`` what it is for."""
+    """Run a state machine, which does random things, up to twelve times until it ``has_met`` what it is for."""
     sizes = settings(max_examples=max_examples, stateful_step_count=stateful_step_count, deadline=None)
-    chosen = settings(sizes, derandomize=False)  # in CI too, where all five runs would be the same
-    for _ in range(5):
+    chosen = settings(sizes, derandomize=False)  # in CI too, where all runs would be the same
+    for _ in range(12):
         run_state_machine_as_test(machine, settings=chosen)
         if has_met():
             return
