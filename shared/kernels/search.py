@@ -14,12 +14,17 @@ REST = tl.constexpr(1024)  # tokens of a list that are loaded at once in each st
 
 
 @triton.jit
-def load_listed(lists, num_listed, start, peak, temperature, sharpness, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """The keys and masses of some listed logits; with ``COUNTS`` every mass is 1."""
+def load_listed(lists, num_listed, start, peak, temperature, TILE: tl.constexpr):
+    """Some listed logits and their keys."""
     i = start + tl.arange(0, TILE)
     logit = tl.load(lists + i, mask=i < num_listed, other=float("nan"))
-    keys = keys_of(logit, peak, temperature, FARTHEST)
-    return keys, (keys <= FARTHEST).to(tl.int32) if COUNTS else mass_of(logit, peak, sharpness)
+    return logit, keys_of(logit, peak, temperature, FARTHEST)
+
+
+@triton.jit
+def masses_of(logit, keys, peak, sharpness, COUNTS: tl.constexpr):
+    """The masses of listed logits; with ``COUNTS`` each is 1."""
+    return (keys <= FARTHEST).to(tl.int32) if COUNTS else mass_of(logit, peak, sharpness)
 
 
 @triton.jit
@@ -30,27 +35,27 @@ def listed_mass(
     """The mass of the listed tokens with keys up to ``high``. The first tile of the list is held in registers."""
     mass = tl.sum(tl.where(held <= high, held_masses, 0), 0)
     for start in range(LIST_TILE, num_listed, REST):
-        keys, masses = load_listed(lists, num_listed, start, peak, temperature, sharpness, COUNTS, REST)
-        mass += tl.sum(tl.where(keys <= high, masses, 0), 0)
+        logit, keys = load_listed(lists, num_listed, start, peak, temperature, REST)
+        mass += tl.sum(tl.where(keys <= high, masses_of(logit, keys, peak, sharpness, COUNTS), 0), 0)
     return mass
 
 
 @triton.jit
-def last_key(held, lists, num_listed, high, peak, temperature, sharpness, LIST_TILE: tl.constexpr):
+def last_key(held, lists, num_listed, high, peak, temperature, LIST_TILE: tl.constexpr):
     """The largest listed key up to ``high``, -1 if there is none."""
     found = tl.max(tl.where(held <= high, held, -1), 0)
     for start in range(LIST_TILE, num_listed, REST):
-        keys, _ = load_listed(lists, num_listed, start, peak, temperature, sharpness, True, REST)
+        _, keys = load_listed(lists, num_listed, start, peak, temperature, REST)
         found = tl.maximum(found, tl.max(tl.where(keys <= high, keys, -1), 0))
     return found
 
 
 @triton.jit
-def next_key(held, lists, num_listed, low, peak, temperature, sharpness, LIST_TILE: tl.constexpr):
+def next_key(held, lists, num_listed, low, peak, temperature, LIST_TILE: tl.constexpr):
     """The smallest listed key above ``low``, ``FARTHEST`` if there is none."""
     found = tl.min(tl.where(held > low, held, FARTHEST), 0)
     for start in range(LIST_TILE, num_listed, REST):
-        keys, _ = load_listed(lists, num_listed, start, peak, temperature, sharpness, True, REST)
+        _, keys = load_listed(lists, num_listed, start, peak, temperature, REST)
         found = tl.minimum(found, tl.min(tl.where(keys > low, keys, FARTHEST), 0))
     return tl.minimum(found, FARTHEST)
 
@@ -65,8 +70,8 @@ def find_cut(
     Args:
         high_mass: the mass up to ``high``, listed and below the list.
     """
-    low = next_key(held, lists, num_listed, -1, peak, temperature, sharpness, LIST_TILE) - 1
-    last = last_key(held, lists, num_listed, high, peak, temperature, sharpness, LIST_TILE)
+    low = next_key(held, lists, num_listed, -1, peak, temperature, LIST_TILE) - 1
+    last = last_key(held, lists, num_listed, high, peak, temperature, LIST_TILE)
     below, above = low_mass.to(tl.float64), high_mass.to(tl.float64)  # the masses up to the ends
     low, high = tl.where(last < 0, -1, low), tl.where((last < 0) | (above < limit), high, last)
     step = tl.full([], 0, tl.int32)
@@ -81,10 +86,10 @@ def find_cut(
         )
         if mass.to(tl.float64) >= limit:  # no listed key lies between the new end and middle
             above = mass.to(tl.float64)
-            high = tl.maximum(last_key(held, lists, num_listed, middle, peak, temperature, sharpness, LIST_TILE), 0)
+            high = tl.maximum(last_key(held, lists, num_listed, middle, peak, temperature, LIST_TILE), 0)
         else:
             below = mass.to(tl.float64)
-            low = next_key(held, lists, num_listed, middle, peak, temperature, sharpness, LIST_TILE) - 1
+            low = next_key(held, lists, num_listed, middle, peak, temperature, LIST_TILE) - 1
     return high
 
 
@@ -119,14 +124,16 @@ def search_kernel(
         top_k_cut = tl.full([], FARTHEST, tl.int32)
         if top_k is not None and k < vocabulary:
             # The list surely holds the cut: it begins at the peak, and has at least k tokens.
-            held, ones = load_listed(lists, length, 0, peak, temperature, sharpness, True, LIST_TILE)
+            logit, held = load_listed(lists, length, 0, peak, temperature, LIST_TILE)
+            ones = masses_of(logit, held, peak, sharpness, True)
             top_k_cut = find_cut(
                 held, ones, lists, length, k.to(tl.float64), top_k_cut, length * 0, length, peak, temperature,
                 sharpness, True, LIST_TILE,
             )  # fmt: skip
         top_p_cut = top_k_cut
         if top_p is not None and p < 1:
-            held, masses = load_listed(lists, length, 0, peak, temperature, sharpness, False, LIST_TILE)
+            logit, held = load_listed(lists, length, 0, peak, temperature, LIST_TILE)
+            masses = mass_of(logit, peak, sharpness)
             low_mass = tl.full([], 0, tl.int64)
             mass = listed_mass(held, masses, lists, length, top_k_cut, peak, temperature, sharpness, False, LIST_TILE)
             high_mass = mass
@@ -145,7 +152,8 @@ def search_kernel(
                     tl.debug_barrier()  # a thread may load what another has stored
                     length = length * 0 + vocabulary
                     low_mass, high_mass = tl.full([], 0, tl.int64), mass
-                    held, masses = load_listed(lists, length, 0, peak, temperature, sharpness, False, LIST_TILE)
+                    logit, held = load_listed(lists, length, 0, peak, temperature, LIST_TILE)
+                    masses = mass_of(logit, peak, sharpness)
             top_p_cut = find_cut(
                 held, masses, lists, length, p * mass.to(tl.float64), top_k_cut, low_mass, high_mass, peak, temperature,
                 sharpness, False, LIST_TILE,
