@@ -5,11 +5,13 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 # As many processes as there are processors, and no more than a laptop's memory has room for.
 # tests/integration comes first and takes longest, so files are handed out in that order.
-PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
-PYTEST := $(BIN)/python -m pytest
+PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# The same verdict every time: sets of strings have one order, and sums of floats one number of threads.
+SUITE := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) -rs --durations 20 --durations-min 5
+MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format env docs workshop clean
+.PHONY: help demo test test-all measure fuzz lint format env docs workshop clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,13 +24,19 @@ demo: env ## fetch the demo model, let it answer, and measure every phase on thi
 	$(BIN)/infer ladder --model smollm2-135m --quick
 
 test: env ## run the tests of the engine, the server, the chapters and the kernels: minutes
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not measured" $(PARALLEL)
-	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/kernels $(PARALLEL)
+	$(SUITE) -m "not slow and not measured"
+	TRITON_INTERPRET=1 $(SUITE) -m "not slow and not measured" tests/kernels
 
-test-all: env ## run every test that this machine can run: also browsers, exercises, measured ratios, compilation
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not measured" $(PARALLEL)
-	$(PYTEST) -m measured --ignore tests/kernels --ignore tutorial
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL)
+test-all: env ## run every test that this machine can run and that decides: also browsers, exercises, compilation
+	$(SUITE) -m "not measured"
+	TRITON_INTERPRET=1 $(SUITE) -m "not measured" tests/kernels
+
+measure: env ## check the ratios of times, one test after the other; wants the machine for itself
+	$(BIN)/python -m pytest -m measured --ignore tutorial
+
+fuzz: env ## search for failing examples at random, for MINUTES=10; a found one belongs into its test as @example
+	@until=$$(( $$(date +%s) + 60 * $(MINUTES) )); while [ $$(date +%s) -lt $$until ]; do \
+	  OMP_NUM_THREADS=1 INFER_FUZZ_UNTIL=$$until $(BIN)/python -m pytest $(PARALLEL) -q -x -m "hypothesis and not measured" || exit 1; done
 
 lint: env ## check style, format and types
 	$(BIN)/ruff check .

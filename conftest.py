@@ -3,14 +3,18 @@ tokens of transformers that answers are compared with."""
 
 import json
 import os
+import random
+import time
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
 from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.reference_tokens import ReferenceTokens
 
@@ -24,23 +28,34 @@ TOKENIZER_FOLDERS = (*OWN_FOLDERS, *filter(None, os.environ.get("INFER_TEST_TOKE
 # measure time choose their own count.
 torch.set_num_threads(1)
 
-# How long an example takes says nothing here: the machine has other work, and a first call compiles. Both checks are
-# named here because a test that names one of its own would have the other again.
+# The suite says the same of a commit every time: each test finds the same examples. How long one takes says nothing, as
+# the machine has other work and a first call compiles. Both checks are named here because a test that names one of its
+# own would have the other again.
 settings.register_profile(
     "repository",
     deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-# A check of an exercise finds the same example each time, soon, and by it a known mistake is recognised.
+# A check of an exercise finds its example soon, and by it a known mistake is recognised.
 settings.register_profile(
     "workshop",
     settings.get_profile("repository"),
-    derandomize=True,
-    database=None,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
-settings.load_profile("workshop" if os.environ.get("INFER_WORKSHOP", "0") not in ("", "0") else "repository")
+# ``make fuzz`` looks for new examples. Those that fail are kept in .hypothesis and tried first the next time.
+settings.register_profile(
+    "fuzz",
+    settings.get_profile("repository"),
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+    print_blob=True,
+)
+FUZZ_UNTIL = float(os.environ.get("INFER_FUZZ_UNTIL", 0))  # seconds since the epoch; 0: the same examples as always
+IS_WORKSHOP = os.environ.get("INFER_WORKSHOP", "0") not in ("", "0")
+settings.load_profile("workshop" if IS_WORKSHOP else "fuzz" if FUZZ_UNTIL else "repository")
 
 
 # Commands choose a GPU where there is one; what tests compare them with is computed on the CPU.
@@ -108,6 +123,16 @@ def keep_one_skip_a_function(config: pytest.Config, items: list[pytest.Item]) ->
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and this machine has none")
+    if FUZZ_UNTIL and time.time() > FUZZ_UNTIL:
+        pytest.skip("the minutes of `make fuzz` are over")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws without a seed of its own does not depend on the tests that ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
