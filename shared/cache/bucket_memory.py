@@ -3,6 +3,8 @@
 Invariant: that of :mod:`shared.cache.planned_memory`.
 """
 
+from dataclasses import replace
+
 from shared.cache.bucket_view import BucketView
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
@@ -39,4 +41,4 @@ def buckets_of(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Bucke
     if not config.is_on("use_cuda_graphs") or not launches(model.norm.weight):
         return Buckets((), ())
     most_tokens = min(config.max_batch_size + config.prefill_chunk_size, config.most_tokens_of_a_step(max_seq_len))
-    return Buckets.of(config.max_batch_size, most_tokens)
+    return replace(Buckets.of(config.max_batch_size, most_tokens), is_required=config.use_cuda_graphs is True)

@@ -43,6 +43,7 @@ class BucketView(PrefixView):
         buckets: Buckets,
     ) -> None:
         super().__init__(config, sizes, dtype, device, backend)
+        self.buckets = buckets
         if self.planner is not None:
             self.planner = BucketPlanner(**vars(self.planner), buckets=buckets)
             sizes_of_steps = reversed(buckets.decode + buckets.mixed)
@@ -57,7 +58,7 @@ class BucketView(PrefixView):
         """The bucket to which a step is padded."""
         if self.planner is None:
             return None
-        return cast(BucketPlanner, self.planner).buckets.smallest(len(batch), batch.num_tokens)
+        return self.buckets.smallest(len(batch), batch.num_tokens)
 
     def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
         arrays = super()._arrays(batch, layout)

@@ -17,6 +17,7 @@ from shared.cache.prefix import PrefixKVCachePool
 from shared.cache.view import BatchView
 from shared.engine.config import EngineConfig
 from shared.loading.checkpoint import Checkpoint
+from shared.loading.config_json import read_config
 from shared.loading.kv_scales import kv_scales
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
@@ -27,7 +28,10 @@ def fp8_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple
     if config.kv_cache_dtype == "auto":
         return bucket_memory(config, model, max_seq_len)
     buckets = buckets_of(config, model, max_seq_len)
-    scales = kv_scales(Checkpoint(resolve_model(config.model)), model.config)
+    folder = resolve_model(config.model)
+    scales = kv_scales(Checkpoint(folder), read_config(folder, can_quantize=True))
+    if scales is not None:  # a rank has a part of the KV heads
+        scales = scales.narrow(-1, model.config.first_kv_head, model.config.num_kv_heads)
     make_pool = PrefixKVCachePool if config.is_on("use_prefix_caching") else PlannedKVCachePool
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:

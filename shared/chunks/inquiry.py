@@ -66,18 +66,28 @@ class Use:
 
 @dataclass(frozen=True)
 class Blend:
-    """These chunks, put together with a fraction of their tokens recomputed; other requests wait meanwhile."""
+    """These chunks, put together with a fraction of their tokens recomputed; other requests wait meanwhile.
+
+    ``is_again``: the message was sent before, and a chunk that could not be computed since is not tried once more.
+    """
 
     chunk_ids: tuple[str, ...]
     fraction: float
+    is_again: bool = False
 
     def answer(self, engine: Any) -> ChunkInfo | None:
-        """See :class:`Inquiry`; None while one of them is computed. Raises RequestError as ``blend`` does."""
+        """See :class:`Inquiry`; None while one of them is computed.
+
+        Raises RequestError as ``blend`` does, and RuntimeError if a chunk cannot be computed.
+        """
         registry = engine.chunks
         chunks = [registry.find(name) for name in self.chunk_ids]
         registry.check(chunks, sum(map(len, chunks)))
         registry.touch(chunks)
         for chunk in chunks:
+            if self.is_again and chunk.error is not None:
+                raise RuntimeError(f"chunk {chunk.chunk_id} could not be computed: {chunk.error}")
+            chunk.error = None
             registry.want(chunk)
         if not all(chunk.is_resident for chunk in chunks):
             return None

@@ -110,7 +110,7 @@ class RangedView(BucketView):
     def _bucket_of(self, batch: Batch) -> Bucket | None:
         if not self.is_ranged:
             return super()._bucket_of(batch)
-        bucket = cast(BucketPlanner, self.planner).buckets.smallest(len(batch), batch.num_tokens)
+        bucket = self.buckets.smallest(len(batch), batch.num_tokens)
         if bucket is not None and not bucket.is_decode and not self._is_small(bucket):
             bucket = None
         is_held = self._plan(batch, cast(ChunkLayout, batch.layout), bucket)

@@ -39,6 +39,7 @@ class Chunk:
     token_ids: Sequence[int]
     blocks: Blocks | None = None  # that hold its tokens in order; None: not computed, or evicted
     num_users: int = 0  # places in admitted requests
+    error: str | None = None  # why it could not be computed the last time
 
     @property
     def is_resident(self) -> bool:
@@ -182,7 +183,7 @@ class ChunkRegistry:
 
     def store(self, chunk: Chunk, blocks: Blocks) -> None:
         """Keep the blocks of a chunk that has been computed."""
-        chunk.blocks = blocks
+        chunk.blocks, chunk.error = blocks, None
         self.resident[chunk.chunk_id] = chunk
 
     def touch(self, chunks: Iterable[Chunk]) -> None:

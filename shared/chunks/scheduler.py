@@ -96,6 +96,7 @@ class ChunkScheduler(OverlappedScheduler):
         super()._retire(request, status)
         chunk = self.registry.computing.pop(request, None)
         if chunk is not None and status is RequestStatus.FAILED:
+            chunk.error = request.error
             for waiting in list(self.waiting.values()):
                 if chunk in self.registry.contexts.get(waiting, ()):
                     waiting.error = request.error

@@ -27,6 +27,7 @@ class Buckets:
 
     decode: tuple[Bucket, ...]
     mixed: tuple[Bucket, ...]
+    is_required: bool = False  # whether it is an error if their steps cannot be captured
 
     @classmethod
     def of(cls, max_sequences: int, max_tokens: int) -> Self:

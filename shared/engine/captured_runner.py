@@ -20,10 +20,11 @@ from rich.progress import track
 
 from shared.cache.view import BatchView, StepInputs
 from shared.engine.batch import Batch
-from shared.engine.buckets import Bucket
+from shared.engine.buckets import Bucket, Buckets
 from shared.engine.graphs import Capture, CapturedStep, Computed, CudaGraphCapture, DrawRecorder, uncollected
 from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.runner import Launched
+from shared.errors import ConfigError
 from shared.kernels.pending_ids import fill_pending
 from shared.models.causal_lm import CausalLM
 
@@ -33,6 +34,7 @@ logger = logging.getLogger("infer.engine")
 class BucketedView(BatchView, Protocol):
     """A view that pads steps to buckets, so that they can be captured."""
 
+    buckets: Buckets
     bucket: Bucket | None  # of the loaded step; None: it is larger than all
     paddings: Sequence[Batch]  # a full batch of padding for each bucket, the largest first
 
@@ -44,7 +46,7 @@ class BucketedView(BatchView, Protocol):
 class CapturedRunner(OverlappedRunner):
     """A runner that captures the steps of its view's buckets, and replays them.
 
-    If a capture fails, the log says why, and every step is run eagerly.
+    If a capture fails, the log says why, and every step is run eagerly. Raises ConfigError if the buckets are required.
 
     Args:
         view: a :class:`BucketedView`.
@@ -61,7 +63,7 @@ class CapturedRunner(OverlappedRunner):
         **sampling: Any,
     ) -> None:
         super().__init__(model, view, max_sequences, **sampling)
-        self.buckets = cast(BucketedView, view)
+        self.bucketed = cast(BucketedView, view)
         self.graphs: dict[Bucket, CapturedStep] = {}
         try:
             with uncollected():
@@ -71,15 +73,20 @@ class CapturedRunner(OverlappedRunner):
                 self.sampler.recorder = DrawRecorder({each.data_ptr() for each in logits if each is not None})
         except Exception as error:
             self.graphs.clear()
+            if self.bucketed.buckets.is_required:
+                raise ConfigError(
+                    f"use_cuda_graphs is True and CUDA graphs could not be captured ({error}); leave it out to run "
+                    "steps eagerly where they cannot."
+                ) from error
             logger.warning("steps run eagerly, since CUDA graphs could not be captured: %s", error, exc_info=error)
 
     @torch.inference_mode()
     def _capture(self, capture: Capture) -> None:
-        started, paddings = time.perf_counter(), self.buckets.paddings
+        started, paddings = time.perf_counter(), self.bucketed.paddings
         console = Console(stderr=True)
         about: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
         for batch in track(paddings, "Capturing CUDA graphs", **about):
-            inputs, bucket = self.view.load(batch), self.buckets.bucket
+            inputs, bucket = self.view.load(batch), self.bucketed.bucket
             assert bucket is not None
             self.graphs[bucket] = capture(functools.partial(self._run, inputs, bucket))
         logger.info("captured %d steps in %.1f s", len(paddings), time.perf_counter() - started)
@@ -92,12 +99,12 @@ class CapturedRunner(OverlappedRunner):
 
     def repeat(self, launched: Launched) -> Launched | None:
         """See :class:`shared.engine.runner.Runner`; within the ``num_ahead`` tokens that the batch was laid out for."""
-        batch, bucket = launched.batch, self.buckets.bucket
+        batch, bucket = launched.batch, self.bucketed.bucket
         captured = self.graphs.get(bucket) if bucket is not None and bucket.is_decode else None
         is_whole = len(batch.logit_rows) == len(batch) and not launched.errors
         if captured is None or not is_whole or launched.num_repeats == batch.layout.num_ahead:
             return None
-        self.buckets.advance()
+        self.bucketed.advance()
         captured.replay()
         self.num_replays += 1
         self.num_forwards += 1
@@ -106,7 +113,7 @@ class CapturedRunner(OverlappedRunner):
         return replace(launched, logits=logits, num_repeats=launched.num_repeats + 1)
 
     def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        bucket = self.buckets.bucket
+        bucket = self.bucketed.bucket
         if bucket is None:
             return super()._compute(batch, inputs)
         captured = self.graphs.get(bucket)

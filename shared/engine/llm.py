@@ -110,7 +110,7 @@ class LLM:
         try:
             with _bar(len(answers), progress) as (bar, task):
                 num_tokens = 0
-                while waiting or running:
+                while waiting or self.engine.has_work():  # a step may be in flight when the last answer is complete
                     if waiting:
                         self._feed(waiting, running)
                     for output in self.engine.step():

@@ -1,6 +1,7 @@
 """Runners that give the drafter the hidden states of mask tokens, and then what was drawn. Introduced in phase 11.1.
 
-Invariant: what is kept is a copy, so the next step may overwrite the buffers of a captured one.
+Invariants: the states are those of the last batch that was launched, and of no other; what is kept is a copy, so the
+next step may overwrite the buffers of a captured one.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ Follow = Callable[[Launched, Sequence[SamplingRow], SamplerOutput], None]
 
 
 class _KeepsStates(Runner):
-    """Puts the states of each step in ``states``, by request id; its owner takes them out."""
+    """Keeps the states of the last step in ``states``, by request id."""
 
     def __init__(
         self,
@@ -49,6 +50,12 @@ class _KeepsStates(Runner):
     def most_drafts(self) -> int:
         """Those behind each of a sequence's logit rows."""
         return self.most_logit_rows * (self.most_logit_rows - 1)
+
+    def forward(self, batch: Batch) -> Launched:
+        """See :class:`Runner`."""
+        if self.states is not None:
+            self.states.clear()
+        return super().forward(batch)
 
     def sample(self, launched: Launched, rows: Sequence[SamplingRow]) -> SamplerOutput:
         """See :class:`Runner`."""

@@ -50,10 +50,10 @@ class GrammarCache(Generic[Compiled]):
 
     def get(self, grammar: Grammar) -> Compiled:
         """The compiled grammar; waits if it is being compiled. Raises GrammarError."""
-        kept = self.known(grammar)
-        if kept is not None:
-            return kept
-        with self._lock:
+        with self._lock:  # one look at both, or a grammar that is just done would be compiled and counted again
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._kept[grammar]
             future = self._running.get(grammar)
             is_first = future is None
             if future is None:

@@ -47,6 +47,7 @@ class ModelConfig:
     attention_softcap: float | None = None  # scores become c·tanh(scores / c)
     logit_softcap: float | None = None
     dtype: str = "float32"  # as declared by the checkpoint: float32, bfloat16 or float16
+    first_kv_head: int = 0  # of the whole model's, where this is the shape of a rank's part (phase 12.1)
 
     def layer_rope(self, layer: int) -> RopeConfig:
         """The RoPE of one layer: sliding-window layers may have a different base."""

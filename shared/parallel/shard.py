@@ -71,6 +71,7 @@ class Shard:
             config,
             num_heads=len(queries),
             num_kv_heads=len(keys),
+            first_kv_head=keys.start,
             intermediate_size=len(columns),
             vocab_size=len(vocabulary),
         )

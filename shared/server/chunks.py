@@ -5,6 +5,7 @@ Invariant: an id follows from the content, so clients that register the same con
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Query, Request
@@ -113,6 +114,7 @@ async def context(
         return found
     blend = Blend(tuple(info.chunk_id for info in found), recompute)
     while (blended := await client.inquire(blend, param)) is None:
+        blend = replace(blend, is_again=True)
         await asyncio.sleep(POLL_SECONDS)
     return [blended]
 

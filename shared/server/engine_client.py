@@ -240,7 +240,7 @@ class EngineClient:
 
     def _crashed(self, cause: str) -> None:
         """End every open request with an error; an engine that has stopped has no load."""
-        self.crash = cause
+        self.crash = self.crash or cause  # the end of the engine's process follows a step that failed, and is no cause
         self.load = dataclasses.replace(self.load, num_running=0, num_waiting=0, kv_usage=0.0)
         error = ApiError(500, "engine_error", "The engine has stopped after an error; see the server's log.")
         streams, self._streams = self._streams, {}

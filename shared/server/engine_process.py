@@ -26,11 +26,13 @@ from typing import Any
 from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
+from shared.server.command_codec import CommandCodec
 from shared.server.engine_loop import Command, Crashed, EngineLoop, Publish, Stop
 from shared.server.served_engine import ServedEngine, chunk_refusal
 from shared.text.tokenizer import Tokenizer
 
 MAX_EVENTS = 16
+END_SECONDS = 60.0  # for the exit code of a process that has closed its pipe
 _log = logging.getLogger("infer.engine")
 
 
@@ -104,10 +106,11 @@ class EngineProcess:
         return not wait([self._process.sentinel], 0)
 
     def _write(self) -> None:
+        codec = CommandCodec()
         with contextlib.suppress(OSError):
             while True:
                 command = self._commands.get()
-                self._pipe.send(command)
+                self._pipe.send_bytes(codec.dumps(command))
                 if isinstance(command, Stop):
                     return
 
@@ -124,7 +127,7 @@ class EngineProcess:
             threading.Thread(target=self._end, args=(publish,), daemon=True).start()
 
     def _end(self, publish: Publish) -> None:
-        self._process.join(1)
+        self._process.join(END_SECONDS)
         cause = f"the engine's process ended with exit code {self._process.exitcode}"
         _log.critical(cause) if self._process.exitcode else _log.debug(cause)
         publish(Crashed(cause), self.load, self._num_added)
@@ -135,6 +138,7 @@ class PipeInbox:
 
     def __init__(self, pipe: "Connection[Any, Any]") -> None:
         self._pipe = pipe
+        self._codec = CommandCodec()
         self._has_more = readiness(pipe)
 
     def get(self, block: bool = True) -> Command:
@@ -142,10 +146,10 @@ class PipeInbox:
         if not block and not self._has_more(0):
             raise queue.Empty
         try:
-            command: Command = self._pipe.recv()
+            message = self._pipe.recv_bytes()
         except (EOFError, ConnectionError):
             return Stop()
-        return command
+        return self._codec.loads(message)
 
 
 def readiness(pipe: "Connection[Any, Any]") -> Callable[[float], object]:

@@ -28,6 +28,7 @@ class PendingDrafts:
     def put(self, drawn: Sequence[torch.Tensor]) -> range:
         """Put the drafts of a step in the table, in place of the last step's; returns the id of each."""
         count = sum(map(len, drawn))
+        assert count <= len(self.drafts), "or they would be written elsewhere"
         if drawn:  # else all have failed
             torch.cat(tuple(drawn), out=self.drafts[:count])
         return range(-1 - self.num_rows, -1 - self.num_rows - count, -1)

@@ -138,8 +138,11 @@ class MultiTokenDrafter:
                 return
             previous.append(sampled.ids[0][first : first + count])
             first_rows[name], num_rows = num_rows, num_rows + count
-        guesses = captured.guess(previous, [states.hidden for states in self.states.values()])
-        k, guesses = guesses.shape[1], guesses.flatten()
+        hidden = [states.hidden for states in self.states.values()]
+        k = max(
+            of_request.shape[1] for of_request in hidden
+        )  # an adapter may have more masks than the settings ask for
+        guesses = captured.guess(previous, hidden)[:, :k].flatten()
         self.ahead = Ahead(k, first_rows, pending.put([guesses]), SamplerOutput([Draws(guesses)]))
 
     def num_certain(self, request: Request) -> int:

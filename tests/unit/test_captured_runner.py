@@ -1,6 +1,8 @@
 """Steps that are replayed: what is captured, what a step reads from it, and what runs eagerly instead."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from shared.engine.buckets import Bucket, Buckets
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.graphs import CapturedStep, Computed, DrawRecorder
 from shared.engine.request import Request
+from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch
 from shared.scheduling.schedule import Schedule, Scheduled
@@ -26,8 +29,8 @@ class Fixed:
 
     num_bytes = 0
 
-    def __init__(self) -> None:
-        self.bucket: Bucket | None = None
+    def __init__(self, is_required: bool = False) -> None:
+        self.buckets, self.bucket = replace(BUCKETS, is_required=is_required), None
         self.paddings = [padding(bucket) for bucket in reversed(BUCKETS.decode + BUCKETS.mixed)]
         self.buffers = {name: torch.zeros(32, dtype=torch.int64) for name in step_arrays(self.paddings[0])}
 
@@ -130,6 +133,16 @@ def test_a_capture_that_fails_leaves_a_runner_that_runs_eagerly(caplog: pytest.L
     assert runner.graphs == {}
     assert runner.forward(batch_of({"a": [10], "b": [20]})).logits.argmax(-1).tolist() == [11, 21]
     assert runner.num_replays == 0
+
+
+def test_graphs_that_are_asked_for_are_captured_or_refused() -> None:
+    view: Any = Fixed(is_required=True)
+    says = (
+        r"^use_cuda_graphs is True and CUDA graphs could not be captured \(operation not permitted .*\); leave it out"
+    )
+    with pytest.raises(ConfigError, match=says):
+        CapturedRunner(Successor(), view, 4, Recorded(fails_after=2))  # type: ignore[arg-type]
+    assert CapturedRunner(Successor(), view, 4, Recorded()).graphs  # type: ignore[arg-type]
 
 
 def test_a_failing_part_leaves_the_results_of_the_others() -> None:

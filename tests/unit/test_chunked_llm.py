@@ -1,10 +1,11 @@
 """Chunks from Python: ids, answers, what is known of a chunk, and eviction."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shared.chunks.inquiry import Content, Use
+from shared.chunks.inquiry import Blend, Content, Use
 from shared.chunks.llm import ChunkedLLM
 from shared.engine.llm import LLM
 from shared.errors import QueueFullError, RequestError, UnknownChunkError
@@ -91,3 +92,30 @@ def test_contents_that_wait_to_be_computed_count_as_waiting_requests(tiny_checkp
     with pytest.raises(UnknownChunkError):
         Use((contents[3], "ab")).answer(engine)
     assert len(engine.chunks.chunks) == 3, "an unknown id is found before anything is registered"
+
+
+def test_to_put_chunks_together_ends_when_one_of_them_cannot_be_computed(
+    llm: ChunkedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first message has a chunk tried again that failed before; a message that is sent again does not."""
+    engine, names = llm.engine, tuple(llm.register(text) for text in TEXTS)
+    forward, (first, second) = engine.model.forward, map(engine.chunks.find, names)
+
+    def failing(*args: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    def ask(*, is_again: bool) -> Any:
+        answer = Blend(names, 0.5, is_again).answer(engine)
+        while engine.has_work():
+            engine.step()
+        return answer
+
+    engine.chunks.drop(second)
+    monkeypatch.setattr(engine.model, "forward", failing)
+    for _ in range(2):
+        assert ask(is_again=False) is None
+        with pytest.raises(RuntimeError, match=f"^chunk {second.chunk_id} could not be computed: .*RuntimeError"):
+            ask(is_again=True)
+    monkeypatch.setattr(engine.model, "forward", forward)
+    assert ask(is_again=False) is None
+    assert ask(is_again=True).num_tokens == len(first) + len(second)

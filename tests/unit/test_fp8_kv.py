@@ -14,6 +14,7 @@ import shared.cache.pool_size as pool_size
 from phases.phase_09.engine import SUPPORTED as SUPPORTED_BEFORE
 from phases.phase_10.engine import Engine
 from shared.cache.contiguous import kv_bytes
+from shared.cache.fp8_memory import fp8_memory
 from shared.cache.fp8_view import Fp8View
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.planned import PlannedKVCachePool
@@ -25,6 +26,8 @@ from shared.errors import ConfigError, ModelFolderError
 from shared.kernels.launch import GENERATIONS
 from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
+from shared.parallel.shard import Shard
 from shared.text.tokenizer import Tokenizer
 from tests.mixed_requests import ALIKE, ARRIVALS, GREEDY, LONG, MIXED, Requests, serve, tokens
 from tests.steps import make_request, step_of
@@ -120,6 +123,22 @@ def test_a_checkpoints_own_scales_are_used(tiny_checkpoints: dict[str, Path], tm
     assert tokens(serve(make(folder, max_seq_len=64), MIXED[:1], [0])[0][0]) == tokens(
         serve(make(source, max_seq_len=64), MIXED[:1], [0])[0][0]
     ), "a KV cache of the weights' dtype ignores them"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_rank_has_the_scales_of_its_own_heads(tiny_checkpoints: dict[str, Path], tmp_path: Path, size: int) -> None:
+    source = tiny_checkpoints["llama"]
+    config = read_config(source)
+    expected = 0.01 + 0.1 * torch.rand(2, config.num_layers, config.num_kv_heads)
+    form = FORMS["compressed-tensors"]
+    scales = {form.format(n, kind): expected["kv".index(kind), n] for n in range(config.num_layers) for kind in "kv"}
+    folder = with_scales(tmp_path / "scaled", source, {name: scale.clone() for name, scale in scales.items()})
+    settings = EngineConfig(model=str(folder), max_batch_size=1, num_gpu_blocks=4, **FP8)
+    for rank in range(size):
+        view: Any = fp8_memory(settings, CausalLM(Shard(rank, size).local(config), 64).to_empty(device="cpu"), 64)[1]
+        heads = Shard(rank, size).part(config.num_kv_heads)
+        found = [torch.stack([scale[name] for scale in view.scales]) for name in ("k_scales", "v_scales")]
+        assert torch.equal(torch.stack(found), expected[..., heads.start : heads.stop])
 
 
 @pytest.mark.parametrize(

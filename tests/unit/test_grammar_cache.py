@@ -38,6 +38,29 @@ def test_a_grammar_is_compiled_once_for_all_that_ask_meanwhile() -> None:
     assert cache.num_compiled == 2
 
 
+@pytest.mark.parametrize("moment", range(2))
+def test_a_grammar_that_is_done_while_another_asks_is_counted_once(moment: int) -> None:
+    """The other thread's whole turn falls before one of the moments at which this one takes the lock."""
+    cache, lock, num_entered = GrammarCache(lambda grammar: grammar.text, len), threading.Lock(), 0
+
+    class Meanwhile:
+        def __enter__(self) -> None:
+            nonlocal num_entered
+            num_entered += 1
+            if num_entered == 1 + moment and not cache._running:
+                cache._lock = lock
+                cache.get(GRAMMARS[0])
+                cache._lock = cast(Any, self)
+            lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    cache._lock = cast(Any, Meanwhile())
+    assert cache.get(GRAMMARS[0]) == cache.get(GRAMMARS[0]) == "a{1}"
+    assert (cache.used_bytes, len(cache)) == (4, 1)
+
+
 def test_an_error_is_told_to_each_and_kept_for_none() -> None:
     num_calls = 0
 

@@ -38,6 +38,15 @@ def test_answers_come_in_the_order_of_the_prompts(folder: str, phase: str | None
     assert llm.engine.pool.audit() == []
 
 
+@pytest.mark.parametrize("length", [1, 5])
+def test_nothing_is_in_flight_when_the_answers_are_complete(folder: str, length: int) -> None:
+    llm = LLM(folder, max_seq_len=64, overlap_scheduling=True)
+    for _ in range(2):
+        llm.generate(["x", "yz"], SamplingParams(**GREEDY, max_new_tokens=length), progress=False)
+        assert not llm.engine.has_work()
+        assert llm.engine.pool.holdings()[1] == {}
+
+
 def test_thousands_of_prompts_pass_through_a_short_queue(folder: str, capsys) -> None:
     llm = LLM(folder, max_batch_size=64, max_seq_len=32, max_waiting_requests=10)
     most = 0

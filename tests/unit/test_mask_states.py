@@ -1,0 +1,107 @@
+"""The states of mask tokens belong to the step that was launched last, whatever becomes of its requests: aborts, ends,
+failures, preemption, and drafts that another drafter proposes. The guesses of each step are made as on a GPU, ahead of
+the host, by a head whose passes are repeated in place of recorded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from phases.phase_11.engine import Engine as Plain
+from phases.phase_11_1.engine import Engine
+from shared.engine.config import EngineConfig
+from shared.engine.graphs import CapturedStep, Computed
+from shared.speculation.captured_head import CapturedHead
+from shared.text.stopping import FinishReason
+from tests.adapters import random_adapter_of
+from tests.drafts import Foresight
+from tests.mixed_requests import ALIKE, GREEDY, Requests, serve, tokens
+from tests.random_loads import Load, assert_as_alone, loads, sizes
+
+REQUESTS: Requests = [(prompt, GREEDY | {"max_new_tokens": 8 + n}) for n, (prompt, _) in enumerate(ALIKE)]
+
+
+def repeat(run: Callable[[], Computed]) -> CapturedStep:
+    """In place of a recording: runs the function again, and writes to the memory of the first results."""
+    results = run()
+
+    def replay() -> None:
+        results.hidden.copy_(run().hidden)
+
+    return CapturedStep(replay, results)
+
+
+def make(folder: Path, **options: Any) -> Any:
+    """An engine whose guesses are made ahead, and which notes for how many sequences they were."""
+    about = {"max_seq_len": 96, "use_speculative_decoding": True, "adapt_spec_length": False, "spec_length": 2}
+    engine = Engine(EngineConfig(str(folder), adapter=str(random_adapter_of(folder)), **about | options))
+    drafter: Any = engine.drafter
+    drafter.logits = drafter.captured = CapturedHead(drafter.adapter, engine.model, engine.pool.max_sequences, repeat)
+    follow, engine.num_followed = drafter.follow, []
+
+    def noting(launched: Any, *sampled: Any) -> None:
+        assert drafter.states.keys() <= set(launched.batch.request_ids), "states of no other step"
+        follow(launched, *sampled)
+        engine.num_followed.append(len(drafter.ahead.first_rows) if drafter.ahead else 0)
+
+    engine.runner.follow = noting
+    return engine
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_checkpoints: dict[str, Path]) -> list[list[int | None]]:
+    plain = Plain(EngineConfig(str(tiny_checkpoints["qwen3"]), max_seq_len=96))
+    return [tokens(serve(plain, [request])[0][0]) for request in REQUESTS]
+
+
+@settings(max_examples=8)
+@given(options=sizes(), load=loads())
+def test_whatever_the_sizes_arrivals_and_aborts(
+    tiny_checkpoints: dict[str, Path], alone: list[list[int | None]], options: dict[str, Any], load: Load
+) -> None:
+    assert_as_alone(make(tiny_checkpoints["qwen3"], **options), load, alone, REQUESTS)
+
+
+def test_guesses_are_made_behind_several_requests_while_others_end_or_are_preempted(
+    tiny_checkpoints: dict[str, Path], alone: list[list[int | None]]
+) -> None:
+    engine = make(tiny_checkpoints["qwen3"], block_size=3, num_gpu_blocks=40, use_prefix_caching=False)
+    assert [tokens(answer) for answer in serve(engine, REQUESTS, [0, 0, 0, 2, 3, 3, 9, 9])[0]] == alone
+    assert max(engine.num_followed) >= 2
+    assert engine.load().num_preemptions > 0
+    assert engine.scheduler.num_rejected_drafts > 0
+
+
+def test_the_states_of_a_step_that_no_drafter_reads_go_with_the_step(
+    tiny_checkpoints: dict[str, Path], alone: list[list[int | None]]
+) -> None:
+    """Another drafter leaves the states where they are."""
+    engine = make(tiny_checkpoints["qwen3"])
+    engine.drafter = Foresight(alone, 0.3)
+    answers = serve(engine, REQUESTS, [0, 0, 0, 2, 3, 3, 9, 9])[0]
+    assert [tokens(answer) for answer in answers] == alone
+    assert sum(engine.num_followed) > 0
+    assert engine.scheduler.num_accepted_drafts > 0
+
+
+def test_a_request_that_fails_takes_no_other_with_it(
+    tiny_checkpoints: dict[str, Path], alone: list[list[int | None]]
+) -> None:
+    """Its third token cannot be computed; the forward of the others is run again without it."""
+    engine = make(tiny_checkpoints["qwen3"], max_batch_size=5)
+    forward = engine.runner._forward
+
+    def failing(batch: Any) -> Any:
+        if "1" in batch.request_ids and len(engine.scheduler.running["1"].output_ids) >= 3:
+            raise RuntimeError("injected")
+        return forward(batch)
+
+    engine.runner._forward = failing
+    answers = serve(engine, REQUESTS)[0]
+    assert answers[1][-1].finish_reason is FinishReason.ERROR
+    for number, answer in enumerate(answers):
+        ids = tokens(answer)
+        assert ids == alone[number] if number != 1 else ids[:-1] == alone[number][: len(ids) - 1]
+    assert engine.num_followed[-1] > 0
