@@ -1,38 +1,30 @@
 """Which request is preempted when no block is free, and how it is queued, readmitted and recomputed."""
 
-from pathlib import Path
-
 import pytest
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.paged import PagedKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request, RequestStatus
-from shared.sampling.params import SamplingParams
 from shared.scheduling.continuous import ContinuousScheduler
 from shared.scheduling.preemption import PreemptiveScheduler
-from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
-from tests.unit.scheduling_loop import Loop, names
+from tests.unit.scheduling_loop import LETTER, Loop, TokenPool, shown
 
 MAX_SEQ_LEN = 48
-LETTER = 70  # a token of text
 
 
-def make(tokenizer: Tokenizer, capacity: int, watermark: int = 0, num_in_flight: int = 0, **config: object) -> Loop:
+def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, **config: object) -> Loop:
     """Every request's token is the letter behind its last one, so an answer shows a token that is lost."""
-    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity, watermark), MAX_SEQ_LEN)
+    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity), MAX_SEQ_LEN)
     return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
 
 
 def add(loop: Loop, name: str, num_prompt_tokens: int, max_new_tokens: int = 5) -> Request:
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    loop.scheduler.check(name, num_prompt_tokens, params)
-    return loop.add(Request(name, [5] * num_prompt_tokens, params, 0))
+    return loop.add_new(name, num_prompt_tokens, max_new_tokens, ignore_eos=True)
 
 
 # Which request is preempted, and for which.
@@ -54,7 +46,7 @@ def test_the_youngest_is_preempted_for_the_oldest(tokenizer: Tokenizer) -> None:
     for name in "abc":
         add(loop, name, 3)
     # 9 tokens of 11: in the second step a and b get one each, and c, the youngest, has none to get.
-    assert_equal(loop.steps(2), ["|abc|", "c||ab"], "drawing: preempted|prompts|decoding", ("step",))
+    assert_equal(loop.steps(2), ["|abc|", "c||ab"], "steps: preempted|prompts|decoding", ("step",))
     assert_equal(loop.scheduler.pool.grants(), {"a": 4, "b": 4}, "tokens granted", ("request",))
 
 
@@ -62,14 +54,14 @@ def test_as_many_are_preempted_as_needed_the_youngest_first(tokenizer: Tokenizer
     loop = make(tokenizer, 4)
     for name in "abcd":
         add(loop, name, 1, max_new_tokens=3)
-    assert_equal(loop.steps(2), ["|abcd|", "dc||ab"], "drawing", ("step",))
+    assert_equal(loop.steps(2), ["|abcd|", "dc||ab"], "steps: preempted|prompts|decoding", ("step",))
 
 
 def test_the_one_that_asks_may_be_the_youngest(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 7)
     add(loop, "a", 3, max_new_tokens=4)
     add(loop, "b", 3, max_new_tokens=4)
-    assert_equal(loop.steps(2), ["|ab|", "b||a"], "drawing", ("step",))
+    assert_equal(loop.steps(2), ["|ab|", "b||a"], "steps: preempted|prompts|decoding", ("step",))
     assert_equal(loop.scheduler.pool.grants(), {"a": 4}, "tokens granted", ("request",))
 
 
@@ -89,7 +81,7 @@ def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
     loop = make(tokenizer, 9, max_batch_size=2)
     add(loop, "a", 3, max_new_tokens=6)
     b = add(loop, "b", 3, max_new_tokens=4)
-    assert_equal(loop.steps(2), ["|ab|", "||ab"], "drawing", ("step",))
+    assert_equal(loop.steps(2), ["|ab|", "||ab"], "steps: preempted|prompts|decoding", ("step",))
     add(loop, "c", 1)
     loop.step()
     return loop, b
@@ -119,9 +111,9 @@ def test_it_is_queued_before_later_requests(tokenizer: Tokenizer) -> None:
 def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokenizer) -> None:
     loop, b = preempted(tokenizer)
     # a has 5 tokens and ends with 9, of which the last is not written: then there is room for the 5 of b.
-    assert_equal(loop.steps(3), ["||a", "||a", "||a"], "drawing", ("step",))
+    assert_equal(loop.steps(3), ["||a", "||a", "||a"], "steps: preempted|prompts|decoding", ("step",))
     schedule = loop.scheduler.schedule()
-    assert_equal(shown(schedule), "|bc|", "drawing of the next step")
+    assert_equal(shown(schedule), "|bc|", "the next step: preempted|prompts|decoding")
     again = schedule.entries[0]
     assert_equal(
         (again.start, again.num_tokens, schedule.num_decoding), (0, 5, 0), "start, tokens of b, and decoding requests"
@@ -144,23 +136,15 @@ def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokeniz
     assert_equal(StepRecord.of(loop.scheduler, schedule, outputs).prefilled, (("b", 5), ("c", 1)), "prefilled")
 
 
-@pytest.mark.parametrize("has_stop", [False, True])
-def test_its_answer_goes_on_as_if_nothing_had_been(tokenizer: Tokenizer, has_stop: bool) -> None:
-    """The stop string begins with the last token before the preemption and ends with the first behind it."""
-    answers = []
-    stop = (tokenizer.decode([LETTER + 1, LETTER + 2]),) if has_stop else ()
-    for capacity in (9, 100):
-        loop = make(tokenizer, capacity)
-        loop.add(Request("a", [5] * 3, SamplingParams(max_new_tokens=6, ignore_eos=True), 0))
-        loop.add(Request("b", [5] * 3, SamplingParams(max_new_tokens=4, ignore_eos=True, stop=stop), 0))
-        outputs = []
-        for _ in range(20):
-            outputs += [output for output in loop.step()[1] if output.request_id == "b"]
-        answers.append(outputs)
-        assert loop.scheduler.num_preemptions == (1 if capacity == 9 else 0)
-    assert answers[0] == answers[1]
-    assert [output.token_id for output in answers[0]] == [LETTER + n for n in range(3 if has_stop else 4)]
-    assert answers[0][-1].finish_reason is (FinishReason.STOP if has_stop else FinishReason.LENGTH)
+def test_a_stop_string_is_found_on_both_sides_of_a_preemption(tokenizer: Tokenizer) -> None:
+    """It begins with the last token before the preemption and ends with the first after it."""
+    loop = make(tokenizer, 9)
+    add(loop, "a", 3, max_new_tokens=6)
+    loop.add_new("b", stop=(tokenizer.decode([LETTER + 1, LETTER + 2]),), ignore_eos=True)
+    outputs = [output for _ in range(20) for output in loop.step()[1] if output.request_id == "b"]
+    assert loop.scheduler.num_preemptions == 1
+    assert [output.token_id for output in outputs] == [LETTER, LETTER + 1, LETTER + 2]
+    assert outputs[-1].finish_reason is FinishReason.STOP
 
 
 # Admission.
