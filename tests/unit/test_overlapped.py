@@ -148,7 +148,7 @@ def compare(
     num_blocks=st.integers(6, 20),
     num_in_flight=st.integers(0, 1),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_step_that_only_decodes_is_that_of_the_long_way(
     tokenizer: Tokenizer,
     arrivals: list[Arrival],
