@@ -1,6 +1,6 @@
 """The settings of :mod:`tests.unit.scheduling_machine`: schedulers, pools, drafts, and what each must keep."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from shared.chunks.pool import ChunkKVCachePool
 from shared.chunks.registry import ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.batch import Batch
-from shared.engine.config import BATCHING_MODES, SCHEDULER_POLICIES, EngineConfig
+from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.record import EngineLoad
 from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
@@ -315,42 +315,28 @@ def shared(choice: Choice, config: EngineConfig) -> PrefixKVCachePool:
     return PrefixKVCachePool(sizes_of(choice, config, MAX_SEQ_LEN), None)
 
 
+def shared_or_paged(choice: Choice, config: EngineConfig) -> PagedKVCachePool:
+    return (shared if config.use_prefix_caching else paged)(choice, config)
+
+
+def paired(choice: Choice, config: EngineConfig) -> PairedPool:
+    return PairedPool(shared(choice, config), shared(choice, config))
+
+
+def regions(choice: Choice, config: EngineConfig) -> ContiguousKVCachePool:
+    return ContiguousKVCachePool(choice.size, MAX_SEQ_LEN)
+
+
 def sizes_of(choice: Choice, config: EngineConfig, max_seq_len: int) -> PagedSizes:
     return PagedSizes(choice.size, config.block_size, config.max_batch_size, 64, max_seq_len)
 
 
-def make_without_blocks(choice: Choice) -> Scheduler:
-    config = EngineConfig(**choice.config)
-    pool = ContiguousKVCachePool(choice.size, MAX_SEQ_LEN)
-    made: Any = {"static": StaticScheduler, "continuous": ContinuousScheduler}[config.batching_mode]
-    return made(config, pool, MAX_SEQ_LEN)
+def making(scheduler: Any, make_pool: Callable[[Choice, EngineConfig], Any]) -> Callable[[Choice], Scheduler]:
+    def make(choice: Choice) -> Scheduler:
+        config = EngineConfig(**choice.config)
+        return scheduler(config, make_pool(choice, config), MAX_SEQ_LEN)
 
-
-def make_preemptive(choice: Choice) -> Scheduler:
-    config = EngineConfig(**choice.config)
-    return PreemptiveScheduler(config, paged(choice, config), MAX_SEQ_LEN)
-
-
-def make_chunked(choice: Choice) -> Scheduler:
-    config = EngineConfig(**choice.config)
-    return ChunkedScheduler(config, paged(choice, config), MAX_SEQ_LEN)
-
-
-def make_sharing(choice: Choice) -> Scheduler:
-    config = EngineConfig(**choice.config)
-    return PrefixScheduler(config, shared(choice, config), MAX_SEQ_LEN)
-
-
-def make_speculative(choice: Choice) -> Scheduler:
-    config = EngineConfig(**choice.config)
-    pool = (shared if config.use_prefix_caching else paged)(choice, config)
-    return SpeculativeScheduler(config, pool, MAX_SEQ_LEN)
-
-
-def make_with_draft_model(choice: Choice) -> Scheduler:
-    config = EngineConfig(**choice.config)
-    pair = PairedPool(shared(choice, config), shared(choice, config))
-    return SpeculativeScheduler(config, pair, MAX_SEQ_LEN)
+    return make
 
 
 def make_with_registry(choice: Choice) -> Scheduler:
@@ -390,7 +376,6 @@ CHECKS: dict[str, Any] = {
     "state_checks": (blocks_are_free_cached_or_held, grants_cover_what_is_computed),
 }
 REGIONS: dict[str, Any] = {
-    "make": make_without_blocks,
     "step_checks": (
         the_token_budget_is_kept,
         no_step_is_lost,
@@ -408,20 +393,26 @@ WITHOUT_BLOCKS = {
 SHARING_STEPS = {"scheduler_policy": PREEMPTIVE["scheduler_policy"], "max_decode_interval": st.integers(1, 4)}
 
 SETTINGS: dict[str, Setting] = {
-    "static": Setting(choices(1, 4, batching_mode="static", **WITHOUT_BLOCKS), **REGIONS),
-    "continuous": Setting(choices(1, 4, batching_mode="continuous", **WITHOUT_BLOCKS, **SHARING_STEPS), **REGIONS),
-    "preemptive": Setting(choices(1, 12, 3, **PREEMPTIVE), make_preemptive, **CHECKS),
-    "chunked": Setting(choices(1, 12, 3, **CHUNKED), make_chunked, **CHECKS),
-    "prefix": Setting(choices(1, 12, 3, **CHUNKED), make_sharing, **CHECKS),
+    "static": Setting(
+        choices(1, 4, batching_mode="static", **WITHOUT_BLOCKS), making(StaticScheduler, regions), **REGIONS
+    ),
+    "continuous": Setting(
+        choices(1, 4, batching_mode="continuous", **WITHOUT_BLOCKS, **SHARING_STEPS),
+        making(ContinuousScheduler, regions),
+        **REGIONS,
+    ),
+    "preemptive": Setting(choices(1, 12, 3, **PREEMPTIVE), making(PreemptiveScheduler, paged), **CHECKS),
+    "chunked": Setting(choices(1, 12, 3, **CHUNKED), making(ChunkedScheduler, paged), **CHECKS),
+    "prefix": Setting(choices(1, 12, 3, **CHUNKED), making(PrefixScheduler, shared), **CHECKS),
     "drafts": Setting(
         choices(1, 12, **SPECULATIVE, drafter="ngram", use_prefix_caching=st.booleans()),
-        make_speculative,
+        making(SpeculativeScheduler, shared_or_paged),
         make_drafts=GivenDrafts,
         **CHECKS,
     ),
     "draft model": Setting(
         choices(2, 12, **SPECULATIVE, draft_model="a draft model"),
-        make_with_draft_model,
+        making(SpeculativeScheduler, paired),
         make_drafts=ModelDrafts,
         step_checks=STEP_CHECKS,
         state_checks=(*CHECKS["state_checks"], the_draft_models_memory_follows_the_text),
@@ -441,4 +432,3 @@ SETTINGS: dict[str, Setting] = {
         state_checks=CHECKS["state_checks"],
     ),
 }
-assert BATCHING_MODES == ("static", "continuous")
