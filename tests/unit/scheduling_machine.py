@@ -267,6 +267,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         """A step is interrupted when the first of the oldest one in flight have their tokens, and no output is made."""
         if is_new or not self.loop.in_flight:
             self.loop.in_flight.append(self.plan())
+        self.met["ending"] += len(self.scheduler.ending)
         oldest = self.loop.in_flight[0]
         failing = [entry.request for n, entry in enumerate(oldest) if n in fails]
         self.loop.commit(replace(oldest, entries=oldest.entries[:num_committed]), failing)
