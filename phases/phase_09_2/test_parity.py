@@ -1,13 +1,15 @@
 """Phase 9.2 gives the outputs of phase 9 while nothing is dropped; masks and moved tokens give the same attention."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from phases.phase_09.engine import Engine as Uncompressed
 from phases.phase_09_2.engine import Engine
@@ -16,7 +18,6 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve, tokens
-from tests.unit.scheduling_loop import run_machine
 
 SNAP: dict[str, Any] = {
     "compress_method": "snapkv",
@@ -241,9 +242,11 @@ LENGTHS, NEW = (1, 40, 60), (5, 30)
 class Machine(RuleBasedStateMachine):
     """Requests arrive, compress, lose their memory and are aborted; each says what it says alone."""
 
-    folder: Path
-    alone: dict[tuple[int, int, int], list[int]]  # by block size, length of the prompt, new tokens
-    counted: dict[str, int]
+    def __init__(self, folder: Path, alone: dict[tuple[int, int, int], list[int]]) -> None:
+        super().__init__()
+        self.folder, self.alone, self.engine = folder, alone, None
+        self.said: dict[str, list[int]] = {}
+        self.asked: dict[str, tuple[int, int]] = {}
 
     @initialize(more=st.integers(0, 20), block_size=st.sampled_from([1, 3]), overlap=st.booleans())
     def begin(self, more: int, block_size: int, overlap: bool) -> None:
@@ -254,8 +257,6 @@ class Machine(RuleBasedStateMachine):
             overlap_scheduling=overlap,
         )
         self.block_size = block_size
-        self.said: dict[str, list[int]] = {}
-        self.asked: dict[str, tuple[int, int]] = {}
 
     @rule(length=st.sampled_from(LENGTHS), num_new=st.sampled_from(NEW))
     def add(self, length: int, num_new: int) -> None:
@@ -284,33 +285,48 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_said_is_right(self) -> None:
-        for name, (length, num_new) in getattr(self, "asked", {}).items():
+        for name, (length, num_new) in self.asked.items():
             said = self.said[name]
             assert said == self.alone[self.block_size, length, num_new][: len(said)]
 
     def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        while self.engine.has_work():
-            self.step(1)
-        assert self.engine.pool.audit() == []
-        self.counted["compressions"] += self.engine.num_compressions
-        self.counted["hits"] += self.engine.load().num_prefix_hits
-        self.counted["preemptions"] += self.engine.load().num_preemptions
+        if self.engine is not None:
+            while self.engine.has_work():
+                self.step(1)
+            assert self.engine.pool.audit() == []
 
 
-def test_any_order_of_arrivals_steps_and_aborts(tiny_checkpoints: dict[str, Path]) -> None:
-    Machine.folder, Machine.alone, Machine.counted = (
-        tiny_checkpoints["llama"],
-        {},
-        {"compressions": 0, "preemptions": 0, "hits": 0},
-    )
+@pytest.fixture(scope="module")
+def alone(tiny_checkpoints: dict[str, Path]) -> dict[tuple[int, int, int], list[int]]:
+    """What a request says alone, by block size, length of the prompt, and new tokens."""
+    said = {}
     for block_size in (1, 3):  # less than a block is not dropped, so answers depend on it
-        engine = make(Machine.folder, **FEW | {"block_size": block_size}, use_prefix_caching=False)
-        for length in LENGTHS:
-            for num_new in NEW:
-                params = SamplingParams(**GREEDY, max_new_tokens=num_new)
-                outputs = engine.generate(PROMPTS[1][:length], params)
-                Machine.alone[block_size, length, num_new] = [output.token_id for output in outputs]
-    run_machine(Machine, lambda: min(Machine.counted.values()) > 5, 12, 15)
-    assert min(Machine.counted.values()) > 5, Machine.counted
+        engine = make(tiny_checkpoints["llama"], **FEW | {"block_size": block_size}, use_prefix_caching=False)
+        for length, num_new in product(LENGTHS, NEW):
+            outputs = engine.generate(PROMPTS[1][:length], SamplingParams(**GREEDY, max_new_tokens=num_new))
+            said[block_size, length, num_new] = [output.token_id for output in outputs]
+    return said
+
+
+def test_any_order_of_arrivals_steps_and_aborts(tiny_checkpoints: dict[str, Path], alone: Any) -> None:
+    size = settings(max_examples=12, stateful_step_count=15)
+    run_state_machine_as_test(lambda: Machine(tiny_checkpoints["llama"], alone), settings=size)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_requests_that_compress_lose_their_memory_and_share_prefixes(
+    tiny_checkpoints: dict[str, Path], alone: Any, block_size: int, overlap: bool
+) -> None:
+    machine = Machine(tiny_checkpoints["llama"], alone)
+    machine.begin(0, block_size, overlap)
+    for _ in range(4):  # the second begins when the first has its prompt, and is compressed when it grows
+        machine.add(40, 30)
+        machine.step(1)
+    for _ in range(6):
+        machine.step(5)
+        machine.what_was_said_is_right()
+    machine.teardown()
+    machine.what_was_said_is_right()
+    load = machine.engine.load()
+    assert min(machine.engine.num_compressions, load.num_prefix_hits, load.num_preemptions) > 0

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from shared.text.tokenizer import Tokenizer as InferTokenizer
+
 CORPUS = [
     "The capital of France is Paris. The cat sat on the mat, and the dog didn't.",
     "In 1234 years, 56 engineers wrote 7890 lines of code:\n\n    def add(a, b):\n        return a + b\n",
@@ -120,3 +122,9 @@ def text_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ["</s>"],
         ),
     }
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_checkpoints: dict[str, Path]) -> InferTokenizer:
+    """The tokenizer of the tiny Llama, for tests that need any tokenizer."""
+    return InferTokenizer.load(tiny_checkpoints["llama"])

@@ -24,17 +24,6 @@ def state(allocator: BlockAllocator) -> tuple[list[int], list[int]]:
     return allocator.stack[: allocator.num_free].tolist(), allocator.ref_counts.tolist()
 
 
-def test_blocks_are_handed_out_once_and_the_last_back_goes_first() -> None:
-    allocator = BlockAllocator(3)
-    assert [allocator.allocate(1).tolist() for _ in range(3)] == [[0], [1], [2]]
-    assert allocator.allocate(1) is None
-    allocator.free(blocks(0))
-    allocator.free(blocks(2))
-    assert allocator.num_free == 2
-    assert [allocator.allocate(1).tolist() for _ in range(2)] == [[2], [0]]
-    assert allocator.ref_counts.tolist() == [1, 1, 1]
-
-
 def test_many_are_taken_and_given_back_as_a_whole() -> None:
     allocator = BlockAllocator(5)
     assert_equal(allocator.allocate(0).tolist(), [], "no block")
@@ -62,24 +51,6 @@ def test_what_is_handed_out_does_not_change_when_the_allocator_goes_on() -> None
     assert first.tolist() == [0, 1]
 
 
-def test_a_shared_block_comes_back_with_its_last_holder() -> None:
-    allocator = BlockAllocator(4)
-    first = allocator.allocate(3)
-    common = first[:2]
-    allocator.share(common)
-    allocator.share(common)
-    assert allocator.ref_counts.tolist() == [3, 3, 1, 0]
-    assert allocator.num_free == 1, "to share takes no block"
-    allocator.free(first)
-    assert state(allocator) == ([3, 2], [2, 2, 0, 0])
-    allocator.free(common)
-    assert allocator.num_free == 2
-    assert allocator.audit([common]) == []
-    allocator.free(common)
-    assert allocator.num_free == 4
-    assert allocator.allocate(3).tolist() == [0, 1, 2]
-
-
 WRONG = [
     ([3], "Block 3 is free already; each holder frees a block once"),
     ([0, 3], "Block 3 is free already"),
@@ -90,35 +61,18 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given_back", "message"), WRONG)
-def test_what_cannot_come_back(given_back: list[int], message: str) -> None:
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_what_cannot_come_back(wrong: list[int], message: str) -> None:
+    """Nor be shared."""
     allocator = BlockAllocator(4)
     allocator.allocate(3)
     allocator.share(blocks(2))
     before = state(allocator)
-    with pytest.raises(BlockError, match=message):
-        allocator.free(blocks(*given_back))
     assert_equal(before, ([3], [1, 1, 2, 0]), "free blocks, and references of each block", ("list", "block"))
-    assert_equal(state(allocator), before, "free blocks and references after a refusal", ("list", "block"))
-
-
-@pytest.mark.parametrize(("shared", "message"), WRONG)
-def test_what_cannot_be_shared(shared: list[int], message: str) -> None:
-    allocator = BlockAllocator(4)
-    allocator.allocate(3)
-    before = state(allocator)
-    with pytest.raises(BlockError, match=message):
-        allocator.share(blocks(*shared))
-    assert state(allocator) == before, "nothing has changed"
-
-
-def test_twice_is_once_too_often() -> None:
-    allocator = BlockAllocator(2)
-    block = allocator.allocate(1)
-    allocator.free(block)
-    with pytest.raises(BlockError, match="free already"):
-        allocator.free(block)
-    assert allocator.num_free == 2
+    for call in (allocator.free, allocator.share):
+        with pytest.raises(BlockError, match=message):
+            call(blocks(*wrong))
+        assert_equal(state(allocator), before, "free blocks and references after a refusal", ("list", "block"))
 
 
 def test_numbers_that_make_no_sense() -> None:
@@ -239,4 +193,4 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
-TestSharing.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestSharing.settings = settings(max_examples=60, stateful_step_count=30)

@@ -1,24 +1,16 @@
 """Chunked prefill: which tokens of which prompts a step computes, and who samples."""
 
-from pathlib import Path
-
 import pytest
 
 from shared.cache.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.errors import ConfigError
-from shared.sampling.params import SamplingParams
 from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.schedule import Schedule
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import Loop
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoints: dict[str, Path]) -> Tokenizer:
-    return Tokenizer.load(tiny_checkpoints["llama"])
 
 
 def make_loop(tokenizer: Tokenizer, num_blocks: int = 100, **config: object) -> Loop:
@@ -29,8 +21,7 @@ def make_loop(tokenizer: Tokenizer, num_blocks: int = 100, **config: object) -> 
 
 
 def add(loop: Loop, name: str, num_prompt_tokens: int, max_new_tokens: int = 30) -> Request:
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    return loop.add(Request(name, [5] * num_prompt_tokens, params, 0))
+    return loop.add_new(name, num_prompt_tokens, max_new_tokens, ignore_eos=True)
 
 
 def written(schedule: Schedule) -> str:
@@ -91,22 +82,6 @@ def test_only_the_last_chunk_samples(tokenizer: Tokenizer) -> None:
     assert_equal(a.output_ids, [1000, 1001], "output", ("token",))
 
 
-def test_one_chunk_a_step_bounds_what_a_decoding_request_waits_for(tokenizer: Tokenizer) -> None:
-    """Between two tokens of a decoding request lie one chunk and the batch at most, and some token in every step."""
-    loop = make_loop(tokenizer, prefill_chunk_size=16, max_prefill_chunks_per_step=1)
-    for name in "abc":
-        add(loop, name, 3)
-    steps(loop, 3)
-    for name in "xyz":
-        add(loop, name, 90)
-    for _ in range(3 * 6):
-        schedule, outputs = loop.step()
-        assert {"a", "b", "c"} <= {output.request_id for output in outputs}, "no decoding request is left out"
-        assert sum(entry.num_tokens for entry in schedule) <= 16 + 8
-        assert len(schedule.prompts) <= 1
-    assert not any(request.is_prefilling for request in loop.scheduler.running.values())
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -157,15 +132,6 @@ def test_outputs_are_recomputed_in_chunks_too(tokenizer: Tokenizer) -> None:
     assert_equal(loop.scheduler.num_preemptions, 1, "preemptions")
     assert_equal(a.output_ids, [*range(1000, 1020)], "a's output", ("token",))
     assert_equal(b.output_ids, [*range(1000, 1012)], "b's output", ("token",))
-
-
-def test_a_request_aborted_between_chunks_holds_nothing(tokenizer: Tokenizer) -> None:
-    loop = make_loop(tokenizer, prefill_chunk_size=4)
-    add(loop, "a", 10)
-    steps(loop, 1)
-    assert loop.abort("a")
-    assert loop.scheduler.pool.audit() == []
-    assert not loop.has_work()
 
 
 def test_settings_that_cannot_be() -> None:

@@ -66,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
         return int(np.diff(ends, prepend=-1).max()) - 1
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestPool = PoolMachine.TestCase
 
 

@@ -1,7 +1,6 @@
 """A step is planned while one is in flight: what is scheduled then, and what waits."""
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,18 @@ from shared.scheduling.overlapped import OverlappedScheduler
 from shared.scheduling.schedule import Schedule
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
-from tests.unit.scheduling_loop import Loop, names
-from tests.unit.test_preemption import LETTER, MAX_SEQ_LEN, TokenPool
+from tests.unit.scheduling_loop import LETTER, Loop, TokenPool
 
+MAX_SEQ_LEN = 48
 END = LETTER + 1
 Arrival = tuple[int, int, int, bool]
 """The step before which a request comes, the tokens of its prompt, the most of its output, whether it ends before."""
 
 
-def make(folder: Path, capacity: int, num_in_flight: int = 1) -> Loop:
+def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 1) -> Loop:
     """Every token is a letter, and the second of a request that ends by a token is its end."""
     scheduler = OverlappedScheduler(EngineConfig(), TokenPool(capacity), MAX_SEQ_LEN)
-    return Loop(scheduler, Tokenizer.load(folder), lambda request, index: LETTER + index, num_in_flight)
+    return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
 
 
 def add(loop: Loop, name: str, num_prompt_tokens: int, *, ends: bool = False) -> Request:
@@ -38,22 +37,12 @@ def add(loop: Loop, name: str, num_prompt_tokens: int, *, ends: bool = False) ->
     return loop.add(Request(name, [5] * num_prompt_tokens, params, 0, (END,) if ends else ()))
 
 
-def shown(schedule: Schedule) -> str:
-    return f"{''.join(schedule.preempted)}|{names(schedule.prompts)}|{names(schedule.decoding)}"
-
-
-def run(loop: Loop, num_steps: int) -> list[str]:
-    return [shown(loop.step()[0]) for _ in range(num_steps)]
-
-
 @pytest.mark.parametrize("ends", [True, False])
-def test_nothing_is_scheduled_that_would_preempt_before_the_ends_are_known(
-    tiny_checkpoints: dict[str, Path], ends: bool
-) -> None:
+def test_nothing_is_scheduled_that_would_preempt_before_the_ends_are_known(tokenizer: Tokenizer, ends: bool) -> None:
     """Memory for nine tokens, three of each prompt and two of each output: the third needs a preemption, or an end."""
-    loop = make(tiny_checkpoints["llama"], 9)
+    loop = make(tokenizer, 9)
     a, b = add(loop, "a", 3, ends=ends), add(loop, "b", 3)
-    steps = run(loop, 6)
+    steps = loop.steps(6)
     assert_equal(steps[:3], ["|ab|", "||ab", "||"], "while tokens are in flight and the pool is full, nothing")
     assert_equal(steps[3], "||b" if ends else "b||a", "the step after, when it is known whether a has ended")
     for _ in range(12):
@@ -64,26 +53,26 @@ def test_nothing_is_scheduled_that_would_preempt_before_the_ends_are_known(
     assert_equal(loop.scheduler.pool.audit(), [], "faults of the pool")
 
 
-def test_with_room_for_the_next_tokens_nothing_waits(tiny_checkpoints: dict[str, Path]) -> None:
-    loop = make(tiny_checkpoints["llama"], 16)
+def test_with_room_for_the_next_tokens_nothing_waits(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, 16)
     for name in "ab":
         add(loop, name, 3)
-    assert_equal(run(loop, 6), ["|ab|", "||ab", "||ab", "||ab", "||ab", "||"], "steps, with room for all tokens")
+    assert_equal(loop.steps(6), ["|ab|", "||ab", "||ab", "||ab", "||ab", "||"], "steps, with room for all tokens")
 
 
-def test_a_request_that_has_reached_its_length_needs_no_room(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_request_that_has_reached_its_length_needs_no_room(tokenizer: Tokenizer) -> None:
     """a ends by its length, so its last token in flight asks for nothing, and b is scheduled alone."""
-    loop = make(tiny_checkpoints["llama"], 9)
+    loop = make(tokenizer, 9)
     loop.add(Request("a", [5] * 3, SamplingParams(max_new_tokens=2, ignore_eos=True), 0))
     add(loop, "b", 3)
-    assert_equal(run(loop, 3), ["|ab|", "||ab", "||b"], "steps")
+    assert_equal(loop.steps(3), ["|ab|", "||ab", "||b"], "steps")
 
 
-def test_without_a_step_in_flight_it_preempts_as_before(tiny_checkpoints: dict[str, Path]) -> None:
-    loop = make(tiny_checkpoints["llama"], 9, num_in_flight=0)
+def test_without_a_step_in_flight_it_preempts_as_before(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, 9, num_in_flight=0)
     for name in "ab":
         add(loop, name, 3)
-    assert_equal(run(loop, 4), ["|ab|", "||ab", "b||a", "||a"], "steps")
+    assert_equal(loop.steps(4), ["|ab|", "||ab", "b||a", "||a"], "steps")
 
 
 class ShortWay(OverlappedScheduler):
@@ -122,9 +111,10 @@ def planned(loop: Loop) -> tuple[Any, ...]:
     return *shown, arrays(batch) | {"layout": arrays(batch.layout)}, [row[:2] for row in rows]
 
 
-def compare(folder: Path, arrivals: list[Arrival], aborts: dict[int, int], num_blocks: int, num_in_flight: int) -> int:
+def compare(
+    tokenizer: Tokenizer, arrivals: list[Arrival], aborts: dict[int, int], num_blocks: int, num_in_flight: int
+) -> int:
     """Run both ways beside each other, which must plan the same; returns how often the short one was taken."""
-    tokenizer = Tokenizer.load(folder)
     loops: list[Any] = []
     config = EngineConfig(max_batch_size=3, block_size=4, prefill_chunk_size=5)
     for scheduler in (ShortWay, LongWay):
@@ -158,19 +148,19 @@ def compare(folder: Path, arrivals: list[Arrival], aborts: dict[int, int], num_b
     num_blocks=st.integers(6, 20),
     num_in_flight=st.integers(0, 1),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_step_that_only_decodes_is_that_of_the_long_way(
-    tiny_checkpoints: dict[str, Path],
+    tokenizer: Tokenizer,
     arrivals: list[Arrival],
     aborts: dict[int, int],
     num_blocks: int,
     num_in_flight: int,
 ) -> None:
     """The same schedules, batches and blocks, whatever arrives, ends, is aborted or preempted, and when."""
-    compare(tiny_checkpoints["llama"], arrivals, aborts, num_blocks, num_in_flight)
+    compare(tokenizer, arrivals, aborts, num_blocks, num_in_flight)
 
 
-def test_the_short_way_is_taken_where_nothing_arrives(tiny_checkpoints: dict[str, Path]) -> None:
+def test_the_short_way_is_taken_where_nothing_arrives(tokenizer: Tokenizer) -> None:
     """Three requests of twelve tokens, the first of which is that of the prompt's step."""
-    num_short = compare(tiny_checkpoints["llama"], [(0, 3, 12, False)] * 3, {}, 20, 1)
+    num_short = compare(tokenizer, [(0, 3, 12, False)] * 3, {}, 20, 1)
     assert_equal(num_short, 11, "steps")

@@ -3,10 +3,11 @@ and aborting, with a step in flight or none."""
 
 from collections import Counter, deque
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -25,7 +26,6 @@ from shared.sampling.sampler import SamplingBatch, SamplingRow
 from shared.sampling.token_counts import TokenCounts
 from shared.scheduling.preemption import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
-from tests.unit.scheduling_loop import run_machine
 
 VOCABULARY = 7
 MAX_SEQ_LEN = 24
@@ -70,7 +70,6 @@ class Machine(RuleBasedStateMachine):
     """An engine's loop with a real runner, scheduler and pool, which is too small for its requests."""
 
     wrong: list[Any]
-    num_checked: ClassVar[Counter[str]] = Counter()
 
     @initialize(num_blocks=st.integers(4, 8), is_overlapped=st.booleans())
     def begin(self, num_blocks: int, is_overlapped: bool) -> None:
@@ -82,6 +81,7 @@ class Machine(RuleBasedStateMachine):
         self.in_flight: deque[tuple[Schedule, SamplerOutput]] = deque()
         self.num_added = 0
         self.wrong = []
+        self.num_checked: Counter[str] = Counter()
         self.fail_before = self.fail_after = 0  # calls that raise before the draw, and after the tokens are counted
         sampler_module.sample = self.checked_sample  # type: ignore[assignment]
         sampler_module.top_logprobs = self.failing_logprobs
@@ -99,7 +99,7 @@ class Machine(RuleBasedStateMachine):
                 expected = {*request.prompt_ids}, Counter(request.output_ids)
                 if counts_of(batch.counts, place) != expected:  # an exception here would be taken for the request's
                     self.wrong.append((request, counts_of(batch.counts, place)))
-                Machine.num_checked["rows read"] += 1
+                self.num_checked["rows read"] += 1
         if self.fail_before:
             self.fail_before -= 1
             raise RuntimeError("injected")
@@ -119,9 +119,12 @@ class Machine(RuleBasedStateMachine):
         for prompt in prompts:
             penalties, logprobs = data.draw(st.sampled_from(PENALTIES)), data.draw(st.sampled_from([None, 1]))
             num_new = data.draw(st.integers(1, 3)) if len(prompt) == 1 else self.pool.request_capacity - len(prompt)
-            params = SamplingParams(**penalties, logprobs=logprobs, max_new_tokens=num_new)  # type: ignore[arg-type]
-            self.scheduler.add(Request(str(self.num_added), prompt, params, self.num_added))
-            self.num_added += 1
+            self.add_request(prompt, penalties, logprobs, num_new)
+
+    def add_request(self, prompt: list[int], penalties: dict[str, float], logprobs: int | None, num_new: int) -> None:
+        params = SamplingParams(**penalties, logprobs=logprobs, max_new_tokens=num_new)  # type: ignore[arg-type]
+        self.scheduler.add(Request(str(self.num_added), prompt, params, self.num_added))
+        self.num_added += 1
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -133,7 +136,7 @@ class Machine(RuleBasedStateMachine):
         self.fail_before, self.fail_after = num_before, num_after
         for _ in range(times):
             schedule = self.scheduler.schedule()
-            Machine.num_checked["preempted"] += len(schedule.preempted)
+            self.num_checked["preempted"] += len(schedule.preempted)
             parts = (schedule,) if self.is_overlapped else (schedule.prompts, schedule.decoding)
             launched = [self.forward(part) for part in parts]
             while self.in_flight:
@@ -174,19 +177,34 @@ class Machine(RuleBasedStateMachine):
                 assert tables.counts is not None
                 expected = {*request.prompt_ids}, Counter(request.output_ids)
                 assert counts_of(tables.counts, place) == expected
-                Machine.num_checked["rows kept"] += 1
+                self.num_checked["rows kept"] += 1
         self.scheduler.finish(complete)
 
 
-def test_tables_are_counted_from_the_ids_of_their_requests(caplog: pytest.LogCaptureFixture) -> None:
+TestTables = Machine.TestCase
+TestTables.settings = settings(max_examples=60, stateful_step_count=25)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
-    Machine.num_checked = Counter()
 
-    def has_met() -> bool:
-        return all(Machine.num_checked[name] for name in ("rows read", "rows kept", "preempted"))
 
-    run_machine(Machine, has_met, max_examples=60, stateful_step_count=25)
-    assert has_met(), Machine.num_checked
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_rows_are_counted_where_requests_lose_their_memory(is_overlapped: bool) -> None:
+    machine = Machine()
+    machine.begin(4, is_overlapped)
+    try:
+        for number in range(3):
+            machine.add_request([number, number], PENALTIES[1 + number], 1, 6)
+        machine.step(0, 0, 3)
+        machine.break_off(True)
+        machine.step(1, 0, 4)
+        machine.step(0, 1, 8)
+    finally:
+        machine.teardown()
+    machine.what_was_read_was_right()
+    assert all(machine.num_checked[name] for name in ("rows read", "rows kept", "preempted")), machine.num_checked
 
 
 def row(serial: int, prompt_ids: list[int], output_ids: list[int], **penalties: float) -> SamplingRow:

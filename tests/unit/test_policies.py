@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.engine.config import SCHEDULER_POLICIES
-from shared.scheduling.policies import POLICIES, always, in_turn, when_due
+from shared.scheduling.policies import POLICIES, in_turn, when_due
 from tests.comparison import assert_equal
 
 
@@ -45,9 +45,20 @@ def test_round_robin_comes_to_each_in_time_and_to_few_at_once(count: int, interv
         assert max(steps_since) <= interval, f"a request has waited {max(steps_since)} steps, interval {interval}"
 
 
-@given(steps_since=st.lists(st.integers(1, 9), max_size=12), interval=st.integers(1, 6))
-def test_under_fcfs_every_request_decodes(steps_since: list[int], interval: int) -> None:
-    assert always(steps_since, interval) == [True] * len(steps_since)
+@given(
+    steps_since=st.lists(st.integers(1, 9), max_size=12),
+    interval=st.integers(1, 6),
+    policy=st.sampled_from(SCHEDULER_POLICIES),
+)
+def test_a_request_that_is_due_decodes(steps_since: list[int], interval: int, policy: str) -> None:
+    turns = POLICIES[policy].turns(steps_since, interval)
+    served, left = ([n for has, n in zip(turns, steps_since, strict=True) if has is x] for x in (True, False))
+    assert not left or max(left) < interval
+    if policy == "fcfs":
+        assert not left
+    if policy == "decode_round_robin":
+        assert len(served) >= len(steps_since) / interval
+        assert not left or min(served, default=0) >= max(left), "those that have waited longest"
 
 
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)

@@ -1,65 +1,30 @@
 """Which request is preempted when no block is free, and how it is queued, readmitted and recomputed."""
 
-from pathlib import Path
-
 import pytest
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.paged import PagedKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request, RequestStatus
-from shared.sampling.params import SamplingParams
 from shared.scheduling.continuous import ContinuousScheduler
 from shared.scheduling.preemption import PreemptiveScheduler
-from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
-from tests.unit.scheduling_loop import Loop, names
+from tests.unit.scheduling_loop import LETTER, Loop, TokenPool, shown
 
 MAX_SEQ_LEN = 48
-LETTER = 70  # a token of text
 
 
-class TokenPool(PagedKVCachePool):
-    """Memory for so many tokens, any of which serves any request: blocks of one token."""
-
-    def __init__(self, capacity: int, watermark: int = 0) -> None:
-        super().__init__(capacity, 1, max_sequences=16)
-        self.watermark_tokens = watermark
-
-    def grants(self) -> dict[str, int]:
-        """Tokens reserved for each request, by its id, in the order of admission."""
-        return {request.request_id: self.granted[row] for request, row in self.rows.items()}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoints: dict[str, Path]) -> Tokenizer:
-    return Tokenizer.load(tiny_checkpoints["llama"])
-
-
-def make(tokenizer: Tokenizer, capacity: int, watermark: int = 0, num_in_flight: int = 0, **config: object) -> Loop:
+def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, **config: object) -> Loop:
     """Every request's token is the letter behind its last one, so an answer shows a token that is lost."""
-    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity, watermark), MAX_SEQ_LEN)
+    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity), MAX_SEQ_LEN)
     return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
 
 
 def add(loop: Loop, name: str, num_prompt_tokens: int, max_new_tokens: int = 5) -> Request:
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    loop.scheduler.check(name, num_prompt_tokens, params)
-    return loop.add(Request(name, [5] * num_prompt_tokens, params, 0))
-
-
-def shown(schedule: Schedule) -> str:
-    """As "preempted|prompts|tokens"."""
-    return f"{''.join(schedule.preempted)}|{names(schedule.prompts)}|{names(schedule.decoding)}"
-
-
-def drawing(loop: Loop, num_steps: int) -> list[str]:
-    """What each step preempts, prefills and decodes."""
-    return [shown(loop.step()[0]) for _ in range(num_steps)]
+    return loop.add_new(name, num_prompt_tokens, max_new_tokens, ignore_eos=True)
 
 
 # Which request is preempted, and for which.
@@ -81,7 +46,7 @@ def test_the_youngest_is_preempted_for_the_oldest(tokenizer: Tokenizer) -> None:
     for name in "abc":
         add(loop, name, 3)
     # 9 tokens of 11: in the second step a and b get one each, and c, the youngest, has none to get.
-    assert_equal(drawing(loop, 2), ["|abc|", "c||ab"], "drawing: preempted|prompts|decoding", ("step",))
+    assert_equal(loop.steps(2), ["|abc|", "c||ab"], "steps: preempted|prompts|decoding", ("step",))
     assert_equal(loop.scheduler.pool.grants(), {"a": 4, "b": 4}, "tokens granted", ("request",))
 
 
@@ -89,31 +54,22 @@ def test_as_many_are_preempted_as_needed_the_youngest_first(tokenizer: Tokenizer
     loop = make(tokenizer, 4)
     for name in "abcd":
         add(loop, name, 1, max_new_tokens=3)
-    assert_equal(drawing(loop, 2), ["|abcd|", "dc||ab"], "drawing", ("step",))
+    assert_equal(loop.steps(2), ["|abcd|", "dc||ab"], "steps: preempted|prompts|decoding", ("step",))
 
 
 def test_the_one_that_asks_may_be_the_youngest(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 7)
     add(loop, "a", 3, max_new_tokens=4)
     add(loop, "b", 3, max_new_tokens=4)
-    assert_equal(drawing(loop, 2), ["|ab|", "b||a"], "drawing", ("step",))
+    assert_equal(loop.steps(2), ["|ab|", "b||a"], "steps: preempted|prompts|decoding", ("step",))
     assert_equal(loop.scheduler.pool.grants(), {"a": 4}, "tokens granted", ("request",))
-
-
-def test_a_prompt_that_was_admitted_and_not_yet_run_is_the_youngest_too(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 9, max_num_batched_tokens=4)
-    for name in "abc":
-        add(loop, name, 3, max_new_tokens=6)
-    # A step has room for one prompt. b is run while a writes; c, which is not run yet, has memory that a needs.
-    assert drawing(loop, 2) == ["|a|", "c|b|a"]
-    assert loop.scheduler.waiting["c"].status is RequestStatus.PREEMPTED
 
 
 def test_no_request_is_preempted_while_there_are_free_blocks(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 14)
     for name in "ab":
         add(loop, name, 3, max_new_tokens=5)
-    assert drawing(loop, 5) == ["|ab|", "||ab", "||ab", "||ab", "||ab"], "the last token is never written"
+    assert loop.steps(5) == ["|ab|", "||ab", "||ab", "||ab", "||ab"], "the last token is never written"
     assert (loop.scheduler.num_preemptions, loop.scheduler.has_work()) == (0, False)
 
 
@@ -125,7 +81,7 @@ def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
     loop = make(tokenizer, 9, max_batch_size=2)
     add(loop, "a", 3, max_new_tokens=6)
     b = add(loop, "b", 3, max_new_tokens=4)
-    assert_equal(drawing(loop, 2), ["|ab|", "||ab"], "drawing", ("step",))
+    assert_equal(loop.steps(2), ["|ab|", "||ab"], "steps: preempted|prompts|decoding", ("step",))
     add(loop, "c", 1)
     loop.step()
     return loop, b
@@ -148,16 +104,16 @@ def test_it_is_queued_before_later_requests(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 4, max_batch_size=4)
     for name in "abcde":
         add(loop, name, 1, max_new_tokens=3)
-    drawing(loop, 2)
+    loop.steps(2)
     assert_equal(list(loop.scheduler.waiting), ["c", "d", "e"], "queue: d was preempted before c", ("place",))
 
 
 def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokenizer) -> None:
     loop, b = preempted(tokenizer)
     # a has 5 tokens and ends with 9, of which the last is not written: then there is room for the 5 of b.
-    assert_equal(drawing(loop, 3), ["||a", "||a", "||a"], "drawing", ("step",))
+    assert_equal(loop.steps(3), ["||a", "||a", "||a"], "steps: preempted|prompts|decoding", ("step",))
     schedule = loop.scheduler.schedule()
-    assert_equal(shown(schedule), "|bc|", "drawing of the next step")
+    assert_equal(shown(schedule), "|bc|", "the next step: preempted|prompts|decoding")
     again = schedule.entries[0]
     assert_equal(
         (again.start, again.num_tokens, schedule.num_decoding), (0, 5, 0), "start, tokens of b, and decoding requests"
@@ -180,32 +136,15 @@ def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokeniz
     assert_equal(StepRecord.of(loop.scheduler, schedule, outputs).prefilled, (("b", 5), ("c", 1)), "prefilled")
 
 
-@pytest.mark.parametrize("has_stop", [False, True])
-def test_its_answer_goes_on_as_if_nothing_had_been(tokenizer: Tokenizer, has_stop: bool) -> None:
-    """The stop string begins with the last token before the preemption and ends with the first behind it."""
-    answers = []
-    stop = (tokenizer.decode([LETTER + 1, LETTER + 2]),) if has_stop else ()
-    for capacity in (9, 100):
-        loop = make(tokenizer, capacity)
-        loop.add(Request("a", [5] * 3, SamplingParams(max_new_tokens=6, ignore_eos=True), 0))
-        loop.add(Request("b", [5] * 3, SamplingParams(max_new_tokens=4, ignore_eos=True, stop=stop), 0))
-        outputs = []
-        for _ in range(20):
-            outputs += [output for output in loop.step()[1] if output.request_id == "b"]
-        answers.append(outputs)
-        assert loop.scheduler.num_preemptions == (1 if capacity == 9 else 0)
-    assert answers[0] == answers[1]
-    assert [output.token_id for output in answers[0]] == [LETTER + n for n in range(3 if has_stop else 4)]
-    assert answers[0][-1].finish_reason is (FinishReason.STOP if has_stop else FinishReason.LENGTH)
-
-
-def test_a_preempted_request_can_be_aborted(tokenizer: Tokenizer) -> None:
-    loop, b = preempted(tokenizer)
-    assert loop.abort("b")
-    assert not loop.abort("b")
-    assert b.status is RequestStatus.FINISHED
-    assert list(loop.scheduler.waiting) == ["c"]
-    assert {request.request_id for request in loop.processor.streams} == {"a", "c"}
+def test_a_stop_string_is_found_on_both_sides_of_a_preemption(tokenizer: Tokenizer) -> None:
+    """It begins with the last token before the preemption and ends with the first after it."""
+    loop = make(tokenizer, 9)
+    add(loop, "a", 3, max_new_tokens=6)
+    loop.add_new("b", stop=(tokenizer.decode([LETTER + 1, LETTER + 2]),), ignore_eos=True)
+    outputs = [output for _ in range(20) for output in loop.step()[1] if output.request_id == "b"]
+    assert loop.scheduler.num_preemptions == 1
+    assert [output.token_id for output in outputs] == [LETTER, LETTER + 1, LETTER + 2]
+    assert outputs[-1].finish_reason is FinishReason.STOP
 
 
 # Admission.
@@ -228,80 +167,10 @@ def test_no_request_is_admitted_in_a_step_with_a_preemption(tokenizer: Tokenizer
     loop.scheduler.pool = GrowingPool()
     for name in "abcd":
         add(loop, name, 3)
-    assert drawing(loop, 3) == ["|abc|", "c||ab", "|c|ab"]
-
-
-def test_admission_leaves_the_watermark_to_running_requests(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 10, watermark=3)
-    add(loop, "a", 4, max_new_tokens=2)
-    add(loop, "b", 4, max_new_tokens=2)
-    # Beside a there are 6 free and b wants 4: 2 would be left.
-    assert drawing(loop, 4) == ["|a|", "||a", "|b|", "||b"]
-    loop = make(tokenizer, 11, watermark=3)
-    add(loop, "a", 4, max_new_tokens=2)
-    add(loop, "b", 4, max_new_tokens=2)
-    assert drawing(loop, 2) == ["|ab|", "||ab"], "running requests may use the watermark"
-
-
-def test_the_watermark_does_not_apply_while_no_request_runs(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 10, watermark=10)
-    add(loop, "a", 9, max_new_tokens=1)
-    add(loop, "b", 1, max_new_tokens=1)
-    assert drawing(loop, 2) == ["|a|", "|b|"]
-
-
-def test_no_request_overtakes_one_that_does_not_fit(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 10)
-    add(loop, "a", 6, max_new_tokens=2)
-    add(loop, "b", 5, max_new_tokens=1)
-    add(loop, "c", 1, max_new_tokens=1)
-    assert drawing(loop, 3) == ["|a|", "||a", "|bc|"]
+    assert loop.steps(3) == ["|abc|", "c||ab", "|c|ab"]
 
 
 # Whole runs.
-
-
-@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
-@pytest.mark.parametrize("watermark", [0, 2])
-@pytest.mark.parametrize("num_in_flight", [0, 1])
-def test_through_storms_the_order_of_arrival_is_kept(
-    tokenizer: Tokenizer, policy: str, watermark: int, num_in_flight: int
-) -> None:
-    """Each of twelve requests could fill the pool alone, so they preempt each other all the time."""
-    loop = make(tokenizer, 24, watermark, num_in_flight, scheduler_policy=policy, max_decode_interval=3)
-    requests = [add(loop, str(n), 1 + n % 3, max_new_tokens=24 - (1 + n % 3)) for n in range(12)]
-    ended: list[int] = []
-    steps = 0
-    scheduler = loop.scheduler
-    while loop.has_work():
-        steps += 1
-        assert steps < 2000, "some request is never served again"
-        oldest = next(iter({**scheduler.running, **scheduler.waiting}))
-        schedule, outputs = loop.step()
-        assert oldest in scheduler.running or oldest in {o.request_id for o in outputs}
-        assert oldest not in schedule.preempted
-        ended += [int(o.request_id) for o in outputs if o.finish_reason is not None]
-        assert [*map(int, (*scheduler.running, *scheduler.waiting))] == [n for n in range(12) if n not in ended]
-        if not scheduler.has_work():
-            loop.break_off()
-    assert scheduler.num_preemptions >= 12
-    assert all(request.output_ids == [LETTER + n for n in range(len(request.output_ids))] for request in requests)
-    assert all(request.num_tokens == 24 for request in requests)
-    assert scheduler.pool.audit() == []
-    assert not loop.processor.streams
-
-
-def test_a_step_that_was_broken_off_is_planned_again_without_whom_it_preempted(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 11, max_batch_size=3)
-    for name in "abc":
-        add(loop, name, 3)
-    drawing(loop, 1)
-    broken_off = loop.scheduler.schedule()
-    loop.scheduler.drop_in_flight()
-    again = loop.scheduler.schedule()
-    assert (shown(broken_off), shown(again)) == ("c||ab", "||ab")
-    assert loop.scheduler.pool.grants() == {"a": 4, "b": 4}
-    assert loop.scheduler.num_preemptions == 1
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])
@@ -314,7 +183,7 @@ def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, polic
         loop = Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
         for n in range(9):
             add(loop, str(n), 1 + 4 * n, max_new_tokens=1 + 7 * n % 5)
-        plans.append(drawing(loop, 40 if not num_in_flight else 60))
+        plans.append(loop.steps(40 if not num_in_flight else 60))
         assert (scheduler.num_preemptions, scheduler.has_work()) == (0, False)
     assert plans[0] == plans[1]
 
@@ -322,43 +191,10 @@ def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, polic
 # With a step in flight.
 
 
-def test_a_request_that_is_preempted_in_flight_is_computed_again_and_loses_no_token(tokenizer: Tokenizer) -> None:
-    """b loses its memory while a step computes its second token: that token is drawn again."""
-    loop = make(tokenizer, 8, num_in_flight=1)
-    a, b = add(loop, "a", 3, max_new_tokens=4), add(loop, "b", 3, max_new_tokens=4)
-    assert drawing(loop, 2) == ["|ab|", "||ab"]
-    assert (b.num_scheduled_tokens, b.num_computed_tokens, b.num_pending_tokens) == (4, 3, 1)
-    schedule = loop.scheduler.schedule()
-    assert shown(schedule) == "b||a"
-    assert (b.num_scheduled_tokens, b.num_computed_tokens, b.num_pending_tokens) == (0, 0, 0)
-    assert loop.scheduler.pool.grants() == {"a": 5}, "what b held serves others at once"
-    loop.finish(loop.in_flight.popleft())
-    assert (a.output_ids, b.output_ids) == ([LETTER, LETTER + 1], [LETTER]), "the token in flight is dropped"
-    assert [(o.request_id, o.token_id) for o in loop.processor.take()] == [("a", LETTER + 1)]
-    loop.in_flight.append(schedule)
-    outputs = []
-    for _ in range(10):
-        outputs += loop.step()[1]
-    assert [o.token_id for o in outputs if o.request_id == "b"] == [LETTER + n for n in (1, 2, 3)]
-    assert loop.scheduler.pool.audit() == []
-
-
-def test_a_request_that_is_preempted_and_aborted_in_flight_gives_nothing(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 8, num_in_flight=1)
-    for name in "ab":
-        add(loop, name, 3, max_new_tokens=4)
-    assert drawing(loop, 3) == ["|ab|", "||ab", "b||a"]
-    assert loop.abort("b")
-    new = add(loop, "b", 1, max_new_tokens=2)
-    outputs = [output for _ in range(10) for output in loop.step()[1]]
-    assert [o.token_id for o in outputs if o.request_id == "b"] == new.output_ids == [LETTER, LETTER + 1]
-    assert loop.scheduler.pool.audit() == []
-
-
 def test_memory_of_an_aborted_request_is_not_granted_while_a_step_writes_it(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 8, num_in_flight=1)
     a = add(loop, "a", 5, max_new_tokens=3)
-    drawing(loop, 1)
+    loop.steps(1)
     assert loop.abort("a")
     add(loop, "b", 6, max_new_tokens=1)
     schedule = loop.scheduler.schedule()

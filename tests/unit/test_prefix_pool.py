@@ -1,5 +1,6 @@
 """The pool with a prefix tree: what an admitted request is handed, who waits for whom, and what is never written."""
 
+import struct
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import pytest
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.planned_layout import AttentionPlanner, StepPlans
 from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.prefix_tree import PrefixTree
 from shared.engine.request import Request, RequestStatus
 from shared.errors import BlockError, CapacityError
 from shared.sampling.params import SamplingParams
@@ -232,17 +234,6 @@ def test_a_request_that_leaves_a_prefix_earlier_does_not_wait() -> None:
     assert pool.must_wait(make("3", "abcdefghijkl")), "the same prompt"
 
 
-def test_a_follower_takes_over_when_the_first_is_released() -> None:
-    pool, leader, followers = make_pool(), make("1", "abcdefgh"), [make(name, "abcdefgh") for name in "23"]
-    start(pool, leader)
-    assert [pool.must_wait(request) for request in followers] == [True, True]
-    pool.release(leader)  # aborted, failed or preempted
-    assert not pool.must_wait(followers[0])
-    start(pool, followers[0])
-    assert pool.must_wait(followers[1])
-    assert pool.must_wait(leader), "the first one too, if it comes back"
-
-
 def test_a_salt_shares_with_the_same_salt_alone() -> None:
     pool = make_pool(30, max_sequences=8)
     run(pool, make("1", "abcdefghi", cache_salt="tenant 1"))
@@ -296,14 +287,37 @@ def test_the_audit_finds_damage() -> None:
     assert any("can be allocated while in use" in line for line in pool.audit_blocks())
 
 
+def long_prompt(pool: PrefixKVCachePool) -> list[int]:
+    """The ids of a prompt of 8193 tokens, all of whose blocks are in the tree."""
+    ids = np.random.default_rng(0).integers(0, 128_000, 8193).tolist()
+    run(pool, Request("1", ids, SamplingParams(), 0))
+    return ids
+
+
+def big_pool() -> PrefixKVCachePool:
+    return PrefixKVCachePool(PagedSizes(600, 16, 4, 8192, 9000), None)
+
+
+def test_a_long_prompt_is_found_with_one_look_at_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request computed in one step is one node, which is compared as a whole."""
+    pool = big_pool()
+    ids, compared, packed = long_prompt(pool), [], []
+    child_name, pack = PrefixTree.child_name, struct.pack
+    monkeypatch.setattr(PrefixTree, "child_name", lambda *args, **more: compared.append(1) or child_name(*args, **more))
+    monkeypatch.setattr(struct, "pack", lambda *args: packed.append(len(args) - 1) or pack(*args))
+    request = Request("2", ids, SamplingParams(), 0)
+    assert_equal(pool.admit(request), 8192, "cached tokens")
+    assert_equal(packed, [8192], "ids that are packed, in each call")
+    assert_equal(len(compared), 1, "children that are looked up")
+    assert_equal(pool.admit(request), 8192, "cached tokens, asked again")
+    assert_equal(packed, [8192], "ids that are packed, in each call: those of a request once")
+
+
 @pytest.mark.measured
 def test_a_prompt_of_8192_tokens_is_found_in_0_3_ms() -> None:
     """With all its blocks in the tree, and the ids of the request packed anew."""
-    pool = PrefixKVCachePool(PagedSizes(600, 16, 4, 8192, 9000), None)
-    ids = np.random.default_rng(0).integers(0, 128_000, 8193).tolist()
-    run(pool, Request("1", ids, SamplingParams(), 0))
-
-    seconds = []
+    pool = big_pool()
+    ids, seconds = long_prompt(pool), []
     for _ in range(50):
         request = Request("2", ids, SamplingParams(), 0)
         begin = time.perf_counter()

@@ -240,4 +240,4 @@ class Tree(RuleBasedStateMachine):
 
 
 TestTree = Tree.TestCase
-TestTree.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTree.settings = settings(max_examples=80, stateful_step_count=40)
