@@ -44,11 +44,6 @@ def test_a_memory_may_have_more_cells_than_an_int32() -> None:
     assert_equal(found, np.array([(1 << 33) - 1]), "cell", ("token",))
 
 
-def test_cells_of_one_token_to_a_slot() -> None:
-    cells = Cells(num_layers=2, num_blocks=3, block_size=2, num_kv_heads=1)
-    assert cells.plain(1, np.array([0, 1, 3]), np.array([2, 0], np.int32)).tolist() == [[10, 11, 7]]
-
-
 @settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.data())
 def test_packed_tokens_fill_whole_blocks_once(layers: int, blocks: int, size: int, heads: int, data: Any) -> None:

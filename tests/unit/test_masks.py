@@ -79,14 +79,6 @@ def test_the_tokens_that_may_follow() -> None:
         )
 
 
-def test_special_and_empty_tokens_are_never_allowed() -> None:
-    tokens = GrammarVocabulary.of_tokens([b"a", b"</s>", b"", b"aa"], [1])
-    fsm = TokenFSM(automaton_of(compile_regex("[^]*".replace("[^]", r"[\s\S]"), budget())), tokens)
-    assert fsm.mask(START).tolist() == [True, True, False, True]
-    assert fsm.next_state(START, 1) is None
-    assert fsm.next_state(START, 2) is None
-
-
 @settings(max_examples=25)
 @given(st.integers(0, 2**32), st.booleans())
 def test_any_automaton_and_free_strings(seed: int, is_json: bool) -> None:

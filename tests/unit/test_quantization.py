@@ -118,11 +118,11 @@ def packed_one_by_one(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(
 GENERATOR = np.random.default_rng(0)
 NUMBERS = GENERATOR.integers(0, 16, (N, K))
 ZEROS = GENERATOR.integers(1, 16, (N, K // G))
-SCALES = torch.rand(N, K // G) + 0.1
+SCALES = torch.from_numpy(GENERATOR.random((N, K // G), np.float32)) + 0.1
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of AutoAWQ's gemm kernel
-BLOCK_SCALES = torch.rand(1, 2) + 0.1
+BLOCK_SCALES = torch.from_numpy(GENERATOR.random((1, 2), np.float32)) + 0.1
 EIGHT_BITS = torch.from_numpy(GENERATOR.integers(-127, 128, (N, K))).to(torch.int8)
-FLOATS = torch.randn(N, K).to(torch.float8_e4m3fn)
+FLOATS = torch.from_numpy(GENERATOR.standard_normal((N, K), np.float32)).to(torch.float8_e4m3fn)
 
 
 def packed_columns(numbers: np.ndarray) -> torch.Tensor:
@@ -229,7 +229,7 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
         ("gptq", {}, {"g_idx": torch.arange(K).int() % 2}, r"up_proj\.g_idx.*act-order"),
         ("awq", {"version": "gemv"}, {}, "version 'gemv'.*'gemm'"),
         ("fp8 in blocks", {"weight_block_size": [64, 64]}, {}, r"weight_block_size \[64, 64\]"),
-        ("fp8 in blocks", {}, {"weight": torch.randn(N, K)}, r"up_proj\.weight.*float32.*must be float8_e4m3fn"),
+        ("fp8 in blocks", {}, {"weight": FLOATS.float()}, r"up_proj\.weight.*float32.*must be float8_e4m3fn"),
         ("fp8 in blocks", {}, {"weight_scale_inv": torch.ones(2, 2)}, r"weight_scale_inv.*\[2, 2\].*\[1, 2\]"),
         ("fp8 in blocks", {}, {"weight_scale_inv": torch.tensor([[1.0, float("nan")]])}, r"scale nan at \[0, 1\]"),
         ("int8, a scale a row", {}, {"weight_scale": torch.zeros(N, 1)}, r"weight_scale.*scale 0.0 at \[0, 0\]"),

@@ -62,7 +62,7 @@ def test_messages_arrive_whole_and_in_order(sizes: list[int]) -> None:
     for message in messages:
         sender.send(message)
     for reader in readers:
-        reader.join(30)
+        reader.join(60)
     assert got == {1: messages, 2: messages}
 
 
