@@ -74,6 +74,14 @@ def test_a_chunk_in_use_is_never_evicted() -> None:
     assert_equal(registry.evict(12), 1, "freed blocks")
 
 
+def test_what_could_never_fit_is_refused_and_a_chunk_counts_once() -> None:
+    registry, _ = make_registry(4)
+    a, b = registry.add("user", [1] * 5), registry.add("user", [2] * 4)
+    registry.check([a, b, a, a], 4)
+    with pytest.raises(RequestError, match=r"needs 5 blocks, for 2 chunks and up to 5 tokens of its own, .* has 4"):
+        registry.check([a, b], 5)
+
+
 def test_the_audit_finds_what_is_wrong() -> None:
     registry, allocator = make_registry()
     a = resident(registry, allocator, "aaaaa")

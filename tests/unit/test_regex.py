@@ -141,15 +141,16 @@ def test_a_long_pattern_is_parsed_within_the_budget(part: str) -> None:
         Parser(pattern, Budget(clock=lambda: next(ticks) / 5)).parse()
 
 
-@pytest.mark.parametrize("pattern", ["[^x]{0,200}", "[^x]{200,}", "y[^x]{200}", "(ab?){0,200}"])
+@pytest.mark.parametrize("pattern", ["[^x]{0,200}", "[^x]{200,}", "y[^x]{200}", "(ab?){0,200}", "(a{200}b)*"])
 def test_long_counted_repeats_compile(pattern: str) -> None:
     """In few rounds beside the one for each state: minimization takes none for each place of a chain."""
     ticks = itertools.count()
     dfa = compile_regex(pattern, Budget(UNTIMED, clock=lambda: next(ticks)), spelling=Spelling.JSON)
     assert next(ticks) < len(dfa) + 50
-    longest = {"y[^x]{200}": "yé" + "a" * 199, "(ab?){0,200}": "ab" * 200}.get(pattern, "é" * 200)
-    assert dfa.run(longest.encode())
-    assert bool(dfa.run((longest + "a").encode())) == (pattern == "[^x]{200,}")
+    longest = {"y[^x]{200}": "yé" + "a" * 199, "(ab?){0,200}": "ab" * 200, "(a{200}b)*": "a" * 200 + "b"}
+    text = longest.get(pattern, "é" * 200)
+    assert dfa.run(text.encode())
+    assert bool(dfa.run((text + "a").encode())) == (pattern == "[^x]{200,}")
 
 
 def test_a_choice() -> None:
