@@ -1,14 +1,33 @@
 """Automata of grammars for tests: any JSON value, written as tables by hand, and random ones."""
 
+import math
 import random
+from collections.abc import Iterable
 
 import numpy as np
 
 from shared.grammar.automaton import MAX_DEPTH, REFUSED, START, UNBOUNDED, Action, Automaton, entry
+from shared.grammar.limits import Budget, Limits
 from shared.grammar.plain import PLAIN_SEQUENCES
+
+UNTIMED = Limits(seconds=math.inf)
+"""The limits of a grammar without the one that depends on how fast the machine is."""
 
 DIGITS = range(ord("0"), ord("9") + 1)
 CONTINUATION = range(0x80, 0xC0)
+
+
+def budget(states: int = UNTIMED.states) -> Budget:
+    """A compilation that may make so many states, and take any time."""
+    return Budget(Limits(states=states, seconds=math.inf))
+
+
+def assert_language(automaton: Automaton, accepted: Iterable[str | bytes], refused: Iterable[str | bytes]) -> None:
+    """An automaton accepts some texts and refuses others."""
+    for texts, expected in ((accepted, True), (refused, False)):
+        for text in texts:
+            found = automaton.accepts(text.encode() if isinstance(text, str) else text)
+            assert found == expected, f"{text!r} is {'accepted' if found else 'refused'}"
 
 
 class Table:

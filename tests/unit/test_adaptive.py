@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
-from shared.speculation.adaptive import LONGEST_WAIT, PATIENCE, UNMEASURED, DraftLengths, StepTimes, best_lengths
+from shared.speculation.adaptive import LONGEST_WAIT, PATIENCE, DraftLengths, StepTimes, best_lengths
 
 
 def make_request() -> Request:
@@ -89,13 +89,6 @@ def test_drafts_that_are_accepted_become_more_and_useless_ones_cease() -> None:
     for rate, low, high in ((1.0, 4.9, 5.0), (0.8, 3.0, 4.9), (0.5, 1.0, 3.0), (0.0, 0.0, 0.06)):
         num_drafts, _ = run(DraftLengths(5), make_request(), rate, 1000)
         assert low <= num_drafts / 1000 <= high, rate
-
-
-def test_useless_drafts_cost_less_than_three_percent_of_a_long_answer() -> None:
-    lengths = DraftLengths(5)
-    num_drafts, num_tokens = run(lengths, make_request(), 0.0, 500)
-    assert num_tokens == 500
-    assert num_drafts * (UNMEASURED.short[0] - 1) < 0.03 * 500
 
 
 def seconds(times: StepTimes, attempt_steps: int, rate: float, num_steps: int) -> tuple[float, int]:

@@ -18,6 +18,7 @@ from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.text.tools import TOOL_FORMATS, CallArguments, CallStart, ToolParser
+from tests.grammars import UNTIMED, assert_language
 
 ALL_BYTES = np.ones(256, np.bool_)
 HERMES = CallSpelling("<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
@@ -38,9 +39,10 @@ def compiled(
     spelling: CallSpelling,
     functions: tuple[CalledFunction, ...] = FUNCTIONS,
     form: Grammar | None = None,
+    limits: Limits = UNTIMED,
 ) -> Automaton:
     described = CallDescription(mode, spelling, functions, form and (form.kind.value, form.text))
-    grammar = Grammar.calls(described).compiled(ALL_BYTES, Limits())
+    grammar = Grammar.calls(described).compiled(ALL_BYTES, limits)
     assert grammar.automaton is not None
     return grammar.automaton
 
@@ -57,24 +59,13 @@ THOUGHT = f"<think>\n1 < 2, {BAD[0]} </thin k>\n</think>"
 
 @pytest.mark.parametrize("spelling", [HERMES, QWEN])
 def test_free_text_that_may_call(spelling: CallSpelling) -> None:
-    automaton = compiled(CallMode.AUTO, spelling)
-    for text in (
-        "",
-        "Hello {",
-        "a <tool_call",
-        "<<tool_<tool_cal",
-        GOOD,
-        f"So:\n{GOOD}",
-        f"{GOOD}\n{TREES}\n{GOOD}",
-        "é" * 9,
-    ):
-        assert automaton.accepts(text.encode()), text
-    for text in ("<tool_call>", *BAD, f"{GOOD} and", GOOD[:-1], f"{GOOD}\n", f"{GOOD}\n{BAD[0]}"):
-        assert not automaton.accepts(text.encode()), text
-    assert automaton.accepts(f"{THOUGHT}\n\n{GOOD}".encode()) == (spelling is QWEN)
-    assert automaton.accepts(f" \n{THOUGHT}So: {GOOD}".encode()) == (spelling is QWEN)
-    assert not automaton.accepts(f"{THOUGHT}\n\n{BAD[0]}".encode())
-    assert not automaton.accepts(f"<thinking>{BAD[0]}".encode())
+    free = ("", "Hello {", "a <tool_call", "<<tool_<tool_cal", "é" * 9)
+    calls = (GOOD, f"So:\n{GOOD}", f"{GOOD}\n{TREES}\n{GOOD}")
+    wrong = ("<tool_call>", *BAD, f"{GOOD} and", GOOD[:-1], f"{GOOD}\n", f"{GOOD}\n{BAD[0]}")
+    wrong += (f"{THOUGHT}\n\n{BAD[0]}", f"<thinking>{BAD[0]}")
+    thoughts = (f"{THOUGHT}\n\n{GOOD}", f" \n{THOUGHT}So: {GOOD}")
+    right, wrong = ((*thoughts,), wrong) if spelling is QWEN else ((), (*wrong, *thoughts))
+    assert_language(compiled(CallMode.AUTO, spelling), (*free, *calls, *right), wrong)
 
 
 FORMATS = {
@@ -92,13 +83,11 @@ def test_calls_or_a_format(text: str, mode: CallMode) -> None:
     description = CallDescription(mode, QWEN, FUNCTIONS, (form.kind.value, form.text))
     automaton = compiled(mode, QWEN, form=form)
     assert CallDescription.of_text(description.text) == description
-    for good in (text, f"{THOUGHT}{text}", f"{THOUGHT}\n\n{text}"):
-        assert automaton.accepts(good.encode()), good
-    for bad in ("", "So", f"{text} ", f"{text}\n{GOOD}", f"\n{text}", f"{GOOD}{text}", f"{THOUGHT}\n\n\n{text}", *BAD):
-        assert not automaton.accepts(bad.encode()), bad
-    for call in (GOOD, f"{THOUGHT}\n{GOOD}\n{TREES}"):
-        assert automaton.accepts(call.encode()) == (mode is CallMode.AUTO)
-    alone = form.compiled(ALL_BYTES, Limits()).automaton
+    right = [text, f"{THOUGHT}{text}", f"{THOUGHT}\n\n{text}"]
+    wrong = ["", "So", f"{text} ", f"{text}\n{GOOD}", f"\n{text}", f"{GOOD}{text}", f"{THOUGHT}\n\n\n{text}", *BAD]
+    (right if mode is CallMode.AUTO else wrong).extend((GOOD, f"{THOUGHT}\n{GOOD}\n{TREES}"))
+    assert_language(automaton, right, wrong)
+    alone = form.compiled(ALL_BYTES, UNTIMED).automaton
     assert alone is not None
     for length in range(1, len(text)):
         assert automaton.accepts(text[:length].encode()) == alone.accepts(text[:length].encode())
@@ -112,54 +101,29 @@ def test_a_format_that_begins_as_a_call_is_refused() -> None:
 
 @pytest.mark.parametrize("spelling", [HERMES, QWEN])
 def test_calls_alone(spelling: CallSpelling) -> None:
-    automaton = compiled(CallMode.REQUIRED, spelling)
-    for text in (GOOD, f"{GOOD}\n{TREES}"):
-        assert automaton.accepts(text.encode()), text
-    for text in ("", "So:", f" {GOOD}", *BAD, f"{GOOD}\n"):
-        assert not automaton.accepts(text.encode()), text
-    for between, is_one in (("", True), ("\n", True), ("\n\n", True), ("\n\n\n", False), (" a", False)):
-        assert automaton.accepts(f"{THOUGHT}{between}{GOOD}".encode()) == (is_one and spelling is QWEN)
-    assert not automaton.accepts(THOUGHT.encode())
-
-
-def test_one_call_at_most() -> None:
-    automaton = compiled(CallMode.REQUIRED, replace(HERMES, separator=None))
-    assert automaton.accepts(GOOD.encode())
-    assert not automaton.accepts(f"{GOOD}\n{GOOD}".encode())
+    thoughts = [f"{THOUGHT}{blank}{GOOD}" for blank in ("", "\n", "\n\n")]
+    right, wrong = [GOOD, f"{GOOD}\n{TREES}"], ["", "So:", f" {GOOD}", *BAD, f"{GOOD}\n", THOUGHT]
+    wrong += [f"{THOUGHT}\n\n\n{GOOD}", f"{THOUGHT} a{GOOD}"]
+    (right if spelling is QWEN else wrong).extend(thoughts)
+    assert_language(compiled(CallMode.REQUIRED, spelling), right, wrong)
+    assert_language(compiled(CallMode.REQUIRED, replace(spelling, separator=None)), [GOOD], [f"{GOOD}\n{GOOD}"])
 
 
 def test_no_calls() -> None:
-    automaton = compiled(CallMode.NONE, QWEN)
-    for text in ("", "Hello", "<tool_call", THOUGHT, f"{THOUGHT}\n\nHello"):
-        assert automaton.accepts(text.encode()), text
-    assert not automaton.accepts(f"Hello {GOOD}".encode())
-    automaton = compiled(CallMode.NONE, LLAMA)
-    assert automaton.accepts(b'{"name": "add", "born": 1815}')
-    assert not automaton.accepts(b'{"name": "add", "parameters": {"a": 1}}')
+    right = ("", "Hello", "<tool_call", THOUGHT, f"{THOUGHT}\n\nHello")
+    assert_language(compiled(CallMode.NONE, QWEN), right, [f"Hello {GOOD}"])
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    assert_language(compiled(CallMode.NONE, LLAMA), ['{"name": "add", "born": 1815}'], [call])
 
 
 def test_a_call_that_is_the_whole_answer() -> None:
     good, bad = b'{"name": "add", "parameters": {"a": 1}}', b'{"name": "add", "parameters": {"a": "1"}}'
-    automaton = compiled(CallMode.AUTO, LLAMA)
-    tag = b"\xff<|python_tag|>"
-    for text in (
-        b"",
-        b"Hello",
-        b'{"name": "Ada"}',
-        b'{"name": "add", "param',
-        b"\n" + good,
-        good,
-        tag + good,
-        b"So " + bad,
-    ):
-        assert automaton.accepts(text), text
-    for text in (bad, good + b";", good + b"\n" + good, tag, tag + b"Hello", b" " + bad):
-        assert not automaton.accepts(text), text
-    automaton = compiled(CallMode.REQUIRED, LLAMA)
-    assert automaton.accepts(good)
-    assert automaton.accepts(tag + good)
-    for text in (b"", b"Hello", b'{"name": "Ada"}', b"\n" + good, bad, tag + bad):
-        assert not automaton.accepts(text), text
+    tag, name = b"\xff<|python_tag|>", b'{"name": "Ada"}'
+    free = (b"", b"Hello", name, b'{"name": "add", "param', b"\n" + good, b"So " + bad)
+    wrong = (bad, good + b";", good + b"\n" + good, tag, tag + b"Hello", b" " + bad)
+    assert_language(compiled(CallMode.AUTO, LLAMA), (*free, good, tag + good), wrong)
+    refused = (b"", b"Hello", name, b"\n" + good, bad, tag + bad)
+    assert_language(compiled(CallMode.REQUIRED, LLAMA), (good, tag + good), refused)
 
 
 def test_what_is_not_supported() -> None:
@@ -172,9 +136,9 @@ def test_what_is_not_supported() -> None:
     assert not lax.accepts(BAD[0].encode())
     with pytest.raises(GrammarError, match="must be of an object"):
         compiled(CallMode.REQUIRED, QWEN, (CalledFunction("f", {"type": "array"}, True),))
-    many = tuple(CalledFunction(f"f{n}", {"properties": {"a": {"pattern": "x{3000}"}}}, True) for n in range(60))
-    with pytest.raises(GrammarError, match="more than"):
-        compiled(CallMode.REQUIRED, QWEN, many)
+    long = CalledFunction("f", {"properties": {"a": {"pattern": "x{3000}"}}}, True)
+    with pytest.raises(GrammarError, match="more than 1000 states"):
+        compiled(CallMode.REQUIRED, QWEN, (long,), limits=replace(UNTIMED, states=1000))
 
 
 def vocabulary(*special: str) -> GrammarVocabulary:
@@ -199,13 +163,13 @@ def test_only_special_tokens_that_the_grammar_names_are_allowed() -> None:
         assert following is not None
         state = following
     assert fsm.is_terminal(state)
-    plain = TokenFSM(Grammar.json_object().compiled(words.usable_bytes, Limits()).automaton, words)  # type: ignore[arg-type]
+    plain = TokenFSM(Grammar.json_object().compiled(words.usable_bytes, UNTIMED).automaton, words)  # type: ignore[arg-type]
     now = plain.automaton.walk(START, b'{"a": "')
     assert now is not None
     assert not {opening, closing, start, tag} & set(plain.allowed_tokens(now))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.sampled_from(CallMode),
     st.sampled_from([HERMES, QWEN, LLAMA]),
@@ -220,7 +184,7 @@ def test_every_walk_comes_to_an_end_and_what_it_writes_is_read(
     has_format = mode is not CallMode.REQUIRED and spelling is not LLAMA
     fsm = TokenFSM(compiled(mode, spelling, form=form if has_format else None), words)
     state, text = fsm.initial_state, b""
-    for length in range(400):
+    for length in range(250):
         allowed = np.flatnonzero(fsm.mask(state)).tolist()
         assert allowed
         assert length % 20 or allowed == fsm.allowed_tokens(state)

@@ -75,7 +75,7 @@ def state_by_hand(
     return torch.stack([values for values, _ in states]), torch.stack([logs for _, logs in states])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     places=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     S=st.integers(1, 24),

@@ -31,15 +31,6 @@ def resident(registry: ChunkRegistry, allocator: BlockAllocator, text: str) -> C
     return chunk
 
 
-def test_a_content_is_one_chunk_however_often_it_is_registered() -> None:
-    registry, _ = make_registry()
-    first = registry.add("user", [1, 2, 3])
-    assert registry.add("user", (1, 2, 3)) is first
-    others = [registry.add("system", [1, 2, 3]), registry.add("user", [1, 2]), registry.add("user", [3, 2, 1])]
-    assert len({first.chunk_id, *(one.chunk_id for one in others)}) == 4
-    assert registry.find(first.chunk_id) is first
-
-
 @given(st.text(), st.lists(st.integers(0, 2**31 - 1)), st.text(), st.lists(st.integers(0, 2**31 - 1)))
 def test_ids_are_equal_for_equal_contents_only(role: str, ids: list[int], other: str, others: list[int]) -> None:
     assert (chunk_id(role, ids) == chunk_id(other, others)) is ((role, ids) == (other, others))
@@ -89,15 +80,6 @@ def test_what_could_never_fit_is_refused_and_a_chunk_counts_once() -> None:
     registry.check([a, b, a, a], 4)
     with pytest.raises(RequestError, match=r"needs 5 blocks, for 2 chunks and up to 5 tokens of its own, .* has 4"):
         registry.check([a, b], 5)
-
-
-def test_missing_chunks_are_named_once_in_their_order() -> None:
-    registry, allocator = make_registry()
-    a, b, c = registry.add("", [1]), resident(registry, allocator, "b"), registry.add("", [3])
-    request = Request("r", [1], SamplingParams(), 0)
-    registry.contexts[request] = (c, a, b, c)
-    assert registry.missing(request) == [c, a]
-    assert registry.context_length(request) == 4
 
 
 def test_the_audit_finds_what_is_wrong() -> None:

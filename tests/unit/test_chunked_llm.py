@@ -66,14 +66,6 @@ def test_unknown_ids_are_refused(llm: ChunkedLLM) -> None:
     assert not llm.engine.has_work()
 
 
-def test_a_chunk_of_a_running_request_is_not_evicted(llm: ChunkedLLM) -> None:
-    name = llm.register(TEXTS[0])
-    llm.engine.add_request([1], PARAMS, chunk_ids=[name])
-    llm.engine.step()
-    with pytest.raises(RequestError, match="is used in 1 places"):
-        llm.evict(name)
-
-
 def test_contents_that_wait_to_be_computed_count_as_waiting_requests(tiny_checkpoints: dict[str, Path]) -> None:
     """So a client that registers without end is refused, as one that asks without end."""
     engine = ChunkedLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_waiting_requests=2).engine

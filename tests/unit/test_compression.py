@@ -72,7 +72,7 @@ def test_rounding_needs_no_key_that_is_not_there() -> None:
     assert_equal(top_p_count(rows, 1.0), torch.tensor([4]), "keys for the mass 1", ("row",))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(-400, 400), min_size=2, max_size=40, unique=True), st.floats(0.1, 0.95), st.integers(0, 99))
 def test_top_n_star_is_what_bisection_keeps(raw: list[int], p: float, seed: int) -> None:
     scores = torch.tensor(raw, dtype=torch.float64) / 100
@@ -85,7 +85,7 @@ def test_top_n_star_is_what_bisection_keeps(raw: list[int], p: float, seed: int)
     assert torch.equal(top_n(calibrated, top_p_count(calibrated, p - 1e-9)), top_n(scores, count))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_masks_are_little_endian_and_come_back(bits: list[bool]) -> None:
     kept = torch.tensor([bits, bits[::-1]])
@@ -159,7 +159,7 @@ def test_the_rows_of_the_window_are_reduced(qk: tuple[torch.Tensor, torch.Tensor
     assert expected["raw"] != expected["mean"] != expected["max"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 80), st.integers(1, 40), st.integers(0, 40), st.sampled_from(list(COMPRESSORS)), st.integers(0, 9)
 )

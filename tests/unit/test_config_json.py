@@ -172,12 +172,6 @@ def test_what_is_wrong_is_said(config: dict[str, Any], changes: dict[str, Any], 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("values", [[], "llama", 3, None, True])
-def test_not_an_object(values: Any) -> None:
-    with pytest.raises(ModelFolderError, match="must hold a JSON object"):
-        parse_config(values)
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"hidden_size": ' + b"9" * 5000 + b"}", b'{"a": 1} trailing'],
@@ -189,12 +183,15 @@ def test_a_file_that_is_not_json(content: bytes, tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_no_file_and_no_object(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"has no config\.json, so it is not a model folder"):
         read_config(tmp_path)
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ModelFolderError, match="cannot be read"):
         read_config(tmp_path)
+    for values in ([], "llama", 3, None, True):
+        with pytest.raises(ModelFolderError, match="must hold a JSON object"):
+            parse_config(values)
 
 
 FIELDS = sorted(
@@ -219,7 +216,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     name=st.sampled_from(["tiny-llama", "tiny-qwen3", "tiny-gemma3"]),
     changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=4),
@@ -247,10 +244,3 @@ def test_a_mutated_config_is_read_or_refused(
     for rope in (config.rope, config.local_rope or config.rope):
         assert rope.theta > 0
         assert rope.factor > 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(VALUES)
-def test_any_json_value_is_read_or_refused(values: Any) -> None:
-    with pytest.raises(ModelFolderError):
-        parse_config(values)

@@ -22,9 +22,10 @@ def _stream(tokenizer, ids):
     return [*(decoder.push(index) for index in ids), decoder.flush()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(kind=st.sampled_from(KINDS), text=UNICODE)
 @example(kind="llama3", text="a<|eom_id|>b")  # a special token written out, which decoding skips
+@example(kind="llama2", text="   ")  # only the first space is dropped
 def test_streamed_text_is_the_text(tokenizers, kind, text):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text)
@@ -33,7 +34,7 @@ def test_streamed_text_is_the_text(tokenizers, kind, text):
         assert tokenizer.decode(ids) == text
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250)
 @given(kind=st.sampled_from(KINDS), data=st.data())
 def test_streamed_ids_equal_decode_for_any_ids(tokenizers, kind, data):
     tokenizer = tokenizers[kind]
@@ -41,7 +42,7 @@ def test_streamed_ids_equal_decode_for_any_ids(tokenizers, kind, data):
     assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250)
 @given(kind=st.sampled_from(KINDS), values=st.lists(RAW_BYTES, max_size=12))
 def test_broken_utf8_becomes_the_same_replacement_characters(tokenizers, kind, values):
     """Single-byte tokens whose bytes are mostly no UTF-8: cut, overlong, surrogates, beyond the last code point."""
@@ -69,17 +70,6 @@ def test_a_character_goes_with_its_last_byte(tokenizers):
     assert decoder.flush() == ""
 
 
-def test_a_cut_character_becomes_a_replacement_at_the_end(tokenizers):
-    for kind in ("smollm2", "gemma3"):
-        tokenizer = tokenizers[kind]
-        of_byte = {tokenizer.token_bytes(index): index for index in reversed(range(tokenizer.vocab_size))}
-        ids = [of_byte[bytes([byte])] for byte in "😀".encode()[:3]]
-        pieces = _stream(tokenizer, ids)
-        assert pieces[:-1] == ["", "", ""]
-        assert pieces[-1] == tokenizer.decode(ids)
-        assert set(pieces[-1]) == {"\ufffd"}
-
-
 def test_special_tokens_show_nothing_and_do_not_cut_a_character(tokenizers):
     for kind in ("smollm2", "gemma3"):
         tokenizer = tokenizers[kind]
@@ -87,10 +77,3 @@ def test_special_tokens_show_nothing_and_do_not_cut_a_character(tokenizers):
         first, second = (of_byte[bytes([byte])] for byte in "é".encode())
         ids = [min(tokenizer.special_ids), first, max(tokenizer.special_ids), second]
         assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids) == "é"
-
-
-def test_only_the_first_space_of_a_llama2_text_is_dropped(tokenizers):
-    tokenizer = tokenizers["llama2"]
-    space = tokenizer.token_id("▁")
-    decoder = IncrementalDecoder(tokenizer)
-    assert [decoder.push(space) for _ in range(3)] == ["", " ", " "]

@@ -14,6 +14,7 @@ from shared.grammar.limits import Budget, GrammarError, Limits
 from shared.grammar.minimization import minimize
 from shared.grammar.nfa import NFA, determinize
 from tests.comparison import assert_equal
+from tests.grammars import budget
 
 LETTERS = b"abc"
 TEXTS = [bytes(text) for size in range(5) for text in itertools.product(LETTERS, repeat=size)]
@@ -35,7 +36,7 @@ def ends_with_ab() -> NFA:
 
 
 def test_the_sets_of_an_nfa_become_states() -> None:
-    dfa = determinize(ends_with_ab(), Budget())
+    dfa = determinize(ends_with_ab(), budget())
     expected = [text for text in TEXTS if text.endswith(b"ab") and b"c" not in text]
     assert_equal(accepted(dfa), expected, "the texts that are accepted", ("text",))
     assert len(dfa) == 3, f"expected 3 states, got {len(dfa)}"
@@ -49,14 +50,14 @@ def test_free_edges_are_followed() -> None:
     nfa.edges[middle].append((ord("a"), ord("c"), end))
     nfa.free[end].append(start)
     nfa.accepts[end] = 1
-    assert_equal(accepted(determinize(nfa, Budget())), TEXTS[1:], "the texts that are accepted", ("text",))
+    assert_equal(accepted(determinize(nfa, budget())), TEXTS[1:], "the texts that are accepted", ("text",))
 
 
 @given(WORDS)
 def test_words(texts: list[bytes]) -> None:
-    dfa = words(texts, Budget())
+    dfa = words(texts, budget())
     assert accepted(dfa) == sorted(set(texts), key=lambda text: (len(text), text))
-    assert len(minimize(dfa, Budget())) == len(dfa) == num_distinguishable(dfa)
+    assert len(minimize(dfa, budget())) == len(dfa) == num_distinguishable(dfa)
 
 
 def num_distinguishable(dfa: DFA) -> int:
@@ -76,9 +77,9 @@ def num_distinguishable(dfa: DFA) -> int:
 
 
 def test_words_with_bits_and_many_of_them() -> None:
-    dfa = words([b"ab", b"abc", b"b"], Budget(), [1, 2, 4])
+    dfa = words([b"ab", b"abc", b"b"], budget(), [1, 2, 4])
     assert [dfa.run(text) for text in (b"ab", b"abc", b"b", b"a", b"")] == [1, 2, 4, 0, 0]
-    many = words([f"word {n}".encode() for n in range(10_000)], Budget())
+    many = words([f"word {n}".encode() for n in range(10_000)], budget())
     assert len(many) < 30
     assert many.run(b"word 9999")
     assert not many.run(b"word 10000")
@@ -86,15 +87,15 @@ def test_words_with_bits_and_many_of_them() -> None:
 
 @given(WORDS, WORDS, WORDS)
 def test_combinations(first: list[bytes], second: list[bytes], third: list[bytes]) -> None:
-    dfas = [words(texts, Budget()) for texts in (first, second, third)]
+    dfas = [words(texts, budget()) for texts in (first, second, third)]
     sets = [set(texts) for texts in (first, second, third)]
-    everything = combine(dfas, Budget())
+    everything = combine(dfas, budget())
     for text in TEXTS:
         assert everything.run(text) == sum((text in texts) << n for n, texts in enumerate(sets))
     for dfa, expected in (
-        (union(dfas, Budget()), sets[0] | sets[1] | sets[2]),
-        (intersection(dfas[:2], Budget()), sets[0] & sets[1]),
-        (difference(dfas[0], dfas[1:], Budget()), sets[0] - sets[1] - sets[2]),
+        (union(dfas, budget()), sets[0] | sets[1] | sets[2]),
+        (intersection(dfas[:2], budget()), sets[0] & sets[1]),
+        (difference(dfas[0], dfas[1:], budget()), sets[0] - sets[1] - sets[2]),
     ):
         assert set(accepted(dfa)) == expected
         assert dfa.is_empty == (not expected)
@@ -119,7 +120,7 @@ def test_a_budget_ends_what_is_too_large() -> None:
         nfa.edges[state].append((97, 98, after))
     nfa.accepts[states[-1]] = 1
     with pytest.raises(GrammarError, match="more than 1000 states"):
-        determinize(nfa, Budget(Limits(states=1000)))
+        determinize(nfa, budget(states=1000))
     ticks = itertools.count()
     with pytest.raises(GrammarError, match="more than 5 s to compile"):
         determinize(nfa, Budget(Limits(seconds=5), clock=lambda: next(ticks)))

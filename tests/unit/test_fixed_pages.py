@@ -19,7 +19,7 @@ def test_the_tables_of_three_requests() -> None:
     assert_equal(tables.last_page_lengths.tolist(), [1, 0, 2], "tokens in their last pages")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
 def test_every_token_is_found_in_the_slot_that_it_got(data: st.DataObject, R: int, max_pages: int, size: int) -> None:
     pages, expected = FixedPages(R, max_pages, size), [list[int]() for _ in range(R)]

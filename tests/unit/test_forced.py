@@ -15,11 +15,11 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.grammar.automaton import START, Automaton
 from shared.grammar.grammar import Grammar, compile_grammar
-from shared.grammar.limits import Limits
 from shared.sampling.params import SamplingParams
 from shared.speculation.adaptive import UNMEASURED, DraftLengths
 from shared.speculation.forced import MOST_BYTES, ForcedText
 from tests.grammar_walks import byte_classes, random_text
+from tests.grammars import UNTIMED
 from tests.mixed_requests import seen, serve
 
 ALL_BYTES = np.ones(256, bool)
@@ -37,7 +37,7 @@ SPECULATION: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngr
 
 
 def automaton_of(grammar: Grammar) -> Automaton:
-    return compile_grammar(grammar, ALL_BYTES, Limits())
+    return compile_grammar(grammar, ALL_BYTES, UNTIMED)
 
 
 def forced(automaton: Automaton, text: str) -> str:
@@ -74,7 +74,7 @@ def test_what_other_grammars_force() -> None:
     assert len(forced(automaton_of(Grammar.regex("a{1000}")), "")) == MOST_BYTES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(number=st.integers(0, 3), seed=st.integers(0, 10_000))
 def test_texts_go_on_as_forced(number: int, seed: int) -> None:
     """In a text without blanks, but for the space behind a colon, each forced text stands where it was forced."""
@@ -98,7 +98,7 @@ def test_texts_go_on_as_forced(number: int, seed: int) -> None:
 
 
 REQUESTS = [
-    ([3 + n, 5, 9], about | {"structured_output": Grammar.json_schema(KEYS), "max_new_tokens": 150})
+    ([3 + n, 5, 9], about | {"structured_output": Grammar.json_schema(KEYS), "max_new_tokens": 90})
     for n, about in enumerate(
         ({"temperature": 0.0}, {"seed": 3}, {"seed": 4, "temperature": 2.0}, {"top_p": 0.8, "seed": 5})
     )
@@ -126,20 +126,20 @@ def test_forced_drafts_change_no_token_and_save_steps(
     assert engine.pool.audit() == []
 
 
-def test_rejection_accepts_what_is_forced(model_folder: Path) -> None:
-    engine = Engine(EngineConfig(str(model_folder), max_seq_len=256, acceptance_method="rejection", **SPECULATION))
-    answers = serve(engine, REQUESTS)[0]
+def test_rejection_accepts_what_is_forced(folder: Path) -> None:
+    engine = Engine(EngineConfig(str(folder), max_seq_len=256, acceptance_method="rejection", **SPECULATION))
+    answers = serve(engine, [(prompt, params | {"max_new_tokens": 200}) for prompt, params in REQUESTS])[0]
     assert engine.stats()["forced drafts accepted (tokens)"] > 40
-    for answer in answers:
-        text = "".join(output.text for output in answer)
-        if answer[-1].finish_reason == "stop":
-            assert json.loads(text).keys() == KEYS["properties"].keys()
+    texts = ["".join(output.text for output in answer) for answer in answers if answer[-1].finish_reason == "stop"]
+    assert all(json.loads(text).keys() == KEYS["properties"].keys() for text in texts)
 
 
 def test_without_speculation_nothing_is_drafted(folder: Path) -> None:
     engine = Engine(EngineConfig(str(folder), max_seq_len=256, **SPECULATION))
-    off = [(prompt, params | {"use_speculative_decoding": False}) for prompt, params in REQUESTS]
-    serve(engine, off)
+    serve(
+        engine,
+        [(prompt, params | {"use_speculative_decoding": False, "max_new_tokens": 9}) for prompt, params in REQUESTS],
+    )
     assert engine.stats()["drafts accepted (tokens)"] == engine.stats()["drafts rejected (tokens)"] == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from shared.grammar.formats import FORMATS
 from shared.grammar.json_schema import compile_schema
-from shared.grammar.limits import Budget
+from tests.grammars import budget
 
 EXAMPLES: dict[str, tuple[list[str], list[str]]] = {
     "date": (["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "1999-04-31", "99-1-1"]),
@@ -34,7 +34,7 @@ EXAMPLES: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str) -> None:
     schema = {"type": "string", "format": name}
-    automaton = compile_schema(schema, Budget())
+    automaton = compile_schema(schema, budget())
     validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
     for texts, expected in zip(EXAMPLES[name], (True, False), strict=True):
         for text in texts:
@@ -43,4 +43,4 @@ def test_formats(name: str) -> None:
 
 
 def test_an_unknown_format_is_an_annotation() -> None:
-    assert compile_schema({"type": "string", "format": "unheard-of"}, Budget()).accepts(b'"any"')
+    assert compile_schema({"type": "string", "format": "unheard-of"}, budget()).accepts(b'"any"')

@@ -23,7 +23,6 @@ from shared.engine.batch import Batch
 from shared.engine.buckets import Buckets
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, ModelFolderError
-from shared.kernels.launch import GENERATIONS
 from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
@@ -162,12 +161,6 @@ def test_scales_that_cannot_be(
     folder = with_scales(tmp_path / "scaled", source, named)
     with pytest.raises(ModelFolderError, match=message):
         make(folder, max_seq_len=64, **FP8)
-
-
-def test_gpus_convert_fp8_from_ada_on() -> None:
-    assert {capability for capability, gpu in GENERATIONS.items() if gpu.has_fp8} == {
-        capability for capability in GENERATIONS if capability >= (8, 9)
-    }
 
 
 @pytest.mark.demo

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shared.engine.grammar_rows as grammar_rows
@@ -140,7 +140,7 @@ def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(model_folder: Pa
     assert number > len(expected)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12)
 @given(
     chosen=st.lists(st.integers(0, len(GRAMMARS)), min_size=1, max_size=6),
     aborted=st.sets(st.integers(0, 5), max_size=3),

@@ -13,7 +13,7 @@ from shared.engine.isolation import run_isolated
 from tests.comparison import assert_equal
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(n=st.integers(0, 40), start=st.integers(0, 5), data=st.data())
 def test_only_culprits_fail_and_order_is_kept(n: int, start: int, data: st.DataObject) -> None:
     sequences = range(start, start + n)

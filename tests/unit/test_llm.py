@@ -47,7 +47,7 @@ def test_nothing_is_in_flight_when_the_answers_are_complete(folder: str, length:
         assert llm.engine.pool.holdings()[1] == {}
 
 
-def test_thousands_of_prompts_pass_through_a_short_queue(folder: str, capsys) -> None:
+def test_hundreds_of_prompts_pass_through_a_short_queue(folder: str, capsys) -> None:
     llm = LLM(folder, max_batch_size=64, max_seq_len=32, max_waiting_requests=10)
     most = 0
     add = llm.engine.add_request
@@ -59,23 +59,16 @@ def test_thousands_of_prompts_pass_through_a_short_queue(folder: str, capsys) ->
         return name
 
     llm.engine.add_request = counting
-    prompts = [[n % 500, n // 500] for n in range(2000)]
+    prompts = [[n % 500, n // 500] for n in range(500)]
     answers = llm.generate(prompts, SamplingParams(**GREEDY, max_new_tokens=1))
     assert [answer.prompt_ids for answer in answers] == prompts
     assert all(len(answer.token_ids) == 1 for answer in answers)
     assert most == 10
-    assert llm.engine.runner.num_forwards <= 2000 / 10 + 1
+    assert llm.engine.runner.num_forwards <= 500 / 10 + 1
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "2000/2000" in shown.err
-    assert "2000 tokens" in shown.err
-
-
-def test_a_bare_text_is_one_prompt_and_no_prompt_is_no_answer(folder: str) -> None:
-    llm = LLM(folder, max_seq_len=64)
-    (answer,) = llm.generate("x", SamplingParams(**GREEDY, max_new_tokens=3), progress=False)
-    assert len(answer.token_ids) == 3
-    assert llm.generate([], progress=False) == []
+    assert "500/500" in shown.err
+    assert "500 tokens" in shown.err
 
 
 def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:
@@ -90,8 +83,11 @@ def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:
             llm.generate(prompts, progress=False)
     with pytest.raises(RequestError, match="There are 2 prompts and 1 params"):
         llm.generate(["x", "y"], [SamplingParams()], progress=False)
+    assert llm.generate([], progress=False) == []
     assert llm.engine.runner.num_forwards == 0
     assert not llm.engine.has_work()
+    (answer,) = llm.generate("x", SamplingParams(**GREEDY, max_new_tokens=3), progress=False)
+    assert len(answer.token_ids) == 3, "a bare text is one prompt"
 
 
 def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,15 +130,14 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
     assert "more\n" in str(error.value)
     assert "infer train mtp" in str(error.value)
     config = json.loads((folder / "adapter.json").read_text())
-    (folder / "adapter.json").write_text(json.dumps(config | {"target_modules": ["qkv"]}))
-    with pytest.raises(ModelFolderError, match=r"layers\.0\.o_proj\.a has no place in the model"):
-        load_adapter(folder, llama)
-    (folder / "adapter.json").write_text(json.dumps(config | {"rank": 0}))
-    with pytest.raises(ModelFolderError, match=r"rank is 0; it must be an integer of at least 1"):
-        load_adapter(folder, llama)
-    (folder / "adapter.json").write_text(json.dumps(config | {"target_modules": ["lm_head"]}))
-    with pytest.raises(ModelFolderError, match=r"names lm_head; it may name qkv, o_proj"):
-        load_adapter(folder, llama)
+    for change, message in (
+        ({"target_modules": ["qkv"]}, r"layers\.0\.o_proj\.a has no place in the model"),
+        ({"rank": 0}, r"rank is 0; it must be an integer of at least 1"),
+        ({"target_modules": ["lm_head"]}, r"names lm_head; it may name qkv, o_proj"),
+    ):
+        (folder / "adapter.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelFolderError, match=message):
+            load_adapter(folder, llama)
     (folder / "adapter.json").write_text(json.dumps(config))
     (folder / "adapter.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ModelFolderError, match="not a whole safetensors file"):

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from shared.grammar.automaton import START, UNBOUNDED, Automaton, Configuration
 from shared.grammar.fsm import TokenFSM
-from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.limits import GrammarError
 from shared.grammar.masks import TokenMasks, _Walk
 from shared.grammar.regex import automaton_of, compile_regex
 from shared.grammar.vocabulary import GrammarVocabulary
 from tests.comparison import assert_equal
-from tests.grammars import any_json, random_automaton, random_tokens, random_walk
+from tests.grammars import any_json, budget, random_automaton, random_tokens, random_walk
 from tests.unit.test_automaton import nested, objects
 
 AUTOMATA = {
     "nested": (nested(), b'[]"a \n\t'),
     "objects": (objects(), b"{},abc"),
-    "regex": (automaton_of(compile_regex(r"(a{2,}|[bé]+,){1,3}", Budget())), "abé,".encode()),
+    "regex": (automaton_of(compile_regex(r"(a{2,}|[bé]+,){1,3}", budget())), "abé,".encode()),
 }
 END = 0
 
@@ -79,15 +79,7 @@ def test_the_tokens_that_may_follow() -> None:
         )
 
 
-def test_special_and_empty_tokens_are_never_allowed() -> None:
-    tokens = GrammarVocabulary.of_tokens([b"a", b"</s>", b"", b"aa"], [1])
-    fsm = TokenFSM(automaton_of(compile_regex("[^]*".replace("[^]", r"[\s\S]"), Budget())), tokens)
-    assert fsm.mask(START).tolist() == [True, True, False, True]
-    assert fsm.next_state(START, 1) is None
-    assert fsm.next_state(START, 2) is None
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), st.booleans())
 def test_any_automaton_and_free_strings(seed: int, is_json: bool) -> None:
     """Random rules of all actions, with states that all text leads back to, and stacks that are nearly full."""
@@ -147,7 +139,7 @@ def test_a_mask_is_made_once_for_all_that_it_depends_on() -> None:
 
 def test_a_grammar_that_no_token_begins_is_refused() -> None:
     with pytest.raises(GrammarError, match="No token of this model's vocabulary"):
-        TokenFSM(automaton_of(compile_regex("z+", Budget())), vocabulary([b"a"]))
+        TokenFSM(automaton_of(compile_regex("z+", budget())), vocabulary([b"a"]))
 
 
 @given(st.lists(st.binary(max_size=6), max_size=40))

@@ -1,7 +1,6 @@
 """Guesses of a model about itself: masks, positions, the group that counts, and what a step leaves behind."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,20 +186,6 @@ def test_the_last_tokens_have_no_useless_masks() -> None:
     assert [step(scheduler) for _ in range(3)] == [(0, 0), (0, 1), (1, 0)]
 
 
-def test_no_mask_passes_the_longest_sequence() -> None:
-    scheduler = make_scheduler()
-    request = Request("a", [1] * (MAX_SEQ_LEN - 6), SamplingParams(max_new_tokens=50, ignore_eos=True), 0)
-    scheduler.add(request)
-    while request.num_tokens < MAX_SEQ_LEN:
-        schedule = scheduler.schedule()
-        for entry in schedule:
-            entry.request.draft_ids = [WRONG] * entry.num_drafts
-        batch = MultiTokenBatch.of(schedule, scheduler.pool)
-        assert batch.positions.max() < MAX_SEQ_LEN
-        sampled = [7] * sum(entry.num_logit_rows for entry in schedule)
-        scheduler.commit(schedule, SampledTokens(sampled, None, {}))
-
-
 def test_a_batch_has_real_tokens_first_and_no_logits_of_masks() -> None:
     scheduler = make_scheduler()
     for name in "ab":
@@ -231,13 +216,3 @@ def test_a_request_without_its_guesses_loses_its_masks_and_no_other_does() -> No
     assert isinstance(settled, MultiTokenSchedule)
     assert dict(settled.masks) == {requests[1]: LENGTH}
     assert MultiTokenBatch.of(settled, scheduler.pool).num_tokens == 2 + 9
-
-
-@pytest.mark.parametrize(("budget", "expected"), [(9, (2, 2)), (8, (2, 1)), (5, (2, 0)), (2, (1, 0))])
-def test_masks_stay_within_the_token_budget(budget: int, expected: tuple[int, int]) -> None:
-    scheduler = make_scheduler()
-    add(scheduler)
-    step(scheduler)
-    step(scheduler)
-    object.__setattr__(scheduler.config, "max_num_batched_tokens", budget)
-    assert step(scheduler) == expected

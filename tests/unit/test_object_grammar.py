@@ -6,8 +6,8 @@ import pytest
 
 from shared.grammar.automaton import START
 from shared.grammar.json_schema import compile_schema
-from shared.grammar.limits import Budget
 from tests.comparison import assert_equal
+from tests.grammars import budget
 
 TRUE = {"const": True}
 CLOSED: dict[str, Any] = {"properties": {"a": TRUE, "b": TRUE}, "additionalProperties": False}
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_comma(name: str) -> None:
     schema, expected = CASES[name]
-    automaton = compile_schema({"type": "object"} | schema, Budget())
+    automaton = compile_schema({"type": "object"} | schema, budget())
     for text, following in expected.items():
         now = automaton.walk(START, text.encode())
         assert now is not None, f"{text} is refused"

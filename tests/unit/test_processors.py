@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from shared.sampling.processors import (
     apply_min_p,
@@ -35,7 +35,7 @@ def random_logits(rows, vocabulary, seed=0):
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LOGITS, st.integers(1, 14))
 def test_top_k_keeps_tokens_with_fewer_than_k_better(values, k):
     out = apply_top_k(row_of(values), torch.tensor([k]))
@@ -43,7 +43,7 @@ def test_top_k_keeps_tokens_with_fewer_than_k_better(values, k):
     assert_equal(out[0].tolist(), expected, f"{values} with k = {k}", ("token",))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LOGITS, st.floats(0.001, 1.0))
 def test_top_p_keeps_tokens_with_less_than_p_above_them(values, p):
     weights = [math.exp(v - max(values)) for v in values]
@@ -54,7 +54,7 @@ def test_top_p_keeps_tokens_with_less_than_p_above_them(values, p):
     assert_equal(out[0].tolist(), expected, f"{values} with p = {p:g}", ("token",))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LOGITS, st.floats(0.1, 10.0), st.data())
 def test_repetition_penalty_divides_positive_and_multiplies_negative(values, penalty, data):
     ids = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=8))
@@ -66,7 +66,7 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative(values, pen
     assert out[0].tolist() == pytest.approx(expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LOGITS, st.floats(0.05, 20.0))
 def test_temperature_divides_and_keeps_the_distribution(values, temperature):
     logits = row_of(values)
@@ -124,7 +124,7 @@ def test_min_p_keeps_what_is_exactly_as_likely_and_a_row_without_it():
     assert (out > -INF).tolist() == [[True, True, False, False], [True, False, False, False], [True, True, True, False]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(LOGITS, st.integers(-8, 8), st.integers(-8, 8), st.data())
 def test_output_penalties_are_subtracted_once_and_for_each_occurrence(values, frequency, presence, data):
     counts = data.draw(st.lists(st.integers(0, 5), min_size=len(values), max_size=len(values)))
@@ -132,23 +132,6 @@ def test_output_penalties_are_subtracted_once_and_for_each_occurrence(values, fr
     out = apply_output_penalties(row_of(values), torch.tensor([counts], dtype=torch.int32), *quarters)
     expected = [v - n * frequency / 4 - (n > 0) * presence / 4 for v, n in zip(values, counts, strict=True)]
     assert out.tolist() == [expected]
-
-
-@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 5.0])
-def test_repetition_penalty_as_transformers(penalty):
-    logits = random_logits(3, 100)
-    ids = torch.randint(0, 100, (3, 40), generator=torch.Generator().manual_seed(1))
-    seen = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, ids, True)
-    out = apply_repetition_penalty(logits, seen, torch.full((3,), penalty))
-    assert torch.equal(out, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits))
-
-
-def test_ties_at_the_cut_all_stay():
-    values = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0]
-    assert kept(apply_top_k(row_of(values), torch.tensor([2]))) == [False, True, True, True, True, False]
-    flat = torch.zeros(1, 7)
-    assert kept(apply_top_k(flat, torch.tensor([1]))) == [True] * 7
-    assert kept(apply_top_p(flat, torch.tensor([0.01], dtype=torch.float64))) == [True] * 7
 
 
 def test_the_token_that_crosses_p_stays():
@@ -200,16 +183,6 @@ def test_top_p_of_one_leaves_a_row_as_it_is_beside_others():
     assert (out[1] == -INF).any(), "p = 0.5 removed no token"
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
-def test_wide_and_narrow_nuclei_agree_in_one_batch(scale):
-    """A wide nucleus searches the whole vocabulary; its narrow neighbours must not notice."""
-    logits = torch.cat([random_logits(1, 5000) * scale, random_logits(2, 5000, seed=3)])
-    top_p = torch.tensor([0.95, 0.9, 0.5], dtype=torch.float64)
-    together = apply_top_p(logits, top_p)
-    for b in range(3):
-        assert torch.equal(apply_top_p(logits[b : b + 1], top_p[b : b + 1])[0], together[b])
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-6, 1.0, 3e38])
 @pytest.mark.parametrize(
     "values",
@@ -238,14 +211,3 @@ def test_extreme_logits_make_no_nan(values, temperature):
 def test_temperature_zero_leaves_the_likeliest_tokens():
     out = apply_temperature(row_of([1.0, 2.0, 2.0, 1.9999999]), torch.tensor([0.0]))
     assert_equal(out[0].tolist(), [-INF, 0.0, 0.0, -INF], "logits at temperature 0", ("token",))
-
-
-def test_arguments_are_not_mutated():
-    logits, before = random_logits(2, 50), random_logits(2, 50)
-    apply_repetition_penalty(logits, torch.ones(2, 50, dtype=torch.bool), torch.tensor([2.0, 0.5]))
-    apply_output_penalties(logits, torch.ones(2, 50, dtype=torch.int32), torch.ones(2), torch.ones(2))
-    apply_min_p(logits, torch.zeros(2))
-    apply_temperature(logits, torch.tensor([0.5, 0.0]))
-    apply_top_k(logits, torch.tensor([1, 2]))
-    apply_top_p(logits, torch.tensor([0.1, 0.2], dtype=torch.float64))
-    assert torch.equal(logits, before)

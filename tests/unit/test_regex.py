@@ -1,17 +1,20 @@
 """Regular expressions as automata over bytes, compared with Python's."""
 
+import itertools
 import json
 import random
 import re
-import time
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.grammar.characters import Spelling
-from shared.grammar.limits import Budget, GrammarError, Limits
+from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.pattern import Parser
 from shared.grammar.regex import automaton_of, compile_choice, compile_regex
+from tests.grammars import UNTIMED, budget
 
 ATOM = st.sampled_from(["a", "b", "é", ".", "[a-c]", "[^ab]", r"\d", r"\w", r"\s", r"\S", "-", "^", "$", "[é-ü1]"])
 PATTERN = st.recursive(
@@ -39,7 +42,7 @@ def test_as_in_python(pattern: str, texts: list[str], is_search: bool) -> None:
     match = expected.search if is_search else expected.fullmatch
     try:
         dfas = {
-            spelling: compile_regex(pattern, Budget(), search=is_search, spelling=spelling) for spelling in Spelling
+            spelling: compile_regex(pattern, budget(), search=is_search, spelling=spelling) for spelling in Spelling
         }
     except GrammarError:
         assert not any(map(match, texts)), "refused for the reason that it matches nothing"
@@ -66,7 +69,7 @@ def test_as_in_python(pattern: str, texts: list[str], is_search: bool) -> None:
     ],
 )
 def test_syntax(pattern: str, right: str, wrong: str) -> None:
-    dfa = compile_regex(pattern, Budget())
+    dfa = compile_regex(pattern, budget())
     assert dfa.run(right.encode())
     assert not dfa.run(wrong.encode())
 
@@ -102,44 +105,62 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
 )
 def test_what_is_refused(pattern: str, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
-        compile_regex(pattern, Budget())
+        compile_regex(pattern, budget())
 
 
 @pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){17}", "([^x]{0,90}){90}", "((a{0,99}){0,99}){0,99}"])
 def test_a_hostile_pattern_ends_within_its_budget(pattern: str) -> None:
-    began = time.thread_time()
-    with pytest.raises(GrammarError, match="more than"):
-        compile_regex(pattern, Budget(), spelling=Spelling.JSON)
-    assert time.thread_time() - began < 10, "a second, and what a busy machine adds"
+    """Of states, and of time: the budget is asked again and again while the automaton grows."""
+    with pytest.raises(GrammarError, match="more than 2000 states"):
+        compile_regex(pattern, budget(states=2000), spelling=Spelling.JSON)
+    ticks = itertools.count()
+    with pytest.raises(GrammarError, match="more than 1 s to compile"):
+        compile_regex(pattern, Budget(clock=lambda: next(ticks) / 100), spelling=Spelling.JSON)
+    assert next(ticks) == 102
+
+
+class Counted(str):
+    """A text that counts the characters that are copied out of it."""
+
+    num_copied = 0
+
+    def __getitem__(self, key: Any) -> str:
+        found = super().__getitem__(key)
+        self.num_copied += len(found)
+        return found
 
 
 @pytest.mark.parametrize("part", ["{", r"\p{Lu}"])
 def test_a_long_pattern_is_parsed_within_the_budget(part: str) -> None:
-    """A million characters. A parser that copied the rest of the pattern at each of them would take half a minute."""
-    began = time.thread_time()
+    """A parser that copied the rest of the pattern at each character would take half a minute for a million."""
+    pattern = Counted(part * 5000)
+    Parser(pattern, budget()).parse()
+    assert pattern.num_copied <= len(pattern)
+    ticks = itertools.count()
     with pytest.raises(GrammarError, match="more than 1 s"):
-        compile_regex(part * (1_000_000 // len(part)), Budget())
-    assert time.thread_time() - began < 10, "a second, and what a busy machine adds"
+        Parser(pattern, Budget(clock=lambda: next(ticks) / 5)).parse()
 
 
-@pytest.mark.measured
-@pytest.mark.parametrize("pattern", ["[^x]{0,500}", "[^x]{500,}", "y[^x]{500}", "(ab?){0,500}"])
+@pytest.mark.parametrize("pattern", ["[^x]{0,200}", "[^x]{200,}", "y[^x]{200}", "(ab?){0,200}", "(a{200}b)*"])
 def test_long_counted_repeats_compile(pattern: str) -> None:
-    """In some 0.3 s, more on a busy machine; with a round for each place of the chain, three."""
-    dfa = compile_regex(pattern, Budget(Limits(seconds=2.5)), spelling=Spelling.JSON)
-    longest = {"y[^x]{500}": "yé" + "a" * 499, "(ab?){0,500}": "ab" * 500}.get(pattern, "é" * 500)
-    assert dfa.run(longest.encode())
-    assert bool(dfa.run((longest + "a").encode())) == (pattern == "[^x]{500,}")
+    """In few rounds beside the one for each state: minimization takes none for each place of a chain."""
+    ticks = itertools.count()
+    dfa = compile_regex(pattern, Budget(UNTIMED, clock=lambda: next(ticks)), spelling=Spelling.JSON)
+    assert next(ticks) < len(dfa) + 50
+    longest = {"y[^x]{200}": "yé" + "a" * 199, "(ab?){0,200}": "ab" * 200, "(a{200}b)*": "a" * 200 + "b"}
+    text = longest.get(pattern, "é" * 200)
+    assert dfa.run(text.encode())
+    assert bool(dfa.run((text + "a").encode())) == (pattern == "[^x]{200,}")
 
 
 def test_a_choice() -> None:
-    automaton = automaton_of(compile_choice(["yes", "no", "no way", "naïve"], Budget()))
+    automaton = automaton_of(compile_choice(["yes", "no", "no way", "naïve"], budget()))
     for text in ("yes", "no", "no way", "naïve"):
         assert automaton.accepts(text.encode())
     for text in ("", "y", "no ", "naive", "yesno"):
         assert not automaton.accepts(text.encode())
     with pytest.raises(GrammarError, match="at least one text"):
-        compile_choice([], Budget())
+        compile_choice([], budget())
 
 
 REPEATED = [
@@ -157,7 +178,7 @@ REPEATED = [
 @pytest.mark.parametrize("search", [False, True])
 def test_repeats_without_a_bound(pattern: str, search: bool) -> None:
     """Sets without the copies that later ones make needless accept the same texts."""
-    dfa, chance = compile_regex(pattern, Budget(), search=search), random.Random(0)
+    dfa, chance = compile_regex(pattern, budget(), search=search), random.Random(0)
     judge = re.compile(pattern).search if search else re.compile(pattern).fullmatch
     num_matches = 0
     for _ in range(1500):
@@ -171,7 +192,7 @@ def test_repeats_without_a_bound(pattern: str, search: bool) -> None:
 
 def test_a_search_for_a_long_run_compiles() -> None:
     """Its sets would have up to 500 numbers of characters read; of these only the largest matters."""
-    dfa = compile_regex("[^x]{500,}", Budget(), search=True)
+    dfa = compile_regex("[^x]{500,}", budget(), search=True)
     assert len(dfa) < 5000
     for text, is_found in (("é" * 499, False), ("é" * 500, True), ("a" * 300 + "x" + "b" * 499, False)):
         assert (dfa.run(text.encode()) != 0) == is_found

@@ -1,11 +1,9 @@
 """The runner: forwards and draws of a batch, ids that stay on the device, failures that stay with their sequence."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -87,14 +85,6 @@ class Step:
             request.append(token_id)
 
 
-def test_a_batch_says_which_ids_are_pending() -> None:
-    step = Step(2)
-    assert len(Batch.of(step.schedule([0, 1]), step.pool).pending) == 0
-    batch = Batch.of(step.schedule([1, 0]), step.pool)
-    assert (batch.token_ids.tolist(), batch.pending.tolist(), batch.positions.tolist()) == ([0, 0], [0, 1], [2, 1])
-    assert batch.part(range(1, 2)).pending.tolist() == [0]
-
-
 @pytest.mark.parametrize("culprits", [[0], [2], [3], [1, 2], [0, 1, 2, 3]])
 def test_a_row_that_cannot_be_drawn_fails_alone(culprits: list[int]) -> None:
     """And its number is that of its sequence in the batch, also where a forward has failed before."""
@@ -113,15 +103,3 @@ def test_a_row_that_cannot_be_drawn_fails_alone(culprits: list[int]) -> None:
         lost = {*culprits, *([0] if failing else [])}
         assert sampled.token_ids == [10 * (n + 1) + 1 for n in (2, 0, 3, 1) if n not in lost]
         assert sorted(sampled.errors) == [place for place, n in enumerate((2, 0, 3, 1)) if n in lost]
-
-
-def test_a_forward_changes_no_request_and_can_be_made_again() -> None:
-    step = Step(3)
-    schedule = step.schedule([0, 1, 2])
-    batch = Batch.of(schedule, step.pool)
-    before = [replace(request) for request in step.requests]
-    logits = [step.runner.forward(batch).logits for _ in range(2)]
-    assert torch.equal(*logits)
-    assert [vars(request) for request in step.requests] == [vars(request) for request in before]
-    assert step.pool.used_tokens == 0
-    assert np.array_equal(batch.token_ids, Batch.of(schedule, step.pool).token_ids)

@@ -6,8 +6,9 @@ import pytest
 from shared.grammar.automaton import START
 from shared.grammar.grammar import Grammar, compile_grammar
 from shared.grammar.json_schema import compile_schema
-from shared.grammar.limits import Budget, GrammarError, Limits
+from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.spelling import spellable
+from tests.grammars import UNTIMED, assert_language, budget
 
 
 def usable(*missing: int) -> np.ndarray:
@@ -19,11 +20,11 @@ def usable(*missing: int) -> np.ndarray:
 def test_texts_without_the_byte_are_left() -> None:
     """Without the first byte of characters from U+40000 on; without that of é."""
     for missing, wrong in ((0xF1, "\U00040000"), (0xC3, "é")):
-        automaton = spellable(compile_schema({"type": ["string", "object"]}, Budget()), usable(missing))
+        automaton = spellable(compile_schema({"type": ["string", "object"]}, budget()), usable(missing))
         for text in ('"a"', '"ü"', '{"a": "😀"}', f'"{wrong}"', f'{{"{wrong}": 1}}'):
             is_left = bytes([missing]) not in text.encode()
             assert automaton.accepts(text.encode()) == is_left, text
-    whole = compile_schema({"type": "string"}, Budget())
+    whole = compile_schema({"type": "string"}, budget())
     assert spellable(whole, usable()) is whole
 
 
@@ -32,8 +33,8 @@ def test_a_text_that_could_not_be_ended_is_refused() -> None:
     missing = 0xA9
     for schema in ({"const": "aé"}, {"properties": {"é": {}}, "required": ["é"], "additionalProperties": False}):
         with pytest.raises(GrammarError, match=r"cannot spell \(A9\)"):
-            spellable(compile_schema(schema, Budget()), usable(missing))
-    automaton = spellable(compile_schema({"type": "string"}, Budget()), usable(missing))
+            spellable(compile_schema(schema, budget()), usable(missing))
+    automaton = spellable(compile_schema({"type": "string"}, budget()), usable(missing))
     assert automaton.accepts('"ä"'.encode())
     assert not automaton.accepts('"é"'.encode())
 
@@ -43,15 +44,14 @@ def test_every_kind_of_grammar() -> None:
         (Grammar.choice(["xa", "xé"]), b"xa", "xé".encode()),
         (Grammar.regex("x[aé]+"), b"xa", "xé".encode()),
     ):
-        automaton = compile_grammar(grammar, usable(0xA9), Limits())
-        assert automaton.accepts(right)
-        assert not automaton.accepts(wrong)
+        automaton = compile_grammar(grammar, usable(0xA9), UNTIMED)
+        assert_language(automaton, [right], [wrong])
         walked = automaton.walk(START, b"x\xc3")
         assert walked is None, "no text goes on there"
     for grammar in (Grammar.choice(["é"]), Grammar.regex("é+")):
         with pytest.raises(GrammarError, match="cannot spell"):
-            compile_grammar(grammar, usable(0xA9), Limits())
-    assert compile_grammar(Grammar.json_object(), usable(), Limits()).accepts(b'{"a": [1]}')
+            compile_grammar(grammar, usable(0xA9), UNTIMED)
+    assert compile_grammar(Grammar.json_object(), usable(), UNTIMED).accepts(b'{"a": [1]}')
     for grammar in (Grammar.json_object(), Grammar.regex("[a-z]{50}")):
         with pytest.raises(GrammarError, match=r"tables take \d+ bytes, more than 100"):
             compile_grammar(grammar, usable(), Limits(bytes=100))

@@ -107,17 +107,6 @@ def test_a_tokenizer_that_may_lose_text_has_no_bound(change, text_folders: dict[
     assert TextBound.of(tokenizer).least_tokens("a" * 10**6) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_the_tokenizer_that_holds_the_lock(
-    kind: str, bounds: dict[str, tuple[Tokenizer, TextBound]]
-) -> None:
-    tokenizer, _ = bounds[kind]
-    for text in ("", *PIECES, "  two  spaces\n\n and 1234 " + "".join(PIECES) * 20, *sorted(tokenizer.special_tokens)):
-        for special in (False, True):
-            expected = tokenizer.backend.encode(text, add_special_tokens=special).ids
-            assert tokenizer.encode(text, add_special_tokens=special) == expected
-
-
 def test_a_long_text_does_not_hold_pythons_lock(bounds: dict[str, tuple[Tokenizer, TextBound]]) -> None:
     tokenizer, _ = bounds["llama3"]
     text = "The quick brown fox. " * 40_000

@@ -56,13 +56,6 @@ def test_encode_and_decode_equal_auto_tokenizer(pairs, kind):
     assert ours.bos_id == theirs.bos_token_id
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_survives_the_round_trip(pairs, kind):
-    ours, _ = pairs[kind]
-    for text in TEXTS:
-        assert ours.decode(ours.encode(text)) == text
-
-
 def test_bos_is_added_only_where_the_model_wants_it(pairs):
     for kind in ("llama3", "gemma3", "llama2"):
         ours, _ = pairs[kind]
@@ -94,14 +87,6 @@ def test_a_folder_without_generation_config_still_has_its_end_ids(text_folders, 
     (folder / "config.json").unlink()
     ours = Tokenizer.load(folder)
     assert ours.eos_ids == {ours.token_id("<|eot_id|>")}
-
-
-def test_thinking_tokens_are_ordinary_text(pairs):
-    ours, _ = pairs["qwen3"]
-    think = ours.token_id("<think>")
-    assert think not in ours.special_ids
-    assert ours.token_bytes(think) == b"<think>"
-    assert ours.token_id("<|im_end|>") in ours.special_ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +162,7 @@ def test_an_unpaired_surrogate_is_a_request_error(pairs):
         ours.encode("a\ud800b")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=UNICODE)
 def test_arbitrary_text_encodes_as_auto_tokenizer_does(pairs, text):
     for ours, theirs in pairs.values():
@@ -202,9 +187,8 @@ def test_missing_folder_and_missing_files_say_what_was_looked_for(tmp_path):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"null", b"\xff\xfe\x00", b'"text"'])
-@pytest.mark.parametrize("kind", ["smollm2", "gemma3"])
-def test_damaged_json_is_one_paragraph_that_names_the_folder(text_folders, tmp_path, kind, name, content):
-    folder = _copy(text_folders[kind], tmp_path)
+def test_damaged_json_is_one_paragraph_that_names_the_folder(text_folders, tmp_path, name, content):
+    folder = _copy(text_folders["gemma3"], tmp_path)
     (folder / name).write_bytes(content)
     _message(folder)
 
@@ -225,7 +209,7 @@ def test_a_tokenizer_that_wants_to_run_code_is_refused(text_folders, tmp_path):
     _message(folder)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_mutated_tokenizer_file_loads_or_is_refused_but_never_crashes(text_folders, tmp_path_factory, data):
     folder = _copy(text_folders[data.draw(st.sampled_from(["smollm2", "gemma3"]))], tmp_path_factory.mktemp("mutated"))
@@ -250,21 +234,19 @@ def test_a_word_prefix_that_would_abort_the_process_is_refused(text_folders, tmp
     assert "continuing_subword_prefix" in _message(folder)
 
 
-def test_importing_the_wrapper_does_not_import_transformers():
-    code = "import sys, shared.text.chat, shared.text.detokenizer; sys.exit(int('transformers' in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(("kind", "is_generic"), [("smollm2", True), ("gemma3", False)])
 def test_loading_spares_the_model_configurations(text_folders, kind, is_generic):
     """The modules that cost seconds stay out: AutoTokenizer for a generic class, the model's config for the others."""
     code = (
-        "import sys; from pathlib import Path; from shared.text.tokenizer import Tokenizer\n"
+        "import sys; from pathlib import Path; import shared.text.chat, shared.text.detokenizer\n"
+        "from shared.text.tokenizer import Tokenizer\n"
+        "print('transformers' in sys.modules)\n"
         f"Tokenizer.load(Path({str(text_folders[kind])!r}))\n"
         "print('transformers.models.auto.tokenization_auto' in sys.modules, 'torch.distributed.tensor' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    has_auto, has_distributed = run.stdout.split()
+    has_transformers, has_auto, has_distributed = run.stdout.split()
+    assert has_transformers == "False", "importing the wrapper does not import them"
     assert has_auto == str(not is_generic)
     if is_generic or TRANSFORMERS >= (5, 23):  # older ones import it with AutoTokenizer itself
         assert has_distributed == "False"

@@ -12,32 +12,7 @@ from shared.text.tools import TOOL_FORMATS, CallArguments, CallStart, Content, D
 
 NAMES = ("weather", "add")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-HERMES_TEXTS = [
-    "No call at all.\n",
-    CALL,
-    f"I add.\n\n{CALL}",
-    f"{CALL}\n{CALL}\n",
-    f"{CALL} and {CALL}",
-    f"<think>\nperhaps {CALL}?\n</think>\n\n{CALL}",
-    '<tool_call>{"arguments": {"s": "}\\"]</tool_call>"}, "name": "weather"}</tool_call>',
-    '<tool_call>{"type": "function", "id": -1.5e3, "x": [{"y": ["}"]}], "name": "add"}</tool_call>',
-    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
-    f"a < b <tool_call> c <tool_call>{CALL}",
-    f'<tool_call>\n{{"name": "add", "arguments": "no object"}}</tool_call>\n{CALL}',
-    '<tool_call>{"name": "add", "arguments": {"a": [1}}</tool_call> after',
-    '<tool_call>{"name": "add", "arguments": {"a": "cut o',
-    '<tool_call>{"name": "add", "arguments": {}}\n</tool_c',
-    '<tool_call>{"name": "add", "arguments": {}} more',
-    "half a <tool_ca",
-]
-LLAMA_TEXTS = [
-    '{"name": "add", "parameters": {"a": {"b": [1, 2]}}}',
-    ' {"type": "function", "name": "add", "parameters": {}}\n',
-    '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}',
-    '{"name": "Ada", "born": 1815}',
-    '{"name": "add", "parameters": {"a": 1',
-    'It is {"name": "add", "parameters": {}}',
-]
+WHOLE = '{"name": "add", "parameters": {}}'
 
 
 def read(form: str, pieces: Sequence[str], *, has_several: bool = True) -> list[Delta]:
@@ -59,70 +34,65 @@ def added(index: int = 0, arguments: str = '{"a": 1}') -> list[Delta]:
     return [CallStart(index, "add"), CallArguments(index, arguments)]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("No call at all.\n", [Content("No call at all.\n")]),
-        (f"I add.\n\n{CALL}", [Content("I add."), *added()]),
-        (f"{CALL}\n{CALL}\n", [*added(0), *added(1)]),
-        (f"{CALL} and {CALL}", [*added(0), Content(" and"), *added(1)]),
-        (HERMES_TEXTS[5], [Content(f"<think>\nperhaps {CALL}?\n</think>"), *added()]),
-        (HERMES_TEXTS[6], [CallStart(0, "weather"), CallArguments(0, '{"s": "}\\"]</tool_call>"}')]),
-        (HERMES_TEXTS[7], added(arguments="{}")),
-        (HERMES_TEXTS[8], [Content(HERMES_TEXTS[8])]),
-        (HERMES_TEXTS[9], [Content("a < b <tool_call> c <tool_call>"), *added()]),
-        (HERMES_TEXTS[10], [Content(HERMES_TEXTS[10][: -len(CALL)].rstrip()), *added()]),
-        (HERMES_TEXTS[11], [*added(arguments='{"a": [1'), Content("}}</tool_call> after")]),
-        (HERMES_TEXTS[12], added(arguments='{"a": "cut o')),
-        (HERMES_TEXTS[13], added(arguments="{}")),
-        (HERMES_TEXTS[14], [*added(arguments="{}"), Content(" more")]),
-        (HERMES_TEXTS[15], [Content("half a <tool_ca")]),
-    ],
-)
-def test_calls_between_tags(text: str, expected: list[Delta]) -> None:
-    assert read("qwen3", [text]) == expected
+THOUGHT = f"<think>\nperhaps {CALL}?\n</think>"
+NESTED = '{"s": "}\\"]</tool_call>"}'
+UNKNOWN = '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'
+NO_OBJECT = '<tool_call>\n{"name": "add", "arguments": "no object"}</tool_call>'
+EMPTY = '<tool_call>{"name": "add", "arguments": {}}'
+HERMES: list[tuple[str, list[Delta]]] = [
+    ("No call at all.\n", [Content("No call at all.\n")]),
+    (CALL, added()),
+    (f"I add.\n\n{CALL}", [Content("I add."), *added()]),
+    (f"{CALL}\n{CALL}\n", [*added(0), *added(1)]),
+    (f"{CALL} and {CALL}", [*added(0), Content(" and"), *added(1)]),
+    (f"{THOUGHT}\n\n{CALL}", [Content(THOUGHT), *added()]),
+    (
+        f'<tool_call>{{"arguments": {NESTED}, "name": "weather"}}</tool_call>',
+        [CallStart(0, "weather"), CallArguments(0, NESTED)],
+    ),
+    (
+        '<tool_call>{"type": "function", "id": -1.5e3, "x": [{"y": ["}"]}], "name": "add"}</tool_call>',
+        added(arguments="{}"),
+    ),
+    (UNKNOWN, [Content(UNKNOWN)]),
+    (f"a < b <tool_call> c <tool_call>{CALL}", [Content("a < b <tool_call> c <tool_call>"), *added()]),
+    (f"{NO_OBJECT}\n{CALL}", [Content(NO_OBJECT), *added()]),
+    (
+        '<tool_call>{"name": "add", "arguments": {"a": [1}}</tool_call> after',
+        [*added(arguments='{"a": [1'), Content("}}</tool_call> after")],
+    ),
+    ('<tool_call>{"name": "add", "arguments": {"a": "cut o', added(arguments='{"a": "cut o')),
+    (f"{EMPTY}\n</tool_c", added(arguments="{}")),
+    (f"{EMPTY} more", [*added(arguments="{}"), Content(" more")]),
+    ("half a <tool_ca", [Content("half a <tool_ca")]),
+]
+LLAMA: list[tuple[str, list[Delta]]] = [
+    ('{"name": "add", "parameters": {"a": {"b": [1, 2]}}}', added(arguments='{"a": {"b": [1, 2]}}')),
+    (' {"type": "function", "name": "add", "parameters": {}}\n', added(arguments="{}")),
+    (f"{WHOLE}; {WHOLE}", [*added(arguments="{}"), Content(f"; {WHOLE}")]),
+    ('{"name": "Ada", "born": 1815}', [Content('{"name": "Ada", "born": 1815}')]),
+    ('{"name": "add", "parameters": {"a": 1', added(arguments='{"a": 1')),
+    (f"It is {WHOLE}", [Content(f"It is {WHOLE}")]),
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (LLAMA_TEXTS[0], added(arguments='{"a": {"b": [1, 2]}}')),
-        (LLAMA_TEXTS[1], added(arguments="{}")),
-        (LLAMA_TEXTS[2], [*added(arguments="{}"), Content('; {"name": "add", "parameters": {}}')]),
-        (LLAMA_TEXTS[3], [Content(LLAMA_TEXTS[3])]),
-        (LLAMA_TEXTS[4], added(arguments='{"a": 1')),
-        (LLAMA_TEXTS[5], [Content(LLAMA_TEXTS[5])]),
-    ],
+    ("form", "text", "expected"), [*(("qwen3", *each) for each in HERMES), *(("llama3", *each) for each in LLAMA)]
 )
-def test_a_call_that_is_the_whole_answer(text: str, expected: list[Delta]) -> None:
-    assert read("llama3", [text]) == expected
+def test_calls_in_a_text(form: str, text: str, expected: list[Delta]) -> None:
+    assert read(form, [text]) == expected
 
 
 def test_thinking_is_content_where_the_format_has_none() -> None:
-    assert read("chatml", [HERMES_TEXTS[5]])[:2] == [Content("<think>\nperhaps"), CallStart(0, "add")]
+    assert read("chatml", [f"{THOUGHT}\n\n{CALL}"])[:2] == [Content("<think>\nperhaps"), CallStart(0, "add")]
 
 
 def test_one_call_at_most() -> None:
     assert read("qwen3", [f"{CALL}\n{CALL}"], has_several=False) == [*added(), Content(f"\n{CALL}")]
 
 
-MIXED = st.lists(
-    st.sampled_from(
-        [
-            *HERMES_TEXTS,
-            *LLAMA_TEXTS,
-            "<think>",
-            "</think>",
-            "\n",
-            "<tool_call>",
-            "</tool_call>",
-            '{"name": "add"',
-            "}",
-            "<",
-        ]
-    ),
-    max_size=6,
-).map("".join)
+PARTS = ("<think>", "</think>", "\n", "<tool_call>", "</tool_call>", '{"name": "add"', "}", "<")
+MIXED = st.lists(st.sampled_from([*(text for text, _ in [*HERMES, *LLAMA]), *PARTS]), max_size=6).map("".join)
 
 
 @given(st.sampled_from(sorted(TOOL_FORMATS)), MIXED, st.lists(st.integers(0, 400), max_size=12), st.booleans())
