@@ -18,7 +18,7 @@ from shared.text.stopping import FinishReason
 
 
 def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> ServedRun:
-    """Serve a trace, past any end of sequence; after ``max_seconds`` break off what still runs. The
+    """Serve a trace, past any end of sequence; after ``max_seconds`` and a token break off what still runs. The
     background is aborted when all others have ended; a turn of a conversation follows the one before.
 
     ``engine`` has the methods of a phase's engine from 4 on; its ``last_step`` is None where steps cannot be seen.
@@ -79,7 +79,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
                 served[n].token_times.append(ended)
             if output.finish_reason is not None:
                 end(n, ended, output.error)
-        if max_seconds is not None and ended >= max_seconds:
+        if max_seconds is not None and ended >= max_seconds and any(request.token_ids for request in served):
             break
     for n in open_ids:
         engine.abort(str(n))

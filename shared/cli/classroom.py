@@ -107,7 +107,7 @@ def grade(
     ] = None,
     only: Annotated[str | None, typer.Option("--only", help="One exercise, such as 03x2.", metavar="EXERCISE")] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the table, with every reason, here as well.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="That one test may take.")] = 60.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="That one test may take.")] = 120.0,
     memory: Annotated[float, typer.Option("--memory", help="GiB that a submission may use.")] = 3.0,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="Submissions that run at the same time.")] = 1,
 ) -> None:

@@ -3,24 +3,20 @@
 import contextlib
 import csv
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import psutil
 import pytest
 from matplotlib.image import imread
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from shared.cli import app
 from shared.errors import ConfigError
-from tests.integration.server_process import wait_until
+from tests.waiting import wait_until
 from tutorial.workshop import chart, grading, preparation
-from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
+from tutorial.workshop.exercises import Exercise, exercises, find_exercise, reference
 from tutorial.workshop.grading import grade, write_csv
 from tutorial.workshop.limits import Limits
 from tutorial.workshop.skeleton import skeleton
@@ -31,10 +27,8 @@ pytestmark = pytest.mark.slow
 
 STOPPING = find_exercise("02x5")
 """Its tests compute least of all, so that a submission costs little more than starting pytest."""
-ENDLESS_IN_C = "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)"
 HAZARDS = {
     "syntax": "return (",
-    "endless": ENDLESS_IN_C,
     "huge": "return bytearray(200 << 30)",
     "ends": "import os; os._exit(0)",
     "exits": "import sys; sys.exit(0)",
@@ -64,6 +58,12 @@ def hand_in(folder: Path, *modules: tuple[Exercise, str | bytes]) -> Path:
     return folder
 
 
+def start_solved(workspace: Workspace, wanted: list[Exercise]) -> None:
+    workspace.start(wanted)
+    for exercise in wanted:
+        workspace.file(exercise).write_text(solved(exercise))
+
+
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], str]:
     """The CSV and the table of a class in which nearly everything goes wrong."""
@@ -81,7 +81,7 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str
         archive.writestr("../../outside.py", "mine")
     names = ["diligent", "packed.zip", *HAZARDS, "late", "binary", "deleted", "hostile.zip"]
     table = root / "grades.csv"
-    limits = ["--only", STOPPING.number, "--seconds", "6", "--memory", "2", "--jobs", "2", "--csv", str(table)]
+    limits = ["--only", STOPPING.number, "--memory", "2", "--jobs", "2", "--csv", str(table)]
     before = {process.pid for process in psutil.process_iter()}
     command = ["workshop", "grade", *(str(root / name) for name in names), *limits]
     result = CliRunner().invoke(app, command, env={"CLASS": str(root)})  # forks show the variables of their server
@@ -106,7 +106,6 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str
         ("diligent", "passed", ""),
         ("packed", "passed", ""),
         ("syntax", "failed", "shared/text/stopping.py, line"),
-        ("endless", "not run", "a test had not ended after 6 s"),
         ("huge", "failed", "MemoryError"),
         ("ends", "not run", "the run ended before this"),
         ("exits", "failed", "SystemExit"),
@@ -128,7 +127,7 @@ def test_each_submission_gets_its_row(graded: tuple, name: str, outcome: str, re
     (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name] and "/1" in line]
     assert outcome in line
     assert "passed by" in shown
-    assert "2/14" in shown
+    assert "2/13" in shown
 
 
 @pytest.mark.usefixtures("one_server")
@@ -138,9 +137,20 @@ def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatc
     first, second = find_exercise("02x1"), find_exercise("02x2")
     assert first.path == second.path
     folder = hand_in(tmp_path / "ada", (first, solved(first, "import os; os._exit(0)")))
-    (row,) = grade([folder], [first, second], limits=Limits(seconds=20))
+    (row,) = grade([folder], [first, second])
     assert [verdict.outcome for verdict in row.verdicts] == [Outcome.NOT_RUN, Outcome.PASSED]
     assert row.num_passed == 1
+
+
+@pytest.mark.usefixtures("one_server")
+def test_an_endless_loop_that_no_signal_interrupts_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit on one test, here two seconds; the code gets to its loop in milliseconds."""
+    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted: None)
+    monkeypatch.setattr(grading, "GRACE", 0.0)
+    endless = "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)"
+    (row,) = grade([hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING, endless)))], [STOPPING], limits=Limits(2.0))
+    assert row.verdicts[0].outcome is Outcome.NOT_RUN
+    assert row.verdicts[0].reason == "a test had not ended after 2 s"
 
 
 @pytest.mark.usefixtures("one_server")
@@ -201,25 +211,23 @@ def test_without_a_phase_the_exercises_that_were_handed_in_are_judged(
     assert {verdict.outcome for verdict in row.verdicts} == {Outcome.NEW}
 
 
+@pytest.mark.usefixtures("one_server")
 def test_the_exported_skeleton_is_a_workspace_for_the_learner_s_commands(tmp_path: Path) -> None:
-    environment = {**os.environ, "INFER_WORKSPACE": str(tmp_path / "workspace"), "NO_COLOR": "1"}
+    def workshop(*arguments: str) -> Result:
+        variables = {"INFER_WORKSPACE": str(tmp_path / "infer-workshop-03" / "workspace"), "NO_COLOR": "1"}
+        return CliRunner().invoke(app, ["workshop", *arguments], env=variables)
 
-    def infer(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", "from shared.cli import app; app()", "workshop", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-    exported = infer("export", "3", "--out", str(tmp_path / "hand.zip"))
-    assert exported.returncode == 0, exported.stderr
+    exported = workshop("export", "3", "--out", str(tmp_path / "hand.zip"))
+    assert exported.exit_code == 0, exported.stderr
     assert "infer-workshop-03/workspace/shared/cache/contiguous.py" in exported.stdout
     with zipfile.ZipFile(tmp_path / "hand.zip") as archive:
         archive.extractall(tmp_path)
-    shutil.move(tmp_path / "infer-workshop-03" / "workspace", tmp_path / "workspace")
-    checked = infer("check")
-    assert checked.returncode == 1
+    checked = workshop("check")
+    assert checked.exit_code == 1
     assert checked.stdout.count("to do") == 4
     assert "0 of 4 passed" in checked.stdout
-    again = infer("export", "3", "--out", str(tmp_path / "hand.zip"))
-    assert again.returncode == 2
+    again = workshop("export", "3", "--out", str(tmp_path / "hand.zip"))
+    assert again.exit_code == 2
     assert "replace it with --force" in again.stderr
 
 
@@ -232,9 +240,7 @@ def test_a_learner_s_ladder_credits_what_their_lines_did(
     workspace = Workspace(tmp_path / "workspace")
     norm, failing = find_exercise("01ax1"), find_exercise("04x1")
     theirs = [norm, *(exercise for exercise in exercises() if exercise.phase in ("03", "04"))]
-    workspace.start(theirs)
-    for exercise in theirs:
-        workspace.file(exercise).write_text(solved(exercise))
+    start_solved(workspace, theirs)
     workspace.file(norm).write_text(solved(norm, "print('mine')\n" + "\n".join(_body(norm))))
     workspace.file(failing).write_text(solved(failing, "raise RuntimeError('this must not run')"))
     for exercise in theirs:
@@ -259,18 +265,9 @@ def test_a_learner_s_ladder_credits_what_their_lines_did(
     assert rungs["02"]["missing"] == [f"02x{n}" for n in range(1, 6)]
     assert "not yours yet: 04x1 must pass" in shown.stdout
     assert "your code: 01ax1, 03x2" in shown.stdout
-    turns = [turn.split(" %  ")[1] for turn in shown.stderr.splitlines() if " %  " in turn]
-    assert turns[:6] == [
-        f"phase {turn}"
-        for turn in (
-            "02, reference",
-            "02, reference",
-            "03, reference",
-            "03, your code",
-            "03, your code",
-            "03, reference",
-        )
-    ], "progress is told to a pipe too"
+    turns = [turn.split(" %  phase ")[1] for turn in shown.stderr.splitlines() if " %  " in turn]
+    theirs, mine = "03, reference", "03, your code"
+    assert turns[:6] == [*["02, reference"] * 2, theirs, mine, mine, theirs], "progress is told to a pipe too"
 
     pixels = imread(picture)
     assert (pixels != pixels[0, 0]).any(-1).mean() > 0.01
@@ -283,9 +280,7 @@ def test_code_that_raises_ends_the_measurement_with_a_word_about_it(
 ) -> None:
     workspace = Workspace(tmp_path / "workspace")
     theirs = [exercise for exercise in exercises() if exercise.phase == "02"]
-    workspace.start(theirs)
-    for exercise in theirs:
-        workspace.file(exercise).write_text(solved(exercise))
+    start_solved(workspace, theirs)
     workspace.file(STOPPING).write_text(solved(STOPPING, "raise RuntimeError('this is mine')"))
     for exercise in theirs:
         workspace.note_check(exercise, passed=True)

@@ -1,9 +1,10 @@
 """Every exercise proved: with a gap its tests fail by the gap, with the reference's lines they pass, and no earlier
-phase notices. Each proof is a run of pytest of its own, as ``infer workshop check`` makes it."""
+phase notices. The gaps of a phase share one run of pytest, as known mistakes do; the reference's lines run in a
+workspace, as ``infer workshop check`` runs a learner's."""
 
 import ast
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,66 +12,33 @@ import pytest
 from shared.kernels import NO_TRITON
 from shared.lessons import Lesson, lessons
 from tutorial.workshop.check import CheckServer, Run, can_be_checked
-from tutorial.workshop.exercises import ROOT, Exercise, exercises, exercises_of
-from tutorial.workshop.skeleton import filled
+from tutorial.workshop.exercises import ROOT, Exercise, exercises, exercises_of, reference
+from tutorial.workshop.skeleton import filled, skeleton
 from tutorial.workshop.verdicts import Outcome
+from tutorial.workshop.version_runs import run_versions
 from tutorial.workshop.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
 EXERCISES = exercises()
 LESSONS = lessons()
-AT_ONCE = 2
 
 
 def by_number(value: Exercise | Lesson) -> str:
     return value.number
 
 
-def checked(each: Exercise | Lesson) -> tuple[Exercise, ...]:
-    """The exercise, or those of the phase, without any that cannot be checked on this machine."""
-    return tuple(filter(can_be_checked, [each] if isinstance(each, Exercise) else exercises_of(each)))
-
-
-class Proofs:
-    """Runs of pytest on workspaces, each made once, the next ones ahead of the test that asks for them."""
-
-    def __init__(self, server: CheckServer, root: Path) -> None:
-        self.server = server
-        self.root = root
-        self.order = [each for each in (*EXERCISES, *LESSONS) if checked(each)]
-        self.pool = ThreadPoolExecutor(AT_ONCE)
-        self.runs: dict[Exercise | Lesson, Future[Run]] = {}
-
-    def of(self, wanted: Exercise | Lesson) -> tuple[Path, Run]:
-        """The workspace and the run: of an exercise with its gap, or of a phase with the reference's lines."""
-        if not checked(wanted):
-            pytest.skip(f"{NO_TRITON}")
-        place = self.order.index(wanted)
-        for each in self.order[place : place + AT_ONCE + 1]:
-            if each not in self.runs:
-                # Prepared here: CPython 3.11 may raise SystemError where two threads parse source code at once.
-                workspace, proved = self._prepare(each)
-                self.runs[each] = self.pool.submit(self.server.run, workspace, proved, gaps_raise=True)
-        return self.root / wanted.number, self.runs[wanted].result()
-
-    def _prepare(self, each: Exercise | Lesson) -> tuple[Path, tuple[Exercise, ...]]:
-        workspace = self.root / each.number
-        wanted = checked(each)
-        files = Workspace(workspace).start(wanted)
-        if isinstance(each, Lesson):
-            for file in files:
-                text, numbers = filled(file.read_text(), (ROOT / file.relative_to(workspace)).read_text())
-                assert numbers
-                file.write_text(text)
-        return workspace, wanted
-
-
 @pytest.fixture(scope="module")
-def proofs(check_server: CheckServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proofs]:
-    made = Proofs(check_server, tmp_path_factory.mktemp("proofs"))
-    yield made
-    made.pool.shutdown(cancel_futures=True)
+def gaps(check_server: CheckServer) -> Callable[[str], dict[Exercise, Run]]:
+    """By exercise of a phase, what its tests say of a module with its gap alone."""
+
+    @cache
+    def of(phase: str) -> dict[Exercise, Run]:
+        wanted = [exercise for exercise in EXERCISES if exercise.phase == phase and can_be_checked(exercise)]
+        texts = [skeleton(reference(exercise)[0], {exercise.number}) for exercise in wanted]
+        return dict(zip(wanted, run_versions(check_server, list(zip(wanted, texts, strict=True))), strict=True))
+
+    return of
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
@@ -114,8 +82,12 @@ def test_no_earlier_phase_can_load_a_module_with_a_phase_s_exercises(lesson: Les
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=by_number)
-def test_with_a_gap_every_mapped_test_fails_by_it(exercise: Exercise, proofs: Proofs) -> None:
-    _, proof = proofs.of(exercise)
+def test_with_a_gap_every_mapped_test_fails_by_it(
+    exercise: Exercise, gaps: Callable[[str], dict[Exercise, Run]]
+) -> None:
+    if not can_be_checked(exercise):
+        pytest.skip(f"{NO_TRITON}")
+    proof = gaps(exercise.phase)[exercise]
     (verdict,) = proof.verdicts
     assert verdict.outcome is Outcome.FAILED, proof.output
     assert verdict.num_tests >= len(exercise.tests)
@@ -126,10 +98,19 @@ def test_with_a_gap_every_mapped_test_fails_by_it(exercise: Exercise, proofs: Pr
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
-def test_with_the_reference_s_lines_every_mapped_test_passes(lesson: Lesson, proofs: Proofs) -> None:
-    workspace, run = proofs.of(lesson)
-    assert tuple(verdict.exercise for verdict in run.verdicts) == checked(lesson)
+def test_with_the_reference_s_lines_every_mapped_test_passes(
+    lesson: Lesson, check_server: CheckServer, tmp_path: Path
+) -> None:
+    """In a workspace, which holds all exercises of the phase with their gaps filled."""
+    if not (wanted := tuple(filter(can_be_checked, exercises_of(lesson)))):
+        pytest.skip(f"{NO_TRITON}")
+    for file in Workspace(tmp_path).start(wanted):
+        text, numbers = filled(file.read_text(), (ROOT / file.relative_to(tmp_path)).read_text())
+        assert numbers
+        file.write_text(text)
+    run = check_server.run(tmp_path, wanted, gaps_raise=True)
+    assert tuple(verdict.exercise for verdict in run.verdicts) == wanted
     for verdict in run.verdicts:
         assert verdict.outcome is Outcome.PASSED, run.output
-        assert verdict.file == str(workspace / verdict.exercise.path)
+        assert verdict.file == str(tmp_path / verdict.exercise.path)
         assert verdict.num_passed == verdict.num_tests >= 1

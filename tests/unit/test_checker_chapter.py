@@ -84,7 +84,6 @@ def test_any_text_can_be_parsed_and_stays_as_it_is(text: str) -> None:
     ("info", "message"),
     [
         ("", "a fence needs a language"),
-        ("ruby", "there is no fence `ruby`"),
         ("python", "needs `run` or `source`"),
         ("python run source=a.py", "only one of them"),
         ("diff", "needs `phases`"),
@@ -117,11 +116,6 @@ def test_a_fence_in_the_wrong_place_is_refused_on_its_line(page: str, line: int,
     problem = parse(page).problems[0]
     assert problem.line == line
     assert message in problem.message
-
-
-def test_an_output_belongs_to_the_run_fence_before_it() -> None:
-    chapter = parse("```python run\nprint(1)\n```\n\n```output\n1\n```\n\n```python run\n```\n")
-    assert {line: output.body for line, output in chapter.outputs.items()} == {1: ("1",)}
 
 
 def test_edits_are_made_wherever_they_stand() -> None:

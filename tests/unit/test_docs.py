@@ -36,23 +36,12 @@ def recorder() -> ModuleType:
         return importlib.import_module("record_demo")
 
 
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_exists(page: Path, check: str) -> None:
-    problems = [f"{page.name}:{problem.line}: {problem.message}" for problem in CHECKS[check](read_chapter(page), ROOT)]
-    assert not problems, "\n".join(problems)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_on_a_page_exist(page: Path) -> None:
-    problems = unknown_commands(read_chapter(page), ROOT, typer.main.get_command(app))
-    assert not (told := [f"{page.name}:{problem.line}: {problem.message}" for problem in problems]), "\n".join(told)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_cites_stands_in_the_report(page: Path) -> None:
-    text = read_chapter(page)
-    found = [problem for line in cited_lines(text) for problem in check_citations(text, line, ROOT)]
+def test_what_a_page_names_exists_and_what_it_cites_stands_in_the_report(page: Path) -> None:
+    chapter = read_chapter(page)
+    found = [problem for check in CHECKS.values() for problem in check(chapter, ROOT)]
+    found += unknown_commands(chapter, ROOT, typer.main.get_command(app))
+    found += [problem for line in cited_lines(chapter) for problem in check_citations(chapter, line, ROOT)]
     assert not found, "\n".join(f"{page.name}:{problem.line}: {problem.message}" for problem in found)
 
 

@@ -11,7 +11,7 @@ from shared.errors import ConfigError
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 CHOICES = {name: field.metadata["choices"] for name, field in FIELDS.items() if field.metadata["choices"]}
 COUNTS = [name for name, field in FIELDS.items() if field.metadata["at_least"] is not None]
-SLOTS = {"kv_cache_backend": "contiguous"}
+SLOTS, STATIC, WHOLE = {"kv_cache_backend": "contiguous"}, {"batching_mode": "static"}, {"use_chunked_prefill": False}
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -34,37 +34,22 @@ def test_a_choice_is_one_of_those_named(name: str) -> None:
             EngineConfig(**{name: None})
 
 
-@pytest.mark.parametrize(("name", "value"), [("kv_cache_backend", "contiguous"), ("batching_mode", "static")])
-def test_a_value_that_is_there_from_the_start_makes_no_trouble(name: str, value: str) -> None:
-    EngineConfig(**{name: value}).check({name})
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (SLOTS | {"use_prefix_caching": True}, "use_prefix_caching is True and kv_cache_backend is 'contiguous'"),
         (SLOTS | {"block_size": 32}, "requires kv_cache_backend = 'paged'"),
         (SLOTS | {"num_gpu_blocks": 5}, "num_gpu_blocks is 5 and kv_cache_backend is 'contiguous'"),
-        (
-            {"prefill_chunk_size": 64, "use_chunked_prefill": False},
-            "requires use_chunked_prefill = True: set that too, or leave prefill_chunk_size out",
-        ),
-        (
-            {"max_prefill_chunks_per_step": 2, "use_chunked_prefill": False},
-            "max_prefill_chunks_per_step is 2 and use_chunked_prefill is False",
-        ),
+        (WHOLE | {"prefill_chunk_size": 64}, "requires .* = True: set that too, or leave prefill_chunk_size out"),
+        (WHOLE | {"max_prefill_chunks_per_step": 2}, "_per_step is 2 and use_chunked_prefill is False"),
         ({"draft_model": "small"}, "requires use_speculative_decoding = True"),
         ({"spec_length": 2}, "spec_length is 2 and use_speculative_decoding is False"),
         ({"use_speculative_decoding": True}, "draft_model is None; set draft_model to the model that proposes"),
-        ({"batching_mode": "static", "scheduler_policy": "prefill_first"}, "requires batching_mode = 'continuous'"),
+        (STATIC | {"scheduler_policy": "prefill_first"}, "requires batching_mode = 'continuous'"),
+        (STATIC | {"max_decode_interval": 2}, "max_decode_interval is 2 and batching_mode is 'static'"),
         (
-            {"batching_mode": "static", "max_decode_interval": 2},
-            "max_decode_interval is 2 and batching_mode is 'static'",
-        ),
-        (
-            {"batching_mode": "static", "use_chunked_prefill": True},
-            "use_chunked_prefill is True and batching_mode is 'static'; use_chunked_prefill, which arrives in phase "
-            "07, requires batching_mode = 'continuous'",
+            STATIC | {"use_chunked_prefill": True},
+            "use_chunked_prefill, which arrives in phase 07, requires",
         ),
         (SLOTS | {"attention_backend": "planned"}, "planned attention works on blocks"),
     ],
@@ -81,6 +66,7 @@ def test_what_belongs_together_may_be_set_together() -> None:
     EngineConfig(use_speculative_decoding=True, draft_model="small", spec_length=2)
     EngineConfig(batching_mode="continuous", scheduler_policy="prefill_first", max_decode_interval=2)
     EngineConfig(prefill_chunk_size=64, max_prefill_chunks_per_step=2)  # so is whether prompts are cut
+    EngineConfig(**SLOTS, **STATIC).check({*SLOTS, *STATIC})  # there from the start
 
 
 OPTIONAL = {

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 MAKE = "constraints/environment.py"
 CLI = "def app(prog_name):\n    print(prog_name, 'of', __file__)\n"
@@ -23,7 +25,7 @@ def prepare(checkout: Path, folder: str = ".venv") -> subprocess.CompletedProces
     """What ``make env`` runs."""
     python = checkout / folder / "bin" / "python"
     command = [str(python) if python.exists() else sys.executable, MAKE, folder]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300, env=outside())
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=PATIENCE, env=outside())
 
 
 def outside() -> dict[str, str]:
@@ -32,7 +34,7 @@ def outside() -> dict[str, str]:
 
 
 def said(*command: str | Path, cwd: Path = Path("/")) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=outside())
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, env=outside())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -132,11 +134,13 @@ def test_what_is_not_ready_is_installed(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["(3, 9, 6)", "(3, 10, 14)"])
-def test_an_old_python_is_refused_with_the_remedy(checkout: Path, version: str) -> None:
-    shutil.rmtree(checkout / ".venv")
-    code = f"import sys; sys.version_info = {version}; sys.argv[1:] = ['.venv']; exec(open('{MAKE}').read())"
-    code = f"__file__ = {str(checkout / MAKE)!r}; {code}"
-    refused = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=300)
+def test_an_old_python_is_refused_with_the_remedy(tmp_path: Path, version: str) -> None:
+    (tmp_path / "constraints").mkdir()
+    for file in (MAKE, "constraints/constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    code = f"import sys; sys.version_info = {version}; sys.argv[1:] = ['.venv']; __file__ = {str(tmp_path / MAKE)!r}; "
+    command = [sys.executable, "-c", code + f"exec(open({MAKE!r}).read())"]
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert refused.returncode == 1
     found = ".".join(version.strip("()").split(", "))
     assert f"error: Python {found} (" in refused.stderr

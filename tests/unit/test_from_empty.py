@@ -10,46 +10,35 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
 from tutorial.checker.chapter import read_chapter
 from tutorial.checker.files import page_files, write_files
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkServer
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")
 ROOT = Path(__file__).parents[2]
-PAGES = {page.name.removesuffix("_from_empty.md"): page for page in (ROOT / "tutorial").glob("*_from_empty.md")}
+PAGES = {
+    page.name.removeprefix("phase_").removesuffix("_from_empty.md"): page
+    for page in (ROOT / "tutorial").glob("*_from_empty.md")
+}
 PACKAGES = ("torch", "transformers.models.llama.modeling_llama", "safetensors.torch")
 
 # A line of a page's file, a mistake in its place, and what the check says.
 MISTAKES = {
-    "no mask": ("phase_01a", "triu(1 + len(k) - len(q))", "triu(len(k))", "right: token 17"),
-    "epsilon": ("phase_01a", 'self.config["rms_norm_eps"])', "1e-6)", "hidden states behind the layer, token 1"),
-    "heads in turn": (
-        "phase_01a",
-        "v[:, h // group]",
-        "v[:, h % k.shape[1]]",
-        "hidden states behind the layer, token ",
-    ),
-    "a typo": ("phase_01a", "return self(x, positions)", "return self(x, position)", "name 'position' is not defined"),
-    "another shape": (
-        "phase_01a",
-        "return self(x, positions)",
-        "return x[0]",
-        "expected the shape [18, 576] (token, dim), got [576]",
-    ),
-    "no last norm": ("phase_01b", "rms_norm(x, self.last_norm, self", "(x, self", "TypeError"),
-    "no first layer": ("phase_01b", "in self.layers:", "in self.layers[1:]:", "none is right"),
-    "a token too few": ("phase_02", "mass_before >=", "mass_before + probabilities >=", "its probability is"),
-    "no top-k": ("phase_02", "probabilities[params.top_k :] = 0", "pass", "top-k or top-p excludes"),
-    "another seed": ("phase_02", "manual_seed(params.seed or 0)", "manual_seed(0)", "seeds 7 and 8 sampled the same"),
-    "the first logits": ("phase_02", "hidden[-1]", "hidden[0]", "token 0: expected"),
-    "positions from 0": (
-        "phase_03",
-        "torch.arange(start, len(ids))",
-        "torch.arange(len(ids) - start)",
-        "token 1: expected",
-    ),
-    "no cache": ("phase_03", "start = self.model.layers[0].length", "start = 0", "each once would be"),
-    "not emptied": ("phase_03", "layer.length = 0", "pass", "torch.arange(start, len(ids))"),
+    "no mask": ("01a", "triu(1 + len(k) - len(q))", "triu(len(k))", "right: token 17"),
+    "epsilon": ("01a", 'self.config["rms_norm_eps"])', "1e-6)", "hidden states behind the layer, token 1"),
+    "heads in turn": ("01a", "v[:, h // group]", "v[:, h % k.shape[1]]", "hidden states behind the layer, token "),
+    "a typo": ("01a", "return self(x, positions)", "return self(x, position)", "name 'position' is not defined"),
+    "another shape": ("01a", "return self(x, positions)", "return x[0]", "shape [18, 576] (token, dim), got [576]"),
+    "no last norm": ("01b", "rms_norm(x, self.last_norm, self", "(x, self", "TypeError"),
+    "no first layer": ("01b", "in self.layers:", "in self.layers[1:]:", "none is right"),
+    "a token too few": ("02", "mass_before >=", "mass_before + probabilities >=", "its probability is"),
+    "no top-k": ("02", "probabilities[params.top_k :] = 0", "pass", "top-k or top-p excludes"),
+    "another seed": ("02", "manual_seed(params.seed or 0)", "manual_seed(0)", "seeds 7 and 8 sampled the same"),
+    "the first logits": ("02", "hidden[-1]", "hidden[0]", "token 0: expected"),
+    "positions from 0": ("03", "torch.arange(start, len(ids))", "torch.arange(len(ids) - start)", "token 1: expected"),
+    "no cache": ("03", "start = self.model.layers[0].length", "start = 0", "each once would be"),
+    "not emptied": ("03", "layer.length = 0", "pass", "torch.arange(start, len(ids))"),
 }
 ON_PAGES = ("no mask", "no first layer", "a token too few", "positions from 0")
 
@@ -65,27 +54,36 @@ Check = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def check(server: ForkServer, tmp_path: Path) -> Check:
-    """Run ``pytest phases/PHASE --from-empty FILE`` on a page's file, with a text replaced: exit code and output."""
+def run(server: ForkServer) -> Check:
+    """Run ``pytest phases/phase_PHASE --from-empty FILE``: exit code and output."""
 
-    def run(phase: str, old: str = "", new: str = "") -> tuple[int, str]:
-        write_files(PAGES[phase], tmp_path)
-        (name,) = page_files(PAGES[phase])
-        file = tmp_path / name
-        text = file.read_text()
-        assert old in text
-        file.write_text(text.replace(old, new) if old else text)
-        arguments = ["-p", "no:cacheprovider", "-m", "not demo", f"phases/{phase}", "--from-empty", str(file)]
+    def run(phase: str, file: Path) -> tuple[int, str]:
+        arguments = ["-p", "no:cacheprovider", "-m", "not demo", f"phases/phase_{phase}", "--from-empty", str(file)]
         with tempfile.TemporaryFile() as printed:
             process = server.start(arguments, dict(os.environ), printed.fileno())
             try:
-                code = process.wait(120)
+                code = process.wait(PATIENCE)
             finally:
                 process.end()
             printed.seek(0)
             return code, printed.read().decode()
 
     return run
+
+
+@pytest.fixture
+def check(run: Check, tmp_path: Path) -> Check:
+    """Run the tests of a phase on its page's file, with a text replaced."""
+
+    def check(phase: str, old: str = "", new: str = "") -> tuple[int, str]:
+        write_files(PAGES[phase], tmp_path)
+        (name,) = page_files(PAGES[phase])
+        text = (tmp_path / name).read_text()
+        assert old in text
+        (tmp_path / name).write_text(text.replace(old, new) if old else text)
+        return run(phase, tmp_path / name)
+
+    return check
 
 
 @pytest.mark.parametrize("phase", sorted(PAGES))
@@ -117,17 +115,10 @@ def test_a_mistake_is_explained(check: Check, mistake: str) -> None:
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(
-    server: ForkServer, tmp_path: Path, text: str | None, message: str
+    run: Check, tmp_path: Path, text: str | None, message: str
 ) -> None:
-    file = tmp_path / "mine.py"
     if text is not None:
-        file.write_text(text)
-    with tempfile.TemporaryFile() as printed:
-        arguments = ["-p", "no:cacheprovider", "phases/phase_01a", "--from-empty", str(file)]
-        process = server.start(arguments, dict(os.environ), printed.fileno())
-        try:
-            assert process.wait(120) == pytest.ExitCode.USAGE_ERROR
-        finally:
-            process.end()
-        printed.seek(0)
-        assert message in printed.read().decode()
+        (tmp_path / "mine.py").write_text(text)
+    code, output = run("01a", tmp_path / "mine.py")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert message in output

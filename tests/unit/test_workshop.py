@@ -21,6 +21,7 @@ from tutorial.workshop.exercises import (
     regions,
 )
 from tutorial.workshop.skeleton import filled, has_gap, skeleton, with_gap
+from tutorial.workshop.versions import can_replace, code_of
 from tutorial.workshop.workspace import State, Workspace
 
 SOURCE = '''"""A module."""
@@ -45,6 +46,8 @@ class Counter:
 def other() -> None:
     return None
 '''
+
+PHASE_3 = tuple(exercise for exercise in exercises() if exercise.phase == "03")
 
 code_lines = st.lists(st.sampled_from(["x = 1", "x += 2", "", "# a remark", "# hint: look closer", "return x"]))
 
@@ -126,6 +129,18 @@ def test_gaps_made_one_by_one_are_the_skeleton(source: str, data: st.DataObject)
     assert text == skeleton(source, {region.number for region in found})
 
 
+def test_a_function_can_be_given_other_code_unless_that_closes_over_other_names() -> None:
+    """Versions of an exercise are tested in forks that have imported its module already."""
+    text = "class A:\n    def f(self):\n        return super().f()\n\n\ndef g():\n    return 1\n"
+    found = code_of(text, "A.f")
+    assert found is not None
+    assert found.co_freevars == ("__class__",)
+    assert code_of(text, "A.g") is None
+    assert can_replace(text.replace("super().f()", "super().g()"), text, "A.f")
+    assert not can_replace(text.replace("super().f()", "1"), text, "A.f")
+    assert not can_replace(text, text, "f")
+
+
 def test_what_a_learner_wrote_stays_when_the_other_gaps_are_filled() -> None:
     text = skeleton(SOURCE, {"07x1", "07x2"}).replace(
         '        raise NotImplementedError("exercise 07x2: count down")', "        x = -1\n        return self.step(x)"
@@ -137,16 +152,17 @@ def test_what_a_learner_wrote_stays_when_the_other_gaps_are_filled() -> None:
     assert "return self.step(-1)" not in again
 
 
-def test_numbers_are_found_as_people_write_them_and_unknown_ones_listed() -> None:
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        ("3x9", r"There is no exercise '3x9'; there are 01ax1, .*03x1"),
+        *((n, "its phase, an x and a count from 1") for n in ("06.1", "03.1.2", "06", "06x", "06x0", "x1", "6-1", "")),
+    ],
+)
+def test_numbers_of_exercises_are_found_as_they_are_written_and_others_refused(number: str, message: str) -> None:
     assert find_exercise("3x1") is find_exercise("03x1")
     assert find_exercise("1ax1") is find_exercise(" 01AX1 ")
-    with pytest.raises(ConfigError, match=r"There is no exercise '3x9'; there are 01ax1, .*03x1"):
-        find_exercise("3x9")
-
-
-@pytest.mark.parametrize("number", ["06.1", "03.1.2", "06", "06x", "06x0", "x1", "6-1", ""])
-def test_what_is_no_number_of_an_exercise_is_told_the_form(number: str) -> None:
-    with pytest.raises(ConfigError, match="the number of an exercise is its phase, an x and a count from 1"):
+    with pytest.raises(ConfigError, match=message):
         find_exercise(number)
 
 
@@ -192,32 +208,25 @@ def test_start_writes_the_gaps_asked_for_and_no_others(workspace: Workspace) -> 
     assert workspace.start([second]) == []
 
 
-def test_start_does_not_touch_what_the_learner_wrote(workspace: Workspace) -> None:
+def test_start_does_not_touch_what_the_learner_wrote_and_refuses_a_gap_in_it(workspace: Workspace) -> None:
     exercise = find_exercise("03x1")
     (file,) = workspace.start([exercise])
-    file.write_text(file.read_text().replace('raise NotImplementedError("exercise 03x1', 'return ("exercise 03x1'))
+    handed = file.read_text()
+    file.write_text(handed.replace("k, v = k[:, first:], v[:, first:]", "pass"))
+    before = file.read_text()
+    with pytest.raises(ConfigError, match=r"03x4 in .* were edited"):
+        workspace.start(PHASE_3)
+    assert file.read_text() == before
+    assert workspace.state(find_exercise("03x2")) is State.NEW
+    file.write_text(handed.replace('raise NotImplementedError("exercise 03x1', 'return ("exercise 03x1'))
     assert workspace.state(exercise) is State.WRITTEN
-    workspace.start(exercises_of_phase_3())
+    workspace.start(PHASE_3)
     assert 'return ("exercise 03x1' in file.read_text()
     assert workspace.state(find_exercise("03x4")) is State.GAP
 
 
-def test_start_refuses_a_gap_where_the_lines_were_edited(workspace: Workspace) -> None:
-    (file,) = workspace.start([find_exercise("03x1")])
-    file.write_text(file.read_text().replace("k, v = k[:, first:], v[:, first:]", "pass"))
-    before = file.read_text()
-    with pytest.raises(ConfigError, match=r"03x4 in .* were edited"):
-        workspace.start(exercises_of_phase_3())
-    assert file.read_text() == before
-    assert workspace.state(find_exercise("03x2")) is State.NEW
-
-
-def exercises_of_phase_3() -> tuple:
-    return tuple(exercise for exercise in exercises() if exercise.phase == "03")
-
-
 def test_reset_keeps_a_backup(workspace: Workspace) -> None:
-    wanted = exercises_of_phase_3()
+    wanted = PHASE_3
     (file,) = workspace.start(wanted)
     handed = file.read_text()
     file.write_text("mine")
@@ -229,7 +238,7 @@ def test_reset_keeps_a_backup(workspace: Workspace) -> None:
 
 
 def test_reset_of_one_exercise_leaves_the_others(workspace: Workspace) -> None:
-    (file,) = workspace.start(exercises_of_phase_3())
+    (file,) = workspace.start(PHASE_3)
     handed = file.read_text()
     first = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
     file.write_text(
@@ -242,35 +251,28 @@ def test_reset_of_one_exercise_leaves_the_others(workspace: Workspace) -> None:
         workspace.reset([find_exercise("03x1")])
 
 
-def test_update_takes_in_what_changed_in_the_reference(workspace: Workspace, moved: Path) -> None:
-    wanted = exercises_of_phase_3()
-    (file,) = workspace.start(wanted)
+def test_update_takes_in_what_changed_in_the_reference_and_marks_conflicts(workspace: Workspace, moved: Path) -> None:
+    (file,) = workspace.start(PHASE_3)
+    path, line = PHASE_3[0].path, "class ContiguousCache:"
     gap = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
     file.write_text(file.read_text().replace(gap, "return 2  # mine"))
-    reference_file = moved / wanted[0].path
-    reference_file.write_text(
-        reference_file.read_text().replace("class ContiguousCache:", "class ContiguousCache:  # moved")
-    )
+    text = (moved / path).read_text()
+    (moved / path).write_text(text.replace(line, f"{line}  # moved"))
     (result,) = workspace.update()
     assert (result.is_changed, result.num_conflicts) == (True, 0)
-    assert "class ContiguousCache:  # moved" in file.read_text()
+    assert f"{line}  # moved" in file.read_text()
     assert "return 2  # mine" in file.read_text()
     assert result.backup is not None
-    assert "moved" not in (result.backup / wanted[0].path).read_text()
+    assert "moved" not in (result.backup / path).read_text()
     (again,) = workspace.update()
     assert not again.is_changed
 
-
-def test_update_marks_conflicts(workspace: Workspace, moved: Path) -> None:
-    wanted = exercises_of_phase_3()
-    (file,) = workspace.start(wanted)
-    file.write_text(file.read_text().replace("class ContiguousCache:", "class MyCache:"))
-    reference_file = moved / wanted[0].path
-    reference_file.write_text(reference_file.read_text().replace("class ContiguousCache:", "class Cache:"))
+    file.write_text(file.read_text().replace(f"{line}  # moved", "class MyCache:"))
+    (moved / path).write_text(text.replace(line, "class Cache:"))
     (result,) = workspace.update()
     assert result.num_conflicts == 1
-    text = file.read_text()
-    assert "<<<<<<< yours\nclass MyCache:\n=======\nclass Cache:\n>>>>>>> the reference now\n" in text
+    conflict = "<<<<<<< yours\nclass MyCache:\n=======\nclass Cache:\n>>>>>>> the reference now\n"
+    assert conflict in file.read_text()
 
 
 @pytest.fixture
@@ -290,7 +292,7 @@ def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_damaged_progress_file_is_one_paragraph(workspace: Workspace) -> None:
-    workspace.start(exercises_of_phase_3())
+    workspace.start(PHASE_3)
     for text in ("{", "[]", '{"03x1": 3}', '{"03x1": {"unknown": 1}}'):
         (workspace.root / ".progress.json").write_text(text)
         with pytest.raises(ConfigError, match=r"\.progress\.json cannot be read"):

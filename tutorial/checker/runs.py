@@ -1,9 +1,11 @@
 """Runs the ``python run`` fences of a page, in order, in one process of the page's own.
 
 A fence is run once, when it is first asked for, and after all run fences before it. Being a process of its own, the
-page finds a fresh interpreter and leaves nothing behind in the tests: no default dtype, no seeds, no variables.
+page finds a fresh interpreter and leaves nothing behind in the tests: no default dtype, no seeds, no variables. Where
+forks are supported, that process is a fork of one that has imported PyTorch, which takes longer than most pages.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -12,6 +14,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,6 +22,11 @@ from tutorial.checker.chapter import Chapter, Fence, Problem
 from tutorial.checker.matching import printed_lines, reconcile
 from tutorial.checker.report import changed
 from tutorial.checker.surroundings import TIME_LIMIT, Surroundings
+from tutorial.checker.worker import serve_in_fork
+from tutorial.workshop.fork_server import IS_SUPPORTED, ForkedProcess, ForkServer
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors.torch")
+"""What most pages import; not Triton, which reads a variable that pages set."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class PageRun:
         self._chapter = chapter
         self._surroundings = surroundings
         self._outcomes: dict[int, Outcome] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Process | ForkedProcess | None = None
         self._connection: Connection | None = None
 
     def check(self, fence: Fence) -> list[Problem]:
@@ -60,7 +68,7 @@ class PageRun:
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            _kill(self._process)
+            self._process.end()
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
@@ -89,23 +97,41 @@ class PageRun:
         told = "\n".join(part.rstrip() for part in (answer["printed"], answer["errors"], answer["traceback"]) if part)
         return Outcome(answer["printed"], f"raised an exception\n{told}")
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+    def _start(self) -> "tuple[_Process | ForkedProcess, Connection]":
         if self._process is None or self._connection is None:
+            root, home = str(self._surroundings.root), str(self._surroundings.home)
+            environment = self._surroundings.environment()
             ours, theirs = socket.socketpair()
             with ours, theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(theirs.fileno())],
-                    cwd=self._surroundings.home,
-                    env=self._surroundings.environment(),
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
+                if IS_SUPPORTED:
+                    serve = partial(serve_in_fork, root, home)
+                    self._process = _server().start([], environment, theirs.fileno(), serve)
+                else:
+                    self._process = _Process(theirs.fileno(), home, environment)
                 self._connection = Connection(ours.detach())
         return self._process, self._connection
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+class _Process(subprocess.Popen[bytes]):
+    """A page's process that begins with nothing imported."""
+
+    def __init__(self, descriptor: int, home: str, environment: dict[str, str]) -> None:
+        command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(descriptor)]
+        super().__init__(command, cwd=home, env=environment, pass_fds=[descriptor], start_new_session=True)
+
+    def end(self) -> None:
+        """End it and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+
+@cache
+def _server() -> ForkServer:
+    """The server of which pages are forks, with what packages read when they are imported."""
+    surroundings = Surroundings(Path(__file__).parents[2])
+    environment = surroundings.environment() | {"PYTHONPATH": ""}
+    surroundings.close()
+    server = ForkServer(_PACKAGES, environment)
+    atexit.register(server.close)
+    return server

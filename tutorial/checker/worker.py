@@ -1,4 +1,4 @@
-"""The process that runs a page's fences: ``python -P worker.py FD``. It imports nothing of ours.
+"""The process that runs a page's fences: ``python -P worker.py FD``, or a fork. It imports nothing of ours.
 
 Messages on the socket FD are JSON. For each request, ``{"path", "line", "code", "demo"}``, one answer: ``{"printed",
 "errors", "traceback"}``, the last one None if the code ran through. Lines of tracebacks are those of the page.
@@ -62,8 +62,17 @@ def execute(request: dict[str, object], namespace: dict[str, object]) -> str | N
     return None
 
 
-def main() -> None:
-    connection = Connection(int(sys.argv[1]))
+def serve_in_fork(root: str, home: str) -> None:
+    """Be the page's process in a fork of a server, whose standard output is the socket; does not return."""
+    os.chdir(home)
+    server = os.path.realpath(sys.path[0])
+    sys.path[:] = [root, home, *(path for path in sys.path[1:] if path and os.path.realpath(path) != server)]
+    main(os.dup(1))
+    os._exit(0)
+
+
+def main(descriptor: int) -> None:
+    connection = Connection(descriptor)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     printed, errors = Capture(1), Capture(2)
@@ -92,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

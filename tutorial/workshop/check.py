@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from shared.errors import ConfigError
@@ -30,8 +29,10 @@ from tutorial.workshop.verdicts import Case, Verdict, judge
 
 KERNEL_TESTS = "tests/kernels/"
 INTERPRET = "TRITON_INTERPRET"
-SECONDS_PER_TEST = 60
-SECONDS_PER_RUN = 300
+SECONDS_PER_TEST = 120
+"""Meant for endless loops: right code takes a tenth at most, also where a kernel is interpreted."""
+SECONDS_TO_START = 120
+"""For importing PyTorch, transformers and the tests from a slow disk."""
 SECONDS_PER_LOOK = 0.1
 _PACKAGES = (
     *("torch", "psutil", "scipy.stats"),
@@ -70,6 +71,11 @@ def can_be_checked(exercise: Exercise) -> bool:
     return not (NO_TRITON and any(test.startswith(KERNEL_TESTS) for test in exercise.tests))
 
 
+def most_seconds(wanted: Sequence[Exercise]) -> float:
+    """How long a run of exercises may take altogether: more than ten times what right code takes."""
+    return SECONDS_TO_START + SECONDS_PER_TEST * sum(len(exercise.tests) for exercise in wanted)
+
+
 class CheckServer:
     """Runs tests on workspaces, each run in a fork of a server that has imported PyTorch and the like once.
 
@@ -104,7 +110,7 @@ class CheckServer:
         wanted: Sequence[Exercise],
         *,
         gaps_raise: bool = False,
-        seconds: float = SECONDS_PER_RUN,
+        seconds: float | None = None,
         tracebacks: bool = False,
         environment: Mapping[str, str] | None = None,
         before: Callable[[], None] | None = None,
@@ -114,7 +120,8 @@ class CheckServer:
 
         Args:
             gaps_raise: gaps that are left raise; otherwise the reference runs there.
-            seconds: after so long the processes are ended, and what had not finished counts as not passed.
+            seconds: after so long the processes are ended, and what had not finished counts as not passed; by default
+                `most_seconds`.
             tracebacks: each failed case has its own; pytest may need longer for those than for the tests.
             environment: further variables of this run.
             before: called in the new process before it runs anything (to set limits); must be picklable.
@@ -127,17 +134,12 @@ class CheckServer:
                 f"The tests of the exercises are not in {ROOT}; run this in a checkout of the repository."
             )
         functions = {exercise.number: (exercise.module, exercise.target) for exercise in wanted}
+        seconds = most_seconds(wanted) if seconds is None else seconds
         last = time.monotonic() + seconds
         entries: list[dict] = []
         printed: list[str] = []
         ended: dict[str, str] = {}
-        variables = {
-            ENABLED: "1",
-            FOLDER: str(workspace),
-            GAPS: "raise" if gaps_raise else "reference",
-            SAID: "1",
-            **(environment or {}),
-        }
+        variables = variables_of(workspace, gaps_raise) | dict(environment or {})
         with tempfile.TemporaryDirectory(prefix="workshop-") as folder:
             for is_interpreted in (False, True):
                 part = [test for test in tests if test.startswith(KERNEL_TESTS) == is_interpreted]
@@ -148,29 +150,24 @@ class CheckServer:
                     continue
                 record = Path(folder) / f"record-{is_interpreted}.jsonl"
                 try:
-                    code, output = self._run_pytest(
+                    code, output = self.run_pytest(
                         ["--tb=short" if tracebacks else "--tb=no", *part],
                         variables | {RECORD: json.dumps({"file": str(record), "functions": functions})},
                         is_interpreted,
                         last - time.monotonic(),
                         before,
-                        None if watch is None else partial(_look, watch, record),
+                        look_at(record, watch),
                     )
                     printed.append(output)
-                    ended |= dict.fromkeys(part, _how_it_ended(code, seconds))
+                    ended |= dict.fromkeys(part, how_it_ended(code, seconds))
                 except RunEndedError as reason:
                     ended |= {test: str(reason) for test in tests if test not in ended}
-                entries += _entries(record)
+                entries += entries_of(record)
                 if len(ended) == len(tests):
                     break
-        results = tuple(_case(entry) for entry in entries if "test" in entry)
-        files: dict[str, str | None] = {}
-        for entry in entries:
-            files |= entry.get("files", {})
-        verdicts = tuple(judge(exercise, results, files, workspace, ended) for exercise in wanted)
-        return Run(verdicts, results, "\n".join(printed))
+        return judged(wanted, entries, workspace, ended, "\n".join(printed))
 
-    def _run_pytest(
+    def run_pytest(
         self,
         arguments: Sequence[str],
         variables: dict[str, str],
@@ -239,11 +236,12 @@ class _FreshProcess(subprocess.Popen[bytes]):
         self.wait()
 
 
-def _look(watch: Callable[[int, Path], None], record: Path, pid: int) -> None:
-    watch(pid, record)
+def look_at(record: Path, watch: Callable[[int, Path], None] | None) -> Callable[[int], None] | None:
+    """The watch of a run with this record, to be called with the process's id."""
+    return None if watch is None else lambda pid: watch(pid, record)
 
 
-def _how_it_ended(code: int | None, seconds: float) -> str:
+def how_it_ended(code: int | None, seconds: float) -> str:
     """What is to be said of a test that did not come to its end."""
     if code is None:
         return f"the run was ended after {seconds:g} s"
@@ -252,10 +250,27 @@ def _how_it_ended(code: int | None, seconds: float) -> str:
     return f"the run ended before this, with exit code {code}"
 
 
-def _entries(record: Path) -> list[dict]:
+def entries_of(record: Path) -> list[dict]:
     """What the recorder wrote; of a line that was cut nothing."""
     lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def variables_of(workspace: Path, gaps_raise: bool) -> dict[str, str]:
+    """The variables of a run on a workspace."""
+    return {ENABLED: "1", FOLDER: str(workspace), GAPS: "raise" if gaps_raise else "reference", SAID: "1"}
+
+
+def judged(
+    wanted: Sequence[Exercise], entries: Sequence[dict], workspace: Path, ended: Mapping[str, str], output: str
+) -> Run:
+    """The run that the recorder's entries tell of."""
+    results = tuple(_case(entry) for entry in entries if "test" in entry)
+    files: dict[str, str | None] = {}
+    for entry in entries:
+        files |= entry.get("files", {})
+    verdicts = tuple(judge(exercise, results, files, workspace, ended) for exercise in wanted)
+    return Run(verdicts, results, output)
 
 
 def _case(entry: dict) -> Case:

@@ -1,4 +1,4 @@
-"""What a run of somebody's code may use: time, processor time, memory, processes, output.
+"""What a run of a learner's code may use: time, processor time, memory, processes, output.
 
 The kernel keeps most limits, one process at a time; a `Watch` looks at the run as a whole while it goes on, since
 memory and time can also be used by many processes, or by one that waits. Invariant: whatever happens in the run, it
@@ -14,10 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tutorial.workshop.check import RunEndedError
+from tutorial.workshop.check import SECONDS_PER_TEST, SECONDS_TO_START, RunEndedError
 
-SECONDS_TO_START = 60.0
-"""For importing PyTorch, transformers and the tests from a slow disk."""
 MOST_PROCESSES = 32
 MOST_FILE_BYTES = 16 << 20
 GRACE = 5.0
@@ -31,7 +29,7 @@ class Limits:
     only reserved), and what all processes of the run hold together. The tests of all exercises need 0.75 GiB.
     """
 
-    seconds: float = 60.0  # that one test may take
+    seconds: float = SECONDS_PER_TEST  # that one test may take
     memory: float = 3.0  # GiB
 
     def total_seconds(self, num_exercises: int) -> float:

@@ -19,22 +19,18 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from shared.errors import ConfigError
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import ROOT, Exercise, reference
 from tutorial.workshop.verdicts import Case, Outcome, Verdict
+from tutorial.workshop.version_runs import run_versions
 
 FOLDER = Path(__file__).parents[1] / "mistakes"
-AT_ONCE = 2
-SECONDS = 60.0
-"""For the runs of one mistake; what takes longer is not recognised."""
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?|\bnan\b|-?\binf\b")
 _TOLERANCE = 1e-3
 
@@ -91,15 +87,7 @@ def run_mistakes(
     state = "" if file is None else _state_of_the_course()
     if file is not None and (found := _read(file, state, exercise)) is not None:
         return dict(zip(mistakes, found, strict=True))
-    with TemporaryDirectory(prefix="mistakes-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        workspaces = [Path(folder).resolve() / str(number) for number in range(len(mistakes))]
-        for workspace, mistake in zip(workspaces, mistakes, strict=True):
-            module = workspace / exercise.path
-            module.parent.mkdir(parents=True)
-            module.write_text(mistake.text(exercise), encoding="utf-8")
-        runs = list(
-            pool.map(lambda workspace: server.run(workspace, [exercise], seconds=SECONDS, watch=watch), workspaces)
-        )
+    runs = run_versions(server, [(exercise, mistake.text(exercise)) for mistake in mistakes], watch)
     verdicts = [run.verdicts[0] for run in runs]
     if file is not None and all(verdict.outcome is Outcome.FAILED for verdict in verdicts):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,89 @@
+"""Runs of many versions of exercises: known mistakes, or gaps, each judged by the tests of its exercise alone.
+
+Versions share one run of pytest (`tutorial.workshop.versions`), wherever the function can be replaced after its module
+was imported. Where it cannot (without forks; a kernel, whose text Triton reads again), each version is a run of its
+own, in a workspace that holds its module.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from tutorial.workshop import check
+from tutorial.workshop.check import KERNEL_TESTS, CheckServer, Run, RunEndedError
+from tutorial.workshop.exercises import Exercise, reference
+from tutorial.workshop.recorder import RECORD
+from tutorial.workshop.versions import AT_ONCE, VERSIONS, Version, can_replace
+
+Watch = Callable[[int, Path], None]
+
+
+def run_versions(
+    server: CheckServer, versions: Sequence[tuple[Exercise, str]], watch: Watch | None = None
+) -> list[Run]:
+    """A run for each version, given as its exercise and the text of its module; all else is the reference's.
+
+    ``watch`` as in `CheckServer.run`.
+    """
+    with tempfile.TemporaryDirectory(prefix="versions-") as name, ThreadPoolExecutor(AT_ONCE) as pool:
+        folder = Path(name).resolve()
+        for number, (exercise, text) in enumerate(versions):
+            module = folder / str(number) / exercise.path
+            module.parent.mkdir(parents=True)
+            module.write_text(text, encoding="utf-8")
+        together = {number: each for number, (each, text) in enumerate(versions) if _can_share(server, each, text)}
+        found = _run_together(server, together, folder, watch) if together else {}
+        others = [number for number in range(len(versions)) if number not in together]
+        found |= zip(
+            others,
+            pool.map(lambda n: server.run(folder / str(n), [versions[n][0]], gaps_raise=True, watch=watch), others),
+            strict=True,
+        )
+    return [found[number] for number in range(len(versions))]
+
+
+def _can_share(server: CheckServer, exercise: Exercise, text: str) -> bool:
+    is_kernel = any(test.startswith(KERNEL_TESTS) for test in exercise.tests)
+    return server.forks and not is_kernel and can_replace(text, reference(exercise)[0], exercise.target)
+
+
+def _run_together(
+    server: CheckServer, versions: Mapping[int, Exercise], folder: Path, watch: Watch | None
+) -> dict[int, Run]:
+    """The runs, by number, of versions whose modules lie in folders of that number."""
+    listed = [
+        Version(str(folder / str(n) / e.path), str(folder / f"{n}.jsonl"), e.module, e.target, e.tests)
+        for n, e in versions.items()
+    ]
+    (folder / "versions.json").write_text(json.dumps([asdict(version) for version in listed]), encoding="utf-8")
+    record = folder / "record.jsonl"
+    functions = {exercise.number: (exercise.module, exercise.target) for exercise in versions.values()}
+    variables = {
+        **check.variables_of(folder / "workspace", gaps_raise=True),
+        RECORD: json.dumps({"file": str(record), "functions": functions}),
+        VERSIONS: str(folder / "versions.json"),
+    }
+    # The files by which pytest captures descriptors would be shared by all forks.
+    options = ["-p", "tutorial.workshop.versions", "--capture=sys", "--tb=no"]
+    tests = dict.fromkeys(test for exercise in versions.values() for test in exercise.tests)
+    seconds, output = check.most_seconds(list(versions.values())), ""
+    try:
+        code, output = server.run_pytest(
+            [*options, *tests], variables, False, seconds, None, check.look_at(record, watch)
+        )
+        ended = check.how_it_ended(code, seconds)
+    except RunEndedError as reason:
+        ended = str(reason)
+    return {
+        number: check.judged(
+            [exercise],
+            check.entries_of(record) + check.entries_of(folder / f"{number}.jsonl"),
+            folder / str(number),
+            dict.fromkeys(exercise.tests, ended),
+            output,
+        )
+        for number, exercise in versions.items()
+    }
