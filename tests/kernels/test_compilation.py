@@ -5,6 +5,7 @@ branch, a branch that is dead for some arguments. Triton carries its own assembl
 ``TRITON_INTERPRET``, can compile every variant of a launch that an engine makes.
 """
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -55,6 +56,7 @@ def test_every_variant_compiles(tmp_path):
         "paged_prefill_kernel",
         "planned_decode_kernel",
         "planned_prefill_kernel",
+        "merge_states_kernel",
         "range_attention_kernel",
         "peak_kernel",
         "bracket_kernel",
@@ -280,6 +282,43 @@ def compile_fp8_kv_cache():
                 planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
 
 
+def compile_planned_attention():
+    from shared.attention.descriptor import DevicePlan, Grid
+    from shared.attention.plan import plan_decode, plan_prefill
+    from shared.kernels import merge_states, planned_attention, planned_prefill
+    from shared.kernels.planned_tiling import decode_tiling, prefill_tiling
+    from shared.kernels.planned_workspace import PlannedWorkspace
+
+    for module in (planned_attention, planned_prefill, merge_states):
+        module.launches, module.launch = lambda tensor: True, compile_launch
+    lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+
+    def arrays_of(plan):
+        return DevicePlan.of(plan, [torch.from_numpy(array) for array in plan.arrays()])
+
+    for dtype, Hq, Hkv, D, block_size, softcap, buckets in [
+        (torch.bfloat16, 32, 8, 64, 16, None, ((True, 1), (False, 64))),
+        (torch.bfloat16, 4, 1, 256, 1, 50.0, ((True, 1),)),
+        (torch.float32, 9, 3, 16, 24, None, ((True, 64),)),
+    ]:
+        memory = torch.zeros(50, block_size, Hkv, D, dtype=dtype)
+        paged, about = (memory, memory, tables, lengths, lengths), {"scale": 0.125, "softcap": softcap}
+        for is_arrival, bucket in buckets:
+            tiling = dataclasses.replace(decode_tiling(bucket, Hkv, D, dtype.itemsize), is_arrival=is_arrival)
+            grid = Grid(10, tiling.tile, tiling.tile)
+            plan = arrays_of(plan_decode(lengths.tolist(), grid))
+            workspace = PlannedWorkspace.of(grid.max_states(), 2, Hq, Hkv, D, lengths.device)
+            q = torch.zeros(2, Hq, D, dtype=dtype)
+            planned_attention.planned_decode(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
+        for new in ([1, 1], [40, 1]) if D == 64 else ([4, 1],):
+            tiling = prefill_tiling(sum(new), len(new), Hq, Hkv, D, dtype.itemsize)
+            grid, per_tile = Grid(10, tiling.tile, tiling.tile), tiling.tokens(Hq // Hkv)
+            plan = arrays_of(plan_prefill(new, lengths.tolist(), grid, tokens_per_tile=per_tile))
+            workspace = PlannedWorkspace.of(grid.max_states(per_tile), 0, Hq, Hkv, D, lengths.device)
+            q = torch.zeros(sum(new), Hq, D, dtype=dtype)
+            planned_prefill.planned_prefill(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
+
+
 def compile_ranges():
     from shared.attention.range_plan import RangePlan
     from shared.kernels import merge_states, planned_tiling, range_attention
@@ -375,6 +414,7 @@ if __name__ == "__main__":
     compile_paged_attention()
     compile_compression()
     compile_fp8_kv_cache()
+    compile_planned_attention()
     compile_ranges()
     compile_sampler()
     compile_grammar()
