@@ -94,7 +94,7 @@ def run_rank(peers: Peers, dtype: torch.dtype, found: list[list[dict[int, torch.
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_sum_over_ranks(size: int, dtype: torch.dtype, few_channels: None) -> None:
+def test_the_sum_over_ranks(size, dtype, few_channels):
     """Calls of several shapes, so that channels differ in their counts; each rank has the same bits, in both ways."""
     found = [
         [{shots: torch.zeros(T, n, dtype=dtype).share_memory_() for shots in SHOTS} for T, n in CALLS for _ in range(2)]
@@ -137,7 +137,7 @@ def run_first_rank(peers: Peers, shots: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("shots", SHOTS)
-def test_stop_ends_the_wait_for_a_rank_that_has_gone(shots: int, few_channels: None) -> None:
+def test_stop_ends_the_wait_for_a_rank_that_has_gone(shots, few_channels):
     _, stops, processes = in_processes(2, run_first_rank, shots)
     processes[1].join(120)
     time.sleep(0.3)
@@ -159,9 +159,7 @@ def test_stop_ends_the_wait_for_a_rank_that_has_gone(shots: int, few_channels: N
         (8, 64, 4096, 256, 8, 64),
     ],
 )
-def test_large_sums_of_more_than_two_ranks_have_two_shots(
-    size: int, T: int, n: int, num_programs: int, num_pieces: int, num_words: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_sums_of_more_than_two_ranks_have_two_shots(size, T, n, num_programs, num_pieces, num_words, monkeypatch):
     launched = {}
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -183,7 +181,7 @@ SHAPES = [(1, 4096), (64, 4096), (64, 4096), (3, 1152), (8, 4096), (128, 2048), 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
-def test_thousands_of_sums_between_gpus(size: int) -> None:
+def test_thousands_of_sums_between_gpus(size):
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
     store = local_store()

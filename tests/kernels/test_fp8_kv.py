@@ -32,7 +32,7 @@ BYTES = [torch.uint8, torch.float8_e4m3fn]  # as a GPU without FP8 reads them, a
 UNREAD = 0x7E  # 448, which no masked key may contribute
 
 
-def test_numbers_are_stored_as_the_nearest_e4m3(randn) -> None:
+def test_numbers_are_stored_as_the_nearest_e4m3(randn):
     """Ties to even, subnormal numbers, what is too large, NaN; every e4m3 number is stored as itself."""
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (every[:126] + every[1:127]) / 2
@@ -61,7 +61,7 @@ def one_nan(bits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 @pytest.mark.parametrize(("D", "Hkv", "norms"), [(16, 2, "qk"), (64, 3, ""), (80, 1, "qk"), (128, 8, "qk")])
-def test_each_head_is_written_by_its_scale(randn, num_launches, dtype, D, Hkv, norms) -> None:
+def test_each_head_is_written_by_its_scale(randn, num_launches, dtype, D, Hkv, norms):
     T, Hq = 5, 2 * Hkv
     qk = make_transform(randn, D, norms=norms)
     q, k, v = randn(T, (Hq + 2 * Hkv) * D, scale=3.0).view(T, -1, D).split((Hq, Hkv, Hkv), 1)

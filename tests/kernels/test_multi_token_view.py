@@ -20,7 +20,7 @@ TILING = PrefillTiling(16, 16, 4, 1)
 
 @pytest.mark.parametrize("window", [None, 16, 7])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_a_mask_token_sees_its_group_and_the_real_tokens_before_it(window: int | None, softcap: float | None) -> None:
+def test_a_mask_token_sees_its_group_and_the_real_tokens_before_it(window, softcap):
     generator = torch.Generator().manual_seed(0)
     num_new = [real * (1 + masks) for _, real, masks in SEQUENCES]
     lengths = [cached + new for (cached, _, _), new in zip(SEQUENCES, num_new, strict=True)]

@@ -186,9 +186,7 @@ def launched_late(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.mark.skipif(not INTERPRETED, reason="programs run one after another in the interpreter only")
 @pytest.mark.parametrize("is_arrival", [True, False], ids=["arrival", "launch"])
 @pytest.mark.parametrize("lengths", [[41], [40, 3, 17]], ids=len)
-def test_before_the_wait_only_constants_are_read_and_nothing_is_written(
-    lengths: list[int], is_arrival: bool, randn: Callable, request: pytest.FixtureRequest
-) -> None:
+def test_before_the_wait_only_constants_are_read_and_nothing_is_written(lengths, is_arrival, randn, request):
     step = Step(randn, lengths, H=32, Hq=2, Hkv=1, D=16, I=16, dtype=torch.float32)
     step.plan(DecodeTiling(tile=16, least_split=16, is_arrival=is_arrival))
     x = randn(len(lengths), 32)
@@ -206,9 +204,7 @@ def test_before_the_wait_only_constants_are_read_and_nothing_is_written(
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_arrival", [True, False], ids=["arrival", "launch"])
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
-def test_thousands_of_replays_equal_the_kernels_one_by_one(
-    rows: int, is_arrival: bool, randn: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousands_of_replays_equal_the_kernels_one_by_one(rows, is_arrival, randn, monkeypatch):
     """Inputs take turns, so that what an earlier replay left is wrong too, as is the poison."""
     step = Step(randn, [1 + 97 * n % 700 for n in range(1, rows + 1)], 2048, 32, 8, 64, 4096, torch.bfloat16)
     step.plan(DecodeTiling(tile=64, is_arrival=is_arrival))
@@ -277,9 +273,7 @@ def batch_of(settings: list[dict[str, Any]], rows: int, device: torch.device) ->
 
 @pytest.mark.skipif(not INTERPRETED, reason="programs run one after another in the interpreter only")
 @pytest.mark.parametrize("settings", DRAWS, ids=str)
-def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(
-    settings: list[dict[str, Any]], randn: Callable, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(settings, randn, device, monkeypatch):
     """From the start of a program to its wait, what the previous launch wrote is 0xFF, in floats NaN. For the first
     launch that is all memory, since any launch may have come before."""
     logits, batch = randn(5, 1500, scale=2.0), batch_of(settings, 5, device)
@@ -338,9 +332,7 @@ def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", DRAWS, ids=str)
 @pytest.mark.parametrize("rows", [1, 64])
-def test_thousands_of_replayed_draws_equal_the_kernels_one_by_one(
-    rows: int, settings: list[dict[str, Any]], randn: Callable, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousands_of_replayed_draws_equal_the_kernels_one_by_one(rows, settings, randn, device, monkeypatch):
     """A graph of draws from different logits, one behind the other; before each replay a copy writes the indices."""
     if not generation(device).has_pdl:
         pytest.skip("GPUs before Hopper have no programmatic dependent launch")
