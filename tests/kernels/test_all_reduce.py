@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,7 @@ CALLS = [(1, 64), (3, 48), (1, 64), (4, 96), (2, 64), (1, 2048)]
 SHOTS = {1: 1 << 60, 2: 0}  # and the ``TWO_SHOT_BYTES`` that makes a sum have so many
 
 
-def in_processes(
-    size: int, run: Callable[..., None], *args: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+def in_processes(size, run, *args):
     """Start ``run(peers, *args)`` for each rank; their memories, stops and processes."""
     memories = [torch.full((module.num_words(size),), -1, dtype=torch.int32).share_memory_() for _ in range(size)]
     stops = [torch.zeros(1, dtype=torch.int32).share_memory_() for _ in range(size)]

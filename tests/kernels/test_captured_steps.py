@@ -28,12 +28,13 @@ from tests.mixed_requests import seen, serve
 
 pytestmark = pytest.mark.usefixtures("only_the_caches_kernels")
 ON_GPU = pytest.mark.gpu
+PLAIN: dict[str, Any] = {"use_cuda_graphs": False, "attention_backend": "sdpa"}  # attention in PyTorch's operations
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=ON_GPU), "gemma3_text"])
 def test_replayed_steps_give_the_same_tokens(tiny_checkpoints, family):
     """Chunks beside decoding, shared prefixes, preemption, penalties and log-probabilities; one step in flight."""
-    plain = make_engine(tiny_checkpoints[family], use_cuda_graphs=False)
+    plain = make_engine(tiny_checkpoints[family], **PLAIN)
     expected, _ = serve(plain, REQUESTS)
     engine = make_engine(tiny_checkpoints[family], overlap_scheduling=True)
     got, _ = serve(engine, REQUESTS)
@@ -51,7 +52,7 @@ def test_replayed_steps_give_the_same_tokens(tiny_checkpoints, family):
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=ON_GPU)])
 def test_replayed_steps_verify_drafts(tiny_checkpoints, family):
     """A step with drafts is one of a mixed bucket, with several logit rows a request; others beside it have none."""
-    plain = make_engine(tiny_checkpoints[family], use_cuda_graphs=False)
+    plain = make_engine(tiny_checkpoints[family], **PLAIN)
     expected, _ = serve(plain, REQUESTS)
     lookup: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
     engine = make_engine(tiny_checkpoints[family], Speculative, overlap_scheduling=True, **lookup)
@@ -81,7 +82,7 @@ def test_replayed_steps_have_mask_tokens(tiny_checkpoints, family):
     greedy, drawn = REQUESTS[0][1], {"seed": 2, "max_new_tokens": 4, "ignore_eos": True}
     short = greedy | {"max_new_tokens": 8}
     folder, requests = tiny_checkpoints[family], [([5, 9] * 3, greedy), ([7], short), ([3] * 6, drawn)]
-    expected, _ = serve(make_engine(folder, use_cuda_graphs=False), requests)
+    expected, _ = serve(make_engine(folder, **PLAIN), requests)
     about: dict[str, Any] = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder))}
     about |= {"adapt_spec_length": False, "spec_length": 2, "prefill_chunk_size": 18}
     guessed: list[list[list[int]]] = []
@@ -132,7 +133,7 @@ def noted(drafter: Any, num_ahead: list[int]) -> Any:
 def test_drafts_behind_each_other_are_moved_on_by_the_device(tiny_checkpoints, family, is_same):
     """A draft model that is the model itself, whose drafts are all right, and one with other layers."""
     folder = tiny_checkpoints[family]
-    expected, _ = serve(make_engine(folder, use_cuda_graphs=False), REQUESTS[:2])
+    expected, _ = serve(make_engine(folder, **PLAIN), REQUESTS[:2])
     drafting: dict[str, Any] = {"use_speculative_decoding": True, "draft_model": str(folder), "spec_length": 4}
     engine = make_engine(folder, Speculative, adapt_spec_length=False, num_gpu_blocks=24, **drafting)
     drafter, capture = engine.drafter, Repeat() if INTERPRETED else None
@@ -208,7 +209,7 @@ def test_a_step_that_fits_no_bucket_runs_eagerly_and_is_counted(tiny_checkpoints
     requests = [([2] * 9, {"temperature": 0.0, "max_new_tokens": 2}), ([3] * 9, {"max_new_tokens": 2, "seed": 1})]
     engine = make_engine(tiny_checkpoints["llama"])
     got, _ = serve(engine, requests)
-    expected, _ = serve(make_engine(tiny_checkpoints["llama"], use_cuda_graphs=False), requests)
+    expected, _ = serve(make_engine(tiny_checkpoints["llama"], **PLAIN), requests)
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
     assert engine.runner.num_forwards - engine.runner.num_replays == 1
 

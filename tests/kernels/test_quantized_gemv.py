@@ -43,14 +43,7 @@ def quantized(device: torch.device) -> Callable[..., QuantizedWeight]:
     and the scales of two groups are different."""
     generator = torch.Generator().manual_seed(1)
 
-    def draw(
-        kind: str,
-        N: int,
-        K: int,
-        columns_per_scale: int | None = None,
-        rows_per_scale: int = 1,
-        dtype: torch.dtype = torch.float32,
-    ) -> QuantizedWeight:
+    def draw(kind, N, K, columns_per_scale=None, rows_per_scale=1, dtype=torch.float32):
         group = columns_per_scale or K
         groups = -(-N // rows_per_scale), K // group
         scales = (0.5 + torch.rand(groups, generator=generator)).to(dtype)
