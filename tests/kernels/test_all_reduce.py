@@ -89,8 +89,7 @@ def run_rank(peers: Peers, dtype: torch.dtype, found: list[list[dict[int, torch.
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float16)])
 def test_the_sum_over_ranks(size, dtype, few_channels):
     """Calls of several shapes, so that channels differ in their counts; each rank has the same bits, in both ways."""
     found = [
@@ -177,6 +176,7 @@ SHAPES = [(1, 4096), (64, 4096), (64, 4096), (3, 1152), (8, 4096), (128, 2048), 
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("size", [2, 4])
 def test_thousands_of_sums_between_gpus(size):
     if torch.cuda.device_count() < size:

@@ -2,15 +2,12 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.contiguous_pool_view import ContiguousPoolView
 from shared.engine.batch import Batch
-from shared.engine.staging import Staging
 from shared.errors import ConfigError
 from shared.kernels.decode_attention import decode_attention_kernel
 from shared.kernels.kv_write import kv_write_kernel
@@ -90,42 +87,6 @@ def test_a_head_size_without_a_kernel(tiny_checkpoints):
     with pytest.raises(ConfigError, match=r"head size is 80 and .*flash"):
         make_memory(config, backend="flash")
     make_memory(config, backend="sdpa")
-
-
-class Copies(TorchDispatchMode):
-    """Counts operations that copy between memories."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.gpu
-def test_a_plan_arrives_in_one_copy_whole_and_typed():
-    """And unmixed, though the stream is busy and there are more sends than pinned buffers."""
-    places = {"a": (20_000, np.int64), "b": (40_001, np.int32), "c": (20_000, np.float32), "d": (3, np.float64)}
-    staging = Staging(DEVICE, places)
-    generator, steps = np.random.default_rng(0), []
-    torch.cuda._sleep(200_000_000)  # cycles: about 0.1 seconds
-    for size in (3, 1, 20_000, 5, 20_000, 7):
-        arrays = {
-            "a": generator.integers(1 << 40, size=size),
-            "b": generator.integers(1 << 20, size=2 * size + 1).astype(np.int32),
-            "c": generator.random(size).astype(np.float32),
-            "d": generator.random(3),
-        }
-        with Copies() as copies:
-            sent = staging.send(arrays)
-        assert copies.count == 1
-        assert {tensor.device.type for tensor in sent.values()} == {"cuda"}
-        assert [t.data_ptr() for t in sent.values()] == [staging.tensors[name].data_ptr() for name in places]
-        steps.append((arrays, {name: tensor.clone() for name, tensor in sent.items()}))
-    for arrays, sent in steps:
-        for name, array in arrays.items():
-            assert sent[name].cpu().numpy().dtype == array.dtype
-            assert np.array_equal(sent[name].cpu().numpy(), array)
 
 
 @pytest.mark.gpu
