@@ -17,6 +17,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 Tokens = list[tuple[torch.Tensor, torch.Tensor]]
 REAL = [(32, 8, 64, 16), (32, 8, 64, 1), (16, 8, 128, 16), (16, 8, 128, 64), (4, 1, 256, 16), (9, 3, 64, 3)]
 """Hq, Hkv and D of models, and a block size."""
+HEADS = [(32, torch.float16), (64, torch.float32), (128, torch.float16), (256, torch.float32)]
+"""Head sizes, each in one dtype; real shapes have all."""
 
 
 def draw_tokens(randn: Callable, lengths: Sequence[int], Hkv: int, D: int, dtype: torch.dtype) -> Tokens:

@@ -206,8 +206,8 @@ def test_a_weight_that_does_not_fit_or_is_not_contiguous_is_refused(randn):
 
 
 def test_the_table_keeps_its_rules():
-    sizes = (1, 72, 96, 576, 1152, 2048, 3072, 6912, 8192, 9728, 14336, 128256)
-    for rows, N, K in itertools.product(range(1, MAX_ROWS + 1), sizes, sizes[:-1]):
+    sizes = (1, 72, 576, 1152, 2048, 6912, 8192, 14336, 128256)
+    for rows, N, K in itertools.product((1, 2, 4, 8, 15, 16, 17, 32, 33, MAX_ROWS), sizes, sizes[:-1]):
         for is_gated, itemsize, gpu in itertools.product((False, True), (2, 4), set(GENERATIONS.values())):
             cut = tiling(rows, N, K, is_gated, itemsize, gpu.shared_bytes)
             assert all(size == next_power_of_two(size) for size in (cut.block_n, cut.block_k))

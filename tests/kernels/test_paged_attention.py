@@ -6,7 +6,17 @@ import torch
 import shared.kernels.paged_attention as module
 from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.paged_attention import TILINGS, paged_attention, paged_attention_kernel
-from tests.kernels.attention import DEVICE, NAN, REAL, PagedMemory, assert_attended, decode_workspace, draw_tokens, ints
+from tests.kernels.attention import (
+    DEVICE,
+    HEADS,
+    NAN,
+    REAL,
+    PagedMemory,
+    assert_attended,
+    decode_workspace,
+    draw_tokens,
+    ints,
+)
 
 
 def check(
@@ -43,7 +53,7 @@ def test_any_number_of_heads_shares_a_key_head(randn, assert_near, group):
     check(randn, assert_near, [67], 16, Hq=2 * group, Hkv=2, splits=2)
 
 
-@pytest.mark.parametrize("D", [32, 64, 128, 256])
+@pytest.mark.parametrize(("D", "dtype"), HEADS)
 def test_head_sizes(randn, assert_near, dtype, D):
     check(randn, assert_near, [TILINGS[D].tile + 3], 16, Hq=4, Hkv=2, D=D, dtype=dtype, splits=2)
 

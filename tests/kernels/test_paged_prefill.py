@@ -5,7 +5,7 @@ import torch
 
 import shared.kernels.paged_prefill as module
 from shared.kernels.paged_prefill import PrefillTiling, paged_prefill, paged_prefill_kernel, prefill_tiling
-from tests.kernels.attention import DEVICE, NAN, REAL, PagedMemory, assert_attended, draw_tokens, ints
+from tests.kernels.attention import DEVICE, HEADS, NAN, REAL, PagedMemory, assert_attended, draw_tokens, ints
 
 
 def check(
@@ -46,7 +46,7 @@ def test_tiles_of_rows_may_end_within_a_token(randn, assert_near, group):
     check(randn, assert_near, [(3, 13), (0, 1), (17, 10)], Hq=2 * group, Hkv=2)
 
 
-@pytest.mark.parametrize("D", [32, 64, 128, 256])
+@pytest.mark.parametrize(("D", "dtype"), HEADS)
 def test_head_sizes(randn, assert_near, dtype, D):
     check(randn, assert_near, [(20, 9), (0, 30)], Hq=2, Hkv=2, D=D, dtype=dtype)
 
